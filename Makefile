@@ -1,0 +1,103 @@
+# On a fresh machine `make demo` and `make test` do everything, set-up included. `make` lists the targets.
+
+SHELL := bash
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+# The first Python that is new enough and can make environments; or `make PYTHON=/path/to/python ...`.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+GPU_PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+
+# Two environments: the newest and the oldest supported Transformers.
+NEWEST := .venv
+OLDEST := .venv-5.17
+LINTED := $(wildcard kvtier integrations examples benchmarks tests)
+
+# ----------------------------------------------------------------------------------------- set-up
+# `.ready` is written last and names this folder. An environment without it was interrupted, or was
+# copied from elsewhere: it is built again from nothing.
+is_ready = [ "$$(cat $(1)/.ready 2>/dev/null)" = "$(CURDIR)" ] && $(1)/bin/python -c "" 2>/dev/null
+
+define build_env
+@set -euo pipefail; \
+if command -v flock >/dev/null; then exec 9>.setup.lock; flock 9; fi; \
+if $(call is_ready,$(1)); then \
+	if [ $(1)/.ready -nt pyproject.toml ] && [ $(1)/.ready -nt constraints-common.txt ] \
+		&& [ $(1)/.ready -nt $(2) ]; then exit 0; fi; \
+	echo "$(1): pyproject.toml or the constraints changed, updating"; \
+else \
+	python='$(PYTHON)'; \
+	if [ -z "$$python" ]; then \
+		echo "kvtier needs Python >= 3.11 with venv and pip: make PYTHON=/path/to/python ..." >&2; exit 1; fi; \
+	echo "$(1): setting up once, with $$("$$python" --version); this takes a minute or two"; \
+	rm -rf $(1); "$$python" -m venv $(1); \
+fi; \
+rm -f $(1)/.ready; echo "$(CURDIR)" >$(1)/.being-built; \
+$(1)/bin/python -m pip install --disable-pip-version-check --no-input -c $(2) -e '.[$(3)]' 2>&1 \
+	| tee $(1)/pip.log \
+	| while read -r word name rest; do case "$$word" in \
+		Collecting|Processing) name=$${name##*/}; name=$${name%%-[0-9]*}; printf ' %s' "$${name%%[][<>=!~;]*}" ;; \
+		Installing) if [ "$$name" = collected ]; then printf '\n  installing ...'; fi ;; \
+	esac; done \
+	|| { echo; tail -n 20 $(1)/pip.log; echo "$(1): set-up failed (whole log: $(1)/pip.log)"; exit 1; } >&2; \
+mv $(1)/.being-built $(1)/.ready; echo " done"
+endef
+
+ifneq ($(shell $(call is_ready,$(NEWEST)) && echo yes),yes)
+.PHONY: $(NEWEST)/.ready
+endif
+ifneq ($(shell $(call is_ready,$(OLDEST)) && echo yes),yes)
+.PHONY: $(OLDEST)/.ready
+endif
+
+$(NEWEST)/.ready: pyproject.toml constraints.txt constraints-common.txt
+	$(call build_env,$(NEWEST),constraints.txt,dev)
+
+$(OLDEST)/.ready: pyproject.toml constraints-5.17.txt constraints-common.txt
+	$(call build_env,$(OLDEST),constraints-5.17.txt,test)
+
+# ---------------------------------------------------------------------------------------- targets
+.PHONY: help setup demo test test-newest test-oldest check format bench gpu clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(NEWEST)/.ready $(OLDEST)/.ready ## build both environments (the other targets do it when needed)
+
+demo: $(NEWEST)/.ready ## run the demo (ARGS="--model NAME ...")
+	@$(NEWEST)/bin/python examples/demo.py $(ARGS)
+
+test: test-newest test-oldest ## run the tests on the newest and the oldest Transformers (PYTEST_ARGS="-k NAME")
+
+# No test may depend on a model hub.
+test-newest: $(NEWEST)/.ready ## run the tests on the newest supported Transformers
+	HF_HUB_OFFLINE=1 $(NEWEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.ready ## run the tests on the oldest supported Transformers
+	HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+check: $(NEWEST)/.ready ## format, lint, types and import rules
+	$(NEWEST)/bin/ruff format --check $(LINTED)
+	$(NEWEST)/bin/ruff check $(LINTED)
+	$(NEWEST)/bin/mypy
+	$(NEWEST)/bin/python -m pytest -q tests/test_imports.py
+
+format: $(NEWEST)/.ready ## format the code and apply safe lint fixes
+	$(NEWEST)/bin/ruff check --fix-only $(LINTED)
+	$(NEWEST)/bin/ruff format $(LINTED)
+
+bench: $(NEWEST)/.ready ## run benchmarks (ARGS="SCENARIO ...")
+	$(NEWEST)/bin/python -m benchmarks $(ARGS)
+
+gpu: ## build, test and measure on a GPU, from the plain source tree (GPU_PYTHON=python3)
+	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+clean: ## remove build outputs and caches
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## also remove both environments
+	rm -rf $(NEWEST) $(OLDEST) .setup.lock

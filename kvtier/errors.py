@@ -1,0 +1,72 @@
+"""The exceptions of kvtier, one tree.
+
+    KVTierError
+    ├── ConfigError            (ValueError)    an option that cannot be honoured
+    ├── MismatchError          (ValueError)    keys and values that do not belong to what the cache holds
+    ├── BudgetError            (MemoryError)   a budget too small for what is asked; `.needed` names the smallest
+    ├── InterruptedStepError   (RuntimeError)  the last forward did not finish
+    ├── StaleViewError         (RuntimeError)  a view of KV that the cache no longer holds
+    ├── ConcurrentUseError     (RuntimeError)  two threads on one cache
+    ├── ClosedError            (RuntimeError)  the cache was closed
+    ├── TransferError          (RuntimeError)  a copy between tiers failed; its source is intact
+    └── UnsupportedError       (RuntimeError)  something a tiered cache cannot do
+"""
+
+
+class KVTierError(Exception):
+    """Base of every error that kvtier raises on purpose."""
+
+
+class ConfigError(KVTierError, ValueError):
+    """An option that is malformed or cannot be honoured on this machine."""
+
+
+class MismatchError(KVTierError, ValueError):
+    """Keys and values whose shape, dtype, device or layer do not fit what the cache already holds."""
+
+
+class BudgetError(KVTierError, MemoryError):
+    """A budget is too small.
+
+    Attributes:
+        tier: `"device"` or `"host"`, the budget that is short.
+        needed: the smallest budget in bytes with which the refused step works.
+        budget: the budget in bytes as it is.
+    """
+
+    def __init__(self, message: str, *, tier: str, needed: int, budget: int) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.needed = needed
+        self.budget = budget
+
+    def __reduce__(self) -> tuple:
+        return _rebuild_budget_error, (str(self), self.tier, self.needed, self.budget)
+
+
+def _rebuild_budget_error(message: str, tier: str, needed: int, budget: int) -> BudgetError:
+    return BudgetError(message, tier=tier, needed=needed, budget=budget)
+
+
+class InterruptedStepError(KVTierError, RuntimeError):
+    """The last forward ended before every layer was updated: `crop(0)` drops it, `reset()` empties the cache."""
+
+
+class StaleViewError(KVTierError, RuntimeError):
+    """A view is read after the cache dropped or reordered the tokens it showed."""
+
+
+class ConcurrentUseError(KVTierError, RuntimeError):
+    """A second thread uses a cache while a forward of another thread is under way."""
+
+
+class ClosedError(KVTierError, RuntimeError):
+    """The cache is used after `close()`."""
+
+
+class TransferError(KVTierError, RuntimeError):
+    """A copy between two tiers failed. The source still holds the data."""
+
+
+class UnsupportedError(KVTierError, RuntimeError):
+    """A use that a tiered cache cannot serve exactly; the message names the way out."""

@@ -1,0 +1,1 @@
+"""Where kvtier meets Transformers: the only folder that imports it."""

@@ -1,0 +1,335 @@
+"""`TieredKVCache`: the cache that `generate` is given."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.configuration_utils import PretrainedConfig
+
+from kvtier.config import CacheOptions, Size
+from kvtier.errors import ConfigError, InterruptedStepError, MismatchError, UnsupportedError
+from kvtier.hf.layer import TieredLayer
+from kvtier.metrics import CacheStats
+from kvtier.runtime import EngineFactory, Runtime, default_engine
+from kvtier.types import LayerResidency, Residency
+
+
+class TieredKVCache(DynamicCache):
+    """A KV cache whose blocks lie on the device and in host memory, each where there is room, with the tokens of
+    `DynamicCache`.
+
+        model.generate(**inputs, past_key_values=TieredKVCache(model.config, device_budget="4GiB"))
+
+    Full-attention layers are tiered. Layers with a sliding window, chunked or linear attention, an indexer or shared KV
+    stay resident in Transformers' own layer classes, outside the budgets; `stats.resident_bytes` counts them. Nothing is
+    allocated before the first forward.
+
+    Args:
+        config: the model's config. Needed for models with layers that are not full attention; without it, every layer is
+            taken for full attention, as with `DynamicCache()`.
+        device_budget: bytes of device memory for KV, staging and workspace included: an int, a text (`"4GiB"`), a share of
+            what is free (`0.5`), `"auto"` (what is free less a fifth, at least 1 GiB), or a mapping from device (`"cuda:0"`)
+            to any of these. The default is `"auto"` on an accelerator. On a CPU model the default is no device tier at
+            all: everything lies in the host tier; a budget there emulates one in RAM.
+        host_budget: bytes of host memory for KV, written the same way; `"auto"` leaves a fifth, at least 2 GiB.
+        block_size: tokens per block, the unit of placement and sharing.
+        write_through: share of the device budget in use from which full blocks are copied to the host in the background,
+            so that evicting them later moves no bytes; 0 copies each block as soon as it is full.
+
+    Raises:
+        ConfigError: an option that is malformed.
+
+    A cache serves one model and one thread at a time. `crop`, `reorder_cache`, `batch_repeat_interleave`,
+    `batch_select_indices` and `reset` are those of Transformers; `close`, or leaving a `with` block, gives all memory back.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig | None = None,
+        *,
+        device_budget: Size | Mapping[str, Size] | None = None,
+        host_budget: Size = "auto",
+        block_size: int = 64,
+        write_through: float = 0.5,
+    ) -> None:
+        if config is not None and not hasattr(config, "get_text_config"):
+            raise ConfigError(
+                f"config={type(config).__name__} is not a Transformers config. Pass `model.config`; options are keywords."
+            )
+        self._config = config
+        self._options = CacheOptions.parse(device_budget, host_budget, block_size, write_through)
+        self._setup()
+
+    def _setup(self, engine: EngineFactory = default_engine, *, poison: bool = False) -> None:
+        layers = _transformers_layers(self._config)
+        tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        updated = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+        # Only where every layer is updated by every forward is it known in advance what a whole forward is.
+        plain = all(type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer") for layer in layers)
+        self._runtime = Runtime(
+            self._options,
+            expected=frozenset(updated) if layers and plain else None,
+            tiered=len(tiered),
+            engine=engine,
+            poison=poison,
+        )
+        for i in tiered:
+            layers[i] = TieredLayer(self._runtime, i)
+        self.layers = layers
+        self.layer_class_to_replicate = TieredLayer if not layers else None
+        self.offloading = False
+        self._finalizer = weakref.finalize(self, self._runtime.close)
+
+    # The forward
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the tokens of one layer and return all of its keys and values.
+
+        Args:
+            key_states: `[batch, heads, tokens, k_dim]`, copied.
+            value_states: `[batch, heads, tokens, v_dim]`, copied.
+            layer_idx: the layer.
+
+        Returns:
+            Keys and values, `[batch, heads, all tokens, dim]`: the arguments themselves where there is no past, views that
+            behave like tensors where there is.
+
+        Raises:
+            BudgetError: the budgets are too small; names the smallest that works. Nothing was changed by this layer.
+            MismatchError: not the model, dtype, device or batch that the cache holds.
+            InterruptedStepError: the last forward did not finish.
+            ConcurrentUseError, TransferError, ClosedError: as they say.
+        """
+        layers = self.layers
+        if layer_idx >= len(layers):
+            self._add_layers(layer_idx)
+        layer = layers[layer_idx]
+        if type(layer) is TieredLayer:
+            return layer.update(key_states, value_states, *args, **kwargs)
+        self._runtime.check_open()
+        steps = self._runtime.steps
+        with steps.changing():
+            length = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
+            self._runtime.counters.steps += steps.update(layer_idx, length)
+            try:
+                return layer.update(key_states, value_states, *args, **kwargs)
+            except BaseException:
+                steps.undo(layer_idx)
+                raise
+
+    def _add_layers(self, layer_idx: int) -> None:
+        if self.layer_class_to_replicate is None:
+            raise MismatchError(
+                f"Layer {layer_idx} of a cache that was made for {len(self.layers)} layers: this is not the model whose config "
+                "it was given."
+            )
+        while len(self.layers) <= layer_idx:
+            self.layers.append(TieredLayer(self._runtime, len(self.layers)))
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in Transformers. Needs the cache to know the model's config."""
+        self._check_linear(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in Transformers. Needs the cache to know the model's config."""
+        self._check_linear(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def _check_linear(self, layer_idx: int) -> None:
+        self._runtime.check_open()
+        if self._config is None:
+            raise UnsupportedError(
+                f"Layer {layer_idx} keeps a state that is not keys and values. Tell the cache what the model is made of: "
+                "TieredKVCache(model.config)."
+            )
+
+    # Rows and length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens. Drops the tokens of an unfinished forward first."""
+        self._runtime.check_open()
+        self._drop_unfinished()
+        super().crop(tokens_to_remove)
+
+    def _drop_unfinished(self) -> None:
+        steps = self._runtime.steps
+        if steps.complete:
+            return
+        error = steps.interrupted()
+        lengths = dict(steps.began)
+        if any(not isinstance(layer, TieredLayer) for layer in self.layers):
+            for i, before in lengths.items():
+                layer = self.layers[i]
+                past_lost = not isinstance(layer, TieredLayer) and layer.get_seq_length() >= getattr(layer, "sliding_window", 0)
+                if past_lost and layer.get_seq_length() != before:
+                    raise InterruptedStepError(
+                        f"Layer {i} keeps only a window of the past and cannot undo the unfinished forward. `reset()` the cache."
+                    ) from error
+        for i, before in lengths.items():
+            self.layers[i].crop(before - self.layers[i].get_seq_length())
+        steps.settled()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row `i` continue what row `beam_idx[i]` held. Moves no keys and values of tiered layers."""
+        self._check_whole()
+        super().reorder_cache(beam_idx.to("cpu"))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times; the copies share their blocks until they part."""
+        self._check_whole()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`."""
+        self._check_whole()
+        super().batch_select_indices(indices)
+
+    def _check_whole(self) -> None:
+        self._runtime.check_open()
+        if not self._runtime.steps.complete:
+            raise self._runtime.steps.interrupted()
+
+    def reset(self) -> None:
+        """Empty the cache and give its memory back, whatever state it is in. Options stay, counters begin anew."""
+        self._runtime.check_open()
+        self._runtime.clear()
+        fresh = _transformers_layers(self._config)
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, TieredLayer):
+                layer._assigned.clear()
+            else:
+                self.layers[i] = fresh[i]
+
+    # What a user sees
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: blocks move, which a compiled graph could not follow."""
+        return False
+
+    @property
+    def stats(self) -> CacheStats:
+        """Bytes and blocks per tier, bytes moved, hits, stalls, fallbacks: a snapshot."""
+        return self._runtime.stats(sum(_resident_bytes(layer) for layer in self.layers))
+
+    def residency(self) -> Residency:
+        """Where the KV of each layer lies. Printing it gives a table."""
+        rows = []
+        for i, layer in enumerate(self.layers):
+            store = self._runtime.layers.get(i) if isinstance(layer, TieredLayer) else None
+            if store is not None:
+                rows.append(store.residency())
+                continue
+            tokens = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
+            kind = "tiered" if isinstance(layer, TieredLayer) else type(layer).__name__
+            rows.append(LayerResidency(i, kind, tokens, 0, 0, 0, _resident_bytes(layer)))
+        return Residency(tuple(rows))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all counts agree. For tests and debugging; walks every block."""
+        self._runtime.check_integrity()
+
+    def __repr__(self) -> str:
+        if self._runtime.closed:
+            return "TieredKVCache(closed)"
+        stores = self._runtime.layers.values()
+        if not stores:
+            return f"TieredKVCache({len(self.layers) or 'any number of'} layers, empty)"
+        first = next(iter(stores))
+        stats = self.stats
+        tiers = [
+            f"{name} {tier.bytes / 2**20:.1f} of {tier.budget / 2**20:.1f} MiB"
+            for name, tier in (("device", stats.device), ("host", stats.host))
+            if tier.budget
+        ]
+        return (
+            f"TieredKVCache({len(self.layers)} layers, {len(stores)} tiered, {first.batch} x {first.length} tokens, "
+            f"{', '.join(tiers)})"
+        )
+
+    # Life
+
+    def close(self) -> None:
+        """Give all memory back. The cache cannot be used afterwards."""
+        self._finalizer()
+
+    def __enter__(self) -> TieredKVCache:
+        self._runtime.check_open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_whole()
+        layers: list[Any] = []
+        for layer in self.layers:
+            if isinstance(layer, TieredLayer):
+                keys, values = layer.keys, layer.values
+                layers.append(None if keys is None or values is None else (keys.dense("copy"), values.dense("copy")))
+            else:
+                layers.append(layer)
+        return {"config": self._config, "options": self._options, "layers": layers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._config, self._options = state["config"], state["options"]
+        self._setup()
+        for i, content in enumerate(state["layers"]):
+            if content is not None and not isinstance(content, tuple):
+                self.layers[i] = content
+                continue
+            if i >= len(self.layers):
+                self._add_layers(i)
+            if content is not None:
+                self._runtime.append(i, *content)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TieredKVCache:
+        import copy
+
+        state = self.__getstate__()
+        # What was made for this copy is copied once, into blocks; only Transformers' own layers need copying here.
+        state["layers"] = [x if x is None or isinstance(x, tuple) else copy.deepcopy(x, memo) for x in state["layers"]]
+        clone = type(self).__new__(type(self))
+        clone.__setstate__(state)
+        memo[id(self)] = clone
+        return clone
+
+
+def _transformers_layers(config: PretrainedConfig | None) -> list[Any]:
+    """The layers that Transformers itself would use for a model, by its own mapping from layer types."""
+    if config is None:
+        return []
+    try:
+        return DynamicCache(config=config).layers
+    except KeyError as missing:
+        # A layer type registers itself when its model file is imported.
+        text = config.get_text_config(decoder=True)
+        module = type(text).__module__.replace(".configuration_", ".modeling_")
+        try:
+            importlib.import_module(module)
+            return DynamicCache(config=config).layers
+        except (ImportError, KeyError):
+            raise ConfigError(
+                f"Transformers knows no cache layer of type {missing} for {type(config).__name__}. Import the model's class "
+                "before making its cache."
+            ) from missing
+
+
+def _resident_bytes(layer: Any) -> int:
+    """Bytes of a layer that Transformers keeps itself."""
+    if isinstance(layer, TieredLayer):
+        return 0
+    total = 0
+    for value in vars(layer).values():
+        for x in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(x, torch.Tensor) and x.numel() > 1:
+                total += x.nbytes
+    return total

@@ -1,0 +1,217 @@
+"""`TieredLayer`: one full-attention layer of a `TieredKVCache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from kvtier.errors import MismatchError
+from kvtier.hf.view import KVView, Snapshot
+from kvtier.runtime import Runtime
+from kvtier.storage.store import LayerStore
+
+
+class TieredLayer(DynamicLayer):
+    """A layer that grows without end and whose blocks lie in tiers.
+
+    It has the interface of Transformers' `DynamicLayer`, from which it inherits its type and nothing else.
+
+    Attributes:
+        index: the layer's index in the model.
+    """
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, runtime: Runtime, index: int) -> None:
+        self._runtime = runtime
+        self.index = index
+        self._assigned: dict[int, torch.Tensor] = {}
+
+    @property
+    def _store(self) -> LayerStore | None:
+        return self._runtime.layers.get(self.index)
+
+    def __repr__(self) -> str:
+        return f"TieredLayer({self.index}, tokens={self.get_seq_length()})"
+
+    # What Transformers reads
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether shapes are known."""
+        return self._store is not None
+
+    @property
+    def dtype(self) -> torch.dtype | None:  # type: ignore[override]
+        """Of keys and values; None before the first update."""
+        return None if self._store is None else self._store.layout.dtype
+
+    @property
+    def device(self) -> torch.device | None:  # type: ignore[override]
+        """Where attention runs; None before the first update."""
+        return None if self._store is None else self._store.tiers.device
+
+    def get_seq_length(self) -> int:
+        """Tokens per row."""
+        store = self._store
+        return 0 if store is None else store.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of what the next `update` returns."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: no maximum but the budgets."""
+        return -1
+
+    # Updates
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Fix shapes, dtype and device from `[batch, heads, any, dim]` tensors."""
+        self._runtime.check_open()
+        self._runtime.early(self.index, key_states, value_states)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens and return all keys and values so far.
+
+        Args:
+            key_states: `[batch, heads, tokens, k_dim]`, copied.
+            value_states: `[batch, heads, tokens, v_dim]`, copied.
+
+        Returns:
+            The arguments themselves if the layer was empty; else two `KVView`s.
+
+        Raises:
+            MismatchError, BudgetError, TransferError, InterruptedStepError, ConcurrentUseError, ClosedError.
+        """
+        runtime = self._runtime
+        runtime.check_open()
+        steps = runtime.steps
+        with steps.changing():
+            before = self.get_seq_length()
+            runtime.counters.steps += steps.update(self.index, before)
+            try:
+                store = runtime.append(self.index, key_states, value_states)
+            except BaseException:
+                steps.undo(self.index)
+                raise
+        if before == 0:
+            return key_states, value_states
+        return Snapshot(runtime, store).views()
+
+    # The dense face
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """All keys, `[batch, heads, tokens, k_dim]`, as a view; None before the first update.
+
+        Assigning keys and values of the same batch and length replaces what the layer holds.
+        """
+        return self._view(0)
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        self._assign(0, value)
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """All values, `[batch, heads, tokens, v_dim]`, as a view; None before the first update."""
+        return self._view(1)
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        self._assign(1, value)
+
+    def _view(self, part: int) -> torch.Tensor | None:
+        if part in self._assigned:
+            return self._assigned[part]
+        store = self._store
+        return None if store is None else Snapshot(self._runtime, store).views()[part]
+
+    def _assign(self, part: int, value: torch.Tensor | None) -> None:
+        if value is None:
+            raise MismatchError(f"Layer {self.index}: `reset()` the cache instead of assigning None.")
+        if isinstance(value, KVView):
+            at = value.snapshot
+            if at.store is self._store and value.part == part and value.repeats == 1 and at.length == at.store.length:
+                self._assigned.pop(part, None)
+                return
+            value = value.dense("assign")
+        other = self._assigned.get(1 - part)
+        if other is None:
+            current = self._view(1 - part)
+            if current is None or current.shape[::2] != value.shape[::2]:
+                # The other half must follow: until then the layer holds what it held.
+                self._assigned[part] = value
+                return
+            other = current.dense("assign") if isinstance(current, KVView) else current
+        pair = (value, other) if part == 0 else (other, value)
+        self._assigned.clear()
+        with self._runtime.steps.changing():
+            self._runtime.replace(self.index, *pair)
+
+    # Rows and length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens of every row.
+
+        A positive number is what it is in the installed Transformers: the length to keep, or an error.
+        """
+        length = self.get_seq_length()
+        if tokens_to_remove > 0:
+            DynamicLayer().crop(tokens_to_remove)  # warns or raises as Transformers does
+            kept = min(tokens_to_remove, length)
+        else:
+            kept = max(length + tokens_to_remove, 0)
+        if self._store is not None:
+            with self._runtime.steps.changing():
+                self._store.crop(kept)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row `i` continue what row `beam_idx[i]` held."""
+        self._pick(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times. Copies nothing."""
+        if self._store is not None:
+            self._pick([row for row in range(self._store.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` (or those where a boolean mask is true)."""
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self._pick(indices.tolist())
+
+    def _pick(self, rows: list[int]) -> None:
+        store = self._store
+        if store is None or store.length == 0:
+            return
+        rows = [row + store.batch if row < 0 else row for row in rows]
+        if not all(0 <= row < store.batch for row in rows):
+            raise MismatchError(f"Rows {rows} are not all among the {store.batch} rows of layer {self.index}.")
+        if rows == list(range(store.batch)):
+            return
+        with self._runtime.steps.changing():
+            store.pick_rows(rows)
+
+    def reset(self) -> None:
+        """Drop every token of this layer."""
+        self._assigned.clear()
+        if self._store is not None:
+            with self._runtime.steps.changing():
+                self._store.clear()
+
+    # Transformers' own offloading has no business here.
+
+    def offload(self) -> None:
+        """Nothing: placement is the runtime's."""
+
+    def prefetch(self) -> None:
+        """Nothing: placement is the runtime's."""

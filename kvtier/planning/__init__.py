@@ -1,0 +1,1 @@
+"""Everything that decides: numbers in, decisions out. No torch, no storage."""

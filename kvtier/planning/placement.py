@@ -1,0 +1,66 @@
+"""The first placement: as much as fits stays on the device; what does not spills evenly, oldest first.
+
+Pure functions of numbers. A planner that weighs fetching, host attention and recomputation replaces them one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+#: No slab is larger than this; host slabs of this size are whole huge pages.
+MAX_SLAB_BYTES = 64 * 2**20
+#: Slabs begin at this size.
+MIN_SLAB_BYTES = 2 * 2**20
+#: A budget is cut into at least so many slabs, so that giving one back gives back little.
+SLABS_PER_BUDGET = 64
+#: Staging may take this share of the device slots.
+STAGING_SHARE = 8
+
+
+def slab_slots(budget: int, slot_bytes: int, held: int, wanted: int = 1) -> int:
+    """Slots of the next slab: small against the budget and against what is held already, but enough for `wanted`.
+
+    Args:
+        budget: bytes of the memory.
+        slot_bytes: bytes of a slot.
+        held: bytes that the pool has already; a slab adds a sixteenth of that, so little is allocated in vain.
+        wanted: slots needed next to each other.
+    """
+    ceiling = min(budget // SLABS_PER_BUDGET, MAX_SLAB_BYTES)
+    size = min(max(held // 16, MIN_SLAB_BYTES), ceiling)
+    return max(size // slot_bytes, min(wanted, MAX_SLAB_BYTES // slot_bytes), 1)
+
+
+def victim_layer(resident: Iterable[tuple[int, int]]) -> int | None:
+    """The layer that gives up its oldest block: the one with most on the device, so that layers stay even.
+
+    Args:
+        resident: (layer, evictable blocks on the device) pairs.
+
+    Returns:
+        A layer, the first of several equals; None if no layer has one.
+    """
+    best, most = None, 0
+    for layer, count in resident:
+        if count > most:
+            best, most = layer, count
+    return best
+
+
+def write_through_count(used_bytes: int, budget: int, share: float, sealed: int) -> int:
+    """How many blocks to copy to the host after `sealed` blocks were sealed.
+
+    None below the watermark. Above it two for each sealed one: between half the budget and all of it, the backlog and
+    the newly sealed then get their copies just in time for the first eviction.
+    """
+    return 2 * sealed if used_bytes >= share * budget else 0
+
+
+def staging_slots(capacity: int, missing: int) -> int:
+    """Slots worth evicting residents for, to stage `missing` blocks of one layer on a device of `capacity` slots."""
+    return max(min(missing, capacity // STAGING_SHARE), 1)
+
+
+def keep_fetched(free: int, staging: int, tails: int) -> bool:
+    """Whether a fetched block stays: only into room that neither staging nor the next tails will ask back."""
+    return free > 2 * staging + tails

@@ -1,0 +1,321 @@
+"""The conductor of one cache: memories by device, layers, the steps of a forward, prefetch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvtier import attention
+from kvtier.config import (
+    DEVICE_RESERVE,
+    DEVICE_RESERVE_SHARE,
+    HOST_RESERVE,
+    HOST_RESERVE_SHARE,
+    CacheOptions,
+    resolve_size,
+)
+from kvtier.errors import BudgetError, ClosedError, StaleViewError
+from kvtier.metrics import CacheStats, Counters, TierStats
+from kvtier.steps import Steps
+from kvtier.storage.layout import BlockLayout
+from kvtier.storage.memory import Budget, Memory, free_device_memory, free_host_memory
+from kvtier.storage.pool import BlockPool
+from kvtier.storage.store import Group, LayerStore
+from kvtier.storage.tiers import Tiers
+from kvtier.storage.transfer import InlineTransfers, TransferEngine
+
+EngineFactory = Callable[[torch.device, Counters], TransferEngine]
+
+
+def default_engine(device: torch.device, counters: Counters) -> TransferEngine:
+    """CUDA streams on a CUDA device; inline copies elsewhere."""
+    if device.type == "cuda":
+        from kvtier.storage.cuda import CudaTransfers
+
+        return CudaTransfers(device, counters)
+    return InlineTransfers(counters)
+
+
+class Runtime:
+    """Everything behind a `TieredKVCache`.
+
+    Args:
+        options: checked options.
+        expected: the layers that a forward updates, where that is known in advance.
+        tiered: how many tiered layers there will be, where that is known in advance.
+        engine: makes the transfer engine of a device (tests pass one that holds or fails transfers).
+        poison: fill memory that nobody owns with NaN (tests).
+    """
+
+    def __init__(
+        self,
+        options: CacheOptions,
+        *,
+        expected: frozenset[int] | None = None,
+        tiered: int = 0,
+        engine: EngineFactory = default_engine,
+        poison: bool = False,
+    ) -> None:
+        self.options = options
+        self.counters = Counters()
+        self.steps = Steps(expected)
+        self.layers: dict[int, LayerStore] = {}
+        self.closed = False
+        self._tiered = tiered
+        self._engine = engine
+        self._poison = poison
+        self._host: Memory | None = None
+        self._host_pools: dict[BlockLayout, BlockPool] = {}
+        self._tiers: dict[torch.device, Tiers] = {}
+        self._following: dict[LayerStore, LayerStore] = {}
+
+    # Updates
+
+    def append(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerStore:
+        """Add keys `[batch, heads, tokens, k_dim]` and values `[batch, heads, tokens, v_dim]` to a layer.
+
+        Raises:
+            MismatchError, BudgetError, TransferError: the layer is as it was before.
+        """
+        store = self.layers.get(index)
+        if store is None:
+            store = self._new_layer(index, keys, values)
+        store.check(keys, values)
+        if keys.requires_grad or values.requires_grad:
+            keys, values = keys.detach(), values.detach()
+        if keys.shape[2] == 1 and store.append_token(keys, values):
+            return store
+        if keys.shape[2]:
+            store.tiers.engine.poll()
+            groups = store.group(keys, values)
+            self._admit(store, groups, keys.shape[2])
+            store.append(keys, values, groups)
+        return store
+
+    def replace(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Let a layer hold these tokens and nothing else. On an error it holds what it held."""
+        old = self.layers.get(index)
+        saved = attention.own_kv(old, old.length) if old is not None and old.length else None
+        self._remove(index)
+        try:
+            self.append(index, keys, values)
+        except Exception:
+            self._remove(index)
+            if saved is not None:
+                self.append(index, *saved)
+            raise
+
+    def _remove(self, index: int) -> None:
+        store = self.layers.pop(index, None)
+        if store is not None:
+            store.clear()
+            store.tiers.layers.remove(store)
+            self._following.clear()
+
+    def early(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make the store of a layer from tensors that may have no tokens."""
+        if index not in self.layers:
+            self._new_layer(index, keys, values)
+
+    def _new_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerStore:
+        layout = BlockLayout.of(keys, values, self.options.block_size)
+        store = LayerStore(index, layout, self._tiers_for(keys.device))
+        try:
+            store.check(keys, values)
+        except Exception:
+            store.tiers.layers.remove(store)
+            raise
+        self.layers[index] = store
+        self._following.clear()
+        return store
+
+    def _admit(self, store: LayerStore, groups: Sequence[Group], tokens: int) -> None:
+        """Refuse, before anything changes, a step that will not fit: this layer stands for those still to come."""
+        tiers = store.tiers
+        done = {i for i in self.steps.began if i != store.index}
+        todo = [x for x in tiers.layers if x.index not in done]
+        unborn = max(self._tiered - len(self.layers), 0)
+        size = store.layout.nbytes
+        new = store.blocks_needed(groups, tokens)
+        coming = new * size * (len(todo) + unborn)
+        held = sum(len(x.distinct_blocks()) * x.layout.nbytes for x in tiers.layers)
+        room = max((x.workspace_bytes(x.length + tokens) for x in tiers.layers if x.dense), default=0)
+        near = tiers.near.budget
+        if tiers.far is None:
+            needed = held + coming + room
+            if needed > near.limit:
+                raise self._too_small(near, needed, store, tokens)
+            return
+        # One unsealed block for each sequence and layer, one more to seal and stage through, and the workspace.
+        tails = len(groups) * size * (len(tiers.layers) + unborn)
+        needed = room + tails + size
+        if needed > near.limit:
+            raise self._too_small(near, needed, store, tokens)
+        kept = (near.limit - room) // size * size - size
+        far = tiers.far.budget
+        others = sum(t.far_bytes() for t in self._tiers.values() if t is not tiers)
+        needed = held + coming - kept + others
+        if needed > far.limit:
+            raise self._too_small(far, needed, store, tokens)
+
+    def _too_small(self, budget: Budget, needed: int, store: LayerStore, tokens: int) -> BudgetError:
+        return BudgetError(
+            f"{budget.tier}_budget is {budget.limit} bytes, but a step of {tokens} tokens on top of {store.length} needs at "
+            f"least {needed} bytes ({needed / 2**20:.1f} MiB). Nothing was changed. Give {budget.tier}_budget={needed} or "
+            "more, drop tokens with `crop`, or `reset()`.",
+            tier=budget.tier,
+            needed=needed,
+            budget=budget.limit,
+        )
+
+    # Reading
+
+    def attend(
+        self, store: LayerStore, length: int, epoch: int, repeats: int, query: torch.Tensor, options: dict
+    ) -> torch.Tensor:
+        """Attention of `query` over a view of `store`; then begin to fetch for the layer that follows."""
+        self._check_view(store, length, epoch)
+        self.counters.views_attended += 1
+        out = attention.attend(store, length, repeats, query, options)
+        self._prefetch_after(store)
+        return out
+
+    def densify(self, store: LayerStore, length: int, epoch: int, operation: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a view as tensors of the caller's own."""
+        self._check_view(store, length, epoch)
+        keys, values = attention.own_kv(store, length)
+        counters = self.counters
+        counters.dense_fallbacks += 1
+        counters.dense_fallback_bytes += keys.nbytes + values.nbytes
+        counters.dense_fallback_ops[operation] = counters.dense_fallback_ops.get(operation, 0) + 1
+        self._prefetch_after(store)
+        return keys, values
+
+    def _check_view(self, store: LayerStore, length: int, epoch: int) -> None:
+        self.check_open()
+        if store.epoch != epoch or self.layers.get(store.index) is not store or length > store.length:
+            raise StaleViewError(
+                f"A view of layer {store.index} is read after the cache dropped or reordered its tokens. Take it anew."
+            )
+
+    def _prefetch_after(self, store: LayerStore) -> None:
+        if store.tiers.far is None:
+            return
+        following = self._following.get(store)
+        if following is None:
+            ring = sorted(store.tiers.layers, key=lambda x: x.index)
+            self._following = {x: ring[(i + 1) % len(ring)] for i, x in enumerate(ring)} | {
+                k: v for k, v in self._following.items() if k.tiers is not store.tiers
+            }
+            following = self._following[store]
+        store.tiers.prefetch(following)
+
+    # Memory
+
+    def _tiers_for(self, device: torch.device) -> Tiers:
+        if device not in self._tiers:
+            size = self.options.device_size(str(device))
+            host = self._host_memory(page_lock=device.type == "cuda")
+            near, far = host, None
+            if device.type != "cpu" or size is not None:
+                limit = resolve_size(
+                    "auto" if size is None else size, free_device_memory(device), DEVICE_RESERVE, DEVICE_RESERVE_SHARE
+                )
+                near, far = Memory(device, Budget("device", limit)), host
+            self._tiers[device] = Tiers(
+                near,
+                far,
+                self._engine(device, self.counters),
+                self.counters,
+                write_through=self.options.write_through,
+                poison=self._poison,
+                far_pools=self._host_pools,
+            )
+        return self._tiers[device]
+
+    def _host_memory(self, *, page_lock: bool) -> Memory:
+        if self._host is None:
+            limit = resolve_size(self.options.host_budget, free_host_memory(), HOST_RESERVE, HOST_RESERVE_SHARE)
+            self._host = Memory(torch.device("cpu"), Budget("host", limit), page_lock=page_lock)
+        self._host.page_lock |= page_lock
+        return self._host
+
+    def clear(self) -> None:
+        """Drop everything and give all memory back; counters begin anew."""
+        for tiers in self._tiers.values():
+            tiers.close()
+        for pool in self._host_pools.values():
+            pool.close()
+        self._tiers.clear()
+        self._host_pools.clear()
+        self._host = None
+        self._following = {}
+        for store in self.layers.values():
+            store.epoch += 1
+        self.layers.clear()
+        self.counters = Counters()
+        self.steps.reset()
+
+    def close(self) -> None:
+        """Give all memory, streams and registrations back. Idempotent."""
+        if not self.closed:
+            counters = self.counters
+            self.clear()
+            self.counters = counters
+            self.closed = True
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` after `close`."""
+        if self.closed:
+            raise ClosedError("This TieredKVCache was closed. Make a new one.")
+
+    # What a user sees
+
+    def stats(self, resident_bytes: int) -> CacheStats:
+        """A snapshot of all counters."""
+        values = {name: getattr(self.counters, name) for name in Counters.__slots__}
+        values["dense_fallback_ops"] = dict(self.counters.dense_fallback_ops)
+        device = [t for t in self._tiers.values() if t.far is not None]
+        host_near = [t for t in self._tiers.values() if t.far is None]
+        return CacheStats(
+            device=_tier_stats([t.near for t in device], [p for t in device for p in t.near_pools.values()], device),
+            host=_tier_stats(
+                [self._host] if self._host else [],
+                [*self._host_pools.values(), *(p for t in host_near for p in t.near_pools.values())],
+                host_near,
+            ),
+            resident_bytes=resident_bytes,
+            **values,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every count in the cache agrees with every other. For tests and debugging."""
+        for tiers in self._tiers.values():
+            tiers.check_integrity()
+        for pool in self._host_pools.values():
+            pool.check_integrity()
+        if self._host is not None:
+            pools = [*self._host_pools.values()]
+            taken = sum(p.nbytes for p in pools)
+            for tiers in self._tiers.values():
+                if tiers.far is None:
+                    taken += sum(p.nbytes for p in tiers.near_pools.values()) + tiers.workspace_nbytes
+            assert self._host.budget.used == taken <= self._host.budget.limit, "host bytes are counted wrong"
+            far_slots = sum(b.far is not None for x in self.layers.values() for b in x.distinct_blocks())
+            in_flight = sum(t.engine.pending_slots(p) for t in self._tiers.values() for p in pools)
+            used = sum(pool.used for pool in pools)
+            assert far_slots <= used <= far_slots + in_flight, "host slots leaked"
+
+
+def _tier_stats(memories: Sequence[Memory], pools: Sequence[BlockPool], tiers: Sequence[Tiers]) -> TierStats:
+    return TierStats(
+        budget=sum(m.budget.limit for m in memories),
+        bytes=sum(m.budget.used for m in memories),
+        peak_bytes=sum(m.budget.peak for m in memories),
+        workspace_bytes=sum(t.workspace_nbytes for t in tiers),
+        used_blocks=sum(p.used for p in pools),
+        free_blocks=sum(p.free for p in pools),
+    )
+
+

@@ -1,0 +1,106 @@
+"""A forward over all layers, seen from the cache: where it began, whether it ended, who runs it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvtier.errors import ConcurrentUseError, InterruptedStepError
+
+
+class Steps:
+    """Follows the updates of a forward and refuses what would mix two of them.
+
+    A step begins when a layer is updated that was updated before, and is complete when every layer was that was in the
+    first step. What cannot be told apart from a finished forward is treated as one.
+
+    Attributes:
+        began: length of each updated layer before the step under way (or the last one).
+    """
+
+    def __init__(self, expected: frozenset[int] | None = None) -> None:
+        self._given = expected
+        self.expected = expected
+        self.began: dict[int, int] = {}
+        self._owner = 0
+        self._lock = threading.Lock()
+        self._broken = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether no step is known to be unfinished."""
+        return not self.began or self.expected is None or self.began.keys() >= self.expected
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Guard one change of the cache. One thread at a time; what a signal cuts short stays refused until `reset`."""
+        if not self._lock.acquire(blocking=False):
+            raise ConcurrentUseError("Two threads use one TieredKVCache at once. Give each its own cache.")
+        try:
+            if self._broken:
+                raise InterruptedStepError("A change of the cache was cut short. `reset()` it before using it again.")
+            self._broken = True
+            yield
+            self._broken = False
+        except Exception:
+            self._broken = False  # every change undoes itself when it raises
+            raise
+        finally:
+            self._lock.release()
+
+    def update(self, layer: int, length: int) -> bool:
+        """Told before `layer`, now `length` tokens long, is updated. True if that begins a step.
+
+        Raises:
+            InterruptedStepError: the last step did not finish.
+            ConcurrentUseError: another thread's step is under way.
+        """
+        me = threading.get_ident()
+        begins = not self.began or layer in self.began
+        if begins:
+            if not self.complete:
+                if self._owner != me and any(thread.ident == self._owner for thread in threading.enumerate()):
+                    raise self._two_threads()
+                raise self.interrupted()
+            if self.began and self.expected is None:
+                self.expected = frozenset(self.began)
+            self.began = {}
+            self._owner = me
+        elif self._owner != me:
+            raise self._two_threads()
+        elif self.expected is not None and layer not in self.expected and length == 0 and any(self.began.values()):
+            raise InterruptedStepError(
+                f"Layer {layer} is new to a cache whose other layers hold {max(self.began.values())} tokens: the first "
+                "forward did not finish, or this is another model. `reset()` the cache."
+            )
+        self.began[layer] = length
+        return begins
+
+    def undo(self, layer: int) -> None:
+        """The update announced last did not happen."""
+        self.began.pop(layer, None)
+
+    def settled(self) -> None:
+        """The unfinished step was dropped."""
+        self.began = {}
+
+    def reset(self) -> None:
+        """Nothing is under way and nothing is broken."""
+        self.began = {}
+        self.expected = self._given
+        self._broken = False
+
+    def interrupted(self) -> InterruptedStepError:
+        """The error for a step that did not finish."""
+        assert self.expected is not None
+        return InterruptedStepError(
+            f"The last forward updated {len(self.began)} of {len(self.expected)} layers and did not finish. `crop(0)` drops "
+            "it and keeps what was there before; `reset()` empties the cache."
+        )
+
+    def _two_threads(self) -> ConcurrentUseError:
+        return ConcurrentUseError(
+            "A second thread updates this TieredKVCache while a forward of another thread is under way. Give each thread its "
+            "own cache. `crop(0)` drops the unfinished step."
+        )

@@ -1,0 +1,461 @@
+"""`LayerStore`: the KV of one layer. Rows of the batch point at tables, tables list blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvtier.errors import MismatchError
+from kvtier.storage.block import Block, Table
+from kvtier.storage.layout import BlockLayout
+from kvtier.storage.tiers import Tiers
+from kvtier.storage.transfer import join
+from kvtier.types import Direction, LayerResidency
+
+
+class Group:
+    """Rows of a batch that are bitwise equal so far and hence share one table.
+
+    Attributes:
+        row: the row whose keys and values are written.
+        rows: all of them.
+        table: the table they continue; None for a new one.
+        fork: continue a copy of `table`, because other rows continue it too.
+        shared: index of an earlier group whose first blocks are the same, or None.
+        shared_blocks: how many.
+    """
+
+    __slots__ = ("fork", "row", "rows", "shared", "shared_blocks", "table")
+
+    def __init__(self, row: int, table: Table | None, fork: bool) -> None:
+        self.row = row
+        self.rows = [row]
+        self.table = table
+        self.fork = fork
+        self.shared: int | None = None
+        self.shared_blocks = 0
+
+
+class LayerStore:
+    """The keys and values of one layer, `length` tokens for each of `batch` rows.
+
+    Every change is all or nothing for the layer: `append` sets `length` last, and blocks beyond it do not count.
+
+    Attributes:
+        index: the layer's index in the model.
+        layout: of its blocks.
+        tiers: the memories it lives in.
+        length: tokens per row.
+        version: changes whenever a slot that a reader would use changes.
+        epoch: changes whenever tokens are dropped, replaced or reordered; views of an older epoch are stale.
+        resident: sealed blocks with a near slot, oldest first.
+        unwritten: those of them without a far copy, oldest first.
+        dense: whether attention lays this layer out in the workspace.
+    """
+
+    def __init__(self, index: int, layout: BlockLayout, tiers: Tiers) -> None:
+        self.index = index
+        self.layout = layout
+        self.tiers = tiers
+        self.pool = tiers.near_pool(layout)
+        self.length = 0
+        self.version = 0
+        self.epoch = 0
+        self.dense = False
+        self.resident: dict[Block, None] = {}
+        self.unwritten: dict[Block, None] = {}
+        self.plan: object = None
+        self._missing: list[Block] = []
+        self._missing_version = -1
+        self._rows: list[Table] = []
+        self._tables: list[Table] = []
+        self._tails: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        tiers.layers.append(self)
+
+    # What it holds
+
+    @property
+    def batch(self) -> int:
+        """Rows; 0 before the first append."""
+        return len(self._rows)
+
+    @property
+    def rows(self) -> Sequence[Table]:
+        """The table of each row; equal rows share one."""
+        return self._rows
+
+    def tables(self) -> list[Table]:
+        """The distinct tables."""
+        return self._tables
+
+    def distinct_blocks(self) -> dict[Block, None]:
+        """The distinct blocks of all tables, in table order."""
+        return {block: None for table in self._tables for block in table.blocks}
+
+    def missing(self) -> list[Block]:
+        """Distinct blocks without a near slot, in table order."""
+        if self.tiers.far is None:
+            return []
+        if self._missing_version != self.version:
+            self._missing = [block for block in self.distinct_blocks() if block.near is None]
+            self._missing_version = self.version
+        return self._missing
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Bytes in which `tokens` per row of this layer are one tensor of keys and one of values, whole blocks."""
+        blocks = -(-tokens // self.layout.block_size)
+        exact = max(self.batch, 1) * blocks * self.layout.block_size * self.layout.token_bytes
+        return -(-exact // 64) * 64
+
+    def residency(self) -> LayerResidency:
+        """Where the blocks lie."""
+        blocks = self.distinct_blocks()
+        near = sum(b.near is not None for b in blocks)
+        far = sum(b.far is not None for b in blocks)
+        device, host = (near, far) if self.tiers.far is not None else (0, near)
+        return LayerResidency(
+            layer=self.index,
+            kind="tiered",
+            tokens=self.length,
+            device_blocks=device,
+            host_blocks=host,
+            shared_blocks=sum(b.refs > 1 for b in blocks),
+            bytes=len(blocks) * self.layout.nbytes,
+        )
+
+    # Append
+
+    def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raise `MismatchError` unless `keys` and `values` continue what the layer holds."""
+        if keys.dim() != 4 or values.dim() != 4 or keys.shape[::2] != values.shape[::2]:
+            raise MismatchError(
+                f"Layer {self.index}: keys {tuple(keys.shape)} and values {tuple(values.shape)} must be "
+                "[batch, heads, tokens, dim] of the same batch and tokens."
+            )
+        layout, k, v = self.layout, keys.shape, values.shape
+        if (
+            keys.dtype != layout.dtype
+            or values.dtype != layout.dtype
+            or (k[1], k[3], v[1], v[3]) != (layout.k_heads, layout.k_dim, layout.v_heads, layout.v_dim)
+        ):
+            raise MismatchError(
+                f"Layer {self.index} holds {self.layout.k_heads} heads of {self.layout.k_dim}/{self.layout.v_dim} in "
+                f"{self.layout.dtype}, but was given keys {tuple(keys.shape)} in {keys.dtype} and values "
+                f"{tuple(values.shape)} in {values.dtype}. A cache serves one model in one dtype; `reset()` empties it."
+            )
+        if keys.device != self.tiers.device or values.device != keys.device:
+            raise MismatchError(
+                f"Layer {self.index} lives on {self.tiers.device}, but was given keys on {keys.device} and values on "
+                f"{values.device}. `reset()` the cache after moving a model."
+            )
+        if self.length and keys.shape[0] != self.batch:
+            raise MismatchError(
+                f"Layer {self.index} holds {self.batch} rows, but was given {keys.shape[0]}. Continue with the same batch, "
+                "select rows with `batch_select_indices`, or `reset()`."
+            )
+
+    def group(self, keys: torch.Tensor, values: torch.Tensor) -> list[Group]:
+        """Which rows share a table when `keys` and `values` are appended. Changes nothing.
+
+        Bitwise equal rows share one (beams and several return sequences repeat the prompt's rows), and rows that begin
+        with the same whole blocks share those. Single new tokens are not compared: that is where such rows part.
+        """
+        batch = keys.shape[0]
+        if self.length == 0:
+            same = _equal_tokens(keys, values) if batch > 1 else []
+            groups: list[Group] = []
+            for row in range(batch):
+                equal = same[row - 1] if row else 0
+                if row and equal == keys.shape[2]:
+                    groups[-1].rows.append(row)
+                    continue
+                group = Group(row, None, False)
+                if row and equal >= self.layout.block_size:
+                    group.shared, group.shared_blocks = len(groups) - 1, equal // self.layout.block_size
+                groups.append(group)
+            return groups
+        if len(self._tables) == batch:
+            return [Group(row, table, False) for row, table in enumerate(self._rows)]
+        same = _equal_tokens(keys, values) if keys.shape[2] > 1 else [0] * (batch - 1)
+        groups = []
+        latest: dict[Table, Group] = {}
+        for row, table in enumerate(self._rows):
+            last = latest.get(table)
+            if last is not None and last.rows[-1] == row - 1 and same[row - 1] == keys.shape[2]:
+                last.rows.append(row)
+                continue
+            latest[table] = Group(row, table, fork=last is not None)
+            groups.append(latest[table])
+        return groups
+
+    def blocks_needed(self, groups: Sequence[Group], tokens: int) -> int:
+        """New slots that appending `tokens` to `groups` takes, copies on write included."""
+        size = self.layout.block_size
+        total = -(-(self.length + tokens) // size)
+        needed, parted = 0, self.length % size != 0
+        for group in groups:
+            if group.table is None:
+                needed += total - group.shared_blocks
+            else:
+                tail_copy = parted and (group.fork or group.table.blocks[-1].refs > 1)
+                needed += total - -(-self.length // size) + tail_copy
+        return needed
+
+    def append_token(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Add one token to every row where that takes no new slot: the steady state of decoding.
+
+        Returns:
+            False, and nothing done, if it does.
+        """
+        size = self.layout.block_size
+        offset = self.length % size
+        if self._tails is None or not offset:
+            return False
+        for (tail_keys, tail_values), k, v in zip(self._tails, keys, values, strict=True):
+            tail_keys[:, offset].copy_(k[:, 0])
+            tail_values[:, offset].copy_(v[:, 0])
+        self.length += 1
+        if offset + 1 == size:
+            self._tails = None
+            self._seal([table.blocks[-1] for table in self._tables])
+        return True
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, groups: Sequence[Group]) -> None:
+        """Add tokens to every row.
+
+        Args:
+            keys: `[batch, k_heads, tokens, k_dim]`; copied, the caller keeps its tensor.
+            values: `[batch, v_heads, tokens, v_dim]`.
+            groups: what `group` answered for them.
+
+        Raises:
+            BudgetError, TransferError: nothing was appended.
+        """
+        tokens = keys.shape[2]
+        self._tails = None
+        tables = self._regroup(groups, keys.shape[0])
+        try:
+            for group, table in zip(groups, tables, strict=True):
+                done = 0
+                if group.shared is not None:
+                    done = group.shared_blocks * self.layout.block_size
+                    table.blocks = Table(tables[group.shared].blocks[: group.shared_blocks]).fork().blocks
+                self._write(table, keys[group.row], values[group.row], done)
+        except Exception:
+            self._trim(self.length)
+            raise
+        self.length += tokens
+        if self.length % self.layout.block_size and len(self._tables) == self.batch:
+            self._tails = [self._tail_views(table.blocks[-1]) for table in self._tables]
+
+    def _regroup(self, groups: Sequence[Group], batch: int) -> list[Table]:
+        """Give every group a table of its own."""
+        if self.length == 0:
+            self._drop(self._tables)
+        tables = []
+        rows: list[Table | None] = [None] * batch
+        for group in groups:
+            table = Table() if group.table is None else group.table.fork() if group.fork else group.table
+            tables.append(table)
+            for row in group.rows:
+                rows[row] = table
+        self._set_rows(rows)  # type: ignore[arg-type]
+        return tables
+
+    def _write(self, table: Table, keys: torch.Tensor, values: torch.Tensor, done: int) -> None:
+        """Append `keys[:, done:]` to one table, `[heads, tokens, dim]`."""
+        size, tokens = self.layout.block_size, keys.shape[1]
+        offset = (self.length + done) % size
+        if offset and tokens > done:
+            block = self._open_tail(table)
+            n = min(tokens - done, size - offset)
+            tail_keys, tail_values = self._tail_views(block)
+            tail_keys[:, offset : offset + n].copy_(keys[:, done : done + n])
+            tail_values[:, offset : offset + n].copy_(values[:, done : done + n])
+            done += n
+            if offset + n == size:
+                self._seal([block])
+        while tokens - done >= size:
+            blocks = self._new_blocks(table, (tokens - done) // size)
+            assert blocks[0].near is not None
+            first, n = blocks[0].near, len(blocks)
+            span = slice(done, done + n * size)
+            self.pool.keys(first, n).copy_(keys[:, span].unflatten(1, (n, size)).transpose(0, 1))
+            self.pool.values(first, n).copy_(values[:, span].unflatten(1, (n, size)).transpose(0, 1))
+            done += n * size
+            self._seal(blocks)
+        if tokens > done:
+            block = self._new_blocks(table, 1)[0]
+            tail_keys, tail_values = self._tail_views(block)
+            tail_keys[:, : tokens - done].copy_(keys[:, done:])
+            tail_values[:, : tokens - done].copy_(values[:, done:])
+
+    def _new_blocks(self, table: Table, count: int) -> list[Block]:
+        """Up to `count` new blocks at the end of `table`, in neighbouring slots; at least one."""
+        blocks: list[Block] = []
+        if count > 1:
+            self.tiers.prepare(self.layout, count)
+        previous = table.blocks[-1].near if table.blocks else None
+        while len(blocks) < count and (not blocks or self.tiers.obtainable(self.layout)):
+            block = Block(self, -1)
+            slot = self.tiers.take(self, previous, block)
+            if blocks and slot != previous + 1:  # type: ignore[operator]
+                # Not a neighbour: this run ends here, the next call begins with a slot like it.
+                self.pool.release(slot)
+                break
+            block.near = previous = slot
+            blocks.append(block)
+            table.blocks.append(block)
+        self.version += 1
+        return blocks
+
+    def _tail_views(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        assert block.near is not None and not block.sealed and block.refs == 1
+        return self.pool.keys(block.near, 1)[0], self.pool.values(block.near, 1)[0]
+
+    def _open_tail(self, table: Table) -> Block:
+        """The last block of `table`, made writable: unsealed, near, held by this table alone."""
+        block = table.blocks[-1]
+        if block.refs == 1 and not block.sealed:
+            return block
+        if block.refs > 1:
+            copy = Block(self, -1)
+            copy.near = self._copy_of(block, copy)
+            block.refs -= 1
+            table.blocks[-1] = copy
+            self.version += 1
+            return copy
+        if block.near is None:
+            block.near = self._copy_of(block, block)
+            self.version += 1
+        # A fetch on its way would later pass for the block's new contents.
+        self.tiers.drop_staged(self)
+        self.resident.pop(block, None)
+        self.unwritten.pop(block, None)
+        block.sealed = False
+        if block.far is not None:
+            self.tiers.far_pools[self.layout].release(block.far)
+            block.far = block.pending = None
+        return block
+
+    def _copy_of(self, block: Block, owner: Block) -> int:
+        """A near slot with the bytes of `block`."""
+        slot = self.tiers.take(self, None, owner)
+        try:
+            if block.near is not None:
+                self.pool.bytes(slot, 1).copy_(self.pool.bytes(block.near, 1))
+            else:
+                far = self.tiers.far_pools[self.layout]
+                after = [block.pending] if block.pending is not None else []
+                assert block.far is not None
+                copies = join(far, [block.far], self.pool, [slot])
+                self.tiers.engine.submit(copies, Direction.FETCH, after=after).wait()
+        except BaseException:
+            self.pool.release(slot)
+            raise
+        return slot
+
+    def _seal(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.sealed = True
+            self.resident[block] = None
+            if self.tiers.far is not None:
+                self.unwritten[block] = None
+        self.tiers.sealed(self, len(blocks))
+
+    # Drop, pick, share
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens of every row."""
+        assert 0 <= length <= self.length
+        if length < self.length:
+            self.tiers.drop_staged(self)
+            self._trim(length)
+            self.length = length
+            self.epoch += 1
+
+    def pick_rows(self, indices: Sequence[int]) -> None:
+        """Make the rows `indices` of before the rows of now. Copies nothing; rows picked twice share their table."""
+        rows = [self._rows[i] for i in indices]
+        kept = set(rows)
+        dropped = [table for table in self._tables if table not in kept]
+        self.tiers.drop_staged(self)
+        self._set_rows(rows)
+        self._drop(dropped)
+        self.epoch += 1
+
+    def clear(self) -> None:
+        """Drop every token."""
+        dropped = self._tables
+        self.tiers.drop_staged(self)
+        self._set_rows([])
+        self._drop(dropped)
+        self.length = 0
+        self.epoch += 1
+
+    def forget_plan(self) -> None:
+        """Drop what readers and the writer remember of where blocks lie: slots moved."""
+        self.plan = self._tails = None
+        self.version += 1
+
+    def _set_rows(self, rows: list[Table]) -> None:
+        self._rows = rows
+        self._tables = list(dict.fromkeys(rows))
+        self._tails = None
+        self.version += 1
+
+    def _trim(self, length: int) -> None:
+        """Drop the blocks behind `length` tokens."""
+        keep = -(-length // self.layout.block_size)
+        for table in self._tables:
+            for block in table.blocks[keep:]:
+                self._unref(block)
+            del table.blocks[keep:]
+        self._tails = None
+        self.version += 1
+
+    def _drop(self, tables: Sequence[Table]) -> None:
+        for table in tables:
+            for block in table.blocks:
+                self._unref(block)
+            table.blocks = []
+        self.version += 1
+
+    def _unref(self, block: Block) -> None:
+        block.refs -= 1
+        if block.refs == 0:
+            self.tiers.free_block(block)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless rows, tables, blocks and their counts agree."""
+        assert set(self._rows) == set(self._tables)
+        count = -(-self.length // self.layout.block_size)
+        refs: dict[Block, int] = {}
+        for table in self._tables:
+            assert len(table.blocks) == count, "a table does not match the length"
+            for i, block in enumerate(table.blocks):
+                refs[block] = refs.get(block, 0) + 1
+                assert block.layer is self
+                full = (i + 1) * self.layout.block_size <= self.length
+                assert block.sealed or not full, "a full block is not sealed"
+                assert block.near is not None or (block.sealed and block.far is not None), "a block has no bytes"
+                assert (block in self.resident) == (block.sealed and block.near is not None)
+                written = block.far is not None
+                assert (block in self.unwritten) == (block in self.resident and not written and self.tiers.far is not None)
+        assert all(block.refs == n for block, n in refs.items()), "a block miscounts its tables"
+        assert self.resident.keys() <= refs.keys(), "a block that no table holds is resident"
+
+
+def _equal_tokens(keys: torch.Tensor, values: torch.Tensor) -> list[int]:
+    """For each row but the first, how many leading tokens are bitwise those of the row before. One synchronisation."""
+    equal: torch.Tensor | None = None
+    for x in (keys, values):
+        bits = x.detach().contiguous().view(_BITS[x.dtype.itemsize])
+        same = (bits[1:] == bits[:-1]).all(-1).all(1)
+        equal = same if equal is None else equal & same
+    assert equal is not None
+    return equal.long().cumprod(1).sum(1).tolist()
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

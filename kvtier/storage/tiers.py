@@ -1,0 +1,488 @@
+"""`Tiers`: the memories that serve the layers of one compute device, and every move between them.
+
+It makes room, seals, writes through, evicts, stages and gives slabs back. What to evict, how much to stage and when to
+write through is asked of `planning.placement`; this file only carries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvtier.errors import BudgetError
+from kvtier.metrics import Counters
+from kvtier.planning import placement
+from kvtier.storage.block import Block
+from kvtier.storage.layout import BlockLayout
+from kvtier.storage.memory import Memory
+from kvtier.storage.pool import BlockPool, Slab
+from kvtier.storage.transfer import Transfer, TransferEngine, join
+from kvtier.types import Direction
+
+if TYPE_CHECKING:
+    from kvtier.storage.store import LayerStore
+
+
+class Staging:
+    """Fetched blocks of one layer: near slots that hold copies of far blocks, for one use.
+
+    Attributes:
+        blocks: in the order of the slots.
+        slots: near slots, one reference each.
+        transfer: the fetch that fills them.
+    """
+
+    __slots__ = ("blocks", "slots", "transfer")
+
+    def __init__(self, blocks: list[Block], slots: list[int], transfer: Transfer) -> None:
+        self.blocks = blocks
+        self.slots = slots
+        self.transfer = transfer
+
+
+class Tiers:
+    """Near and far memory for the layers of one device.
+
+    Args:
+        near: where attention runs.
+        far: the tier below, or None if `near` is the host.
+        engine: moves the bytes.
+        counters: counts them.
+        write_through: share of the near budget in use from which sealed blocks are copied down.
+        poison: pools fill free slots with NaN (tests).
+        far_pools: pools of the far memory by layout, shared with the other devices' tiers.
+    """
+
+    def __init__(
+        self,
+        near: Memory,
+        far: Memory | None,
+        engine: TransferEngine,
+        counters: Counters,
+        *,
+        write_through: float,
+        poison: bool = False,
+        far_pools: dict[BlockLayout, BlockPool] | None = None,
+    ) -> None:
+        self.near = near
+        self.far = far
+        self.engine = engine
+        self.counters = counters
+        self.write_through = write_through
+        self.poison = poison
+        self.device = near.device
+        self.near_pools: dict[BlockLayout, BlockPool] = {}
+        self.far_pools = {} if far_pools is None else far_pools
+        self.layers: list[LayerStore] = []
+        self.staged: dict[LayerStore, Staging] = {}
+        self._workspace: torch.Tensor | None = None
+        self.workspace_version = 0
+
+    # Pools
+
+    def near_pool(self, layout: BlockLayout) -> BlockPool:
+        """The near pool for a layout, made on first use."""
+        if layout not in self.near_pools:
+            self.near_pools[layout] = BlockPool(layout, self.near, poison=self.poison)
+        return self.near_pools[layout]
+
+    def far_pool(self, layout: BlockLayout) -> BlockPool | None:
+        """The far pool for a layout, or None if there is no far tier."""
+        if self.far is None:
+            return None
+        if layout not in self.far_pools:
+            self.far_pools[layout] = BlockPool(layout, self.far, poison=self.poison)
+        return self.far_pools[layout]
+
+    def obtainable(self, layout: BlockLayout) -> int:
+        """Near slots to be had without evicting anything."""
+        return self.near_pool(layout).free + self.near.budget.free // layout.nbytes
+
+    # Room
+
+    def take(self, layer: LayerStore, near: int | None, owner: Block | None, keep: LayerStore | None = None) -> int:
+        """A near slot for `layer`, making room if need be.
+
+        Args:
+            layer: who asks.
+            near: prefer the neighbour of this slot.
+            owner: the block it is for; None for staging.
+            keep: a layer whose blocks must not be evicted for it.
+
+        Raises:
+            BudgetError: everything in the near tier is in use and nothing may be evicted.
+        """
+        pool = self.near_pool(layer.layout)
+        slot = pool.allocate(near, owner)
+        if slot is None and self._grow(pool):
+            slot = pool.allocate(near, owner)
+        while slot is None and self._evict_one(layer.layout, keep):
+            slot = pool.allocate(near, owner)
+        if slot is None and self._reclaim(layer.layout.nbytes, keep) and self._grow(pool):
+            slot = pool.allocate(near, owner)
+        if slot is None and self.drop_staged():
+            return self.take(layer, near, owner, keep)
+        if slot is None:
+            raise self.near_shortage(layer.layout.nbytes)
+        return slot
+
+    def near_shortage(self, missing: int) -> BudgetError:
+        """The error for a near tier that is short of `missing` bytes."""
+        budget = self.near.budget
+        needed = max(self.minimum(0), budget.limit + missing)
+        return BudgetError(
+            f"The {budget.tier} budget of {budget.limit} bytes is full and nothing in it can move. The smallest "
+            f"{budget.tier}_budget that works for this step is {needed} bytes. Give more, or drop tokens with `crop`.",
+            tier=budget.tier,
+            needed=needed,
+            budget=budget.limit,
+        )
+
+    def minimum(self, new_tokens: int) -> int:
+        """Bytes of the smallest near budget with which all layers can take `new_tokens` more tokens per row.
+
+        With a far tier: the workspace, one unsealed block per sequence and layer, and one slot more to seal and stage
+        through. Without one: every block.
+        """
+        workspace, blocks, spare = 0, 0, 0
+        for layer in self.layers:
+            size = layer.layout.nbytes
+            if layer.dense:
+                workspace = max(workspace, layer.workspace_bytes(layer.length + new_tokens))
+            if self.far is None:
+                blocks += (len(layer.distinct_blocks()) + layer.new_blocks(new_tokens)) * size
+            else:
+                blocks += len(layer.tables()) * size
+                spare = max(spare, size)
+        return workspace + blocks + spare
+
+    def _grow(self, pool: BlockPool, wanted: int = 1) -> int:
+        return pool.grow(placement.slab_slots(pool.memory.budget.limit, pool.layout.nbytes, pool.nbytes, wanted))
+
+    def prepare(self, layout: BlockLayout, slots: int) -> None:
+        """Told that `slots` near slots are wanted next to each other: grow once rather than often."""
+        pool = self.near_pool(layout)
+        if pool.free < slots:
+            self._grow(pool, slots - pool.free)
+
+    # Eviction
+
+    def _evict_one(self, layout: BlockLayout, keep: LayerStore | None) -> bool:
+        """Give up the near slot of the oldest block of the fullest layer. False if there is none to give up."""
+        if self.far is None:
+            return False
+        candidates = ((i, len(x.resident)) for i, x in enumerate(self.layers) if x.layout == layout and x is not keep)
+        chosen = placement.victim_layer(candidates)
+        if chosen is None:
+            return False
+        self.evict(next(iter(self.layers[chosen].resident)))
+        return True
+
+    def evict(self, block: Block) -> None:
+        """Free the near slot of a sealed block. Moves no bytes if its far copy exists; else makes the copy first.
+
+        Raises:
+            BudgetError: the far tier has no room for the copy.
+            TransferError: the copy failed; the block stays.
+        """
+        if block.far is None:
+            self.write_back([block], required=True)
+        if block.pending is not None:
+            block.pending.synchronize()
+        assert block.near is not None and block.far is not None
+        pool = self.near_pool(block.layer.layout)
+        slot, block.near = block.near, None
+        block.layer.resident.pop(block, None)
+        block.layer.version += 1
+        pool.release(slot)
+        self.counters.evictions += 1
+
+    def sealed(self, layer: LayerStore, count: int) -> None:
+        """Told after `count` blocks of `layer` were sealed: write through what is due."""
+        if self.far is None:
+            return
+        used = sum(pool.used * pool.layout.nbytes for pool in self.near_pools.values())
+        due = placement.write_through_count(used, self.near.budget.limit, self.write_through, count)
+        if due:
+            blocks = []
+            for block in layer.unwritten:
+                blocks.append(block)
+                if len(blocks) == due:
+                    break
+            self.write_back(blocks, required=False)
+
+    def write_back(self, blocks: Sequence[Block], *, required: bool) -> None:
+        """Copy sealed near blocks of one layer to the far tier, in the background.
+
+        Args:
+            blocks: without far copies.
+            required: raise if the far tier is full; otherwise copy what fits.
+        """
+        if not blocks:
+            return
+        layer = blocks[0].layer
+        far = self.far_pool(layer.layout)
+        assert far is not None
+        sources, targets, written = [], [], []
+        previous: int | None = None
+        for block in blocks:
+            slot = far.allocate(previous, block)
+            if slot is None and self._grow(far):
+                slot = far.allocate(previous, block)
+            if slot is None:
+                break
+            assert block.near is not None and block.sealed and block.far is None
+            previous = block.far = slot
+            sources.append(block.near)
+            targets.append(slot)
+            written.append(block)
+            layer.unwritten.pop(block, None)
+        if required and not written:
+            raise self._far_shortage(layer)
+        if not written:
+            return
+
+        def done() -> None:
+            for block in written:
+                if block.pending is transfer:
+                    block.pending = None
+
+        def failed() -> None:
+            for block in written:
+                if block.refs and block.far is not None and (block.pending is None or block.pending is transfer):
+                    far.release(block.far)
+                    block.far = block.pending = None
+                    layer.unwritten[block] = None
+
+        transfer: Transfer | None = None
+        copies = join(self.near_pool(layer.layout), sources, far, targets)
+        transfer = self.engine.submit(copies, Direction.WRITE_BACK, on_done=done, on_failed=failed)
+        if transfer.state is transfer.state.PENDING:
+            for block in written:
+                block.pending = transfer
+        elif required:
+            transfer.wait()  # raises if it failed
+
+    def _far_shortage(self, layer: LayerStore) -> BudgetError:
+        assert self.far is not None
+        budget = self.far.budget
+        needed = budget.limit + layer.layout.nbytes
+        return BudgetError(
+            f"The host budget of {budget.limit} bytes is full and the device budget too. The next block needs {needed} "
+            "bytes of host_budget. Give more of either, or drop tokens with `crop`.",
+            tier=budget.tier,
+            needed=needed,
+            budget=budget.limit,
+        )
+
+    # Fetching
+
+    def stage(self, layer: LayerStore, blocks: Sequence[Block], *, ahead: bool) -> Staging | None:
+        """Fetch far blocks of one layer, as many of the first of `blocks` as staging has room for.
+
+        Args:
+            layer: whose blocks.
+            blocks: without near slots, in the order of use.
+            ahead: a prefetch: give up rather than raise, and evict nothing of the same layer.
+
+        Returns:
+            What is on its way; None if `ahead` and there is no room.
+        """
+        pool, far = self.near_pool(layer.layout), self.far_pool(layer.layout)
+        assert far is not None
+        capacity = self.near.budget.limit // layer.layout.nbytes
+        want = min(len(blocks), max(placement.staging_slots(capacity, len(blocks)), self.obtainable(layer.layout)))
+        slots: list[int] = []
+        try:
+            for _ in range(want):
+                previous = slots[-1] if slots else None
+                if slots and not self.obtainable(layer.layout) and not self._evict_one(layer.layout, keep=layer):
+                    break
+                slots.append(self.take(layer, previous, None, keep=layer))
+        except BudgetError:
+            if not slots and not ahead:
+                raise
+        if not slots:
+            return None
+        chosen = list(blocks[: len(slots)])
+        after = [b.pending for b in chosen if b.pending is not None]
+        sources = [b.far for b in chosen]
+        transfer = self.engine.submit(join(far, sources, pool, slots), Direction.FETCH, after=after)  # type: ignore[arg-type]
+        self.counters.block_fetches += len(chosen)
+        if ahead:
+            self.counters.prefetched += len(chosen)
+        return Staging(chosen, slots, transfer)
+
+    def prefetch(self, layer: LayerStore) -> None:
+        """Begin to fetch what the next use of `layer` will miss, if nothing of it is on its way yet."""
+        if self.far is None or layer in self.staged:
+            return
+        missing = layer.missing()
+        if missing:
+            staging = self.stage(layer, missing, ahead=True)
+            if staging is not None:
+                self.staged[layer] = staging
+
+    def unstage(self, layer: LayerStore, staging: Staging) -> None:
+        """After the last use of staged blocks: keep them on the device if there is ample room, else free the slots."""
+        pool = self.near_pool(layer.layout)
+        tails = sum(len(x.tables()) for x in self.layers)
+        staging_slots = placement.staging_slots(self.near.budget.limit // layer.layout.nbytes, len(staging.blocks))
+        for block, slot in zip(staging.blocks, staging.slots, strict=True):
+            live = block.refs > 0 and block.near is None and block.sealed
+            if live and placement.keep_fetched(self.obtainable(layer.layout), staging_slots, tails):
+                block.near = slot
+                pool.owner[slot] = block
+                layer.resident[block] = None
+                layer.version += 1
+                self.counters.promotions += 1
+            else:
+                pool.release(slot)
+
+    def drop_staged(self, layer: LayerStore | None = None) -> bool:
+        """Forget the prefetches of one layer, or of all. True if there were any. Copies in flight keep their slots."""
+        layers = list(self.staged) if layer is None else [layer] if layer in self.staged else []
+        for each in layers:
+            pool = self.near_pool(each.layout)
+            for slot in self.staged.pop(each).slots:
+                pool.release(slot)
+        return bool(layers)
+
+    # Slabs back
+
+    def workspace(self, nbytes: int) -> torch.Tensor:
+        """At least `nbytes` of near memory for one layer's KV as one tensor; contents are not kept between calls.
+
+        Raises:
+            BudgetError: the near budget cannot hold it beside what cannot move.
+        """
+        if self._workspace is not None and self._workspace.numel() >= nbytes:
+            return self._workspace
+        self.release_workspace()
+        # A sixteenth more than asked, if it is free for the taking, saves re-making it at every block.
+        roomy = nbytes + nbytes // 16 // 64 * 64
+        if roomy > self.near.budget.free:
+            roomy = nbytes
+            self._reclaim(nbytes, None)
+        data = self.near.allocate(roomy)
+        if data is None:
+            raise self.near_shortage(nbytes - self.near.budget.free)
+        self._workspace = data
+        return data
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Bytes the workspace has now."""
+        return 0 if self._workspace is None else self._workspace.numel()
+
+    def release_workspace(self) -> None:
+        """Give the workspace back."""
+        if self._workspace is not None:
+            data, self._workspace = self._workspace, None
+            self.workspace_version += 1
+            for layer in self.layers:
+                layer.forget_plan()
+            self.near.release(data)
+
+    def _reclaim(self, nbytes: int, keep: LayerStore | None) -> bool:
+        """Give slabs back until `nbytes` of the near budget are free. False if that many cannot be had."""
+        while self.near.budget.free < nbytes:
+            candidates = [(slab.slots - slab.free, slab.base, pool, slab) for pool in self.near_pools.values() for slab in pool.slabs]
+            candidates.sort(key=lambda c: c[:2])
+            if not any(self._retire(pool, slab, keep) for _, _, pool, slab in candidates):
+                return False
+        return True
+
+    def _retire(self, pool: BlockPool, slab: Slab, keep: LayerStore | None) -> bool:
+        """Empty one slab, by eviction or by moving its blocks within the tier, and give it back."""
+        if slab.free < slab.slots:
+            self.drop_staged()
+            self.engine.drain()
+        for slot in range(slab.base, slab.base + slab.slots):
+            if not pool.references(slot):
+                continue
+            block = pool.owner[slot]
+            if not isinstance(block, Block) or pool.references(slot) > 1:
+                return False
+            if not self._move_out(pool, slab, block, keep):
+                return False
+        # Whoever remembers where blocks lay would keep the slab's memory alive.
+        for layer in self.layers:
+            layer.forget_plan()
+        pool.shrink(slab)
+        return True
+
+    def _move_out(self, pool: BlockPool, slab: Slab, block: Block, keep: LayerStore | None) -> bool:
+        if block.sealed and self.far is not None and block.layer is not keep:
+            try:
+                self.evict(block)
+            except BudgetError:
+                pass
+            else:
+                return True
+        target = pool.allocate(None, block, avoid=slab)
+        while target is None and self._evict_one(pool.layout, keep):
+            if block.near is None:  # evicting made this very block leave
+                return True
+            target = pool.allocate(None, block, avoid=slab)
+        if target is None:
+            return False
+        assert block.near is not None
+        pool.bytes(target, 1).copy_(pool.bytes(block.near, 1))
+        pool.release(block.near)
+        block.near = target
+        block.layer.forget_plan()
+        self.counters.moved_blocks += 1
+        return True
+
+    # The end
+
+    def free_block(self, block: Block) -> None:
+        """Drop the slots of a block that no table holds any more. Transfers in flight keep theirs until they end."""
+        layer = block.layer
+        layer.resident.pop(block, None)
+        layer.unwritten.pop(block, None)
+        if block.near is not None:
+            self.near_pool(layer.layout).release(block.near)
+        if block.far is not None:
+            far = self.far_pool(layer.layout)
+            assert far is not None
+            far.release(block.far)
+        block.near = block.far = block.pending = None
+
+    def far_bytes(self) -> int:
+        """Bytes of far slots that this device's blocks hold."""
+        return sum(b.far is not None and x.layout.nbytes for x in self.layers for b in x.distinct_blocks())
+
+    def close(self) -> None:
+        """Give all near memory back and end the engine. Far pools are the caller's."""
+        self.engine.close()
+        self.staged.clear()
+        for layer in self.layers:
+            layer.forget_plan()
+        self.release_workspace()
+        for pool in self.near_pools.values():
+            pool.close()
+        self.near_pools.clear()
+        self.layers.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, slots, references and bytes agree."""
+        taken = self.workspace_nbytes
+        for layout, pool in self.near_pools.items():
+            pool.check_integrity()
+            taken += pool.nbytes
+            layers = [x for x in self.layers if x.layout == layout]
+            held = [b.near for x in layers for b in x.distinct_blocks() if b.near is not None]
+            staged = [slot for x in layers if x in self.staged for slot in self.staged[x].slots]
+            assert len(set(held)) == len(held) and not set(held) & set(staged), "two blocks in one slot"
+            assert all(pool.references(slot) >= 1 for slot in held + staged), "a slot in use is free"
+            in_flight = self.engine.pending_slots(pool)
+            assert len(held) + len(staged) <= pool.used <= len(held) + len(staged) + in_flight, "near slots leaked"
+        if self.far is not None:
+            assert self.near.budget.used == taken, "near bytes are counted wrong"
+        assert taken <= self.near.budget.limit, "the near budget is exceeded"
+        for layer in self.layers:
+            layer.check_integrity()

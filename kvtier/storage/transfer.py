@@ -1,0 +1,225 @@
+"""The one seam through which bytes move between tiers.
+
+A transfer has two phases. *Prepare*: the engine takes a reference on every slot at both ends, so that nothing is freed
+or re-used under a copy in flight. *Complete* drops them and tells the owner; *failure* drops them too, and the source
+still holds the data. Who needs the bytes calls `wait` (the compute stream) or `synchronize` (the CPU) first; who does
+not need them calls `poll` now and then.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtier.errors import TransferError
+from kvtier.metrics import Counters
+from kvtier.storage.pool import BlockPool
+from kvtier.types import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`count` neighbouring slots from one pool to as many neighbouring slots of another of the same layout."""
+
+    src: BlockPool
+    src_slot: int
+    dst: BlockPool
+    dst_slot: int
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return self.count * self.src.layout.nbytes
+
+    def run(self, non_blocking: bool = False) -> None:
+        """Move the bytes, on the current stream."""
+        self.dst.bytes(self.dst_slot, self.count).copy_(
+            self.src.bytes(self.src_slot, self.count), non_blocking=non_blocking
+        )
+
+
+def join(src: BlockPool, src_slots: Sequence[int], dst: BlockPool, dst_slots: Sequence[int]) -> list[Copy]:
+    """Pair slots one to one and join pairs that are neighbours at both ends into one copy each."""
+    copies: list[Copy] = []
+    start = 0
+    for i in range(1, len(src_slots) + 1):
+        if i == len(src_slots) or src_slots[i] != src_slots[i - 1] + 1 or dst_slots[i] != dst_slots[i - 1] + 1:
+            copies.append(Copy(src, src_slots[start], dst, dst_slots[start], i - start))
+            start = i
+    return copies if src_slots else []
+
+
+class State(enum.Enum):
+    """Life of a transfer."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Transfer:
+    """A handle on submitted copies.
+
+    Attributes:
+        copies: what moves.
+        direction: which way.
+        after: transfers that end before this one begins.
+        state: pending until the engine knows better.
+        error: why it failed.
+    """
+
+    __slots__ = ("_engine", "_on_done", "_on_failed", "after", "copies", "direction", "error", "state", "ticket")
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        copies: Sequence[Copy],
+        direction: Direction,
+        after: Sequence[Transfer],
+        on_done: Callable[[], None] | None,
+        on_failed: Callable[[], None] | None,
+    ) -> None:
+        self._engine = engine
+        self.copies = tuple(copies)
+        self.direction = direction
+        self.after = tuple(after)
+        self._on_done = on_done
+        self._on_failed = on_failed
+        self.state = State.PENDING
+        self.error: BaseException | None = None
+        self.ticket: object = None  # what the engine needs to find its copy again (an event)
+
+    def wait(self) -> None:
+        """Order all later work of the compute stream behind this transfer. Raises `TransferError` if it failed."""
+        if self.state is State.PENDING:
+            self._engine._wait(self)
+        self._raise_if_failed()
+
+    def synchronize(self) -> None:
+        """Block the CPU until the transfer is complete. Raises `TransferError` if it failed."""
+        if self.state is State.PENDING:
+            started = time.perf_counter()
+            self._engine._synchronize(self)
+            self._engine.counters.stall_seconds += time.perf_counter() - started
+        self._raise_if_failed()
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """For engines: end the transfer, well or with `error`; drop the protection and tell the owner. Once."""
+        if self.state is not State.PENDING:
+            return
+        self.state = State.DONE if error is None else State.FAILED
+        self.error = error
+        for copy in self.copies:
+            for pool, first in ((copy.src, copy.src_slot), (copy.dst, copy.dst_slot)):
+                for slot in range(first, first + copy.count):
+                    pool.release(slot)
+        if error is not None:
+            self._engine.counters.failed_transfers += 1
+        told = self._on_done if error is None else self._on_failed
+        self._on_done = self._on_failed = None
+        self.after = ()
+        if told is not None:
+            told()
+
+    def _raise_if_failed(self) -> None:
+        if self.state is State.FAILED:
+            raise TransferError(f"A {self.direction} of {len(self.copies)} copies failed: {self.error}") from self.error
+
+
+class TransferEngine(ABC):
+    """Submits copies. Subclasses say when they run."""
+
+    def __init__(self, counters: Counters) -> None:
+        self.counters = counters
+
+    def submit(
+        self,
+        copies: Sequence[Copy],
+        direction: Direction,
+        *,
+        after: Sequence[Transfer] = (),
+        on_done: Callable[[], None] | None = None,
+        on_failed: Callable[[], None] | None = None,
+    ) -> Transfer:
+        """Start copies that begin after all work submitted to the compute stream so far, and after `after`.
+
+        The caller holds a reference on every slot named; so does the transfer until it ends.
+        `on_done` and `on_failed` are called once, when the engine learns of the end, from the submitting thread.
+        """
+        transfer = Transfer(self, copies, direction, [t for t in after if t.state is State.PENDING], on_done, on_failed)
+        nbytes = 0
+        for copy in transfer.copies:
+            nbytes += copy.nbytes
+            for pool, first in ((copy.src, copy.src_slot), (copy.dst, copy.dst_slot)):
+                for slot in range(first, first + copy.count):
+                    pool.retain(slot)
+        if direction is Direction.FETCH:
+            self.counters.bytes_up += nbytes
+            self.counters.copies_up += len(transfer.copies)
+        else:
+            self.counters.bytes_down += nbytes
+            self.counters.copies_down += len(transfer.copies)
+        self._start(transfer)
+        return transfer
+
+    def poll(self) -> None:  # noqa: B027 - engines without a background have nothing to learn
+        """Settle what has ended meanwhile. Never blocks."""
+
+    def in_flight(self) -> Sequence[Transfer]:
+        """Transfers that have not ended, as far as the engine knows."""
+        return ()
+
+    def pending_slots(self, pool: BlockPool) -> int:
+        """References that transfers in flight hold on slots of `pool`."""
+        return sum(
+            copy.count * ((copy.src is pool) + (copy.dst is pool))
+            for transfer in self.in_flight()
+            for copy in transfer.copies
+        )
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until nothing is in flight; failures are told to their owners, not raised."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drain and give up streams."""
+
+    @abstractmethod
+    def _start(self, transfer: Transfer) -> None: ...
+
+    @abstractmethod
+    def _wait(self, transfer: Transfer) -> None: ...
+
+    @abstractmethod
+    def _synchronize(self, transfer: Transfer) -> None: ...
+
+
+class InlineTransfers(TransferEngine):
+    """Copies at once, on the calling thread: for machines without an accelerator. Its seconds count as stalls."""
+
+    def _start(self, transfer: Transfer) -> None:
+        started = time.perf_counter()
+        try:
+            for copy in transfer.copies:
+                copy.run()
+        except Exception as error:
+            transfer.settle(error)
+        else:
+            transfer.settle()
+        self.counters.stall_seconds += time.perf_counter() - started
+
+    def _wait(self, transfer: Transfer) -> None:
+        raise AssertionError("an inline transfer is never pending")
+
+    _synchronize = _wait
+
+    def drain(self) -> None:
+        """Nothing is ever in flight."""
+
+    def close(self) -> None:
+        """Nothing to give up."""

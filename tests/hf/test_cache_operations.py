@@ -1,0 +1,223 @@
+"""What can be done to a cache between forwards: crop, reorder, repeat, select, reset, copy. As on ``DynamicCache``.
+
+A scenario is a function ``(model, cache) -> result`` that runs forwards and operations and returns every logit.
+"""
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import dynamic_cache, prompt_ids, tiny_model
+from placements import Placement, assert_same_as_dynamic_cache, tiered_cache
+from transformers import Cache, PreTrainedModel
+
+Scenario = Callable[[PreTrainedModel, Cache], Any]
+
+SCENARIOS: dict[str, Scenario] = {}
+BLOCK_SIZES = (1, 4)
+PLACEMENTS: tuple[Placement, ...] = ("host", "smallest", "between")
+FAMILIES = (("llama", "sdpa"), ("llama", "eager"), ("gemma3", "sdpa"), ("deepseek_v3", "sdpa"))
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+@torch.no_grad()
+def feed(model: PreTrainedModel, cache: Cache, *, rows: int, length: int, seed: int = 1) -> torch.Tensor:
+    """One forward of `length` new random tokens for each of `rows`; its logits ``[rows, length, vocab]``."""
+    return model(input_ids=prompt_ids(rows=rows, length=length, seed=seed), past_key_values=cache).logits
+
+
+def decode(model: PreTrainedModel, cache: Cache, *, rows: int, steps: int = 4) -> list[torch.Tensor]:
+    return [feed(model, cache, rows=rows, length=1, seed=100 + step) for step in range(steps)]
+
+
+@scenario
+def plain_loop(model: PreTrainedModel, cache: Cache) -> Any:
+    return feed(model, cache, rows=2, length=13), decode(model, cache, rows=2)
+
+
+@scenario
+def loop_with_gradients_enabled(model: PreTrainedModel, cache: Cache) -> Any:
+    logits = []
+    for length, seed in ((13, 1), (1, 2), (1, 3), (4, 4)):
+        output = model(input_ids=prompt_ids(rows=2, length=length, seed=seed), past_key_values=cache)
+        logits.append(output.logits.detach())
+    return logits
+
+
+@scenario
+def loop_in_inference_mode(model: PreTrainedModel, cache: Cache) -> Any:
+    with torch.inference_mode():
+        return plain_loop(model, cache)
+
+
+@scenario
+def several_tokens_on_a_warm_cache(model: PreTrainedModel, cache: Cache) -> Any:
+    return [feed(model, cache, rows=2, length=length, seed=length) for length in (13, 5, 1, 3, 8, 1)]
+
+
+@scenario
+def lengths_are_told(model: PreTrainedModel, cache: Cache) -> Any:
+    told = []
+    for length in (13, 1, 1):
+        told.append([cache.get_mask_sizes(length, layer) for layer in range(model.config.num_hidden_layers)])
+        feed(model, cache, rows=2, length=length)
+        told.append([cache.get_seq_length(layer) for layer in range(model.config.num_hidden_layers)])
+    return told
+
+
+@scenario
+def layers_stay_readable(model: PreTrainedModel, cache: Cache) -> Any:
+    feed(model, cache, rows=2, length=13)
+    decode(model, cache, rows=2)
+    return [(layer.keys + 0, layer.values + 0, layer.keys.shape) for layer in cache.layers]
+
+
+@scenario
+def crop_with_the_past_recorded(model: PreTrainedModel, cache: Cache) -> Any:
+    cache.activate_past_recording()
+    logits = [feed(model, cache, rows=2, length=13)]
+    for removed in (-3, 0, -1, -2):
+        logits += [feed(model, cache, rows=2, length=4, seed=10 - removed)]
+        cache.crop(removed)
+    return logits, cache.get_seq_length(), decode(model, cache, rows=2)
+
+
+@scenario
+def crop_without_recording(model: PreTrainedModel, cache: Cache) -> Any:
+    feed(model, cache, rows=2, length=13)
+    cache.crop(-5)
+    return cache.get_seq_length(), decode(model, cache, rows=2)
+
+
+@scenario
+def crop_to_a_length(model: PreTrainedModel, cache: Cache) -> Any:
+    """Absolute on 5.17, refused on 5.23."""
+    feed(model, cache, rows=2, length=13)
+    cache.crop(6)
+    return cache.get_seq_length(), decode(model, cache, rows=2)
+
+
+@scenario
+def crop_everything(model: PreTrainedModel, cache: Cache) -> Any:
+    feed(model, cache, rows=2, length=5)
+    cache.crop(-5)
+    return cache.get_seq_length(), feed(model, cache, rows=2, length=7, seed=2)
+
+
+@scenario
+def crop_more_than_there_is(model: PreTrainedModel, cache: Cache) -> Any:
+    feed(model, cache, rows=2, length=5)
+    cache.crop(-9)
+    return cache.get_seq_length()
+
+
+@scenario
+def reorder(model: PreTrainedModel, cache: Cache) -> Any:
+    logits = [feed(model, cache, rows=3, length=13)]
+    for order in ([2, 0, 1], [1, 1, 0], [2, 2, 2]):
+        cache.reorder_cache(torch.tensor(order))
+        logits += decode(model, cache, rows=3, steps=2)
+    return logits
+
+
+@scenario
+def repeat_interleave(model: PreTrainedModel, cache: Cache) -> Any:
+    feed(model, cache, rows=2, length=13)
+    cache.batch_repeat_interleave(3)
+    return decode(model, cache, rows=6)
+
+
+@scenario
+def select_indices(model: PreTrainedModel, cache: Cache) -> Any:
+    feed(model, cache, rows=4, length=13)
+    cache.batch_select_indices(torch.tensor([3, 1]))
+    return decode(model, cache, rows=2)
+
+
+@scenario
+def select_by_mask(model: PreTrainedModel, cache: Cache) -> Any:
+    feed(model, cache, rows=3, length=13)
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    return decode(model, cache, rows=2)
+
+
+@scenario
+def repeat_then_select(model: PreTrainedModel, cache: Cache) -> Any:
+    feed(model, cache, rows=2, length=13)
+    cache.batch_repeat_interleave(2)
+    logits = decode(model, cache, rows=4, steps=3)
+    cache.batch_select_indices(torch.tensor([0, 3, 3]))
+    return logits, decode(model, cache, rows=3)
+
+
+@scenario
+def operations_on_an_empty_cache(model: PreTrainedModel, cache: Cache) -> Any:
+    cache.reorder_cache(torch.tensor([0, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0]))
+    cache.crop(0)
+    cache.reset()
+    return cache.get_seq_length(), feed(model, cache, rows=2, length=5)
+
+
+@scenario
+def deep_copy_continues(model: PreTrainedModel, cache: Cache) -> Any:
+    feed(model, cache, rows=2, length=13)
+    twin = copy.deepcopy(cache)
+    decode(model, cache, rows=2, steps=2)
+    return decode(model, twin, rows=2), decode(model, cache, rows=2), decode(model, twin, rows=2)
+
+
+@scenario
+def pickled_copy_continues(model: PreTrainedModel, cache: Cache) -> Any:
+    feed(model, cache, rows=2, length=13)
+    twin = pickle.loads(pickle.dumps(cache))
+    decode(model, cache, rows=2, steps=2)
+    return decode(model, twin, rows=2), decode(model, cache, rows=2), decode(model, twin, rows=2)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("family", "attention"), FAMILIES)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_operation_does_what_it_does_to_dynamic_cache(
+    name: str, family: str, attention: str, block_size: int, placement: Placement
+) -> None:
+    model = tiny_model(family, attention)
+    assert_same_as_dynamic_cache(
+        model, functools.partial(SCENARIOS[name], model), placement, block_size=block_size
+    )
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_reset_then_again_gives_the_same_as_a_new_cache(family: str, placement: Placement) -> None:
+    """Against a new ``DynamicCache``: its own reset is broken in 5.17."""
+    model = tiny_model(family)
+    expected = plain_loop(model, dynamic_cache(model))
+
+    def again(cache: Cache) -> Any:
+        feed(model, cache, rows=3, length=9, seed=9)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        return plain_loop(model, cache)
+
+    assert_same_as_dynamic_cache(model, again, placement, block_size=4, expected=expected)
+
+
+def test_reset_gives_every_block_back() -> None:
+    model = tiny_model("llama")
+    cache = tiered_cache(model, 1 << 20, block_size=4)
+    plain_loop(model, cache)
+    assert cache.stats.device.used_blocks > 0
+    cache.reset()
+    assert cache.stats.device.used_blocks == cache.stats.host.used_blocks == 0
+    cache.check_integrity()

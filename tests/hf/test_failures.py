@@ -1,0 +1,227 @@
+"""Misuse and interruptions: a clear error, nothing lost, and a way back."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from families import build_model, dynamic_cache, prompt_ids, tiny_model
+from placements import ROOMY, smallest_budget, tiered_cache
+from torch import nn
+from transformers import Cache, PreTrainedModel
+
+from kvtier import ClosedError, ConcurrentUseError, InterruptedStepError, MismatchError
+
+BLOCK_SIZE = 4
+PROMPT = prompt_ids(rows=2, length=21)
+NEW_TOKENS = 10
+
+
+def generate(model: PreTrainedModel, cache: Cache, ids: torch.Tensor = PROMPT) -> torch.Tensor:
+    """Greedy tokens up to ``PROMPT.shape[1] + NEW_TOKENS`` in all, whatever part of them `ids` holds already."""
+    total = PROMPT.shape[1] + NEW_TOKENS
+    return model.generate(ids, past_key_values=cache, max_new_tokens=total - ids.shape[1], do_sample=False)
+
+
+@pytest.fixture(params=["host", "device", "smallest"])
+def cache_of(request: pytest.FixtureRequest) -> Callable[[PreTrainedModel], Cache]:
+    """Makes a tiered cache for a model, with its KV on the host, on the device, or in the smallest device budget."""
+
+    def make(model: PreTrainedModel) -> Cache:
+        def with_budget(budget: int | None) -> Cache:
+            return tiered_cache(model, budget, block_size=BLOCK_SIZE)
+
+        if request.param == "smallest":
+            return with_budget(smallest_budget(with_budget, lambda cache: generate(model, cache)))
+        return with_budget(ROOMY if request.param == "device" else None)
+
+    return make
+
+
+@contextmanager
+def before_layer(model: PreTrainedModel, index: int, act: Callable[[int], None]) -> Iterator[None]:
+    """Calls ``act(n)`` before the n-th time, from 0, that decoder layer `index` runs."""
+    calls = iter(range(10**6))
+    layer: nn.Module = model.model.layers[index]
+    handle = layer.register_forward_pre_hook(lambda *_: act(next(calls)))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class PulledThePlug(Exception):
+    """Not an error that any library would catch."""
+
+
+@contextmanager
+def interrupted_at(model: PreTrainedModel, step: int, error: type[BaseException]) -> Iterator[None]:
+    """Forward number `step` of the body raises `error` in its middle layer; asserts that the error gets out."""
+
+    def pull(call: int) -> None:
+        if call == step:
+            raise error
+
+    with pytest.raises(error), before_layer(model, 1, pull):
+        yield
+
+
+@pytest.mark.parametrize("error", [PulledThePlug, KeyboardInterrupt])
+@pytest.mark.parametrize("step", [0, 1, 4], ids=["prefill", "first_decode", "later"])
+def test_crop_0_drops_an_unfinished_step(
+    cache_of: Callable[[PreTrainedModel], Cache], step: int, error: type[BaseException]
+) -> None:
+    model = tiny_model("llama")
+    expected = generate(model, dynamic_cache(model))
+    cache = cache_of(model)
+    with interrupted_at(model, step, error):
+        generate(model, cache)
+    with pytest.raises(InterruptedStepError, match=r"crop\(0\)"):
+        model(input_ids=PROMPT[:, :1], past_key_values=cache)
+    cache.crop(0)
+    cache.check_integrity()
+    finished = PROMPT.shape[1] + step - 1 if step else 0
+    assert cache.get_seq_length() == finished
+    assert torch.equal(generate(model, cache, expected[:, : max(finished + 1, PROMPT.shape[1])]), expected)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("step", [0, 4], ids=["prefill", "later"])
+def test_reset_after_an_interruption_is_a_new_start(
+    cache_of: Callable[[PreTrainedModel], Cache], step: int, family: str
+) -> None:
+    model = tiny_model(family)
+    expected = generate(model, dynamic_cache(model))
+    cache = cache_of(model)
+    with interrupted_at(model, step, PulledThePlug):
+        generate(model, cache)
+    with pytest.raises(InterruptedStepError, match="reset"):
+        model(input_ids=PROMPT[:, :1], past_key_values=cache)
+    cache.reset()
+    cache.check_integrity()
+    assert torch.equal(generate(model, cache), expected)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_crop_0_is_right_or_refused_where_windows_moved_on(step: int) -> None:
+    """A sliding layer has dropped what the unfinished step pushed out, so going back may be impossible."""
+    model = tiny_model("gemma3")
+    expected = generate(model, dynamic_cache(model))
+    cache = tiered_cache(model, block_size=BLOCK_SIZE)
+    with interrupted_at(model, step, PulledThePlug):
+        generate(model, cache)
+    try:
+        cache.crop(0)
+        tokens = generate(model, cache, expected[:, : PROMPT.shape[1] + step])
+    except Exception as error:
+        assert "reset" in str(error)
+        cache.reset()
+        tokens = generate(model, cache)
+    assert torch.equal(tokens, expected)
+
+
+MISUSES: dict[str, Callable[[], tuple[PreTrainedModel, torch.Tensor]]] = {
+    "other_head_size": lambda: (build_model("llama", "sdpa", head_dim=20), PROMPT[:, :1]),
+    "other_number_of_heads": lambda: (build_model("llama", "sdpa", num_key_value_heads=4), PROMPT[:, :1]),
+    "other_dtype": lambda: (build_model("llama", "sdpa").bfloat16(), PROMPT[:, :1]),
+    "more_rows": lambda: (tiny_model("llama"), prompt_ids(rows=3, length=1)),
+    "fewer_rows": lambda: (tiny_model("llama"), prompt_ids(rows=1, length=1)),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_what_does_not_fit_a_used_cache_is_refused_and_harms_nothing(
+    cache_of: Callable[[PreTrainedModel], Cache], misuse: str
+) -> None:
+    model = tiny_model("llama")
+    expected = generate(model, dynamic_cache(model))
+    cache = cache_of(model)
+    first = model.generate(PROMPT, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    other, ids = MISUSES[misuse]()
+    with pytest.raises(MismatchError):
+        other(input_ids=ids, past_key_values=cache)
+    cache.check_integrity()
+    assert torch.equal(generate(model, cache, first), expected)
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_after_reset_anything_fits(misuse: str) -> None:
+    model = tiny_model("llama")
+    cache = tiered_cache(model, ROOMY, block_size=BLOCK_SIZE)
+    generate(model, cache)
+    cache.reset()
+    other, ids = MISUSES[misuse]()
+    prompt = ids.repeat(1, 9)
+    expected = other.generate(prompt, past_key_values=dynamic_cache(other), max_new_tokens=6, do_sample=False)
+    actual = other.generate(prompt, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert torch.equal(actual, expected)
+    cache.check_integrity()
+
+
+INTRUSIONS: dict[str, Callable[[Cache], Any]] = {
+    "forward": lambda cache: build_model("llama", "sdpa")(input_ids=PROMPT[:, :1], past_key_values=cache),
+    "crop": lambda cache: cache.crop(-1),
+    "reset": lambda cache: cache.reset(),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([0])),
+}
+
+
+def _in_a_thread(act: Callable[[], Any]) -> list[BaseException]:
+    """Runs `act` in a thread of its own, to its end; the exception it raised, if any."""
+    raised: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            act()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    thread.join(timeout=30)
+    assert not thread.is_alive(), "the second thread hangs"
+    return raised
+
+
+@pytest.mark.parametrize("intrusion", INTRUSIONS)
+@pytest.mark.parametrize("step", [0, 3], ids=["prefill", "decode"])
+def test_a_second_thread_in_the_middle_of_a_forward_is_refused(
+    cache_of: Callable[[PreTrainedModel], Cache], step: int, intrusion: str
+) -> None:
+    model = tiny_model("llama")
+    expected = generate(model, dynamic_cache(model))
+    cache = cache_of(model)
+    raised: list[BaseException] = []
+
+    def intrude(call: int) -> None:
+        if call == step:
+            raised.extend(_in_a_thread(lambda: INTRUSIONS[intrusion](cache)))
+
+    with before_layer(model, 1, intrude):
+        tokens = generate(model, cache)
+    assert [type(error) for error in raised] == [ConcurrentUseError]
+    assert torch.equal(tokens, expected), "the first thread must not notice"
+    cache.check_integrity()
+
+
+def test_threads_may_take_turns(cache_of: Callable[[PreTrainedModel], Cache]) -> None:
+    model = tiny_model("llama")
+    expected = generate(model, dynamic_cache(model))
+    cache = cache_of(model)
+    first: list[torch.Tensor] = []
+    assert not _in_a_thread(
+        lambda: first.append(model.generate(PROMPT, past_key_values=cache, max_new_tokens=4, do_sample=False))
+    )
+    assert torch.equal(generate(model, cache, first[0]), expected)
+
+
+def test_a_closed_cache_says_so() -> None:
+    model = tiny_model("llama")
+    with tiered_cache(model, block_size=BLOCK_SIZE) as cache:
+        generate(model, cache)
+    with pytest.raises(ClosedError):
+        model(input_ids=PROMPT[:, :1], past_key_values=cache)

@@ -1,0 +1,12 @@
+"""Storage tests move tiny blocks: more than one thread only costs time."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

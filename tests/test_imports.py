@@ -1,0 +1,389 @@
+"""Imports: they run one way, have no effect, and examples use public names only.
+
+The rules read the source of whatever modules exist, so a new module is under them from its first line.
+Each rule is also shown a small tree that breaks it: a rule that cannot fail says nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kvtier
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A part may import the parts of rows above it here, and beside it those that do not import it in turn.
+# A new part must be given its row.
+ROWS: tuple[set[str], ...] = (
+    {"errors", "types"},
+    {"config", "metrics"},
+    {"planning"},
+    {"kernels", "cpu"},
+    {"storage"},
+    {"runtime", "attention", "steps"},
+    {"conversation"},
+    {"hf"},
+    {"serving"},
+    {"testing"},
+)
+ROW = {part: row for row, parts in enumerate(ROWS) for part in parts}
+
+# Deciding needs numbers and a clock: these never import what moves bytes.
+PURE = {"errors", "types", "config", "planning"}
+BARRED_FROM_PURE = ("torch", "transformers", "kvtier.storage", "kvtier.hf")
+
+MAX_LINES = 400
+
+
+# --------------------------------------------------------------------------------- reading imports
+
+
+def package_files(root: Path) -> list[Path]:
+    return sorted((root / "kvtier").rglob("*.py"))
+
+
+def part_of(root: Path, file: Path) -> str:
+    """`kvtier/hf/cache.py` -> `hf`, `kvtier/runtime.py` -> `runtime`, `kvtier/__init__.py` -> ``."""
+    first = file.relative_to(root / "kvtier").parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def imported(root: Path, file: Path) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything that a file imports, inside functions and for types too.
+
+    `from a import b` gives `a.b`, for b may be a module; relative imports are made absolute.
+    """
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = file.relative_to(root).parent.parts
+                base = ".".join([*here[: len(here) - node.level + 1], *([base] if base else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "import_module":
+            yield from ((node.lineno, a.value) for a in node.args if isinstance(a, ast.Constant))
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def importers(root: Path, package: str) -> list[str]:
+    """Files of kvtier that import a package."""
+    files = (f for f in package_files(root) if any(within(n, package) for _, n in imported(root, f)))
+    return [f.relative_to(root).as_posix() for f in files]
+
+
+# --------------------------------------------------------------------------------------- the rules
+# Each takes the root of a tree and returns what breaks the rule.
+
+
+def transformers_is_imported_in_hf_only(root: Path) -> list[str]:
+    return [f for f in importers(root, "transformers") if not f.startswith("kvtier/hf/")]
+
+
+def triton_is_imported_in_one_kernel_module(root: Path) -> list[str]:
+    files = importers(root, "triton")
+    return files[1:] + [f for f in files[:1] if not f.startswith("kvtier/kernels/")]
+
+
+def safetensors_is_imported_in_one_module(root: Path) -> list[str]:
+    return importers(root, "safetensors")[1:]
+
+
+def what_decides_imports_nothing_that_moves_bytes(root: Path) -> list[str]:
+    return [
+        f"{f.relative_to(root)}:{line} imports {name}"
+        for f in package_files(root)
+        if part_of(root, f) in PURE
+        for line, name in imported(root, f)
+        if any(within(name, barred) for barred in BARRED_FROM_PURE)
+    ]
+
+
+def imports_run_one_way(root: Path) -> list[str]:
+    broken = []
+    places: dict[tuple[str, str], str] = {}  # (part, part it imports) -> where
+    for file in package_files(root):
+        part = part_of(root, file)
+        if not part:
+            continue  # kvtier/__init__.py gathers the public names
+        if part not in ROW:
+            broken.append(f"{file.relative_to(root)}: give {part!r} its row in {Path(__file__).name}")
+            continue
+        for line, name in imported(root, file):
+            target = name.split(".")[1] if "." in name else ""
+            if within(name, "kvtier") and target != part:
+                places[part, target] = f"{file.relative_to(root)}:{line} ({part}) imports {name}"
+    for (part, target), place in places.items():
+        row = ROW.get(target, len(ROWS))
+        if row > ROW[part] or (row == ROW[part] and (target, part) in places):
+            broken.append(place)
+    return broken
+
+
+def guests_use_public_names_only(root: Path) -> list[str]:
+    public = {*kvtier.__all__, "__version__"}
+    broken = []
+    for file in sorted(f for folder in ("integrations", "examples") for f in (root / folder).rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        names = [(line, name) for line, name in imported(root, file) if within(name, "kvtier")]
+        names += [
+            (node.lineno, ast.unparse(node))
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "kvtier"
+        ]
+        broken += [
+            f"{file.relative_to(root)}:{line} uses {name}"
+            for line, name in names
+            if name != "kvtier"
+            and not within(name, "kvtier.testing")
+            and name.removeprefix("kvtier.") not in public
+        ]
+    return broken
+
+
+def files_stay_short(root: Path) -> list[str]:
+    files = sorted((root / "kvtier").rglob("*"))
+    sources = [f for f in files if f.suffix in {".py", ".cpp", ".h", ".hpp", ".cu"}]
+    lengths = [(f, len(f.read_text(encoding="utf-8").splitlines())) for f in sources]
+    return [f"{f.relative_to(root)} has {n} lines" for f, n in lengths if n > MAX_LINES]
+
+
+Rule = Callable[[Path], list[str]]
+
+# Each rule beside trees that break it, as {path: source}.
+RULES: list[tuple[Rule, list[dict[str, str]]]] = [
+    (
+        transformers_is_imported_in_hf_only,
+        [
+            {"kvtier/runtime.py": "from transformers.cache_utils import DynamicCache"},
+            {"kvtier/runtime.py": "def f():\n    import transformers as t"},
+            {"kvtier/__init__.py": "import importlib\nimportlib.import_module('transformers')"},
+        ],
+    ),
+    (
+        triton_is_imported_in_one_kernel_module,
+        [
+            {"kvtier/attention.py": "import triton"},
+            {"kvtier/kernels/a.py": "import triton", "kvtier/kernels/b.py": "import triton.language as tl"},
+        ],
+    ),
+    (
+        safetensors_is_imported_in_one_module,
+        [{"kvtier/a.py": "import safetensors", "kvtier/b.py": "from safetensors.torch import load"}],
+    ),
+    (
+        what_decides_imports_nothing_that_moves_bytes,
+        [
+            {"kvtier/planning/cost.py": "import torch"},
+            {"kvtier/planning/cost.py": "from kvtier import storage"},
+            {"kvtier/planning/deep/cost.py": "from ...storage.pool import BlockPool"},
+            {"kvtier/config.py": "def f():\n    from torch import cuda"},
+            {"kvtier/types.py": "import kvtier.hf.cache"},
+        ],
+    ),
+    (
+        imports_run_one_way,
+        [
+            {"kvtier/storage/pool.py": "from kvtier.runtime import Runtime"},
+            {"kvtier/storage/pool.py": "from ..hf import cache"},
+            {"kvtier/kernels/dense.py": "from kvtier.storage.pool import BlockPool"},
+            {"kvtier/runtime.py": "from kvtier import TieredKVCache"},
+            {"kvtier/runtime.py": "import kvtier"},
+            {"kvtier/hf/cache.py": "from kvtier.testing import HeldTransfers"},
+            {"kvtier/runtime.py": "import kvtier.attention", "kvtier/attention.py": "import kvtier.runtime"},
+            {"kvtier/newcomer.py": ""},
+        ],
+    ),
+    (
+        guests_use_public_names_only,
+        [
+            {"examples/demo.py": "from kvtier.storage import BlockPool"},
+            {"examples/demo.py": "from kvtier.errors import BudgetError"},
+            {"examples/deep/demo.py": "from kvtier import runtime"},
+            {"integrations/a.py": "import kvtier\nkvtier.runtime.Runtime()"},
+            {"integrations/a.py": "import kvtier.hf.cache"},
+        ],
+    ),
+    (files_stay_short, [{"kvtier/long.py": "x = 1\n" * (MAX_LINES + 1)}]),
+]
+
+
+@pytest.mark.parametrize("rule", [rule for rule, _ in RULES], ids=lambda rule: rule.__name__)
+def test_the_tree_keeps_the_rule(rule: Rule) -> None:
+    assert (ROOT / "kvtier" / "__init__.py").is_file()
+    broken = rule(ROOT)
+    assert not broken, "\n".join(["", *broken])
+
+
+@pytest.mark.parametrize(
+    ("rule", "files"),
+    [
+        pytest.param(rule, files, id=f"{rule.__name__}-{i}")
+        for rule, trees in RULES
+        for i, files in enumerate(trees)
+    ],
+)
+def test_the_rule_notices_a_tree_that_breaks_it(rule: Rule, files: dict[str, str], tmp_path: Path) -> None:
+    for path, source in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(source)
+    assert rule(tmp_path)
+
+
+# ------------------------------------------------------------------------------------ public names
+
+
+def test_public_names_are_sorted_and_unique() -> None:
+    assert kvtier.__all__
+    assert list(kvtier.__all__) == sorted(set(kvtier.__all__))
+
+
+@pytest.mark.parametrize("name", kvtier.__all__)
+def test_a_public_name_resolves_and_is_documented(name: str) -> None:
+    value = getattr(kvtier, name)
+    assert name in dir(kvtier)
+    if callable(value):
+        assert (value.__doc__ or "").strip()
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        kvtier.no_such_name  # noqa: B018
+
+
+# ---------------------------------------------------------------------------------- importing acts
+# In a process of its own: imports kvtier, then every public name, and prints what that changed.
+
+PROBE = """
+import os, sys, threading
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import cache_utils, masking_utils, modeling_utils
+from transformers.generation import utils as generation_utils
+import torch.nn.functional
+
+WATCHED = [torch, torch.Tensor, torch.nn.functional, torch.nn.Module, torch.cuda, torch.overrides,
+           cache_utils, masking_utils, modeling_utils, generation_utils, sys, threading]
+REGISTRIES = [modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS]
+torch.zeros(8) + 1  # whatever torch does at its first operation is done
+
+def attributes():
+    '''Every watched attribute, and those of the classes among them, by their full names.'''
+    found = {}
+    for owner in WATCHED:
+        for name, value in list(vars(owner).items()):
+            found[owner.__name__, name] = value
+            if isinstance(value, type):
+                owned = list(vars(value).items())
+                found.update({(value.__module__, value.__qualname__, n): v for n, v in owned})
+    return found
+
+def is_code(value):
+    return callable(value) or isinstance(value, (classmethod, staticmethod, property))
+
+def state():
+    '''What an import must leave alone, as sets of names.'''
+    task = Path("/proc/self/task")
+    return {
+        "registered": {(type(r).__name__, name) for r in REGISTRIES for name in r.keys()},
+        "threads": {t.name for t in task.iterdir()} if task.exists() else set(threading.enumerate()),
+        "files": {p.as_posix() for p in Path.cwd().rglob("*")},
+        "environment": set(os.environ.items()),
+        "CUDA": {torch.cuda.is_initialized()},
+    }
+
+MUST_NOT = {"subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.exec", "socket.connect"}
+events, watching = [], False
+sys.addaudithook(lambda event, args: events.append(event) if watching and event in MUST_NOT else None)
+
+old, before = attributes(), state()
+watching = True
+import kvtier
+for name in kvtier.__all__:
+    getattr(kvtier, name)
+watching = False
+new, after = attributes(), state()
+
+for key, value in new.items():
+    inherited_until_now = len(key) == 3 and key not in old
+    if is_code(value) and (inherited_until_now or old.get(key, value) is not value):
+        print("patched:", ".".join(key))
+for what in before:
+    if before[what] != after[what]:
+        print(f"{what}:", sorted(map(str, before[what] ^ after[what])))
+if events:
+    print("did:", events)
+print("probed:", len(old))
+"""
+
+
+def run_probe(tmp_path: Path, code: str, path: Path = ROOT) -> str:
+    """What a fresh interpreter prints; its working folder and home are an empty folder."""
+    env = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_kvtier_and_its_names_has_no_effect(tmp_path: Path) -> None:
+    output = run_probe(tmp_path, PROBE).splitlines()
+    assert output[:-1] == []
+    assert int(output[-1].split()[1]) > 1000
+
+
+GUILTY = """
+import os, subprocess, threading, time
+import torch.nn.functional, transformers.cache_utils, transformers.modeling_utils
+__all__ = []
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+transformers.cache_utils.DynamicCache.update = lambda *args: None
+torch.nn.functional.scaled_dot_product_attention = lambda *args: None
+transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register("guilty", lambda *args: None)
+open("cache.bin", "w").close()
+os.environ["OMP_NUM_THREADS"] = "1"
+subprocess.run(["true"])
+"""
+
+
+def test_the_probe_notices_every_effect(tmp_path: Path) -> None:
+    guilty, home = tmp_path / "path", tmp_path / "home"
+    (guilty / "kvtier").mkdir(parents=True)
+    home.mkdir()
+    (guilty / "kvtier" / "__init__.py").write_text(GUILTY)
+    found = [line.split(" ") for line in run_probe(home, PROBE, guilty).splitlines()]
+    assert [what for what, *_ in found] == [
+        *("patched:", "patched:", "registered:", "threads:", "files:", "environment:", "did:", "probed:")
+    ]
+    assert {name for what, name, *_ in found if what == "patched:"} == {
+        "torch.nn.functional.scaled_dot_product_attention",
+        "transformers.cache_utils.DynamicCache.update",
+    }
+
+
+def test_importing_kvtier_alone_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    heavy = ("torch", "transformers", "accelerate", "triton", "safetensors")
+    code = f"import sys, kvtier; print([m for m in {heavy} if m in sys.modules])"
+    assert run_probe(tmp_path, code) == "[]\n"
+
+
+@pytest.mark.parametrize("part", sorted(PURE & {part_of(ROOT, f) for f in package_files(ROOT)}))
+def test_what_decides_loads_without_torch(part: str, tmp_path: Path) -> None:
+    code = f"import sys, kvtier.{part}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    assert run_probe(tmp_path, code) == "[]\n"
