@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvtier.errors import BudgetError
+from kvtier.errors import BudgetError, TransferError
 from kvtier.metrics import Counters
 from kvtier.planning import placement
 from kvtier.storage.block import Block
 from kvtier.storage.layout import BlockLayout
 from kvtier.storage.memory import Memory
 from kvtier.storage.pool import BlockPool, Slab
-from kvtier.storage.transfer import Transfer, TransferEngine, join
+from kvtier.storage.transfer import State, Transfer, TransferEngine, join
 from kvtier.types import Direction
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Tiers:
     def near_shortage(self, missing: int) -> BudgetError:
         """The error for a near tier that is short of `missing` bytes."""
         budget = self.near.budget
-        needed = max(self.minimum(0), budget.limit + missing)
+        needed = max(self.minimum(), budget.limit + missing)
         return BudgetError(
             f"The {budget.tier} budget of {budget.limit} bytes is full and nothing in it can move. The smallest "
             f"{budget.tier}_budget that works for this step is {needed} bytes. Give more, or drop tokens with `crop`.",
@@ -140,23 +140,17 @@ class Tiers:
             budget=budget.limit,
         )
 
-    def minimum(self, new_tokens: int) -> int:
-        """Bytes of the smallest near budget with which all layers can take `new_tokens` more tokens per row.
+    def minimum(self) -> int:
+        """Bytes of the smallest near budget that serves what the layers hold now.
 
         With a far tier: the workspace, one unsealed block per sequence and layer, and one slot more to seal and stage
         through. Without one: every block.
         """
-        workspace, blocks, spare = 0, 0, 0
-        for layer in self.layers:
-            size = layer.layout.nbytes
-            if layer.dense:
-                workspace = max(workspace, layer.workspace_bytes(layer.length + new_tokens))
-            if self.far is None:
-                blocks += (len(layer.distinct_blocks()) + layer.new_blocks(new_tokens)) * size
-            else:
-                blocks += len(layer.tables()) * size
-                spare = max(spare, size)
-        return workspace + blocks + spare
+        room = max((x.workspace_bytes(x.length) for x in self.layers if x.dense), default=0)
+        if self.far is None:
+            return room + sum(len(x.distinct_blocks()) * x.layout.nbytes for x in self.layers)
+        tails = sum(len(x.tables()) * x.layout.nbytes for x in self.layers)
+        return room + tails + max((x.layout.nbytes for x in self.layers), default=0)
 
     def _grow(self, pool: BlockPool, wanted: int = 1) -> int:
         return pool.grow(placement.slab_slots(pool.memory.budget.limit, pool.layout.nbytes, pool.nbytes, wanted))
@@ -259,7 +253,7 @@ class Tiers:
         transfer: Transfer | None = None
         copies = join(self.near_pool(layer.layout), sources, far, targets)
         transfer = self.engine.submit(copies, Direction.WRITE_BACK, on_done=done, on_failed=failed)
-        if transfer.state is transfer.state.PENDING:
+        if transfer.state is State.PENDING:
             for block in written:
                 block.pending = transfer
         elif required:
@@ -301,9 +295,13 @@ class Tiers:
                 if slots and not self.obtainable(layer.layout) and not self._evict_one(layer.layout, keep=layer):
                     break
                 slots.append(self.take(layer, previous, None, keep=layer))
-        except BudgetError:
+        except (BudgetError, TransferError):
             if not slots and not ahead:
                 raise
+        except BaseException:
+            for slot in slots:
+                pool.release(slot)
+            raise
         if not slots:
             return None
         chosen = list(blocks[: len(slots)])
@@ -328,10 +326,11 @@ class Tiers:
     def unstage(self, layer: LayerStore, staging: Staging) -> None:
         """After the last use of staged blocks: keep them on the device if there is ample room, else free the slots."""
         pool = self.near_pool(layer.layout)
+        good = staging.transfer.state is not State.FAILED
         tails = sum(len(x.tables()) for x in self.layers)
         staging_slots = placement.staging_slots(self.near.budget.limit // layer.layout.nbytes, len(staging.blocks))
         for block, slot in zip(staging.blocks, staging.slots, strict=True):
-            live = block.refs > 0 and block.near is None and block.sealed
+            live = good and block.refs > 0 and block.near is None and block.sealed
             if live and placement.keep_fetched(self.obtainable(layer.layout), staging_slots, tails):
                 block.near = slot
                 pool.owner[slot] = block
@@ -418,8 +417,8 @@ class Tiers:
         if block.sealed and self.far is not None and block.layer is not keep:
             try:
                 self.evict(block)
-            except BudgetError:
-                pass
+            except (BudgetError, TransferError):
+                pass  # then it moves within the tier
             else:
                 return True
         target = pool.allocate(None, block, avoid=slab)

@@ -135,7 +135,10 @@ class Walk:
         """Give back a slab, as a growing workspace would ask."""
         for store in self.cache._runtime.layers.values():
             store.tiers.release_workspace()
-            store.tiers._reclaim(store.tiers.near.budget.free + store.layout.nbytes, None)
+            try:
+                store.tiers._reclaim(store.tiers.near.budget.free + store.layout.nbytes, None)
+            except (BudgetError, TransferError):
+                self.refused += 1
 
     def read(self) -> None:
         """Compare, through the workspace or through tensors of the reader's own."""
@@ -160,7 +163,7 @@ class Walk:
             operations += [self.crop, self.reorder, self.select, self.repeat, self.spill, self.spill, self.prefetch]
         self.random.choice(operations)()
         self.cache.check_integrity()
-        if self.model.length > 80:
+        if self.model.length > 48:
             self.reset()
         if self.model.length and self.random.random() < 0.5:
             self.read()
@@ -170,7 +173,7 @@ class Walk:
         assert stats.host.bytes <= stats.host.peak_bytes <= stats.host.budget
 
 
-def walk(seed: int, steps: int, **options) -> Walk:
+def walk(seed: int, steps: int = 250, **options) -> Walk:
     """Walk `steps` operations."""
     trip = Walk(seed, **options)
     for _ in range(steps):
@@ -180,26 +183,26 @@ def walk(seed: int, steps: int, **options) -> Walk:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_cache_in_the_host_tier_holds_what_a_dense_cache_holds(seed):
-    walk(seed, 400, budgets=(0,))
+    walk(seed, budgets=(0,))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_cache_over_two_tiers_holds_what_a_dense_cache_holds(seed):
-    walk(100 + seed, 400, budgets=(20_000, 60_000, 10**7))
+    walk(100 + seed, budgets=(20_000, 60_000, 10**7))
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_transfers_may_come_as_late_and_in_any_order_as_allowed(seed, eagerness):
-    walk(200 + seed, 400, engine=held(seed, eagerness), budgets=(20_000, 60_000))
+    walk(200 + seed, engine=held(seed, eagerness), budgets=(20_000, 60_000))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_transfers_may_fail(seed):
-    walk(300 + seed, 400, engine=failing(0.2, seed), budgets=(20_000, 60_000))
+    walk(300 + seed, engine=failing(0.2, seed), budgets=(20_000, 60_000))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_budget_that_is_refused_leaves_what_was_there(seed):
-    trip = walk(400 + seed, 400, budgets=(0, 12_000), host=14_000)
+    trip = walk(400 + seed, budgets=(0, 12_000), host=14_000)
     assert trip.refused
