@@ -1,15 +1,15 @@
 """The exceptions of kvtier, one tree.
 
-    KVTierError
-    ├── ConfigError            (ValueError)    an option that cannot be honoured
-    ├── MismatchError          (ValueError)    keys and values that do not belong to what the cache holds
-    ├── BudgetError            (MemoryError)   a budget too small for what is asked; `.needed` names the smallest
-    ├── InterruptedStepError   (RuntimeError)  the last forward did not finish
-    ├── StaleViewError         (RuntimeError)  a view of KV that the cache no longer holds
-    ├── ConcurrentUseError     (RuntimeError)  two threads on one cache
-    ├── ClosedError            (RuntimeError)  the cache was closed
-    ├── TransferError          (RuntimeError)  a copy between tiers failed; its source is intact
-    └── UnsupportedError       (RuntimeError)  something a tiered cache cannot do
+KVTierError
+├── ConfigError            (ValueError)    an option that cannot be honoured
+├── MismatchError          (ValueError)    keys and values that do not belong to what the cache holds
+├── BudgetError            (MemoryError)   a budget too small for what is asked; `.needed` names the smallest
+├── InterruptedStepError   (RuntimeError)  the last forward did not finish
+├── StaleViewError         (RuntimeError)  a view of KV that the cache no longer holds
+├── ConcurrentUseError     (RuntimeError)  two threads on one cache
+├── ClosedError            (RuntimeError)  the cache was closed
+├── TransferError          (RuntimeError)  a copy between tiers failed; its source is intact
+└── UnsupportedError       (RuntimeError)  something a tiered cache cannot do
 """
 
 
@@ -40,7 +40,7 @@ class BudgetError(KVTierError, MemoryError):
         self.needed = needed
         self.budget = budget
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_budget_error, (str(self), self.tier, self.needed, self.budget)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,10 +19,10 @@ from kvtier.config import (
 from kvtier.errors import BudgetError, ClosedError, StaleViewError
 from kvtier.metrics import CacheStats, Counters, TierStats
 from kvtier.steps import Steps
-from kvtier.storage.layout import BlockLayout
+from kvtier.storage.block import BlockLayout, Group
 from kvtier.storage.memory import Budget, Memory, free_device_memory, free_host_memory
 from kvtier.storage.pool import BlockPool
-from kvtier.storage.store import Group, LayerStore
+from kvtier.storage.store import LayerStore
 from kvtier.storage.tiers import Tiers
 from kvtier.storage.transfer import InlineTransfers, TransferEngine
 
@@ -161,8 +162,10 @@ class Runtime:
 
     def _too_small(self, budget: Budget, needed: int, store: LayerStore, tokens: int) -> BudgetError:
         return BudgetError(
-            f"{budget.tier}_budget is {budget.limit} bytes, but a step of {tokens} tokens on top of {store.length} needs at "
-            f"least {needed} bytes ({needed / 2**20:.1f} MiB). Nothing was changed. Give {budget.tier}_budget={needed} or "
+            f"{budget.tier}_budget is {budget.limit} bytes, but a step of {tokens} tokens on top of {store.length} "
+            "needs at "
+            f"least {needed} bytes ({needed / 2**20:.1f} MiB). Nothing was changed. Give "
+            f"{budget.tier}_budget={needed} or "
             "more, drop tokens with `crop`, or `reset()`.",
             tier=budget.tier,
             needed=needed,
@@ -172,7 +175,7 @@ class Runtime:
     # Reading
 
     def attend(
-        self, store: LayerStore, length: int, epoch: int, repeats: int, query: torch.Tensor, options: dict
+        self, store: LayerStore, length: int, epoch: int, repeats: int, query: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
         """Attention of `query` over a view of `store`; then begin to fetch for the layer that follows."""
         self._check_view(store, length, epoch)
@@ -209,7 +212,7 @@ class Runtime:
                 k: v for k, v in self._following.items() if k.tiers is not store.tiers
             }
             following = self._following[store]
-        store.tiers.prefetch(following)
+        store.tiers.staging.prefetch(following)
 
     # Memory
 
@@ -300,7 +303,7 @@ class Runtime:
             taken = sum(p.nbytes for p in pools)
             for tiers in self._tiers.values():
                 if tiers.far is None:
-                    taken += sum(p.nbytes for p in tiers.near_pools.values()) + tiers.workspace_nbytes
+                    taken += sum(p.nbytes for p in tiers.near_pools.values()) + tiers.workspace.nbytes
             assert self._host.budget.used == taken <= self._host.budget.limit, "host bytes are counted wrong"
             far_slots = sum(b.far is not None for x in self.layers.values() for b in x.distinct_blocks())
             in_flight = sum(t.engine.pending_slots(p) for t in self._tiers.values() for p in pools)
@@ -313,9 +316,7 @@ def _tier_stats(memories: Sequence[Memory], pools: Sequence[BlockPool], tiers: S
         budget=sum(m.budget.limit for m in memories),
         bytes=sum(m.budget.used for m in memories),
         peak_bytes=sum(m.budget.peak for m in memories),
-        workspace_bytes=sum(t.workspace_nbytes for t in tiers),
+        workspace_bytes=sum(t.workspace.nbytes for t in tiers),
         used_blocks=sum(p.used for p in pools),
         free_blocks=sum(p.free for p in pools),
     )
-
-

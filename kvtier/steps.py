@@ -95,12 +95,14 @@ class Steps:
         """The error for a step that did not finish."""
         assert self.expected is not None
         return InterruptedStepError(
-            f"The last forward updated {len(self.began)} of {len(self.expected)} layers and did not finish. `crop(0)` drops "
+            f"The last forward updated {len(self.began)} of {len(self.expected)} layers and did not finish. `crop(0)` "
+            "drops "
             "it and keeps what was there before; `reset()` empties the cache."
         )
 
     def _two_threads(self) -> ConcurrentUseError:
         return ConcurrentUseError(
-            "A second thread updates this TieredKVCache while a forward of another thread is under way. Give each thread its "
+            "A second thread updates this TieredKVCache while a forward of another thread is under way. Give each "
+            "thread its "
             "own cache. `crop(0)` drops the unfinished step."
         )

@@ -32,8 +32,8 @@ class HeldTransfers(TransferEngine):
     Args:
         counters: as for every engine.
         seed: of the order.
-        eagerness: probability that other pending transfers run at any call, in any order that `after` allows. 0: as late
-            as can be; 1: everything at once, in a shuffled order.
+        eagerness: probability that other pending transfers run at any call, in any order that `after` allows. 0: as
+            late as can be; 1: everything at once, in a shuffled order.
     """
 
     def __init__(self, counters: Counters, seed: int = 0, eagerness: float = 0.25) -> None:

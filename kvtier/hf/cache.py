@@ -26,26 +26,27 @@ class TieredKVCache(DynamicCache):
         model.generate(**inputs, past_key_values=TieredKVCache(model.config, device_budget="4GiB"))
 
     Full-attention layers are tiered. Layers with a sliding window, chunked or linear attention, an indexer or shared KV
-    stay resident in Transformers' own layer classes, outside the budgets; `stats.resident_bytes` counts them. Nothing is
-    allocated before the first forward.
+    stay resident in Transformers' own layer classes, outside the budgets; `stats.resident_bytes` counts them. Nothing
+    is allocated before the first forward.
 
     Args:
-        config: the model's config. Needed for models with layers that are not full attention; without it, every layer is
-            taken for full attention, as with `DynamicCache()`.
-        device_budget: bytes of device memory for KV, staging and workspace included: an int, a text (`"4GiB"`), a share of
-            what is free (`0.5`), `"auto"` (what is free less a fifth, at least 1 GiB), or a mapping from device (`"cuda:0"`)
-            to any of these. The default is `"auto"` on an accelerator. On a CPU model the default is no device tier at
-            all: everything lies in the host tier; a budget there emulates one in RAM.
+        config: the model's config. Needed for models with layers that are not full attention; without it, every layer
+            is taken for full attention, as with `DynamicCache()`.
+        device_budget: bytes of device memory for KV, staging and workspace included: an int, a text (`"4GiB"`), a
+            share of what is free (`0.5`), `"auto"` (what is free less a fifth, at least 1 GiB), or a mapping from
+            device (`"cuda:0"`) to any of these. The default is `"auto"` on an accelerator. On a CPU model the default
+            is no device tier at all: everything lies in the host tier; a budget there emulates one in RAM.
         host_budget: bytes of host memory for KV, written the same way; `"auto"` leaves a fifth, at least 2 GiB.
         block_size: tokens per block, the unit of placement and sharing.
-        write_through: share of the device budget in use from which full blocks are copied to the host in the background,
-            so that evicting them later moves no bytes; 0 copies each block as soon as it is full.
+        write_through: share of the device budget in use from which full blocks are copied to the host in the
+            background, so that evicting them later moves no bytes; 0 copies each block as soon as it is full.
 
     Raises:
         ConfigError: an option that is malformed.
 
     A cache serves one model and one thread at a time. `crop`, `reorder_cache`, `batch_repeat_interleave`,
-    `batch_select_indices` and `reset` are those of Transformers; `close`, or leaving a `with` block, gives all memory back.
+    `batch_select_indices` and `reset` are those of Transformers; `close`, or leaving a `with` block, gives all memory
+    back.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class TieredKVCache(DynamicCache):
     ) -> None:
         if config is not None and not hasattr(config, "get_text_config"):
             raise ConfigError(
-                f"config={type(config).__name__} is not a Transformers config. Pass `model.config`; options are keywords."
+                f"config={type(config).__name__} is not a Transformers config. Pass `model.config`; options are "
+                "keywords."
             )
         self._config = config
         self._options = CacheOptions.parse(device_budget, host_budget, block_size, write_through)
@@ -98,8 +100,8 @@ class TieredKVCache(DynamicCache):
             layer_idx: the layer.
 
         Returns:
-            Keys and values, `[batch, heads, all tokens, dim]`: the arguments themselves where there is no past, views that
-            behave like tensors where there is.
+            Keys and values, `[batch, heads, all tokens, dim]`: the arguments themselves where there is no past, views
+            that behave like tensors where there is.
 
         Raises:
             BudgetError: the budgets are too small; names the smallest that works. Nothing was changed by this layer.
@@ -127,7 +129,8 @@ class TieredKVCache(DynamicCache):
     def _add_layers(self, layer_idx: int) -> None:
         if self.layer_class_to_replicate is None:
             raise MismatchError(
-                f"Layer {layer_idx} of a cache that was made for {len(self.layers)} layers: this is not the model whose config "
+                f"Layer {layer_idx} of a cache that was made for {len(self.layers)} layers: this is not the model "
+                "whose config "
                 "it was given."
             )
         while len(self.layers) <= layer_idx:
@@ -138,7 +141,9 @@ class TieredKVCache(DynamicCache):
         self._check_linear(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """As in Transformers. Needs the cache to know the model's config."""
         self._check_linear(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
@@ -147,7 +152,8 @@ class TieredKVCache(DynamicCache):
         self._runtime.check_open()
         if self._config is None:
             raise UnsupportedError(
-                f"Layer {layer_idx} keeps a state that is not keys and values. Tell the cache what the model is made of: "
+                f"Layer {layer_idx} keeps a state that is not keys and values. Tell the cache what the model is made "
+                "of: "
                 "TieredKVCache(model.config)."
             )
 
@@ -168,10 +174,13 @@ class TieredKVCache(DynamicCache):
         if any(not isinstance(layer, TieredLayer) for layer in self.layers):
             for i, before in lengths.items():
                 layer = self.layers[i]
-                past_lost = not isinstance(layer, TieredLayer) and layer.get_seq_length() >= getattr(layer, "sliding_window", 0)
+                past_lost = not isinstance(layer, TieredLayer) and layer.get_seq_length() >= getattr(
+                    layer, "sliding_window", 0
+                )
                 if past_lost and layer.get_seq_length() != before:
                     raise InterruptedStepError(
-                        f"Layer {i} keeps only a window of the past and cannot undo the unfinished forward. `reset()` the cache."
+                        f"Layer {i} keeps only a window of the past and cannot undo the unfinished forward. `reset()` "
+                        "the cache."
                     ) from error
         for i, before in lengths.items():
             self.layers[i].crop(before - self.layers[i].get_seq_length())
@@ -273,8 +282,7 @@ class TieredKVCache(DynamicCache):
         layers: list[Any] = []
         for layer in self.layers:
             if isinstance(layer, TieredLayer):
-                keys, values = layer.keys, layer.values
-                layers.append(None if keys is None or values is None else (keys.dense("copy"), values.dense("copy")))
+                layers.append(layer.dense("copy"))
             else:
                 layers.append(layer)
         return {"config": self._config, "options": self._options, "layers": layers}
@@ -318,7 +326,8 @@ def _transformers_layers(config: PretrainedConfig | None) -> list[Any]:
             return DynamicCache(config=config).layers
         except (ImportError, KeyError):
             raise ConfigError(
-                f"Transformers knows no cache layer of type {missing} for {type(config).__name__}. Import the model's class "
+                f"Transformers knows no cache layer of type {missing} for {type(config).__name__}. Import the model's "
+                "class "
                 "before making its cache."
             ) from missing
 

@@ -41,17 +41,17 @@ class TieredLayer(DynamicLayer):
     # What Transformers reads
 
     @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
+    def is_initialized(self) -> bool:
         """Whether shapes are known."""
         return self._store is not None
 
     @property
-    def dtype(self) -> torch.dtype | None:  # type: ignore[override]
+    def dtype(self) -> torch.dtype | None:
         """Of keys and values; None before the first update."""
         return None if self._store is None else self._store.layout.dtype
 
     @property
-    def device(self) -> torch.device | None:  # type: ignore[override]
+    def device(self) -> torch.device | None:
         """Where attention runs; None before the first update."""
         return None if self._store is None else self._store.tiers.device
 
@@ -108,7 +108,7 @@ class TieredLayer(DynamicLayer):
     # The dense face
 
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+    def keys(self) -> torch.Tensor | None:
         """All keys, `[batch, heads, tokens, k_dim]`, as a view; None before the first update.
 
         Assigning keys and values of the same batch and length replaces what the layer holds.
@@ -120,13 +120,17 @@ class TieredLayer(DynamicLayer):
         self._assign(0, value)
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+    def values(self) -> torch.Tensor | None:
         """All values, `[batch, heads, tokens, v_dim]`, as a view; None before the first update."""
         return self._view(1)
 
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
         self._assign(1, value)
+
+    def dense(self, operation: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values as tensors of the caller's own; None before the first update."""
+        return None if self._store is None else Snapshot(self._runtime, self._store).dense(operation)
 
     def _view(self, part: int) -> torch.Tensor | None:
         if part in self._assigned:

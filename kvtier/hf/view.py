@@ -54,16 +54,18 @@ class KVView(torch.Tensor):
     """Keys or values of one layer, `[batch, heads, tokens, dim]`: shape, dtype and device, but no bytes.
 
     `scaled_dot_product_attention` on a pair of views is taken over by kvtier. The `repeat_kv` that Transformers applies
-    before it stays a view. Any other operation gets a dense tensor, made once per view and counted in the cache's stats.
-    Writing into a view raises: what the cache holds never changes.
+    before it stays a view. Any other operation gets a dense tensor, made once per view and counted in the cache's
+    stats. Writing into a view raises: what the cache holds never changes.
     """
 
     snapshot: Snapshot
     part: int
     repeats: int
     form: int
+    _shape: torch.Size
 
-    # form 0: [batch, heads * repeats, tokens, dim]; 1: with an axis for repeats behind the heads; 2: that axis expanded.
+    # form 0: [batch, heads * repeats, tokens, dim]; 1: with an axis for repeats behind the heads; 2: that axis
+    # expanded.
 
     @staticmethod
     def __new__(cls, snapshot: Snapshot, part: int, shape: Sequence[int], repeats: int = 1, form: int = 0) -> KVView:
@@ -94,7 +96,7 @@ class KVView(torch.Tensor):
         """Number of dimensions."""
         return len(self._shape)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         part = "keys" if self.part == 0 else "values"
         return f"KVView({part} of layer {self.snapshot.store.index}, shape={tuple(self._shape)}, dtype={self.dtype})"
 
@@ -116,7 +118,7 @@ class KVView(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if func is F.scaled_dot_product_attention:
@@ -135,7 +137,7 @@ class KVView(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # Calls that reach torch from C++, past `__torch_function__`.
@@ -184,7 +186,11 @@ def _expand(view: Any, *sizes: Any) -> KVView | None:
     if not isinstance(view, KVView) or view.form != 1 or len(sizes) != 5:
         return None
     shape = view._shape
-    if any(s not in (-1, shape[i]) for i, s in enumerate(sizes) if i != 2) or not isinstance(sizes[2], int) or sizes[2] < 1:
+    if (
+        any(s not in (-1, shape[i]) for i, s in enumerate(sizes) if i != 2)
+        or not isinstance(sizes[2], int)
+        or sizes[2] < 1
+    ):
         return None
     return KVView(view.snapshot, view.part, (*shape[:2], sizes[2], *shape[3:]), sizes[2], form=2)
 
@@ -208,7 +214,18 @@ _LAZY: dict[Any, Callable[..., KVView | None]] = {
 
 _METADATA = {
     getattr(torch.Tensor, name).__get__
-    for name in ("device", "dtype", "ndim", "is_cuda", "is_cpu", "layout", "requires_grad", "is_leaf", "grad_fn", "is_meta")
+    for name in (
+        "device",
+        "dtype",
+        "ndim",
+        "is_cuda",
+        "is_cpu",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "is_meta",
+    )
 } | {
     torch.Tensor.numel,
     torch.Tensor.nelement,
@@ -236,7 +253,8 @@ def _refuse_writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     target = args[0] if in_place and args else kwargs.get("out")
     if isinstance(target, KVView):
         raise UnsupportedError(
-            f"`{name}` would write into the KV cache. What TieredKVCache holds never changes: work on a `.clone()`, or assign "
+            f"`{name}` would write into the KV cache. What TieredKVCache holds never changes: work on a `.clone()`, "
+            "or assign "
             "`cache.layers[i].keys`."
         )
 

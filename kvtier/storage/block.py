@@ -1,19 +1,94 @@
-"""Blocks, and the tables that list them."""
+"""Blocks: how one lies in bytes, where it is, the tables that list them, and which rows of a batch share a table."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from kvtier.storage.store import LayerStore
     from kvtier.storage.transfer import Transfer
 
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The bytes of one block of one layer: keys, then values, heads first, tokens within a head.
+
+    keys `[k_heads, block_size, k_dim]`, values `[v_heads, block_size, v_dim]`. A head's tokens are contiguous, which
+    the attention kernels read; a block is contiguous, which the link and the disk want. Blocks start at multiples of
+    64 bytes.
+
+    Attributes:
+        k_heads, v_heads: heads of the keys and of the values as the model hands them over (local heads under tensor
+            parallelism, one under MLA).
+        k_dim, v_dim: head sizes; they may differ.
+        block_size: tokens per block.
+        dtype: of both.
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, block_size: int) -> BlockLayout:
+        """The layout that holds `keys` and `values`, each `[batch, heads, tokens, dim]`."""
+        return cls(keys.shape[1], values.shape[1], keys.shape[3], values.shape[3], block_size, keys.dtype)
+
+    @cached_property
+    def k_numel(self) -> int:
+        """Elements of the keys of one block."""
+        return self.k_heads * self.block_size * self.k_dim
+
+    @cached_property
+    def v_numel(self) -> int:
+        """Elements of the values of one block."""
+        return self.v_heads * self.block_size * self.v_dim
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one slot, padding to 64 included."""
+        used = (self.k_numel + self.v_numel) * self.dtype.itemsize
+        return -(-used // _ALIGNMENT) * _ALIGNMENT
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token, without padding."""
+        return (self.k_heads * self.k_dim + self.v_heads * self.v_dim) * self.dtype.itemsize
+
+    def split(self, slab: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """View a slab as keys and values.
+
+        Args:
+            slab: `uint8`, contiguous, a whole number of slots.
+
+        Returns:
+            keys `[slots, k_heads, block_size, k_dim]` and values `[slots, v_heads, block_size, v_dim]`, no copies.
+        """
+        n = slab.numel() // self.nbytes
+        flat = slab.view(self.dtype)
+        stride = self.nbytes // self.dtype.itemsize
+        offset = flat.storage_offset()
+        bs, kd, vd = self.block_size, self.k_dim, self.v_dim
+        keys = flat.as_strided((n, self.k_heads, bs, kd), (stride, bs * kd, kd, 1), offset)
+        values = flat.as_strided((n, self.v_heads, bs, vd), (stride, bs * vd, vd, 1), offset + self.k_numel)
+        return keys, values
+
 
 class Block:
     """`block_size` tokens of one layer, in at most one slot per tier.
 
-    Life: FREE -> FILLING (one writer, in the near tier) -> SEALED in {near}, {near, far} or {far} -> FREE. *Near* is the
-    tier where attention runs (the device; the host, where there is no device tier), *far* the tier below it.
+    Life: FREE -> FILLING (one writer, in the near tier) -> SEALED in {near}, {near, far} or {far} -> FREE. *Near* is
+    the tier where attention runs (the device; the host, where there is no device tier), *far* the tier below it.
 
     Attributes:
         layer: whose block it is.
@@ -52,3 +127,80 @@ class Table:
         for block in self.blocks:
             block.refs += 1
         return Table(list(self.blocks))
+
+
+class Group:
+    """Rows of a batch that are bitwise equal so far and hence share one table.
+
+    Attributes:
+        row: the row whose keys and values are written.
+        rows: all of them.
+        table: the table they continue; None for a new one.
+        fork: continue a copy of `table`, because other rows continue it too.
+        shared: index of an earlier group whose first blocks are the same, or None.
+        shared_blocks: how many.
+    """
+
+    __slots__ = ("fork", "row", "rows", "shared", "shared_blocks", "table")
+
+    def __init__(self, row: int, table: Table | None, fork: bool) -> None:
+        self.row = row
+        self.rows = [row]
+        self.table = table
+        self.fork = fork
+        self.shared: int | None = None
+        self.shared_blocks = 0
+
+
+def group_rows(rows: Sequence[Table], layout: BlockLayout, keys: torch.Tensor, values: torch.Tensor) -> list[Group]:
+    """Which rows share a table when `keys` and `values` are appended. Changes nothing.
+
+    Bitwise equal rows share one (beams and several return sequences repeat the prompt's rows), and new rows that begin
+    with the same whole blocks share those. Single new tokens are not compared: that is where equal rows part.
+
+    Args:
+        rows: the table of each row so far; empty if there is no past.
+        layout: of the layer.
+        keys: `[batch, k_heads, tokens, k_dim]`.
+        values: `[batch, v_heads, tokens, v_dim]`.
+    """
+    batch, tokens = keys.shape[0], keys.shape[2]
+    if not rows:
+        same = _equal_tokens(keys, values) if batch > 1 else []
+        groups = [Group(0, None, False)]
+        for row in range(1, batch):
+            if same[row - 1] == tokens:
+                groups[-1].rows.append(row)
+                continue
+            groups.append(Group(row, None, False))
+            if same[row - 1] >= layout.block_size:
+                groups[-1].shared = len(groups) - 2
+                groups[-1].shared_blocks = same[row - 1] // layout.block_size
+        return groups
+    if len(set(rows)) == batch:
+        return [Group(row, table, False) for row, table in enumerate(rows)]
+    same = _equal_tokens(keys, values) if tokens > 1 else [0] * (batch - 1)
+    groups = []
+    latest: dict[Table, Group] = {}
+    for row, table in enumerate(rows):
+        last = latest.get(table)
+        if last is not None and last.rows[-1] == row - 1 and same[row - 1] == tokens:
+            last.rows.append(row)
+            continue
+        latest[table] = Group(row, table, fork=last is not None)
+        groups.append(latest[table])
+    return groups
+
+
+def _equal_tokens(keys: torch.Tensor, values: torch.Tensor) -> list[int]:
+    """For each row but the first, how many leading tokens are bitwise those of the row before. One synchronisation."""
+    equal: torch.Tensor | None = None
+    for x in (keys, values):
+        bits = x.detach().contiguous().view(_BITS[x.dtype.itemsize])
+        same = (bits[1:] == bits[:-1]).all(-1).all(1)
+        equal = same if equal is None else equal & same
+    assert equal is not None
+    return equal.long().cumprod(1).sum(1).tolist()
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -15,11 +15,11 @@ from kvtier.types import Direction
 class CudaTransfers(TransferEngine):
     """One stream for fetches and one for write-backs, for one device.
 
-    Ordering, both ways: a copy begins behind an event recorded on the compute stream at submission, so that it sees what
-    was written and does not overwrite what is still being read; whoever reads the copy makes the compute stream wait for
-    the copy's event. The fetch stream has the higher priority: what a layer needs soon goes before what is written back
-    for later (Pensieve, section 5.1). Events and streams are made once and re-used; nothing here blocks the CPU but
-    `synchronize` and `drain`.
+    Ordering, both ways: a copy begins behind an event recorded on the compute stream at submission, so that it sees
+    what was written and does not overwrite what is still being read; whoever reads the copy makes the compute stream
+    wait for the copy's event. The fetch stream has the higher priority: what a layer needs soon goes before what is
+    written back for later (Pensieve, section 5.1). Events and streams are made once and re-used; nothing here blocks
+    the CPU but `synchronize` and `drain`.
     """
 
     def __init__(self, device: torch.device, counters: Counters) -> None:
@@ -41,7 +41,7 @@ class CudaTransfers(TransferEngine):
             began.record(torch.cuda.current_stream(self.device))
             stream.wait_event(began)
             for earlier in transfer.after:
-                stream.wait_event(earlier.ticket)
+                stream.wait_event(earlier.ticket)  # type: ignore[arg-type]
             with torch.cuda.stream(stream):
                 for copy in transfer.copies:
                     copy.run(non_blocking=True)

@@ -79,7 +79,8 @@ class Memory:
         except (OSError, MemoryError, torch.OutOfMemoryError) as error:
             self.budget.release(nbytes)
             raise BudgetError(
-                f"The {self.budget.tier} budget of {self.budget.limit} bytes allows {nbytes} more, but the machine does "
+                f"The {self.budget.tier} budget of {self.budget.limit} bytes allows {nbytes} more, but the machine "
+                "does "
                 f"not have them: {error}. Give a smaller {self.budget.tier}_budget.",
                 tier=self.budget.tier,
                 needed=self.budget.used + nbytes,
@@ -106,7 +107,8 @@ class Memory:
         slab = whole[start : start + nbytes]
         if self.page_lock:
             _check_cuda(
-                torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), nbytes, 0), f"page-lock {nbytes} bytes of host memory"
+                torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), nbytes, 0),
+                f"page-lock {nbytes} bytes of host memory",
             )
             self._locked[slab.data_ptr()] = nbytes
         return slab

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvtier.storage.layout import BlockLayout
+from kvtier.storage.block import BlockLayout
 from kvtier.storage.memory import Memory
 
 #: Slots per extent. A new run of blocks begins in an extent that is wholly free, so that its successors find their
@@ -146,9 +146,10 @@ class BlockPool:
         if near is not None and near + 1 in self._free and (avoid is None or self.slab(near + 1) is not avoid):
             slot = near + 1
         else:
-            slot = self._pick(avoid)
-            if slot is None:
+            picked = self._pick(avoid)
+            if picked is None:
                 return None
+            slot = picked
         self._free.remove(slot)
         self._refs[slot] = 1
         self.owner[slot] = owner
@@ -241,7 +242,8 @@ class BlockPool:
         for start, size in self._extent_size.items():
             free = sum(s in self._free for s in range(start, start + size))
             assert self._extent_free[start] == free, "an extent miscounts its free slots"
-            assert (start in self._whole) == (free == size) and (start in self._partial) == (0 < free < size)
+            assert (start in self._whole) == (free == size)
+            assert (start in self._partial) == (0 < free < size)
 
 
 def runs(slots: list[int]) -> Iterator[tuple[int, int, int]]:

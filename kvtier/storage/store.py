@@ -7,34 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.errors import MismatchError
-from kvtier.storage.block import Block, Table
-from kvtier.storage.layout import BlockLayout
+from kvtier.storage.block import Block, BlockLayout, Group, Table, group_rows
 from kvtier.storage.tiers import Tiers
 from kvtier.storage.transfer import join
 from kvtier.types import Direction, LayerResidency
-
-
-class Group:
-    """Rows of a batch that are bitwise equal so far and hence share one table.
-
-    Attributes:
-        row: the row whose keys and values are written.
-        rows: all of them.
-        table: the table they continue; None for a new one.
-        fork: continue a copy of `table`, because other rows continue it too.
-        shared: index of an earlier group whose first blocks are the same, or None.
-        shared_blocks: how many.
-    """
-
-    __slots__ = ("fork", "row", "rows", "shared", "shared_blocks", "table")
-
-    def __init__(self, row: int, table: Table | None, fork: bool) -> None:
-        self.row = row
-        self.rows = [row]
-        self.table = table
-        self.fork = fork
-        self.shared: int | None = None
-        self.shared_blocks = 0
 
 
 class LayerStore:
@@ -151,55 +127,26 @@ class LayerStore:
             )
         if self.length and keys.shape[0] != self.batch:
             raise MismatchError(
-                f"Layer {self.index} holds {self.batch} rows, but was given {keys.shape[0]}. Continue with the same batch, "
+                f"Layer {self.index} holds {self.batch} rows, but was given {keys.shape[0]}. Continue with the same "
+                "batch, "
                 "select rows with `batch_select_indices`, or `reset()`."
             )
 
     def group(self, keys: torch.Tensor, values: torch.Tensor) -> list[Group]:
-        """Which rows share a table when `keys` and `values` are appended. Changes nothing.
-
-        Bitwise equal rows share one (beams and several return sequences repeat the prompt's rows), and rows that begin
-        with the same whole blocks share those. Single new tokens are not compared: that is where such rows part.
-        """
-        batch = keys.shape[0]
-        if self.length == 0:
-            same = _equal_tokens(keys, values) if batch > 1 else []
-            groups: list[Group] = []
-            for row in range(batch):
-                equal = same[row - 1] if row else 0
-                if row and equal == keys.shape[2]:
-                    groups[-1].rows.append(row)
-                    continue
-                group = Group(row, None, False)
-                if row and equal >= self.layout.block_size:
-                    group.shared, group.shared_blocks = len(groups) - 1, equal // self.layout.block_size
-                groups.append(group)
-            return groups
-        if len(self._tables) == batch:
-            return [Group(row, table, False) for row, table in enumerate(self._rows)]
-        same = _equal_tokens(keys, values) if keys.shape[2] > 1 else [0] * (batch - 1)
-        groups = []
-        latest: dict[Table, Group] = {}
-        for row, table in enumerate(self._rows):
-            last = latest.get(table)
-            if last is not None and last.rows[-1] == row - 1 and same[row - 1] == keys.shape[2]:
-                last.rows.append(row)
-                continue
-            latest[table] = Group(row, table, fork=last is not None)
-            groups.append(latest[table])
-        return groups
+        """Which rows share a table when `keys` and `values` are appended; see `group_rows`."""
+        return group_rows(self._rows if self.length else (), self.layout, keys, values)
 
     def blocks_needed(self, groups: Sequence[Group], tokens: int) -> int:
         """New slots that appending `tokens` to `groups` takes, copies on write included."""
         size = self.layout.block_size
-        total = -(-(self.length + tokens) // size)
-        needed, parted = 0, self.length % size != 0
+        total, have = -(-(self.length + tokens) // size), -(-self.length // size)
+        needed = 0
         for group in groups:
             if group.table is None:
                 needed += total - group.shared_blocks
             else:
-                tail_copy = parted and (group.fork or group.table.blocks[-1].refs > 1)
-                needed += total - -(-self.length // size) + tail_copy
+                copied = self.length % size and (group.fork or group.table.blocks[-1].refs > 1)
+                needed += total - have + bool(copied)
         return needed
 
     def append_token(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -311,7 +258,9 @@ class LayerStore:
         return blocks
 
     def _tail_views(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        assert block.near is not None and not block.sealed and block.refs == 1
+        assert block.near is not None
+        assert not block.sealed
+        assert block.refs == 1
         return self.pool.keys(block.near, 1)[0], self.pool.values(block.near, 1)[0]
 
     def _open_tail(self, table: Table) -> Block:
@@ -330,7 +279,7 @@ class LayerStore:
             block.near = self._copy_of(block, block)
             self.version += 1
         # A fetch on its way would later pass for the block's new contents.
-        self.tiers.drop_staged(self)
+        self.tiers.staging.drop(self)
         self.resident.pop(block, None)
         self.unwritten.pop(block, None)
         block.sealed = False
@@ -370,7 +319,7 @@ class LayerStore:
         """Keep the first `length` tokens of every row."""
         assert 0 <= length <= self.length
         if length < self.length:
-            self.tiers.drop_staged(self)
+            self.tiers.staging.drop(self)
             self._trim(length)
             self.length = length
             self.epoch += 1
@@ -380,7 +329,7 @@ class LayerStore:
         rows = [self._rows[i] for i in indices]
         kept = set(rows)
         dropped = [table for table in self._tables if table not in kept]
-        self.tiers.drop_staged(self)
+        self.tiers.staging.drop(self)
         self._set_rows(rows)
         self._drop(dropped)
         self.epoch += 1
@@ -388,7 +337,7 @@ class LayerStore:
     def clear(self) -> None:
         """Drop every token."""
         dropped = self._tables
-        self.tiers.drop_staged(self)
+        self.tiers.staging.drop(self)
         self._set_rows([])
         self._drop(dropped)
         self.length = 0
@@ -442,20 +391,8 @@ class LayerStore:
                 assert block.near is not None or (block.sealed and block.far is not None), "a block has no bytes"
                 assert (block in self.resident) == (block.sealed and block.near is not None)
                 written = block.far is not None
-                assert (block in self.unwritten) == (block in self.resident and not written and self.tiers.far is not None)
+                assert (block in self.unwritten) == (
+                    block in self.resident and not written and self.tiers.far is not None
+                )
         assert all(block.refs == n for block, n in refs.items()), "a block miscounts its tables"
         assert self.resident.keys() <= refs.keys(), "a block that no table holds is resident"
-
-
-def _equal_tokens(keys: torch.Tensor, values: torch.Tensor) -> list[int]:
-    """For each row but the first, how many leading tokens are bitwise those of the row before. One synchronisation."""
-    equal: torch.Tensor | None = None
-    for x in (keys, values):
-        bits = x.detach().contiguous().view(_BITS[x.dtype.itemsize])
-        same = (bits[1:] == bits[:-1]).all(-1).all(1)
-        equal = same if equal is None else equal & same
-    assert equal is not None
-    return equal.long().cumprod(1).sum(1).tolist()
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,7 +1,7 @@
 """`Tiers`: the memories that serve the layers of one compute device, and every move between them.
 
-It makes room, seals, writes through, evicts, stages and gives slabs back. What to evict, how much to stage and when to
-write through is asked of `planning.placement`; this file only carries it out.
+It makes room, writes through, evicts and gives slabs back. What to evict and when to write through is asked of
+`planning.placement`; this file only carries it out.
 """
 
 from __future__ import annotations
@@ -9,37 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvtier.errors import BudgetError, TransferError
 from kvtier.metrics import Counters
 from kvtier.planning import placement
-from kvtier.storage.block import Block
-from kvtier.storage.layout import BlockLayout
+from kvtier.storage.block import Block, BlockLayout
 from kvtier.storage.memory import Memory
 from kvtier.storage.pool import BlockPool, Slab
+from kvtier.storage.staging import StagingArea, Workspace
 from kvtier.storage.transfer import State, Transfer, TransferEngine, join
 from kvtier.types import Direction
 
 if TYPE_CHECKING:
     from kvtier.storage.store import LayerStore
-
-
-class Staging:
-    """Fetched blocks of one layer: near slots that hold copies of far blocks, for one use.
-
-    Attributes:
-        blocks: in the order of the slots.
-        slots: near slots, one reference each.
-        transfer: the fetch that fills them.
-    """
-
-    __slots__ = ("blocks", "slots", "transfer")
-
-    def __init__(self, blocks: list[Block], slots: list[int], transfer: Transfer) -> None:
-        self.blocks = blocks
-        self.slots = slots
-        self.transfer = transfer
 
 
 class Tiers:
@@ -76,9 +57,8 @@ class Tiers:
         self.near_pools: dict[BlockLayout, BlockPool] = {}
         self.far_pools = {} if far_pools is None else far_pools
         self.layers: list[LayerStore] = []
-        self.staged: dict[LayerStore, Staging] = {}
-        self._workspace: torch.Tensor | None = None
-        self.workspace_version = 0
+        self.staging = StagingArea(self)
+        self.workspace = Workspace(self)
 
     # Pools
 
@@ -118,11 +98,11 @@ class Tiers:
         slot = pool.allocate(near, owner)
         if slot is None and self._grow(pool):
             slot = pool.allocate(near, owner)
-        while slot is None and self._evict_one(layer.layout, keep):
+        while slot is None and self.evict_one(layer.layout, keep):
             slot = pool.allocate(near, owner)
-        if slot is None and self._reclaim(layer.layout.nbytes, keep) and self._grow(pool):
+        if slot is None and self.reclaim(layer.layout.nbytes, keep) and self._grow(pool):
             slot = pool.allocate(near, owner)
-        if slot is None and self.drop_staged():
+        if slot is None and self.staging.drop():
             return self.take(layer, near, owner, keep)
         if slot is None:
             raise self.near_shortage(layer.layout.nbytes)
@@ -163,7 +143,7 @@ class Tiers:
 
     # Eviction
 
-    def _evict_one(self, layout: BlockLayout, keep: LayerStore | None) -> bool:
+    def evict_one(self, layout: BlockLayout, keep: LayerStore | None) -> bool:
         """Give up the near slot of the oldest block of the fullest layer. False if there is none to give up."""
         if self.far is None:
             return False
@@ -185,7 +165,8 @@ class Tiers:
             self.write_back([block], required=True)
         if block.pending is not None:
             block.pending.synchronize()
-        assert block.near is not None and block.far is not None
+        assert block.near is not None
+        assert block.far is not None
         pool = self.near_pool(block.layer.layout)
         slot, block.near = block.near, None
         block.layer.resident.pop(block, None)
@@ -227,7 +208,9 @@ class Tiers:
                 slot = far.allocate(previous, block)
             if slot is None:
                 break
-            assert block.near is not None and block.sealed and block.far is None
+            assert block.near is not None
+            assert block.sealed
+            assert block.far is None
             previous = block.far = slot
             sources.append(block.near)
             targets.append(slot)
@@ -271,124 +254,16 @@ class Tiers:
             budget=budget.limit,
         )
 
-    # Fetching
-
-    def stage(self, layer: LayerStore, blocks: Sequence[Block], *, ahead: bool) -> Staging | None:
-        """Fetch far blocks of one layer, as many of the first of `blocks` as staging has room for.
-
-        Args:
-            layer: whose blocks.
-            blocks: without near slots, in the order of use.
-            ahead: a prefetch: give up rather than raise, and evict nothing of the same layer.
-
-        Returns:
-            What is on its way; None if `ahead` and there is no room.
-        """
-        pool, far = self.near_pool(layer.layout), self.far_pool(layer.layout)
-        assert far is not None
-        capacity = self.near.budget.limit // layer.layout.nbytes
-        want = min(len(blocks), max(placement.staging_slots(capacity, len(blocks)), self.obtainable(layer.layout)))
-        slots: list[int] = []
-        try:
-            for _ in range(want):
-                previous = slots[-1] if slots else None
-                if slots and not self.obtainable(layer.layout) and not self._evict_one(layer.layout, keep=layer):
-                    break
-                slots.append(self.take(layer, previous, None, keep=layer))
-        except (BudgetError, TransferError):
-            if not slots and not ahead:
-                raise
-        except BaseException:
-            for slot in slots:
-                pool.release(slot)
-            raise
-        if not slots:
-            return None
-        chosen = list(blocks[: len(slots)])
-        after = [b.pending for b in chosen if b.pending is not None]
-        sources = [b.far for b in chosen]
-        transfer = self.engine.submit(join(far, sources, pool, slots), Direction.FETCH, after=after)  # type: ignore[arg-type]
-        self.counters.block_fetches += len(chosen)
-        if ahead:
-            self.counters.prefetched += len(chosen)
-        return Staging(chosen, slots, transfer)
-
-    def prefetch(self, layer: LayerStore) -> None:
-        """Begin to fetch what the next use of `layer` will miss, if nothing of it is on its way yet."""
-        if self.far is None or layer in self.staged:
-            return
-        missing = layer.missing()
-        if missing:
-            staging = self.stage(layer, missing, ahead=True)
-            if staging is not None:
-                self.staged[layer] = staging
-
-    def unstage(self, layer: LayerStore, staging: Staging) -> None:
-        """After the last use of staged blocks: keep them on the device if there is ample room, else free the slots."""
-        pool = self.near_pool(layer.layout)
-        good = staging.transfer.state is not State.FAILED
-        tails = sum(len(x.tables()) for x in self.layers)
-        staging_slots = placement.staging_slots(self.near.budget.limit // layer.layout.nbytes, len(staging.blocks))
-        for block, slot in zip(staging.blocks, staging.slots, strict=True):
-            live = good and block.refs > 0 and block.near is None and block.sealed
-            if live and placement.keep_fetched(self.obtainable(layer.layout), staging_slots, tails):
-                block.near = slot
-                pool.owner[slot] = block
-                layer.resident[block] = None
-                layer.version += 1
-                self.counters.promotions += 1
-            else:
-                pool.release(slot)
-
-    def drop_staged(self, layer: LayerStore | None = None) -> bool:
-        """Forget the prefetches of one layer, or of all. True if there were any. Copies in flight keep their slots."""
-        layers = list(self.staged) if layer is None else [layer] if layer in self.staged else []
-        for each in layers:
-            pool = self.near_pool(each.layout)
-            for slot in self.staged.pop(each).slots:
-                pool.release(slot)
-        return bool(layers)
-
     # Slabs back
 
-    def workspace(self, nbytes: int) -> torch.Tensor:
-        """At least `nbytes` of near memory for one layer's KV as one tensor; contents are not kept between calls.
-
-        Raises:
-            BudgetError: the near budget cannot hold it beside what cannot move.
-        """
-        if self._workspace is not None and self._workspace.numel() >= nbytes:
-            return self._workspace
-        self.release_workspace()
-        # A sixteenth more than asked, if it is free for the taking, saves re-making it at every block.
-        roomy = nbytes + nbytes // 16 // 64 * 64
-        if roomy > self.near.budget.free:
-            roomy = nbytes
-            self._reclaim(nbytes, None)
-        data = self.near.allocate(roomy)
-        if data is None:
-            raise self.near_shortage(nbytes - self.near.budget.free)
-        self._workspace = data
-        return data
-
-    @property
-    def workspace_nbytes(self) -> int:
-        """Bytes the workspace has now."""
-        return 0 if self._workspace is None else self._workspace.numel()
-
-    def release_workspace(self) -> None:
-        """Give the workspace back."""
-        if self._workspace is not None:
-            data, self._workspace = self._workspace, None
-            self.workspace_version += 1
-            for layer in self.layers:
-                layer.forget_plan()
-            self.near.release(data)
-
-    def _reclaim(self, nbytes: int, keep: LayerStore | None) -> bool:
+    def reclaim(self, nbytes: int, keep: LayerStore | None) -> bool:
         """Give slabs back until `nbytes` of the near budget are free. False if that many cannot be had."""
         while self.near.budget.free < nbytes:
-            candidates = [(slab.slots - slab.free, slab.base, pool, slab) for pool in self.near_pools.values() for slab in pool.slabs]
+            candidates = [
+                (slab.slots - slab.free, slab.base, pool, slab)
+                for pool in self.near_pools.values()
+                for slab in pool.slabs
+            ]
             candidates.sort(key=lambda c: c[:2])
             if not any(self._retire(pool, slab, keep) for _, _, pool, slab in candidates):
                 return False
@@ -397,7 +272,7 @@ class Tiers:
     def _retire(self, pool: BlockPool, slab: Slab, keep: LayerStore | None) -> bool:
         """Empty one slab, by eviction or by moving its blocks within the tier, and give it back."""
         if slab.free < slab.slots:
-            self.drop_staged()
+            self.staging.drop()
             self.engine.drain()
         for slot in range(slab.base, slab.base + slab.slots):
             if not pool.references(slot):
@@ -422,7 +297,7 @@ class Tiers:
             else:
                 return True
         target = pool.allocate(None, block, avoid=slab)
-        while target is None and self._evict_one(pool.layout, keep):
+        while target is None and self.evict_one(pool.layout, keep):
             if block.near is None:  # evicting made this very block leave
                 return True
             target = pool.allocate(None, block, avoid=slab)
@@ -458,10 +333,10 @@ class Tiers:
     def close(self) -> None:
         """Give all near memory back and end the engine. Far pools are the caller's."""
         self.engine.close()
-        self.staged.clear()
+        self.staging.staged.clear()
         for layer in self.layers:
             layer.forget_plan()
-        self.release_workspace()
+        self.workspace.release()
         for pool in self.near_pools.values():
             pool.close()
         self.near_pools.clear()
@@ -469,14 +344,16 @@ class Tiers:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, slots, references and bytes agree."""
-        taken = self.workspace_nbytes
+        taken = self.workspace.nbytes
         for layout, pool in self.near_pools.items():
             pool.check_integrity()
             taken += pool.nbytes
             layers = [x for x in self.layers if x.layout == layout]
             held = [b.near for x in layers for b in x.distinct_blocks() if b.near is not None]
-            staged = [slot for x in layers if x in self.staged for slot in self.staged[x].slots]
-            assert len(set(held)) == len(held) and not set(held) & set(staged), "two blocks in one slot"
+            waiting = self.staging.staged
+            staged = [slot for x in layers if x in waiting for slot in waiting[x].slots]
+            assert len(set(held)) == len(held), "two blocks in one slot"
+            assert not set(held) & set(staged), "a staged slot has an owner"
             assert all(pool.references(slot) >= 1 for slot in held + staged), "a slot in use is free"
             in_flight = self.engine.pending_slots(pool)
             assert len(held) + len(staged) <= pool.used <= len(held) + len(staged) + in_flight, "near slots leaked"

@@ -34,7 +34,8 @@ class DenseModel:
             self.layers = [(k.clone(), v.clone()) for k, v in new]
         else:
             self.layers = [
-                (torch.cat([k, nk], 2), torch.cat([v, nv], 2)) for (k, v), (nk, nv) in zip(self.layers, new, strict=True)
+                (torch.cat([k, nk], 2), torch.cat([v, nv], 2))
+                for (k, v), (nk, nv) in zip(self.layers, new, strict=True)
             ]
 
     def each(self, change) -> None:
@@ -129,14 +130,14 @@ class Walk:
 
     def prefetch(self) -> None:
         for store in self.cache._runtime.layers.values():
-            store.tiers.prefetch(store)
+            store.tiers.staging.prefetch(store)
 
     def shrink(self) -> None:
         """Give back a slab, as a growing workspace would ask."""
         for store in self.cache._runtime.layers.values():
-            store.tiers.release_workspace()
+            store.tiers.workspace.release()
             try:
-                store.tiers._reclaim(store.tiers.near.budget.free + store.layout.nbytes, None)
+                store.tiers.reclaim(store.tiers.near.budget.free + store.layout.nbytes, None)
             except (BudgetError, TransferError):
                 self.refused += 1
 
