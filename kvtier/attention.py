@@ -6,7 +6,7 @@ merged by log-sum-exp) is asked before `dense`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from kvtier.errors import UnsupportedError
 from kvtier.storage.block import Block
-from kvtier.storage.pool import BlockPool
 from kvtier.storage.store import LayerStore
 
 Place = tuple[int, int]  # (row, block index)
@@ -32,17 +31,20 @@ def dense_kv(layer: LayerStore, length: int) -> tuple[torch.Tensor, torch.Tensor
         TransferError: a fetch failed.
     """
     layer.dense = True
-    layout = layer.layout
-    room = -(-length // layout.block_size) * layout.block_size
-    data = layer.tiers.workspace.take(layer.workspace_bytes(length))
-    flat = data.view(layout.dtype)
-    k_shape = (layer.batch, layout.k_heads, room, layout.k_dim)
-    v_shape = (layer.batch, layout.v_heads, room, layout.v_dim)
-    k_numel = layer.batch * layout.k_heads * room * layout.k_dim
-    v_numel = layer.batch * layout.v_heads * room * layout.v_dim
-    keys, values = flat[:k_numel].view(k_shape), flat[k_numel : k_numel + v_numel].view(v_shape)
-    gather(layer, length, keys, values, remember=True)
-    return keys[:, :, :length], values[:, :, :length]
+    layout, workspace = layer.layout, layer.tiers.workspace
+    count = -(-length // layout.block_size)
+    data = workspace.take(layer.workspace_bytes(length))
+    key = (layer.version, workspace.version, count)
+    plan = layer.plan
+    if not isinstance(plan, GatherPlan) or plan.key != key:
+        plan = layer.plan = _plan(layer, count, _workspace_parts(layer, count, data), key)
+    _gather(layer, plan)
+    # Layers of one shape take turns in the same memory: one pair of views serves them all.
+    kv_key = (workspace.version, layer.batch, count, length, layout)
+    if workspace.views is None or workspace.views[0] != kv_key:
+        keys, values = (x.narrow(2, 0, length) for x in _keys_and_values(plan.parts))
+        workspace.views = (kv_key, keys, values)
+    return workspace.views[1], workspace.views[2]
 
 
 def own_kv(layer: LayerStore, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +53,8 @@ def own_kv(layer: LayerStore, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     options: dict[str, Any] = {"dtype": layout.dtype, "device": layer.tiers.device}
     keys = torch.empty((layer.batch, layout.k_heads, length, layout.k_dim), **options)
     values = torch.empty((layer.batch, layout.v_heads, length, layout.v_dim), **options)
-    gather(layer, length, keys, values, remember=False)
+    parts = (Part(keys, layer.pool.keys), Part(values, layer.pool.values))
+    _gather(layer, _plan(layer, -(-length // layout.block_size), parts, ()))
     return keys, values
 
 
@@ -101,56 +104,74 @@ class NoGradientThroughCache(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A dense destination and where its blocks come from.
+
+    Attributes:
+        out: `[rows, ..., room, dim]`, with room for the last token at least; what lies behind it is undefined.
+        source: gives `[count, ..., block_size, dim]` of `count` neighbouring slots.
+    """
+
+    out: torch.Tensor
+    source: Callable[[int, int], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Where the blocks of one layer go in one pair of destination tensors. Valid while `key` is.
+    """Where the blocks of one layer go. Valid while `key` is.
 
     Attributes:
         key: what it was made for.
+        parts: keys and values, or both in one.
         resident: (destination, source) views of everything in the near tier.
         missing: blocks to fetch, in table order, with the places they go to.
         blocks: distinct near blocks.
     """
 
     key: tuple[object, ...]
+    parts: tuple[Part, ...]
     resident: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     missing: tuple[tuple[Block, tuple[Place, ...]], ...]
     blocks: int
 
 
-def gather(layer: LayerStore, length: int, keys: torch.Tensor, values: torch.Tensor, *, remember: bool) -> None:
-    """Write the first `length` tokens of every row into dense tensors.
+def _workspace_parts(layer: LayerStore, count: int, data: torch.Tensor) -> tuple[Part, ...]:
+    """Lay `count` blocks per row out in `data`: keys and values of a uniform layout in one tensor, so in one copy."""
+    layout, pool, batch = layer.layout, layer.pool, layer.batch
+    room = count * layout.block_size
+    flat = data.view(layout.dtype)
+    k_numel, v_numel = batch * layout.k_heads * room * layout.k_dim, batch * layout.v_heads * room * layout.v_dim
+    if layout.uniform:
+        return (Part(flat[: 2 * k_numel].view(batch, 2, layout.k_heads, room, layout.k_dim), pool.pairs),)
+    keys = flat[:k_numel].view(batch, layout.k_heads, room, layout.k_dim)
+    values = flat[k_numel : k_numel + v_numel].view(batch, layout.v_heads, room, layout.v_dim)
+    return Part(keys, pool.keys), Part(values, pool.values)
 
-    Args:
-        layer: whose KV.
-        length: tokens, at most `layer.length`.
-        keys: `[rows, k_heads, room, k_dim]`; what lies behind `length` is undefined afterwards.
-        values: `[rows, v_heads, room, v_dim]`.
-        remember: keep the plan for the next call with the same tensors.
+
+def _keys_and_values(parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(parts) == 1:
+        return parts[0].out[:, 0], parts[0].out[:, 1]
+    return parts[0].out, parts[1].out
+
+
+def _gather(layer: LayerStore, plan: GatherPlan) -> None:
+    """Write a layer's KV into the plan's tensors.
 
     Raises:
         TransferError: a fetch failed. BudgetError: there is no room to stage even one block.
     """
-    tiers = layer.tiers
-    count = -(-length // layer.layout.block_size)
-    key = (layer.version, tiers.workspace.version, count, keys.shape, keys.data_ptr())
-    plan = layer.plan
-    if not remember or not isinstance(plan, GatherPlan) or plan.key != key:
-        plan = _plan(layer, count, keys, values, key)
-        if remember:
-            layer.plan = plan
     for destination, source in plan.resident:
         destination.copy_(source)
-    tiers.counters.block_hits += plan.blocks
+    layer.tiers.counters.block_hits += plan.blocks
     if plan.missing:
-        _fetch(layer, plan, keys, values)
+        _fetch(layer, plan)
 
 
-def _plan(
-    layer: LayerStore, count: int, keys: torch.Tensor, values: torch.Tensor, key: tuple[object, ...]
-) -> GatherPlan:
+def _plan(layer: LayerStore, count: int, parts: tuple[Part, ...], key: tuple[object, ...]) -> GatherPlan:
     resident: list[tuple[torch.Tensor, torch.Tensor]] = []
     missing: dict[Block, list[Place]] = {}
     near: set[Block] = set()
+    size = layer.layout.block_size
     for row, table in enumerate(layer.rows):
         here = []
         for index, block in enumerate(table.blocks[:count]):
@@ -159,20 +180,20 @@ def _plan(
             else:
                 near.add(block)
                 here.append((row, index, block.near))
-        resident += _views(layer.pool, here, keys, values)
+        resident += _views(parts, size, here)
     frozen = tuple((block, tuple(places)) for block, places in missing.items())
-    return GatherPlan(key, tuple(resident), frozen, len(near))
+    return GatherPlan(key, parts, tuple(resident), frozen, len(near))
 
 
-def _fetch(layer: LayerStore, plan: GatherPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
+def _fetch(layer: LayerStore, plan: GatherPlan) -> None:
     """Bring the missing blocks through staging, as many at a time as it holds; the first may be on their way."""
-    tiers = layer.tiers
+    staging_area = layer.tiers.staging
     places = dict(plan.missing)
     waiting = [block for block, _ in plan.missing]
-    prefetched = tiers.staging.staged.pop(layer, None)
+    staging = staging_area.staged.pop(layer, None)
     while waiting:
-        staging = prefetched if prefetched is not None else tiers.staging.fetch(layer, waiting, ahead=False)
-        prefetched = None
+        if staging is None:
+            staging = staging_area.fetch(layer, waiting, ahead=False)
         assert staging is not None
         try:
             staging.transfer.wait()
@@ -181,29 +202,30 @@ def _fetch(layer: LayerStore, plan: GatherPlan, keys: torch.Tensor, values: torc
                 for block, slot in zip(staging.blocks, staging.slots, strict=True)
                 for row, index in places.pop(block, ())
             ]
-            for destination, source in _views(layer.pool, sorted(used), keys, values):
+            for destination, source in _views(plan.parts, layer.layout.block_size, sorted(used)):
                 destination.copy_(source)
         finally:
-            tiers.staging.finish(layer, staging)
+            staging_area.finish(layer, staging)
+        staging = None
         waiting = [block for block in waiting if block in places]
 
 
 def _views(
-    pool: BlockPool, blocks: Iterable[tuple[int, int, int]], keys: torch.Tensor, values: torch.Tensor
+    parts: Sequence[Part], size: int, blocks: Iterable[tuple[int, int, int]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Destination and source views for `(row, block index, slot)`, neighbours joined."""
-    size, room = pool.layout.block_size, keys.shape[2]
     for row, index, slot, count in _joined(blocks):
         start = index * size
-        whole = min(count, (room - start) // size)
-        for out, source in ((keys, pool.keys), (values, pool.values)):
+        for part in parts:
+            out, room = part.out[row], part.out.shape[-2]
+            whole = min(count, (room - start) // size)
             if whole:
-                span = out[row, :, start : start + whole * size]
-                yield span.unflatten(1, (whole, size)).transpose(0, 1), source(slot, whole)
+                span = out.narrow(-2, start, whole * size)
+                yield span.unflatten(-2, (whole, size)).movedim(-3, 0), part.source(slot, whole)
             if whole < count:
                 # The destination ends within the last block.
                 rest = start + whole * size
-                yield out[row, :, rest:room], source(slot + whole, 1)[0, :, : room - rest]
+                yield out.narrow(-2, rest, room - rest), part.source(slot + whole, 1)[0].narrow(-2, 0, room - rest)
 
 
 def _joined(blocks: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:

@@ -80,13 +80,13 @@ class Runtime:
             MismatchError, BudgetError, TransferError: the layer is as it was before.
         """
         store = self.layers.get(index)
-        if store is None:
-            store = self._new_layer(index, keys, values)
-        store.check(keys, values)
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
-        if keys.shape[2] == 1 and store.append_token(keys, values):
+        if store is None:
+            store = self._new_layer(index, keys, values)
+        elif store.is_token(keys, values) and store.append_token(keys, values):
             return store
+        store.check(keys, values)
         if keys.shape[2]:
             store.tiers.engine.poll()
             groups = store.group(keys, values)
@@ -136,11 +136,13 @@ class Runtime:
         tiers = store.tiers
         done = {i for i in self.steps.began if i != store.index}
         todo = [x for x in tiers.layers if x.index not in done]
-        unborn = max(self._tiered - len(self.layers), 0)
+        # With several devices nobody knows yet where the layers to come will live.
+        alone = tiers.device.type == "cpu" or torch.cuda.device_count() == 1
+        unborn = max(self._tiered - len(self.layers), 0) if alone else 0
         size = store.layout.nbytes
         new = store.blocks_needed(groups, tokens)
         coming = new * size * (len(todo) + unborn)
-        held = sum(len(x.distinct_blocks()) * x.layout.nbytes for x in tiers.layers)
+        held = sum(x.count * x.layout.nbytes for x in tiers.layers)
         room = max((x.workspace_bytes(x.length + tokens) for x in tiers.layers if x.dense), default=0)
         near = tiers.near.budget
         if tiers.far is None:

@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from kvtier.errors import ConcurrentUseError, InterruptedStepError
+
+
+class Guard:
+    """A context manager around a change. Written out, as it is entered once per layer and token.
+
+    Attributes:
+        broken: a change was cut short and did not undo itself.
+    """
+
+    __slots__ = ("_lock", "broken")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.broken = False
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise ConcurrentUseError("Two threads use one TieredKVCache at once. Give each its own cache.")
+        if self.broken:
+            self._lock.release()
+            raise InterruptedStepError("A change of the cache was cut short. `reset()` it before using it again.")
+        self.broken = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Every change undoes itself when it raises; a signal may come anywhere, so nothing is known after one.
+        self.broken = kind is not None and not issubclass(kind, Exception)
+        self._lock.release()
 
 
 class Steps:
@@ -24,30 +52,16 @@ class Steps:
         self.expected = expected
         self.began: dict[int, int] = {}
         self._owner = 0
-        self._lock = threading.Lock()
-        self._broken = False
+        self._guard = Guard()
 
     @property
     def complete(self) -> bool:
         """Whether no step is known to be unfinished."""
         return not self.began or self.expected is None or self.began.keys() >= self.expected
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> Guard:
         """Guard one change of the cache. One thread at a time; what a signal cuts short stays refused until `reset`."""
-        if not self._lock.acquire(blocking=False):
-            raise ConcurrentUseError("Two threads use one TieredKVCache at once. Give each its own cache.")
-        try:
-            if self._broken:
-                raise InterruptedStepError("A change of the cache was cut short. `reset()` it before using it again.")
-            self._broken = True
-            yield
-            self._broken = False
-        except Exception:
-            self._broken = False  # every change undoes itself when it raises
-            raise
-        finally:
-            self._lock.release()
+        return self._guard
 
     def update(self, layer: int, length: int) -> bool:
         """Told before `layer`, now `length` tokens long, is updated. True if that begins a step.
@@ -89,7 +103,7 @@ class Steps:
         """Nothing is under way and nothing is broken."""
         self.began = {}
         self.expected = self._given
-        self._broken = False
+        self._guard.broken = False
 
     def interrupted(self) -> InterruptedStepError:
         """The error for a step that did not finish."""

@@ -86,6 +86,7 @@ class TieredKVCache(DynamicCache):
         self.layer_class_to_replicate = TieredLayer if not layers else None
         self.offloading = False
         self._finalizer = weakref.finalize(self, self._runtime.close)
+        self._finalizer.atexit = False  # the process gives its memory back anyway
 
     # The forward
 

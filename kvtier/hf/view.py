@@ -60,8 +60,8 @@ class KVView(torch.Tensor):
 
     snapshot: Snapshot
     part: int
-    repeats: int
-    form: int
+    repeats: int = 1
+    form: int = 0
     _shape: torch.Size
 
     # form 0: [batch, heads * repeats, tokens, dim]; 1: with an axis for repeats behind the heads; 2: that axis
@@ -73,8 +73,8 @@ class KVView(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=store.layout.dtype, device=store.tiers.device)
         self.snapshot = snapshot
         self.part = part
-        self.repeats = repeats
-        self.form = form
+        if form or repeats != 1:
+            self.repeats, self.form = repeats, form
         self._shape = torch.Size(shape)
         return self
 
@@ -148,8 +148,11 @@ class KVView(torch.Tensor):
 
 
 def _attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    options = dict(zip(_SDPA_NAMES, args, strict=False)) | dict(kwargs)
-    query, key, value = options.pop("query"), options.pop("key"), options.pop("value")
+    if len(args) == 3:
+        (query, key, value), options = args, dict(kwargs)
+    else:
+        options = dict(zip(_SDPA_NAMES, args, strict=False)) | dict(kwargs)
+        query, key, value = options.pop("query"), options.pop("key"), options.pop("value")
     pair = (
         isinstance(key, KVView)
         and isinstance(value, KVView)

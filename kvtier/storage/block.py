@@ -65,6 +65,12 @@ class BlockLayout:
         """Bytes of the keys and values of one token, without padding."""
         return (self.k_heads * self.k_dim + self.v_heads * self.v_dim) * self.dtype.itemsize
 
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether keys and values have one shape and lie end to end: a slot is `[2, heads, block_size, dim]`."""
+        same = (self.k_heads, self.k_dim) == (self.v_heads, self.v_dim)
+        return same and 2 * self.k_numel * self.dtype.itemsize == self.nbytes
+
     def split(self, slab: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View a slab as keys and values.
 

@@ -219,6 +219,12 @@ class BlockPool:
         slab = self.slab(start)
         return slab.values[start - slab.base : start - slab.base + count]
 
+    def pairs(self, start: int, count: int) -> torch.Tensor:
+        """Keys and values of `count` neighbouring slots of a uniform layout, `[count, 2, heads, block_size, dim]`."""
+        layout = self.layout
+        shape = (count, 2, layout.k_heads, layout.block_size, layout.k_dim)
+        return self.bytes(start, count).view(layout.dtype).view(shape)
+
     def close(self) -> None:
         """Give every slab back, whoever references it."""
         for slab in self._slabs:

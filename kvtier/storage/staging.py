@@ -137,12 +137,14 @@ class Workspace:
 
     Attributes:
         version: changes when the memory does.
+        views: keys and values of the last reader, kept for the next one of the same shape.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._data: torch.Tensor | None = None
         self.version = 0
+        self.views: tuple[tuple[object, ...], torch.Tensor, torch.Tensor] | None = None
 
     def take(self, nbytes: int) -> torch.Tensor:
         """At least `nbytes` of near memory for one layer's KV as one tensor; contents are not kept between calls.
@@ -173,6 +175,7 @@ class Workspace:
         """Give the workspace back."""
         if self._data is not None:
             data, self._data = self._data, None
+            self.views = None
             self.version += 1
             for layer in self._tiers.layers:
                 layer.forget_plan()

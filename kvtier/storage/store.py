@@ -23,6 +23,7 @@ class LayerStore:
         layout: of its blocks.
         tiers: the memories it lives in.
         length: tokens per row.
+        count: distinct blocks.
         version: changes whenever a slot that a reader would use changes.
         epoch: changes whenever tokens are dropped, replaced or reordered; views of an older epoch are stale.
         resident: sealed blocks with a near slot, oldest first.
@@ -36,6 +37,7 @@ class LayerStore:
         self.tiers = tiers
         self.pool = tiers.near_pool(layout)
         self.length = 0
+        self.count = 0
         self.version = 0
         self.epoch = 0
         self.dense = False
@@ -44,9 +46,10 @@ class LayerStore:
         self.plan: object = None
         self._missing: list[Block] = []
         self._missing_version = -1
+        self._token_shapes: tuple[tuple[int, ...], ...] = ((), ())
         self._rows: list[Table] = []
         self._tables: list[Table] = []
-        self._tails: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._tails: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] | None = None
         tiers.layers.append(self)
 
     # What it holds
@@ -101,6 +104,16 @@ class LayerStore:
         )
 
     # Append
+
+    def is_token(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these are one more token for every row, in the layer's own shape, dtype and device. Fast."""
+        shapes = self._token_shapes
+        return (
+            keys.shape == shapes[0]
+            and values.shape == shapes[1]
+            and keys.dtype is values.dtype is self.layout.dtype
+            and keys.device == values.device == self.tiers.device
+        )
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise `MismatchError` unless `keys` and `values` continue what the layer holds."""
@@ -157,11 +170,16 @@ class LayerStore:
         """
         size = self.layout.block_size
         offset = self.length % size
-        if self._tails is None or not offset:
+        tails = self._tails
+        if tails is None or not offset:
             return False
-        for (tail_keys, tail_values), k, v in zip(self._tails, keys, values, strict=True):
-            tail_keys[:, offset].copy_(k[:, 0])
-            tail_values[:, offset].copy_(v[:, 0])
+        if len(tails) == 1:
+            tails[0][0][offset].copy_(keys)
+            tails[0][1][offset].copy_(values)
+        else:
+            for row, (tail_keys, tail_values) in enumerate(tails):
+                tail_keys[offset].copy_(keys.narrow(0, row, 1))
+                tail_values[offset].copy_(values.narrow(0, row, 1))
         self.length += 1
         if offset + 1 == size:
             self._tails = None
@@ -194,7 +212,9 @@ class LayerStore:
             raise
         self.length += tokens
         if self.length % self.layout.block_size and len(self._tables) == self.batch:
-            self._tails = [self._tail_views(table.blocks[-1]) for table in self._tables]
+            # One view for each token to come, made together: the next tokens only copy.
+            views = [self._tail_views(table.blocks[-1]) for table in self._tables]
+            self._tails = [(keys.split(1, 2), values.split(1, 2)) for keys, values in views]
 
     def _regroup(self, groups: Sequence[Group], batch: int) -> list[Table]:
         """Give every group a table of its own."""
@@ -218,8 +238,8 @@ class LayerStore:
             block = self._open_tail(table)
             n = min(tokens - done, size - offset)
             tail_keys, tail_values = self._tail_views(block)
-            tail_keys[:, offset : offset + n].copy_(keys[:, done : done + n])
-            tail_values[:, offset : offset + n].copy_(values[:, done : done + n])
+            tail_keys[0, :, offset : offset + n].copy_(keys[:, done : done + n])
+            tail_values[0, :, offset : offset + n].copy_(values[:, done : done + n])
             done += n
             if offset + n == size:
                 self._seal([block])
@@ -235,8 +255,8 @@ class LayerStore:
         if tokens > done:
             block = self._new_blocks(table, 1)[0]
             tail_keys, tail_values = self._tail_views(block)
-            tail_keys[:, : tokens - done].copy_(keys[:, done:])
-            tail_values[:, : tokens - done].copy_(values[:, done:])
+            tail_keys[0, :, : tokens - done].copy_(keys[:, done:])
+            tail_values[0, :, : tokens - done].copy_(values[:, done:])
 
     def _new_blocks(self, table: Table, count: int) -> list[Block]:
         """Up to `count` new blocks at the end of `table`, in neighbouring slots; at least one."""
@@ -252,6 +272,7 @@ class LayerStore:
                 self.pool.release(slot)
                 break
             block.near = previous = slot
+            self.count += 1
             blocks.append(block)
             table.blocks.append(block)
         self.version += 1
@@ -261,7 +282,7 @@ class LayerStore:
         assert block.near is not None
         assert not block.sealed
         assert block.refs == 1
-        return self.pool.keys(block.near, 1)[0], self.pool.values(block.near, 1)[0]
+        return self.pool.keys(block.near, 1), self.pool.values(block.near, 1)
 
     def _open_tail(self, table: Table) -> Block:
         """The last block of `table`, made writable: unsealed, near, held by this table alone."""
@@ -271,6 +292,7 @@ class LayerStore:
         if block.refs > 1:
             copy = Block(self, -1)
             copy.near = self._copy_of(block, copy)
+            self.count += 1
             block.refs -= 1
             table.blocks[-1] = copy
             self.version += 1
@@ -351,6 +373,8 @@ class LayerStore:
     def _set_rows(self, rows: list[Table]) -> None:
         self._rows = rows
         self._tables = list(dict.fromkeys(rows))
+        layout, batch = self.layout, len(rows)
+        self._token_shapes = ((batch, layout.k_heads, 1, layout.k_dim), (batch, layout.v_heads, 1, layout.v_dim))
         self._tails = None
         self.version += 1
 
@@ -374,6 +398,7 @@ class LayerStore:
     def _unref(self, block: Block) -> None:
         block.refs -= 1
         if block.refs == 0:
+            self.count -= 1
             self.tiers.free_block(block)
 
     def check_integrity(self) -> None:
@@ -394,5 +419,6 @@ class LayerStore:
                 assert (block in self.unwritten) == (
                     block in self.resident and not written and self.tiers.far is not None
                 )
+        assert len(refs) == self.count, "blocks are counted wrong"
         assert all(block.refs == n for block, n in refs.items()), "a block miscounts its tables"
         assert self.resident.keys() <= refs.keys(), "a block that no table holds is resident"

@@ -128,7 +128,7 @@ class Tiers:
         """
         room = max((x.workspace_bytes(x.length) for x in self.layers if x.dense), default=0)
         if self.far is None:
-            return room + sum(len(x.distinct_blocks()) * x.layout.nbytes for x in self.layers)
+            return room + sum(x.count * x.layout.nbytes for x in self.layers)
         tails = sum(len(x.tables()) * x.layout.nbytes for x in self.layers)
         return room + tails + max((x.layout.nbytes for x in self.layers), default=0)
 

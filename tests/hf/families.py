@@ -56,8 +56,6 @@ class Family:
         Names of the classes in ``transformers``.
     settings:
         Arguments of the config class, over those of a llama-like decoder when ``llama_like``.
-    works_without_config:
-        False when ``DynamicCache()`` without a config cannot serve the family (recurrent layers).
     tiered:
         False when no layer of the family keeps its whole past, so that nothing can be tiered.
     """
@@ -67,7 +65,6 @@ class Family:
     settings: dict[str, Any] = field(default_factory=dict)
     llama_like: bool = True
     encoder_decoder: bool = False
-    works_without_config: bool = True
     tiered: bool = True
 
 
@@ -145,7 +142,6 @@ FAMILIES: dict[str, Family] = {
             "mamba_d_state": 8,
             "mamba_dt_rank": 8,
         },
-        works_without_config=False,
     ),
     "qwen3_next": Family(
         "Qwen3NextConfig",
@@ -162,7 +158,6 @@ FAMILIES: dict[str, Family] = {
             "linear_num_value_heads": 4,
             "shared_expert_intermediate_size": 32,
         },
-        works_without_config=False,
     ),
     "t5": Family(
         "T5Config",

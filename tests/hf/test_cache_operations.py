@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from families import dynamic_cache, prompt_ids, tiny_model
+from families import build_model, dynamic_cache, prompt_ids, tiny_model
 from placements import Placement, assert_same_as_dynamic_cache, tiered_cache
 from transformers import Cache, PreTrainedModel
+
+from kvtier import UnsupportedError
 
 Scenario = Callable[[PreTrainedModel, Cache], Any]
 
 SCENARIOS: dict[str, Scenario] = {}
-BLOCK_SIZES = (1, 4)
-PLACEMENTS: tuple[Placement, ...] = ("host", "smallest", "between")
+CASES: tuple[tuple[int, Placement], ...] = ((4, "host"), (1, "smallest"), (4, "smallest"), (4, "between"))
 FAMILIES = (("llama", "sdpa"), ("llama", "eager"), ("gemma3", "sdpa"), ("deepseek_v3", "sdpa"))
 
 
@@ -184,20 +185,17 @@ def pickled_copy_continues(model: PreTrainedModel, cache: Cache) -> Any:
     return decode(model, twin, rows=2), decode(model, cache, rows=2), decode(model, twin, rows=2)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("block_size", "placement"), CASES)
 @pytest.mark.parametrize(("family", "attention"), FAMILIES)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_operation_does_what_it_does_to_dynamic_cache(
     name: str, family: str, attention: str, block_size: int, placement: Placement
 ) -> None:
     model = tiny_model(family, attention)
-    assert_same_as_dynamic_cache(
-        model, functools.partial(SCENARIOS[name], model), placement, block_size=block_size
-    )
+    assert_same_as_dynamic_cache(model, functools.partial(SCENARIOS[name], model), placement, block_size=block_size)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["host", "smallest", "between"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_reset_then_again_gives_the_same_as_a_new_cache(family: str, placement: Placement) -> None:
     """Against a new ``DynamicCache``: its own reset is broken in 5.17."""
@@ -221,3 +219,14 @@ def test_reset_gives_every_block_back() -> None:
     cache.reset()
     assert cache.stats.device.used_blocks == cache.stats.host.used_blocks == 0
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("block_size", [4, 64])
+def test_a_backward_pass_through_the_cache_is_refused(block_size: int) -> None:
+    """What is stored has no graph, and a gradient without it would be silently wrong."""
+    model = build_model("llama", "sdpa")
+    cache = tiered_cache(model, block_size=block_size)
+    model(input_ids=prompt_ids(length=9), past_key_values=cache)
+    logits = model(input_ids=prompt_ids(length=1, seed=2), past_key_values=cache).logits
+    with pytest.raises(UnsupportedError):
+        logits.sum().backward()

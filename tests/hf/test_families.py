@@ -25,7 +25,7 @@ BLOCK_SIZES = (1, 16, 64)
 #: A plain decoder, one that mixes windows with full attention, and one whose K and V differ in head size.
 CROSSED_WHOLLY = ("llama", "gemma3", "deepseek_v3")
 #: For the other families, one case per placement and per block size.
-SAMPLED = ((16, "host"), (64, "device"), (16, "smallest"), (1, "smallest"), (1, "between"))
+SAMPLED = ((16, "host"), (64, "device"), (16, "smallest"), (1, "smallest"), (16, "between"))
 TIERED = [name for name, family in FAMILIES.items() if family.tiered]
 
 

@@ -144,17 +144,13 @@ def a_prompt_that_is_covered_already(model: PreTrainedModel, cache: Cache) -> An
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_gives_what_dynamic_cache_gives(name: str, family: str, placement: Placement) -> None:
     model = tiny_model(family)
-    assert_same_as_dynamic_cache(
-        model, functools.partial(MODES[name], model), placement, block_size=BLOCK_SIZE
-    )
+    assert_same_as_dynamic_cache(model, functools.partial(MODES[name], model), placement, block_size=BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
-def test_half_precision_gives_the_bits_of_dynamic_cache(
-    family: str, dtype: torch.dtype, placement: Placement
-) -> None:
+def test_half_precision_gives_the_bits_of_dynamic_cache(family: str, dtype: torch.dtype, placement: Placement) -> None:
     model = build_model(family, "sdpa").to(dtype)
     assert_same_as_dynamic_cache(model, functools.partial(greedy, model), placement, block_size=BLOCK_SIZE)
 

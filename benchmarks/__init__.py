@@ -1,0 +1,1 @@
+"""Measurements of kvtier beside the caches of Transformers: `python -m benchmarks --list`."""

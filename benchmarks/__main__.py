@@ -1,0 +1,137 @@
+"""`python -m benchmarks [SCENARIO ...]`: measure, print tables, append records to benchmarks/results/."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import transformers
+
+from benchmarks import scenarios
+from benchmarks.contenders import contender
+from benchmarks.harness import Bench, Settings
+from benchmarks.models import SHAPES, ModelError
+from benchmarks.records import RESULTS
+from kvtier import KVTierError
+
+
+def all_scenarios() -> dict[str, ModuleType]:
+    """The modules of `benchmarks/scenarios`, each with `SUMMARY`, and `run(bench)`, by name."""
+    names = sorted(module.name for module in pkgutil.iter_modules(scenarios.__path__))
+    return {name: importlib.import_module(f"benchmarks.scenarios.{name}") for name in names}
+
+
+def parse_tokens(text: str) -> int:
+    """`8k` or `8192`."""
+    text = text.strip().lower()
+    value = int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def parse_args(argv: Sequence[str] | None, known: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
+    """Read the command line; ends the program with status 2 if it is wrong."""
+
+    def contexts(text: str) -> tuple[int, ...]:
+        return tuple(parse_tokens(part) for part in text.split(","))
+
+    def count(text: str) -> int:
+        value = int(text)
+        if value < 1:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        return value
+
+    def names(text: str) -> tuple[str, ...]:
+        found = tuple(part.strip() for part in text.split(","))
+        try:
+            for name in found:
+                contender(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return found
+
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help="default: all; see --list")
+    parser.add_argument("--list", action="store_true", help="list the scenarios and end")
+    parser.add_argument(
+        "--model", help=f"pylm (the example model), {', '.join(SHAPES)} (random weights), a folder, or a hub model"
+    )
+    parser.add_argument("--contexts", type=contexts, metavar="N,N", help="tokens of context, such as 1k,8k,32k")
+    parser.add_argument("--contenders", type=names, metavar="NAME,NAME", help="such as dynamic,kvtier,kvtier@25%%")
+    parser.add_argument("--rounds", type=count, default=0, metavar="N", help="turns of each contender")
+    parser.add_argument("--new-tokens", type=count, default=0, metavar="N", help="tokens decoded in one turn")
+    parser.add_argument("--block-size", type=count, default=64, metavar="N", help="tokens per block (default: 64)")
+    parser.add_argument("--threads", type=count, metavar="N", help="CPU threads of torch")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu", help="default: cuda if there is one")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: float32 on a CPU")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder, or one .jsonl file")
+    parser.add_argument("--time-limit", type=float, metavar="S", help="begin no further case after so many seconds")
+    parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    unknown = sorted(set(args.scenarios) - set(known))
+    if unknown:
+        parser.error(f"no scenario {', '.join(unknown)}; there are {', '.join(known)}")
+    try:
+        device = torch.device(args.device)
+    except RuntimeError as error:
+        parser.error(f"argument --device: {str(error).splitlines()[0]}")
+    if device.type == "cuda" and not cuda:
+        parser.error("argument --device: torch sees no CUDA device")
+    settings = Settings(
+        model=args.model,
+        contexts=args.contexts,
+        contenders=args.contenders,
+        rounds=args.rounds,
+        new_tokens=args.new_tokens,
+        block_size=args.block_size,
+        device=device,
+        dtype=getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16")),
+        out=args.out,
+        quick=args.quick,
+        deadline=time.monotonic() + args.time_limit if args.time_limit else float("inf"),
+        emulated=args.emulated,
+        terminal=sys.stdout.isatty(),
+    )
+    return args, settings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run scenarios. Returns 0; 1 if a contender failed or was refused; 2 for a wrong option; 130 after Ctrl-C."""
+    found = all_scenarios()
+    args, settings = parse_args(argv, list(found))
+    if args.list:
+        width = max(map(len, found))
+        for name, module in found.items():
+            print(f"  {name:<{width}}  {module.SUMMARY}")
+        return 0
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    bench = Bench(settings)
+    try:
+        with torch.inference_mode():
+            for name in args.scenarios or found:
+                found[name].run(bench)
+    except KeyboardInterrupt:
+        print(f"\nInterrupted. Finished cases are recorded in {settings.out}.")
+        return 130
+    except (ModelError, KVTierError) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+    print(f"Recorded in {settings.out}.")
+    return 1 if bench.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

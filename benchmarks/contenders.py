@@ -1,0 +1,186 @@
+"""The caches that are compared, each made for one case and filled alike.
+
+    dynamic       DynamicCache, what `generate` uses by default; every ratio is against it
+    static        StaticCache, of exactly the length that is needed, not compiled
+    fp8, quanto, hqq   QuantizedCache with that backend (4 bits for the last two); lossy
+    offloaded     DynamicCache(offloading=True); CUDA only
+    kvtier        TieredKVCache as it comes: on CUDA all that fits on the device, on a CPU all in the host tier
+    kvtier@25%    TieredKVCache with a device budget of 25% of the KV; at 100% everything is resident,
+                  the workspace of a layer included. On a CPU the device is emulated in RAM.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache, DynamicCache, PretrainedConfig, QuantizedCache, StaticCache
+
+from benchmarks.models import Geometry
+from kvtier import TieredKVCache
+
+BASELINE = "dynamic"
+_SHARE = re.compile(r"kvtier@(\d+(?:\.\d+)?)%")
+
+
+class Unavailable(Exception):
+    """A contender that cannot be built on this machine; the message says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What every contender of one comparison has to hold.
+
+    Attributes:
+        config: of the model.
+        geometry: of its keys and values.
+        device: where the model runs.
+        context: tokens before the measurement.
+        new_tokens: at most so many are added by it.
+        block_size: of the tiered caches, in tokens.
+    """
+
+    config: PretrainedConfig
+    geometry: Geometry
+    device: torch.device
+    context: int
+    new_tokens: int
+    block_size: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all keys and values at the end."""
+        return self.geometry.kv_bytes(self.context + self.new_tokens)
+
+    @property
+    def resident_bytes(self) -> int:
+        """A device budget that surely holds everything: whole blocks, one layer's workspace, slabs not quite used."""
+        blocks = math.ceil((self.context + self.new_tokens) / self.block_size) + 1
+        layer = blocks * self.block_size * self.geometry.token_bytes
+        return int((self.geometry.layers + 1) * layer * 1.05)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to hold keys and values.
+
+    Attributes:
+        name: as above.
+        make: builds the cache, empty.
+        device_share, host_share: memory it takes, as shares of the KV, for deciding what fits at the same time.
+    """
+
+    name: str
+    make: Callable[[Case], Cache]
+    device_share: float
+    host_share: float
+
+    def build(self, case: Case) -> Cache:
+        """An empty cache. Raises `Unavailable`."""
+        try:
+            return self.make(case)
+        except Exception as error:
+            raise Unavailable(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def contender(name: str) -> Contender:
+    """The contender of that name. Raises `ValueError` for one that is not known."""
+    match = _SHARE.fullmatch(name)
+    if match:
+        share = float(match[1]) / 100
+        if not 0 < share <= 1:
+            raise ValueError(f"contender {name!r}: a share lies above 0% and at most at 100%")
+        return Contender(name, lambda case: _tiered(case, share), share + 0.1, 1.1)
+    if name not in _CONTENDERS:
+        raise ValueError(f"unknown contender {name!r}; there are {', '.join(_CONTENDERS)} and kvtier@25%")
+    return _CONTENDERS[name]
+
+
+def _tiered(case: Case, share: float) -> Cache:
+    budget = case.resident_bytes if share == 1 else max(int(case.kv_bytes * share), 1)
+    return TieredKVCache(case.config, device_budget=budget, block_size=case.block_size)
+
+
+def _static(case: Case) -> Cache:
+    return StaticCache(config=case.config, max_cache_len=case.context + case.new_tokens)
+
+
+def _quantized(backend: str) -> Callable[[Case], Cache]:
+    return lambda case: QuantizedCache(backend, case.config)
+
+
+_CONTENDERS = {
+    c.name: c
+    for c in (
+        Contender("dynamic", lambda case: DynamicCache(config=case.config), 1.2, 0),
+        Contender("static", _static, 1.1, 0),
+        Contender("fp8", _quantized("fp8"), 0.8, 0),
+        Contender("quanto", _quantized("quanto"), 0.8, 0),
+        Contender("hqq", _quantized("hqq"), 0.8, 0),
+        Contender("offloaded", lambda case: DynamicCache(config=case.config, offloading=True), 0.3, 1.2),
+        Contender("kvtier", lambda case: TieredKVCache(case.config, block_size=case.block_size), 1.2, 0),
+    )
+}
+
+
+def random_kv(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one layer, `[1, kv_heads, context, head_dim]`, the same at every call."""
+    g = case.geometry
+    random = torch.Generator(case.device).manual_seed(0)
+    shape = (2, 1, g.kv_heads, case.context, g.head_dim)
+    both = torch.randn(shape, generator=random, dtype=g.dtype, device=case.device)
+    return both[0], both[1]
+
+
+def fill(cache: Cache, case: Case) -> None:
+    """Give every layer of an empty cache the same random keys and values, in place of a prefill."""
+    keys, values = random_kv(case)
+    for layer in range(case.geometry.layers):
+        cache.update(keys, values, layer)
+
+
+def held_bytes(cache: Cache) -> int:
+    """Bytes that a cache has allocated for keys and values, on all devices together."""
+    if isinstance(cache, TieredKVCache):
+        stats = cache.stats
+        return stats.device.bytes + stats.host.bytes + stats.resident_bytes
+    return sum(_tensor_bytes(value) for layer in cache.layers for value in vars(layer).values())
+
+
+def _tensor_bytes(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, tuple | list):
+        return sum(_tensor_bytes(x) for x in value)
+    return 0
+
+
+def tier_facts(cache: Cache) -> dict[str, float]:
+    """What a tiered cache says about itself; nothing of others."""
+    if not isinstance(cache, TieredKVCache):
+        return {}
+    stats = cache.stats
+    blocks = [(x.device_blocks, x.host_blocks) for x in cache.residency().layers if x.kind == "tiered"]
+    device, host = sum(d for d, _ in blocks), sum(h for _, h in blocks)
+    return {
+        "device_budget": stats.device.budget,
+        "device_peak_bytes": stats.device.peak_bytes,
+        "host_peak_bytes": stats.host.peak_bytes,
+        "device_blocks": device,
+        "host_blocks": host,
+        "bytes_up": stats.bytes_up,
+        "bytes_down": stats.bytes_down,
+        "copies_up": stats.copies_up,
+        "copies_down": stats.copies_down,
+        "dense_fallbacks": stats.dense_fallbacks,
+        "stall_seconds": stats.stall_seconds,
+    }
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without paths of this machine."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return re.sub(r"(?<![\w.])/[\w.+-]+(?:/[\w.+-]+)+", "<path>", text)

@@ -1,0 +1,170 @@
+"""Records: one JSON line for each measured value, with all that is needed to judge it; and tables of them.
+
+A line names neither paths nor the host.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import kvtier
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+class Recorder:
+    """Appends records of one run to a JSON-lines file.
+
+    Args:
+        out: a folder, in which each scenario has its file for each kind of machine; or one `.jsonl` file for all.
+        device: where models run.
+        emulated: mark the records as made on an emulated device.
+    """
+
+    def __init__(self, out: Path, device: torch.device, *, emulated: bool) -> None:
+        self.out = out
+        self.machine = machine(device)
+        self.common = {
+            "commit": commit(),
+            "source": source_digest(),
+            "machine": self.machine,
+            "versions": versions(),
+            "emulated": emulated,
+        }
+
+    def file(self, scenario: str) -> Path:
+        """Where records of a scenario go."""
+        if self.out.suffix == ".jsonl":
+            return self.out
+        return self.out / f"{scenario}-{self.machine['kind']}.jsonl"
+
+    def add(self, scenario: str, **fields: Any) -> None:
+        """Append one line, whole or not at all."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        line = json.dumps({"scenario": scenario, "time": now} | fields | self.common | {"load": _load()})
+        file = self.file(scenario)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of a file; none if there is no file."""
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a figure depends on. `kind` names files: `nvidia-h200`, `cpu-amd-epyc-2c`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpu = _proc("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+    memory = _proc("/proc/meminfo", "MemTotal")
+    found: dict[str, Any] = {
+        "kind": f"{_slug('cpu ' + cpu)}-{cores}c",
+        "cpu": cpu,
+        "cores": cores,
+        "memory_gib": round(int(memory.split()[0]) / 2**20, 1) if memory else None,
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["kind"] = _slug(properties.name)
+        found["gpu"] = properties.name
+        found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+    return found
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that computes."""
+    return {
+        "kvtier": kvtier.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def commit() -> str:
+    """The commit of this tree, with `+` if files differ from it; `unknown` outside a repository."""
+    head = _git("rev-parse", "HEAD")
+    if head is None:
+        return "unknown"
+    return head[:12] + ("+" if _git("status", "--porcelain", "--", "kvtier") else "")
+
+
+def source_digest() -> str:
+    """Names the code that was measured, committed or not."""
+    digest = hashlib.sha256()
+    package = ROOT / "kvtier"
+    for file in sorted(f for f in package.rglob("*") if f.suffix in {".py", ".cpp", ".h"}):
+        digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
+    """Aligned columns: the first and the last to the left, numbers between to the right."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    last = len(header) - 1
+    return "\n".join(
+        (
+            indent
+            + "  ".join(c.ljust(w) if i in (0, last) else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def number(value: float) -> str:
+    """Three significant digits or all digits of a large number."""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{max(2 - int(f'{abs(value):e}'.split('e')[1]), 0)}f}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people."""
+    units: Mapping[str, int] = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    for unit, scale in units.items():
+        if nbytes >= scale:
+            return f"{number(nbytes / scale)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _load() -> float | None:
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def _proc(file: str, field: str) -> str | None:
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), None)
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,15 @@
+"""Decode tokens/s against the device budget: what it costs when a part of the KV lies on the host."""
+
+from __future__ import annotations
+
+from benchmarks.harness import Bench
+from benchmarks.scenarios.decode import compare_decode
+
+SUMMARY = "decode tokens/s at device budgets of 10, 25, 50 and 100% of the KV"
+CONTEXTS = (2048, 8192, 32768)
+CONTENDERS = ("dynamic", "kvtier@100%", "kvtier@50%", "kvtier@25%", "kvtier@10%", "offloaded")
+
+
+def run(bench: Bench) -> None:
+    """Run the scenario."""
+    compare_decode(bench, "spill", CONTEXTS, CONTENDERS, "pylm")

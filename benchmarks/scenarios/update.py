@@ -1,0 +1,100 @@
+"""Microseconds of `cache.update` and attention for one token in one layer, without the rest of a model."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from benchmarks.contenders import Case, Contender, fill, held_bytes, tier_facts
+from benchmarks.harness import Bench, Start, synchronize
+
+SUMMARY = "microseconds of update and attention per layer against context"
+CONTEXTS = (256, 1024, 4096, 16384, 32768)
+CONTENDERS = ("dynamic", "kvtier", "kvtier@100%", "static", "fp8", "offloaded")
+
+WARM_UP_STEPS = 3
+
+
+class UpdateSession:
+    """A cache full of random KV, and its part of a decode step, layer after layer.
+
+    Args:
+        contender, case: what is measured.
+        steps: of all layers, in one turn.
+    """
+
+    def __init__(self, contender: Contender, case: Case, steps: int) -> None:
+        self.case = case
+        self.steps = steps
+        self.done = 0
+        g = case.geometry
+        random = torch.Generator(case.device).manual_seed(1)
+        shape = (1, g.query_heads + 2 * g.kv_heads, 1, g.head_dim)
+        token = torch.randn(shape, generator=random, dtype=g.dtype, device=case.device)
+        self.query, self.keys, self.values = token.split([g.query_heads, g.kv_heads, g.kv_heads], dim=1)
+        # What Transformers' attention function asks of a module.
+        self.module = torch.nn.Module()
+        self.module.num_key_value_groups = g.query_heads // g.kv_heads  # type: ignore[assignment]
+        self.module.is_causal = True  # type: ignore[assignment]
+        self.cache = contender.build(case)
+        try:
+            fill(self.cache, case)
+            for _ in range(WARM_UP_STEPS):
+                self.step()
+        except BaseException:
+            self.close()
+            raise
+        synchronize(case.device)
+
+    def step(self) -> None:
+        """One token, all layers."""
+        length = self.case.context + self.done + 1
+        mask = None
+        for layer in range(self.case.geometry.layers):
+            keys, values = self.cache.update(self.keys, self.values, layer)
+            if keys.shape[2] != length:  # a static cache returns all of its room
+                if mask is None:
+                    mask = torch.arange(keys.shape[2], device=self.case.device)[None, None, None] < length
+                sdpa_attention_forward(self.module, self.query, keys, values, mask)
+            else:
+                sdpa_attention_forward(self.module, self.query, keys, values, None)
+        self.done += 1
+
+    def run_turn(self) -> float:
+        """The seconds of one turn."""
+        synchronize(self.case.device)
+        began = time.perf_counter()
+        for _ in range(self.steps):
+            self.step()
+        synchronize(self.case.device)
+        return time.perf_counter() - began
+
+    def measure(self) -> float:
+        """Microseconds per layer and token."""
+        return self.run_turn() / self.steps / self.case.geometry.layers * 1e6
+
+    def facts(self) -> dict[str, Any]:
+        """Bytes held, and what a tiered cache says."""
+        return {"held_bytes": held_bytes(self.cache)} | tier_facts(self.cache)
+
+    def close(self) -> None:
+        """Drop the cache."""
+        if hasattr(self.cache, "close"):
+            self.cache.close()
+        del self.cache
+
+
+def run(bench: Bench) -> None:
+    """Run the scenario."""
+    steps = bench.settings.new_tokens or (4 if bench.settings.quick else 16)
+    rounds = bench.settings.rounds or (2 if bench.settings.quick else 7)
+    for model in bench.model_names("pylm", "qwen3-0.6b"):
+        for case in bench.cases("update", model, CONTEXTS, WARM_UP_STEPS + rounds * steps):
+            starts: dict[str, tuple[Contender | None, Start]] = {
+                c.name: (c, partial(UpdateSession, c, case, steps)) for c in bench.contenders(*CONTENDERS)
+            }
+            bench.compare("update", model, case, starts, unit="us/layer", rounds=rounds, steps_per_turn=steps)

@@ -1,0 +1,356 @@
+"""A long context in a small device budget: `generate` with `TieredKVCache`, beside `DynamicCache`.
+
+    python examples/demo.py
+    python examples/demo.py --model NAME --context 8000 --budget 10%
+
+The model reads the beginning of a long text and continues it greedily, once with each cache. The tiered
+cache gets a part of the device memory that the keys and values need; what does not fit lies in host
+memory. On a machine without an accelerator the device tier is emulated in RAM.
+
+Exit status: 0 if both caches gave the same tokens, 1 if not, 2 for an option or a budget that does not
+work, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from kvtier import CacheStats, ConfigError, KVTierError, TieredKVCache
+
+EXAMPLE_MODEL = Path(__file__).resolve().parent / "pylm"
+#: Modules of the standard library that make up the text, in this order, as many as the context needs.
+MODULES = ("argparse", "tarfile", "inspect", "typing", "subprocess", "zipfile", "datetime", "shutil")
+FEWEST_TOKENS = 16
+
+TERMINAL = sys.stdout.isatty()
+MIB = 2**20
+
+
+class UsageError(Exception):
+    """Something that the user asked for cannot be done; the message says what."""
+
+
+def bold(text: str) -> str:
+    """`text` in bold where that shows."""
+    return f"\033[1m{text}\033[0m" if TERMINAL else text
+
+
+def dim(text: str) -> str:
+    """`text` in grey where that shows."""
+    return f"\033[2m{text}\033[0m" if TERMINAL else text
+
+
+def say(text: str = "", *, end: str = "\n") -> None:
+    """Print at once."""
+    print(text, end=end, flush=True)
+
+
+# ------------------------------------------------------------------------------------------ options
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line; ends the program with status 2 if it is wrong."""
+
+    def count(text: str) -> int:
+        value = int(text)
+        if value < 1:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        return value
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="a folder or the name of a hub model (default: the example model)")
+    parser.add_argument(
+        "--context", type=count, default=2048, help="tokens of text to read (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--new-tokens", type=count, default=64, help="tokens to generate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--budget",
+        default="25%",
+        help="device memory for the tiered cache: a share of the KV ('25%%', 0.25) or a size ('4MiB'; default: 25%%)",
+    )
+    parser.add_argument(
+        "--block-size", type=count, default=64, help="tokens per block (default: %(default)s)"
+    )
+    parser.add_argument("--text", type=Path, help="a text file to read (default: Python's own sources)")
+    args = parser.parse_args(argv)
+    if args.context < FEWEST_TOKENS:
+        parser.error(f"argument --context: at least {FEWEST_TOKENS} tokens")
+    return args
+
+
+def budget_for(text: str, kv_bytes: int) -> int | str:
+    """`--budget` as kvtier takes it.
+
+    Args:
+        text: a share (`"25%"`, `"0.25"`), bytes (`"4000000"`) or a size (`"4MiB"`).
+        kv_bytes: what a share is a share of.
+
+    Raises:
+        UsageError: a share outside (0, 1]. A size is left to kvtier, which says what is wrong with it.
+    """
+    try:
+        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        return text
+    if text.endswith("%") or "." in text or number == 1:
+        if not 0 < number <= 1:
+            raise UsageError(f"--budget {text}: a share lies above 0 and at most at 1 (100%).")
+        return max(int(number * kv_bytes), 1)
+    return int(number)
+
+
+def read_text(file: Path | None) -> tuple[str, str]:
+    """A long text and what to call it."""
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8"), file.name
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--text {file}: {error}") from error
+    library = Path(sysconfig.get_path("stdlib"))
+    try:
+        text = "".join((library / f"{name}.py").read_text(encoding="utf-8") for name in MODULES)
+    except OSError as error:
+        raise UsageError(f"This Python has no sources of its own to read ({error}): give --text FILE.") from error
+    return text, f"sources of Python {platform.python_version()}, {MODULES[0]}.py first"
+
+
+def load(name: str | None) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
+    """The model, on CUDA in its own dtype if there is one, else on the CPU in fp32; and its tokenizer."""
+    if name is None and not (EXAMPLE_MODEL / "config.json").is_file():
+        raise UsageError("The example model is not there (examples/pylm has no config.json): give --model NAME.")
+    source = str(EXAMPLE_MODEL) if name is None else name
+    cuda = torch.cuda.is_available()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if cuda else torch.float32)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model {source} cannot be loaded: {error}") from error
+    return model.to("cuda" if cuda else "cpu").eval(), tokenizer
+
+
+# ------------------------------------------------------------------------------------------- a run
+
+
+class Progress(BaseStreamer):
+    """Follows `generate`: shows that it works, and notes when each token came.
+
+    Args:
+        tokenizer: turns tokens into text.
+        text: show the text as it comes; else a count.
+        context: tokens of the prompt, for the display.
+        total: tokens that will come.
+    """
+
+    def __init__(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, *, text: bool, context: int, total: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.text = text
+        self.total = total
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+        self.shown = 0
+        say(f"  prefill of {context:,} tokens ... ", end="")
+        self.began = time.perf_counter()
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt at the first call, a token at each that follows."""
+        if value.dim() > 1:
+            return
+        self.times.append(time.perf_counter())
+        self.tokens += value.tolist()
+        if len(self.times) == 1:
+            say(f"{self.prefill_seconds:.2f} s")
+            say(f"  decode of {self.total} tokens ... ", end="\n\n" if self.text else "")
+        if self.text:
+            self._show_text()
+        elif TERMINAL:
+            say(f"\r  decode of {self.total} tokens ... {len(self.tokens)}", end="")
+
+    def _show_text(self, *, last: bool = False) -> None:
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and not last:
+            return  # in the middle of a character
+        say(text[self.shown :], end="")
+        self.shown = len(text)
+
+    def end(self) -> None:
+        """Finish the display."""
+        if self.text:
+            self._show_text(last=True)
+            say(dim("\u25ae") + "\n")
+        else:
+            start = f"\r  decode of {self.total} tokens ... " if TERMINAL else ""
+            say(f"{start}{self.rate:.1f} tokens/s")
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Until the first token."""
+        return self.times[0] - self.began
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s of decode: all but the first token, which belongs to the prefill."""
+        seconds = self.times[-1] - self.times[0]
+        return (len(self.times) - 1) / seconds if seconds > 0 else float("nan")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What both caches have to do."""
+
+    model: transformers.PreTrainedModel
+    tokenizer: transformers.PreTrainedTokenizerBase
+    prompt: torch.Tensor
+    new_tokens: int
+
+    def run(self, cache: DynamicCache, *, text: bool) -> Progress:
+        """Generate greedily with `cache`."""
+        progress = Progress(self.tokenizer, text=text, context=self.prompt.shape[1], total=self.new_tokens)
+        self.model.generate(
+            self.prompt,
+            attention_mask=torch.ones_like(self.prompt),
+            past_key_values=cache,
+            streamer=progress,
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=self.new_tokens,
+            min_new_tokens=self.new_tokens,
+        )
+        return progress
+
+    def warm_up(self) -> None:
+        """The first calls of any kernel are slow: let neither cache pay for them."""
+        self.model.generate(
+            self.prompt[:, :FEWEST_TOKENS],
+            attention_mask=torch.ones_like(self.prompt[:, :FEWEST_TOKENS]),
+            max_new_tokens=4,
+            do_sample=False,
+        )
+
+
+def kv_bytes(cache: DynamicCache) -> int:
+    """Bytes of the keys and values of the layers that see the whole context."""
+    full = [layer for layer in cache.layers if not layer.is_sliding and getattr(layer, "keys", None) is not None]
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in full)
+
+
+# ---------------------------------------------------------------------------------------- the report
+
+
+def report(stats: CacheStats, kv: int, expected: Progress, got: Progress) -> bool:
+    """Print what the tiered cache did. Returns whether the tokens are equal."""
+    steps = max(len(got.tokens) - 1, 1)
+    per_token = " per generated token" if stats.bytes_up else ""
+    rows = [
+        ("keys and values", f"{kv / MIB:.2f} MiB"),
+        ("device budget", f"{stats.device.budget / MIB:.2f} MiB, at most {stats.device.peak_bytes / MIB:.2f} used"),
+        ("host", f"{stats.host.bytes / MIB:.2f} MiB used"),
+        ("device -> host", f"{stats.bytes_down / MIB:.2f} MiB in {stats.copies_down:,} copies"),
+        (
+            "host -> device",
+            f"{stats.bytes_up / MIB:.2f} MiB in {stats.copies_up:,} copies, {stats.bytes_up / steps / MIB:.2f}{per_token}",
+        ),
+        ("blocks read", f"{stats.block_hits:,} on the device, {stats.block_fetches:,} fetched"),
+        ("dense fallbacks", f"{stats.dense_fallbacks}"),
+        ("decode, tiered", f"{got.rate:.1f} tokens/s"),
+        ("decode, DynamicCache", f"{expected.rate:.1f} tokens/s ({got.rate / expected.rate:.2f} of it reached)"),
+    ]
+    if stats.resident_bytes:
+        rows.insert(3, ("never tiered", f"{stats.resident_bytes / MIB:.2f} MiB in layers that keep no whole context"))
+    say(bold("What was moved"))
+    for name, value in rows:
+        say(f"  {name:<22}{value}")
+    say()
+    equal = got.tokens == expected.tokens
+    if equal:
+        say(bold(f"All {len(got.tokens)} tokens equal those of DynamicCache."))
+    else:
+        pairs = zip(got.tokens, expected.tokens, strict=False)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got.tokens), len(expected.tokens)))
+        say(bold(f"The tokens DIFFER from those of DynamicCache, first at token {first + 1}."))
+    return equal
+
+
+def demo(args: argparse.Namespace) -> bool:
+    """The whole demo. Returns whether the tokens are equal."""
+    say(bold("kvtier demo"))
+    say("  loading ... ", end="")
+    model, tokenizer = load(args.model)
+    text, title = read_text(args.text)
+    tokens = tokenizer(text, return_tensors="pt").input_ids
+    say("done")
+    if tokens.shape[1] < args.context:
+        raise UsageError(f"--context {args.context}: the text has only {tokens.shape[1]} tokens.")
+    task = Task(model, tokenizer, tokens[:, : args.context].to(model.device), args.new_tokens)
+    config = model.config.get_text_config(decoder=True)
+    name = Path(args.model or EXAMPLE_MODEL).name
+    dtype = str(model.dtype).removeprefix("torch.")
+    where = torch.cuda.get_device_name() if model.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    say(f"  model    {name}, {config.num_hidden_layers} layers, {dtype}, on {where}")
+    say(f"  text     {title}: {args.context:,} tokens")
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and args.context + args.new_tokens > limit:
+        say(f"  note     the model was made for {limit:,} tokens: the text may be poor, the comparison holds")
+    say()
+    with torch.inference_mode():
+        task.warm_up()
+        say(bold("DynamicCache"))
+        cache = DynamicCache(config=model.config)
+        expected = task.run(cache, text=False)
+        kv = kv_bytes(cache)
+        del cache
+        say()
+        budget = budget_for(args.budget, kv)
+        share = f", {budget / kv:.0%} of the {kv / MIB:.2f} MiB of keys and values" if isinstance(budget, int) else ""
+        size = f"{budget / MIB:.2f} MiB" if isinstance(budget, int) else budget
+        with TieredKVCache(model.config, device_budget=budget, block_size=args.block_size) as tiered:
+            emulated = "" if model.device.type == "cuda" else "; the device tier is emulated in RAM"
+            say(bold("TieredKVCache"))
+            say(f"  device budget {size}{share}{emulated}")
+            got = task.run(tiered, text=True)
+            say(bold("What lies where, in blocks"))
+            say(str(tiered.residency()))
+            say()
+            return report(tiered.stats, kv, expected, got)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo; returns the exit status."""
+    args = parse_args(argv)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return 0 if demo(args) else 1
+    except KeyboardInterrupt:
+        say("\n\nInterrupted; the cache is closed.")
+        return 130
+    except UsageError as error:
+        say()
+        print(f"demo: {error}", file=sys.stderr)
+    except ConfigError as error:
+        say()
+        print(f"demo: {error}", file=sys.stderr)
+    except KVTierError as error:
+        say("\n")
+        print(f"demo: {type(error).__name__}: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

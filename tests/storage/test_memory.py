@@ -1,0 +1,231 @@
+"""Laws of memory: asked for before it is taken, taken exactly, resident as counted, and given back at once."""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvtier import BudgetError, TieredKVCache
+from kvtier.storage.memory import Budget, Memory, free_host_memory
+
+HUGE_PAGE = 2 * 2**20
+ROOT = Path(__file__).resolve().parents[2]
+
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
+
+
+def test_a_budget_counts_what_is_taken_and_remembers_the_most() -> None:
+    budget = Budget("host", 100)
+    assert budget.reserve(60)
+    assert not budget.reserve(41), "one byte too many"
+    assert (budget.used, budget.free, budget.peak) == (60, 40, 60)
+    assert budget.reserve(40)
+    budget.release(90)
+    assert (budget.used, budget.free, budget.peak) == (10, 90, 100)
+    with pytest.raises(AssertionError):
+        budget.release(11)
+
+
+def test_a_budget_refuses_before_the_system_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = mmap.mmap
+    monkeypatch.setattr(mmap, "mmap", lambda *args, **kw: asked.append(args[1]) or real(*args, **kw))
+    memory = Memory(torch.device("cpu"), Budget("host", 10_000))
+    for nbytes in (10_001, 0, -5):
+        assert memory.allocate(nbytes) is None
+    assert not asked
+    assert memory.budget.used == memory.budget.peak == 0
+    slab = memory.allocate(10_000)
+    assert slab is not None
+    assert memory.allocate(1) is None
+    assert asked == [10_000]
+
+
+@pytest.mark.parametrize("nbytes", [1, 64, 4097, HUGE_PAGE - 64, HUGE_PAGE, HUGE_PAGE + 64, 5 * HUGE_PAGE + 192])
+def test_a_slab_has_exactly_the_size_asked_for_and_large_ones_begin_at_a_huge_page(nbytes: int) -> None:
+    memory = Memory(torch.device("cpu"), Budget("host", 2**30))
+    with torch.inference_mode():
+        slab = memory.allocate(nbytes)
+    assert slab is not None
+    assert (slab.dtype, slab.shape, slab.is_inference()) == (torch.uint8, (nbytes,), False)
+    assert memory.budget.used == nbytes
+    if nbytes >= HUGE_PAGE:
+        assert slab.data_ptr() % HUGE_PAGE == 0
+    slab.fill_(1)
+    memory.release(slab)
+    assert memory.budget.used == 0
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()])
+def test_what_the_machine_does_not_have_is_a_budget_error_and_not_counted(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise error
+
+    memory = Memory(torch.device("cpu"), Budget("host", 2**30))
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(BudgetError, match="host_budget") as raised:
+        memory.allocate(2**20)
+    assert (raised.value.tier, raised.value.budget, raised.value.needed) == ("host", 2**30, 2**20)
+    assert memory.budget.used == 0
+
+
+def test_free_host_memory_is_positive_and_no_more_than_the_machine_has() -> None:
+    import os
+
+    assert 0 < free_host_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# A cache gives its slabs back by reference counting alone: whoever waits for the garbage collector holds gigabytes.
+
+
+def filled_cache(device_budget: int | None) -> TieredKVCache:
+    """A cache with two layers, in use: prefilled, attended, forked, with views read and prefetches under way."""
+    cache = TieredKVCache(device_budget=device_budget, host_budget=10**6, block_size=4)
+    for count in (30, 1, 1, 5, 1):
+        new = torch.randn(2, 2, count, 8)
+        for layer in range(2):
+            keys, values = cache.update(new, new, layer)
+            F.scaled_dot_product_attention(torch.randn(2, 2, 1, 8), keys, values)
+    cache.reorder_cache(torch.tensor([1, 1]))
+    cache.layers[0].keys.sum()
+    return cache
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[mmap.mmap]:
+    """Every live memory map made since: a map lives as long as any tensor over it."""
+    live: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+    real = mmap.mmap
+
+    def tracked(*args: int, **kwargs: int) -> mmap.mmap:
+        region = real(*args, **kwargs)
+        live.add(region)
+        return region
+
+    monkeypatch.setattr(mmap, "mmap", tracked)
+    gc.collect()
+    gc.disable()
+    yield live
+    gc.enable()
+
+
+ENDINGS: dict[str, Callable[[TieredKVCache], None]] = {
+    "close": lambda cache: cache.close(),
+    "reset": lambda cache: cache.reset(),
+    "exit": lambda cache: cache.__exit__(),
+    "delete": lambda cache: None,
+}
+
+
+@pytest.mark.parametrize("device_budget", [None, 14_000, 10**6])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_all_memory_is_given_back_without_the_garbage_collector(
+    mapped: weakref.WeakSet[mmap.mmap], ending: str, device_budget: int | None
+) -> None:
+    cache = filled_cache(device_budget)
+    stats = cache.stats
+    assert sum(map(len, mapped)) == stats.device.bytes + stats.host.bytes > 0
+    ENDINGS[ending](cache)
+    if ending == "delete":
+        del cache
+    assert not mapped
+    if ending == "reset":
+        assert cache.stats.device.bytes == cache.stats.host.bytes == 0
+
+
+@pytest.mark.parametrize("device_budget", [None, 14_000, 10**6])
+def test_a_view_that_outlives_its_cache_holds_no_memory_of_it(
+    mapped: weakref.WeakSet[mmap.mmap], device_budget: int | None
+) -> None:
+    cache = filled_cache(device_budget)
+    view, read = cache.layers[0].keys, cache.layers[1].keys
+    total = read.sum()
+    del cache
+    assert not mapped
+    assert read.sum() == total, "what was made dense before is the reader's own"
+    assert view.shape == read.shape
+
+
+# Processes: what is counted is what the system sees.
+
+PROLOGUE = """
+import json, os, sys
+import torch
+from kvtier import TieredKVCache
+
+def resident(field="VmRSS"):
+    for line in open("/proc/self/status"):
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+
+torch.set_num_threads(1)
+"""
+
+HOST_CACHE = """
+GIB = 2**30
+chunk = torch.ones(1, 8, 256, 64)            # 1 MiB of keys and values per layer
+cache = TieredKVCache(host_budget=GIB, block_size=64)
+for layer in range(4):
+    cache.update(chunk, chunk, layer)        # everything is loaded that will be
+before, peak_before = resident(), resident("VmHWM")
+while cache.stats.host.bytes < 0.93 * GIB:
+    for layer in range(4):
+        cache.update(chunk, chunk, layer)
+full, counted, peak = resident(), cache.stats.host.bytes, resident("VmHWM")
+cache.close()
+print(json.dumps(dict(before=before, full=full, counted=counted, peak=peak, after=resident())))
+"""
+
+FORKED = """
+cache = TieredKVCache(host_budget=2**24, block_size=4)
+first = torch.arange(12.0).view(1, 1, 6, 2)
+for layer in range(2):
+    cache.update(first, first, layer)
+child = os.fork()
+if child == 0:
+    cache.crop(-5)
+    for layer in range(2):
+        cache.update(-first, -first, layer)
+    os._exit(0)
+os.waitpid(child, 0)
+more = torch.full((1, 1, 1, 2), 7.0)
+held = [cache.update(more, more, layer) for layer in range(2)]
+right = all(torch.equal(k.dense(), torch.cat([first, more], 2)) for k, v in held)
+print(json.dumps(dict(right=right)))
+"""
+
+
+def run(script: str) -> dict:
+    """What a script printed last, as JSON, from a process of its own."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROLOGUE + script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@linux
+def test_the_process_grows_and_shrinks_by_what_the_cache_counts_within_a_tenth() -> None:
+    seen = run(HOST_CACHE)
+    assert seen["counted"] > 0.9 * 2**30
+    grown, given_back = seen["full"] - seen["before"], seen["full"] - seen["after"]
+    assert 0.9 * seen["counted"] < grown < 1.1 * seen["counted"]
+    assert 0.9 * seen["counted"] < given_back
+    assert seen["peak"] - seen["before"] < 1.1 * seen["counted"], "growth must not copy what exists"
+
+
+@linux
+def test_a_forked_child_does_not_write_into_the_memory_of_its_parent() -> None:
+    assert run(FORKED)["right"]
