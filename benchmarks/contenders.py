@@ -1,16 +1,18 @@
 """The caches that are compared, each made for one case and filled alike.
 
-    dynamic       DynamicCache, what `generate` uses by default; every ratio is against it
-    static        StaticCache, of exactly the length that is needed, not compiled
-    fp8, quanto, hqq   QuantizedCache with that backend (4 bits for the last two); lossy
-    offloaded     DynamicCache(offloading=True); CUDA only
-    kvtier        TieredKVCache as it comes: on CUDA all that fits on the device, on a CPU all in the host tier
-    kvtier@25%    TieredKVCache with a device budget of 25% of the KV; at 100% everything is resident,
-                  the workspace of a layer included. On a CPU the device is emulated in RAM.
+dynamic       DynamicCache, what `generate` uses by default; every ratio is against it
+static        StaticCache, of exactly the length that is needed, not compiled
+fp8           QuantizedCache with that backend; lossy, as are the next two
+quanto, hqq   QuantizedCache with 4 bits, if the package of that name is installed
+offloaded     DynamicCache(offloading=True); CUDA only
+kvtier        TieredKVCache as it comes: on CUDA all that fits on the device, on a CPU all in the host tier
+kvtier@25%    TieredKVCache with a device budget of 25% of the KV; at 100% everything is resident,
+              the workspace of a layer included. On a CPU the device is emulated in RAM.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Callable
@@ -82,6 +84,8 @@ class Contender:
         """An empty cache. Raises `Unavailable`."""
         try:
             return self.make(case)
+        except Unavailable:
+            raise
         except Exception as error:
             raise Unavailable(f"{type(error).__name__}: {first_line(error)}") from error
 
@@ -108,8 +112,19 @@ def _static(case: Case) -> Cache:
     return StaticCache(config=case.config, max_cache_len=case.context + case.new_tokens)
 
 
-def _quantized(backend: str) -> Callable[[Case], Cache]:
-    return lambda case: QuantizedCache(backend, case.config)
+def _quantized(backend: str, package: str | None = None) -> Callable[[Case], Cache]:
+    def make(case: Case) -> Cache:
+        if package is not None and importlib.util.find_spec(package.split("-")[0]) is None:
+            raise Unavailable(f"needs the package {package}")
+        return QuantizedCache(backend, case.config)
+
+    return make
+
+
+def _offloaded(case: Case) -> Cache:
+    if case.device.type != "cuda":
+        raise Unavailable("needs CUDA")
+    return DynamicCache(config=case.config, offloading=True)
 
 
 _CONTENDERS = {
@@ -118,9 +133,9 @@ _CONTENDERS = {
         Contender("dynamic", lambda case: DynamicCache(config=case.config), 1.2, 0),
         Contender("static", _static, 1.1, 0),
         Contender("fp8", _quantized("fp8"), 0.8, 0),
-        Contender("quanto", _quantized("quanto"), 0.8, 0),
-        Contender("hqq", _quantized("hqq"), 0.8, 0),
-        Contender("offloaded", lambda case: DynamicCache(config=case.config, offloading=True), 0.3, 1.2),
+        Contender("quanto", _quantized("quanto", "optimum-quanto"), 0.8, 0),
+        Contender("hqq", _quantized("hqq", "hqq"), 0.8, 0),
+        Contender("offloaded", _offloaded, 0.3, 1.2),
         Contender("kvtier", lambda case: TieredKVCache(case.config, block_size=case.block_size), 1.2, 0),
     )
 }
@@ -135,9 +150,9 @@ def random_kv(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return both[0], both[1]
 
 
-def fill(cache: Cache, case: Case) -> None:
-    """Give every layer of an empty cache the same random keys and values, in place of a prefill."""
-    keys, values = random_kv(case)
+def fill(cache: Cache, case: Case, kv: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
+    """Give every layer of an empty cache the same random keys and values (or `kv`), in place of a prefill."""
+    keys, values = random_kv(case) if kv is None else kv
     for layer in range(case.geometry.layers):
         cache.update(keys, values, layer)
 

@@ -65,8 +65,8 @@ class Outcome:
 
     Attributes:
         values: by round; a contender that used up its time sits out the later ones.
-        status: `ok`; `unavailable`, it cannot be built here; `refused`, its budget is too small; `skipped`, there is not
-            enough memory; `failed`.
+        status: `ok`; `unavailable`, it cannot be built here; `refused`, its budget is too small; `skipped`, memory is
+            short; `failed`.
         reason: of anything but `ok`.
         facts: from its session.
     """
@@ -212,6 +212,14 @@ class Bench:
             return (self.settings.model,)
         return usual[:1] if self.settings.quick else usual
 
+    def rounds(self, usual: int) -> int:
+        """`--rounds`, or what is usual."""
+        return self.settings.rounds or (2 if self.settings.quick else usual)
+
+    def tokens(self, usual: int) -> int:
+        """`--new-tokens`, or what is usual, in one turn."""
+        return self.settings.new_tokens or (4 if self.settings.quick else usual)
+
     def model(self, name: str) -> PreTrainedModel:
         """A model, loaded once; the one before it is dropped."""
         if name not in self._models:
@@ -263,23 +271,22 @@ class Bench:
             scenario, model, case: what is measured.
             starts: for each name the contender whose memory it takes, if any, and what begins its session.
             unit: of the values.
-            rounds: unless `--rounds` says otherwise.
+            rounds: turns of each.
             base: whom ratios refer to.
             note: a few words on what a session's facts say.
             workload: more fields for the records.
         """
-        rounds = self.settings.rounds or (2 if self.settings.quick else rounds)
         fitting, skipped = self._fitting(case, {name: c for name, (c, _) in starts.items()})
         together = self._fits(case, [starts[name][0] for name in fitting])
         left = max(self.settings.deadline - time.monotonic(), 5.0)
-        outcomes = compare(
+        found = compare(
             {name: starts[name][1] for name in fitting},
             rounds=rounds,
             together=together,
             allowance=min(60.0, left / max(len(fitting), 1)),
             tell=lambda text: self.tell(text and f"{scenario}, {case.context:,} tokens, {text}"),
-        ) | skipped
-        outcomes = {name: outcomes[name] for name in starts}
+        )
+        outcomes = {name: found.get(name) or skipped[name] for name in starts}
         workload = {
             "model": models.label(model),
             "dtype": str(case.geometry.dtype).removeprefix("torch."),
@@ -288,7 +295,8 @@ class Bench:
             "block_size": case.block_size,
             "kv_bytes": case.kv_bytes,
         } | workload
-        self._print(f"{scenario} · {workload['model']} · {workload['dtype']} · {case.context:,} tokens", unit, outcomes, base, note)
+        title = f"{scenario} · {workload['model']} · {workload['dtype']} · {case.context:,} tokens"
+        self._print(title, unit, outcomes, base, note)
         for name, outcome in outcomes.items():
             ratio = outcome.ratio(outcomes[base]) if base in outcomes else None
             self._recorder.add(
@@ -305,9 +313,7 @@ class Bench:
             self.failed += outcome.status in ("failed", "refused")
         return outcomes
 
-    def _fitting(
-        self, case: Case, contenders: Mapping[str, Contender | None]
-    ) -> tuple[list[str], dict[str, Outcome]]:
+    def _fitting(self, case: Case, contenders: Mapping[str, Contender | None]) -> tuple[list[str], dict[str, Outcome]]:
         """Who fits into memory alone; and an outcome for those who do not."""
         names, skipped = [], {}
         for name, one in contenders.items():

@@ -102,7 +102,7 @@ def versions() -> dict[str, str | None]:
 def commit() -> str:
     """The commit of this tree, with `+` if files differ from it; `unknown` outside a repository."""
     head = _git("rev-parse", "HEAD")
-    if head is None:
+    if head is None or not (ROOT / ".git").exists():
         return "unknown"
     return head[:12] + ("+" if _git("status", "--porcelain", "--", "kvtier") else "")
 
@@ -120,14 +120,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = " 
     """Aligned columns: the first and the last to the left, numbers between to the right."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    last = len(header) - 1
-    return "\n".join(
-        (
-            indent
-            + "  ".join(c.ljust(w) if i in (0, last) else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-        ).rstrip()
-        for line in lines
-    )
+    ends = (0, len(header) - 1)
+
+    def aligned(line: Sequence[str]) -> str:
+        pairs = enumerate(zip(line, widths, strict=True))
+        return "  ".join(text.ljust(width) if i in ends else text.rjust(width) for i, (text, width) in pairs)
+
+    return "\n".join((indent + aligned(line)).rstrip() for line in lines)
 
 
 def number(value: float) -> str:

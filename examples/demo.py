@@ -68,24 +68,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"{text} is not a positive number")
         return value
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or the name of a hub model (default: the example model)")
-    parser.add_argument(
-        "--context", type=count, default=2048, help="tokens of text to read (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--new-tokens", type=count, default=64, help="tokens to generate (default: %(default)s)"
-    )
+    parser.add_argument("--context", type=count, default=2048, help="tokens of text to read (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=count, default=64, help="tokens to generate (default: %(default)s)")
     parser.add_argument(
         "--budget",
         default="25%",
         help="device memory for the tiered cache: a share of the KV ('25%%', 0.25) or a size ('4MiB'; default: 25%%)",
     )
-    parser.add_argument(
-        "--block-size", type=count, default=64, help="tokens per block (default: %(default)s)"
-    )
+    parser.add_argument("--block-size", type=count, default=64, help="tokens per block (default: %(default)s)")
     parser.add_argument("--text", type=Path, help="a text file to read (default: Python's own sources)")
     args = parser.parse_args(argv)
     if args.context < FEWEST_TOKENS:
@@ -255,17 +247,15 @@ def kv_bytes(cache: DynamicCache) -> int:
 
 def report(stats: CacheStats, kv: int, expected: Progress, got: Progress) -> bool:
     """Print what the tiered cache did. Returns whether the tokens are equal."""
-    steps = max(len(got.tokens) - 1, 1)
-    per_token = " per generated token" if stats.bytes_up else ""
+    fetched = f"{stats.bytes_up / MIB:.2f} MiB in {stats.copies_up:,} copies"
+    if stats.bytes_up:
+        fetched += f", {stats.bytes_up / max(len(got.tokens) - 1, 1) / MIB:.2f} per generated token"
     rows = [
         ("keys and values", f"{kv / MIB:.2f} MiB"),
         ("device budget", f"{stats.device.budget / MIB:.2f} MiB, at most {stats.device.peak_bytes / MIB:.2f} used"),
         ("host", f"{stats.host.bytes / MIB:.2f} MiB used"),
         ("device -> host", f"{stats.bytes_down / MIB:.2f} MiB in {stats.copies_down:,} copies"),
-        (
-            "host -> device",
-            f"{stats.bytes_up / MIB:.2f} MiB in {stats.copies_up:,} copies, {stats.bytes_up / steps / MIB:.2f}{per_token}",
-        ),
+        ("host -> device", fetched),
         ("blocks read", f"{stats.block_hits:,} on the device, {stats.block_fetches:,} fetched"),
         ("dense fallbacks", f"{stats.dense_fallbacks}"),
         ("decode, tiered", f"{got.rate:.1f} tokens/s"),
@@ -273,7 +263,7 @@ def report(stats: CacheStats, kv: int, expected: Progress, got: Progress) -> boo
     ]
     if stats.resident_bytes:
         rows.insert(3, ("never tiered", f"{stats.resident_bytes / MIB:.2f} MiB in layers that keep no whole context"))
-    say(bold("What was moved"))
+    say(bold("What it took"))
     for name, value in rows:
         say(f"  {name:<22}{value}")
     say()

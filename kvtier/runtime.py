@@ -131,6 +131,13 @@ class Runtime:
         self._following.clear()
         return store
 
+    def admit(self, tokens: int) -> None:
+        """Refuse a step that will not fit, for a step whose first layer is not tiered. Raises `BudgetError`."""
+        for tiers in self._tiers.values():
+            if tiers.layers:
+                store = tiers.layers[0]
+                self._admit(store, store.likely_groups(tokens), tokens)
+
     def _admit(self, store: LayerStore, groups: Sequence[Group], tokens: int) -> None:
         """Refuse, before anything changes, a step that will not fit: this layer stands for those still to come."""
         tiers = store.tiers
@@ -150,9 +157,11 @@ class Runtime:
             if needed > near.limit:
                 raise self._too_small(near, needed, store, tokens)
             return
-        # One unsealed block for each sequence and layer, one more to seal and stage through, and the workspace.
-        tails = len(groups) * size * (len(tiers.layers) + unborn)
-        needed = room + tails + size
+        # The workspace, one unsealed block for each sequence and layer, one more where there are sealed ones.
+        size_in_tokens, total = store.layout.block_size, store.length + tokens
+        unsealed = store.length % size_in_tokens or total % size_in_tokens
+        tails = len(groups) * size * (len(tiers.layers) + unborn) if unsealed else 0
+        needed = room + tails + (size if total >= size_in_tokens else 0)
         if needed > near.limit:
             raise self._too_small(near, needed, store, tokens)
         kept = (near.limit - room) // size * size - size

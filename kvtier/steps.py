@@ -52,6 +52,7 @@ class Steps:
         self.expected = expected
         self.began: dict[int, int] = {}
         self._owner = 0
+        self._first: int | None = None
         self._guard = Guard()
 
     @property
@@ -73,10 +74,14 @@ class Steps:
         me = threading.get_ident()
         begins = not self.began or layer in self.began
         if begins:
-            if not self.complete:
-                if self._owner != me and any(thread.ident == self._owner for thread in threading.enumerate()):
-                    raise self._two_threads()
-                raise self.interrupted()
+            self.check_whole()
+            if self._first is None:
+                self._first = layer
+            elif layer != self._first:
+                raise ConcurrentUseError(
+                    f"A forward goes on at layer {layer}, but the cache was cropped, reordered or reset since it "
+                    "began. Run it again from its first layer."
+                )
             if self.began and self.expected is None:
                 self.expected = frozenset(self.began)
             self.began = {}
@@ -95,8 +100,15 @@ class Steps:
         """The update announced last did not happen."""
         self.began.pop(layer, None)
 
-    def settled(self) -> None:
-        """The unfinished step was dropped."""
+    def check_whole(self) -> None:
+        """Raise if a step is known to be unfinished."""
+        if not self.complete:
+            raise self._two_threads() if self._owned_by_another() else self.interrupted()
+
+    def end(self) -> None:
+        """Whatever was under way is over: the rows or the length changed. A forward that goes on is refused."""
+        if self.began and self.expected is None:
+            self.expected = frozenset(self.began)
         self.began = {}
 
     def reset(self) -> None:
@@ -113,6 +125,10 @@ class Steps:
             "drops "
             "it and keeps what was there before; `reset()` empties the cache."
         )
+
+    def _owned_by_another(self) -> bool:
+        owner = self._owner
+        return owner != threading.get_ident() and any(thread.ident == owner for thread in threading.enumerate())
 
     def _two_threads(self) -> ConcurrentUseError:
         return ConcurrentUseError(

@@ -58,13 +58,13 @@ class DecodeSession:
     def measure(self) -> float:
         """Tokens/s of one turn."""
         synchronize(self.device)
+        before = self.decoded
         began = time.perf_counter()
-        for done in range(1, self.tokens + 1):
+        seconds = 0.0
+        while self.decoded < before + self.tokens and seconds < TURN_SECONDS:
             self._step()
             seconds = time.perf_counter() - began
-            if seconds > TURN_SECONDS:
-                break
-        return done / seconds
+        return (self.decoded - before) / seconds
 
     def facts(self) -> dict[str, Any]:
         """Bytes held; of a tiered cache, what its tiers did for each token."""
@@ -95,9 +95,7 @@ def compare_decode(
     bench: Bench, scenario: str, contexts: tuple[int, ...], names: tuple[str, ...], *usual_models: str
 ) -> None:
     """Compare decoding with these contenders at each context."""
-    settings = bench.settings
-    tokens = settings.new_tokens or (4 if settings.quick else 32)
-    rounds = settings.rounds or (2 if settings.quick else 5)
+    tokens, rounds = bench.tokens(32), bench.rounds(5)
     for model_name in bench.model_names(*usual_models):
         for case in bench.cases(scenario, model_name, contexts, WARM_UP_TOKENS + rounds * tokens):
             model = bench.model(model_name)

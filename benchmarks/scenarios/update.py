@@ -25,9 +25,16 @@ class UpdateSession:
     Args:
         contender, case: what is measured.
         steps: of all layers, in one turn.
+        kv: fill with these, `[1, kv_heads, context, head_dim]`, instead of random ones.
     """
 
-    def __init__(self, contender: Contender, case: Case, steps: int) -> None:
+    def __init__(
+        self,
+        contender: Contender,
+        case: Case,
+        steps: int,
+        kv: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         self.case = case
         self.steps = steps
         self.done = 0
@@ -42,7 +49,7 @@ class UpdateSession:
         self.module.is_causal = True  # type: ignore[assignment]
         self.cache = contender.build(case)
         try:
-            fill(self.cache, case)
+            fill(self.cache, case, kv)
             for _ in range(WARM_UP_STEPS):
                 self.step()
         except BaseException:
@@ -90,8 +97,7 @@ class UpdateSession:
 
 def run(bench: Bench) -> None:
     """Run the scenario."""
-    steps = bench.settings.new_tokens or (4 if bench.settings.quick else 16)
-    rounds = bench.settings.rounds or (2 if bench.settings.quick else 7)
+    steps, rounds = bench.tokens(16), bench.rounds(7)
     for model in bench.model_names("pylm", "qwen3-0.6b"):
         for case in bench.cases("update", model, CONTEXTS, WARM_UP_STEPS + rounds * steps):
             starts: dict[str, tuple[Contender | None, Start]] = {

@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 from transformers.configuration_utils import PretrainedConfig
 
 from kvtier.config import CacheOptions, Size
@@ -83,6 +89,7 @@ class TieredKVCache(DynamicCache):
         for i in tiered:
             layers[i] = TieredLayer(self._runtime, i)
         self.layers = layers
+        self._windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.layer_class_to_replicate = TieredLayer if not layers else None
         self.offloading = False
         self._finalizer = weakref.finalize(self, self._runtime.close)
@@ -120,12 +127,20 @@ class TieredKVCache(DynamicCache):
         steps = self._runtime.steps
         with steps.changing():
             length = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
-            self._runtime.counters.steps += steps.update(layer_idx, length)
+            begins = steps.update(layer_idx, length)
+            self._runtime.counters.steps += begins
             try:
-                return layer.update(key_states, value_states, *args, **kwargs)
+                if begins:
+                    self._windows.clear()
+                    self._runtime.admit(key_states.shape[2])
+                keys, values = layer.update(key_states, value_states, *args, **kwargs)
             except BaseException:
                 steps.undo(layer_idx)
                 raise
+            if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
+                # The layer keeps slices of these: holding them for a step costs nothing and lets `crop` undo it.
+                self._windows[layer_idx] = (keys, values)
+        return keys, values
 
     def _add_layers(self, layer_idx: int) -> None:
         if self.layer_class_to_replicate is None:
@@ -163,54 +178,69 @@ class TieredKVCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. Drops the tokens of an unfinished forward first."""
         self._runtime.check_open()
-        self._drop_unfinished()
+        tokens_to_remove = int(tokens_to_remove)  # 5.17 passes a tensor after assisted decoding
+        if not self._runtime.steps.complete:
+            self._drop_unfinished()
+            if tokens_to_remove == 0:
+                return
         super().crop(tokens_to_remove)
+        self._end_step()
 
     def _drop_unfinished(self) -> None:
         steps = self._runtime.steps
-        if steps.complete:
-            return
-        error = steps.interrupted()
-        lengths = dict(steps.began)
-        if any(not isinstance(layer, TieredLayer) for layer in self.layers):
-            for i, before in lengths.items():
-                layer = self.layers[i]
-                past_lost = not isinstance(layer, TieredLayer) and layer.get_seq_length() >= getattr(
-                    layer, "sliding_window", 0
-                )
-                if past_lost and layer.get_seq_length() != before:
-                    raise InterruptedStepError(
-                        f"Layer {i} keeps only a window of the past and cannot undo the unfinished forward. `reset()` "
-                        "the cache."
-                    ) from error
-        for i, before in lengths.items():
-            self.layers[i].crop(before - self.layers[i].get_seq_length())
-        steps.settled()
+        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
+            raise InterruptedStepError(
+                "The last forward did not finish, and layers with a recurrent state cannot undo their part of it. "
+                "`reset()` the cache."
+            ) from steps.interrupted()
+        fresh = _transformers_layers(self._config)
+        for i, before in steps.began.items():
+            layer = self.layers[i]
+            if before == 0 and not isinstance(layer, TieredLayer):
+                self.layers[i] = fresh[i]
+            elif i in self._windows:
+                self._restore_window(layer, before, *self._windows[i])
+            else:
+                layer.crop(before - layer.get_seq_length())
+        self._end_step()
+
+    def _restore_window(self, layer: Any, before: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Give a sliding layer back the window it had: the head of what its last `update` returned."""
+        tokens = layer.get_seq_length() - before
+        layer.keys, layer.values = keys[:, :, :-tokens], values[:, :, :-tokens]
+        layer.cumulative_length = before
+
+    def _end_step(self) -> None:
+        self._runtime.steps.end()
+        self._windows.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row `i` continue what row `beam_idx[i]` held. Moves no keys and values of tiered layers."""
         self._check_whole()
         super().reorder_cache(beam_idx.to("cpu"))
+        self._end_step()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; the copies share their blocks until they part."""
         self._check_whole()
-        super().batch_repeat_interleave(repeats)
+        super().batch_repeat_interleave(int(repeats))
+        self._end_step()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`."""
         self._check_whole()
         super().batch_select_indices(indices)
+        self._end_step()
 
     def _check_whole(self) -> None:
         self._runtime.check_open()
-        if not self._runtime.steps.complete:
-            raise self._runtime.steps.interrupted()
+        self._runtime.steps.check_whole()
 
     def reset(self) -> None:
         """Empty the cache and give its memory back, whatever state it is in. Options stay, counters begin anew."""
         self._runtime.check_open()
         self._runtime.clear()
+        self._windows.clear()
         fresh = _transformers_layers(self._config)
         for i, layer in enumerate(self.layers):
             if isinstance(layer, TieredLayer):

@@ -102,7 +102,8 @@ class TieredLayer(DynamicLayer):
                 steps.undo(self.index)
                 raise
         if before == 0:
-            return key_states, value_states
+            # Contiguous as the product of `DynamicCache`'s concatenation is: kernels round differently on strides.
+            return key_states.contiguous(), value_states.contiguous()
         return Snapshot(runtime, store).views()
 
     # The dense face
@@ -167,6 +168,7 @@ class TieredLayer(DynamicLayer):
 
         A positive number is what it is in the installed Transformers: the length to keep, or an error.
         """
+        tokens_to_remove = int(tokens_to_remove)  # 5.17 passes a tensor after assisted decoding
         length = self.get_seq_length()
         if tokens_to_remove > 0:
             DynamicLayer().crop(tokens_to_remove)  # warns or raises as Transformers does
@@ -184,7 +186,7 @@ class TieredLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times. Copies nothing."""
         if self._store is not None:
-            self._pick([row for row in range(self._store.batch) for _ in range(repeats)])
+            self._pick([row for row in range(self._store.batch) for _ in range(int(repeats))])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (or those where a boolean mask is true)."""

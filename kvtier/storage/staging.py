@@ -64,17 +64,11 @@ class StagingArea:
         want = min(
             len(blocks), max(placement.staging_slots(capacity, len(blocks)), self._tiers.obtainable(layer.layout))
         )
-        slots: list[int] = []
+        tiers, slots = self._tiers, list[int]()
         try:
-            for _ in range(want):
-                previous = slots[-1] if slots else None
-                if (
-                    slots
-                    and not self._tiers.obtainable(layer.layout)
-                    and not self._tiers.evict_one(layer.layout, keep=layer)
-                ):
-                    break
-                slots.append(self._tiers.take(layer, previous, None, keep=layer))
+            slots.append(self._first_slot(layer, ahead))
+            while len(slots) < want and (tiers.obtainable(layer.layout) or tiers.evict_one(layer.layout, keep=layer)):
+                slots.append(tiers.take(layer, slots[-1], None, keep=layer))
         except (BudgetError, TransferError):
             if not slots and not ahead:
                 raise
@@ -92,6 +86,15 @@ class StagingArea:
         if ahead:
             self._tiers.counters.prefetched += len(chosen)
         return Staging(chosen, slots, transfer)
+
+    def _first_slot(self, layer: LayerStore, ahead: bool) -> int:
+        try:
+            return self._tiers.take(layer, None, None, keep=layer)
+        except BudgetError:
+            if ahead:
+                raise
+        # All that is left are this layer's own blocks; the reader has copied those that were resident.
+        return self._tiers.take(layer, None, None)
 
     def prefetch(self, layer: LayerStore) -> None:
         """Begin to fetch what the next use of `layer` will miss, if nothing of it is on its way yet."""

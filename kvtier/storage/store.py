@@ -149,6 +149,17 @@ class LayerStore:
         """Which rows share a table when `keys` and `values` are appended; see `group_rows`."""
         return group_rows(self._rows if self.length else (), self.layout, keys, values)
 
+    def likely_groups(self, tokens: int) -> list[Group]:
+        """What `group` will answer for `tokens` new tokens, if rows that were equal stay so."""
+        if tokens > 1 or len(self._tables) == self.batch:
+            return [Group(0, table, False) for table in self._tables]
+        seen: set[Table] = set()
+        groups = []
+        for row, table in enumerate(self._rows):
+            groups.append(Group(row, table, fork=table in seen))
+            seen.add(table)
+        return groups
+
     def blocks_needed(self, groups: Sequence[Group], tokens: int) -> int:
         """New slots that appending `tokens` to `groups` takes, copies on write included."""
         size = self.layout.block_size

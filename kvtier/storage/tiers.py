@@ -111,7 +111,9 @@ class Tiers:
     def near_shortage(self, missing: int) -> BudgetError:
         """The error for a near tier that is short of `missing` bytes."""
         budget = self.near.budget
-        needed = max(self.minimum(), budget.limit + missing)
+        needed = self.minimum()
+        if needed <= budget.limit:
+            needed = budget.limit + missing
         return BudgetError(
             f"The {budget.tier} budget of {budget.limit} bytes is full and nothing in it can move. The smallest "
             f"{budget.tier}_budget that works for this step is {needed} bytes. Give more, or drop tokens with `crop`.",
@@ -129,8 +131,9 @@ class Tiers:
         room = max((x.workspace_bytes(x.length) for x in self.layers if x.dense), default=0)
         if self.far is None:
             return room + sum(x.count * x.layout.nbytes for x in self.layers)
-        tails = sum(len(x.tables()) * x.layout.nbytes for x in self.layers)
-        return room + tails + max((x.layout.nbytes for x in self.layers), default=0)
+        tails = sum(len(x.tables()) * x.layout.nbytes for x in self.layers if x.length % x.layout.block_size)
+        spare = max((x.layout.nbytes for x in self.layers if x.length >= x.layout.block_size), default=0)
+        return room + tails + spare
 
     def _grow(self, pool: BlockPool, wanted: int = 1) -> int:
         return pool.grow(placement.slab_slots(pool.memory.budget.limit, pool.layout.nbytes, pool.nbytes, wanted))

@@ -1,0 +1,337 @@
+"""`python -m benchmarks.gpu` (`make gpu`): test and measure on a GPU, from a plain source tree, without a network.
+
+First the tests that CUDA concerns, then the benchmarks, each part in a process of its own with a time limit, so that
+no failure takes others with it. Records go to benchmarks/results/gpu-<gpu>.jsonl, and a table of everything is printed.
+
+Without CUDA the same code runs at tiny sizes on an emulated device. Its records are marked and go to a temporary folder:
+they show that the command works and say nothing about speed.
+
+Exit status: 0 if every part passed, 1 if not, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.records import RESULTS, ROOT, Recorder, number, read, size, table
+
+LLAMA, QWEN = "llama-3.1-8b", "qwen3-0.6b"
+BUDGETS = "dynamic,kvtier@100%,kvtier@50%,kvtier@25%,kvtier@10%"
+#: Sizes without CUDA: the same layers, everything else small.
+TINY = {LLAMA: "llama-tiny", QWEN: "qwen3-tiny"}
+#: Seconds that a child gets beyond its share before it is ended: one case may run over.
+GRACE = 40.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the run.
+
+    Attributes:
+        name: for the table and `--only`.
+        seconds: its share of the time.
+        arguments: of `python -m benchmarks`; none for the tests.
+        tiny: these arguments replace those of the same name without CUDA.
+    """
+
+    name: str
+    seconds: float
+    arguments: dict[str, str] = field(default_factory=dict)
+    tiny: dict[str, str] = field(default_factory=dict)
+
+    def command(self, *, cuda: bool, out: Path, seconds: float) -> list[str]:
+        """The command line of a benchmark."""
+        options = dict(self.arguments)
+        if not cuda:
+            options |= {"--block-size": "16", "--new-tokens": "4"} | self.tiny
+            options["--model"] = TINY[options["--model"]]
+        command = [sys.executable, "-m", "benchmarks", self.name.split()[0]]
+        command += [f"{name}={value}" for name, value in options.items()]
+        command += ["--dtype=bfloat16", f"--out={out}", f"--time-limit={seconds:.0f}"]
+        return command if cuda else [*command, "--device=cpu", "--emulated", "--quick"]
+
+
+PARTS = (
+    Part("tests", 110),
+    Part("link", 25, {"--model": LLAMA, "--contexts": "32k"}, {"--contexts": "1k"}),
+    Part(
+        "decode llama",
+        125,
+        {
+            "--model": LLAMA,
+            "--contexts": "32k,8k,64k,16k",
+            "--contenders": f"{BUDGETS},offloaded,static",
+            "--rounds": "3",
+            "--new-tokens": "16",
+        },
+        {"--contexts": "512,256"},
+    ),
+    Part(
+        "decode qwen",
+        60,
+        {
+            "--model": QWEN,
+            "--contexts": "32k,8k",
+            "--contenders": f"{BUDGETS},offloaded,static",
+            "--rounds": "3",
+            "--new-tokens": "16",
+        },
+        {"--contexts": "512,256"},
+    ),
+    # Host memory holds not all contenders at this context.
+    Part(
+        "decode llama long",
+        60,
+        {
+            "--model": LLAMA,
+            "--contexts": "128k",
+            "--contenders": "dynamic,kvtier@100%,kvtier@50%,kvtier@10%",
+            "--rounds": "2",
+            "--new-tokens": "8",
+        },
+        {"--contexts": "1k"},
+    ),
+    Part(
+        "memory llama",
+        50,
+        {"--model": LLAMA, "--contexts": "32k", "--contenders": f"{BUDGETS},static", "--rounds": "1"},
+        {"--contexts": "512"},
+    ),
+    Part(
+        "update llama",
+        20,
+        {"--model": LLAMA, "--contexts": "8k", "--contenders": "dynamic,kvtier@100%,kvtier@25%", "--rounds": "5"},
+        {"--contexts": "512"},
+    ),
+)
+
+# ------------------------------------------------------------------------------------------ children
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended: `code` is None if it ran past its limit. `tail` is the end of what it printed, if kept."""
+
+    code: int | None
+    tail: str
+
+
+def run_child(command: Sequence[str], seconds: float, *, keep: bool, **environment: str) -> Ended:
+    """Run a command in a process group of its own, and end that group when the time is over or on Ctrl-C."""
+    child = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | environment,
+        stdout=subprocess.PIPE if keep else None,
+        stderr=subprocess.STDOUT if keep else None,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = child.communicate(timeout=max(seconds, 1.0))
+        return Ended(child.returncode, output or "")
+    except subprocess.TimeoutExpired:
+        _end_group(child)
+        output, _ = child.communicate()
+        return Ended(None, output or "")
+    except BaseException:
+        _end_group(child)
+        raise
+
+
+def _end_group(child: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    child.wait()
+
+
+# --------------------------------------------------------------------------------------------- tests
+
+
+def pytest_jobs(*, cuda: bool) -> dict[str, list[str]]:
+    """Arguments of pytest by what they are called: one process for each file, and one for everything marked `cuda`."""
+    jobs = {"marked cuda": ["-m", "cuda", "tests"]}
+    for folder in ("tests/storage", "tests/hf"):
+        for file in sorted((ROOT / folder).glob("test_*.py")):
+            path = file.relative_to(ROOT).as_posix()
+            # Without CUDA `make test` runs them all anyway: here it is enough that the slower half can be collected.
+            jobs[path] = [path] if cuda or folder == "tests/storage" else ["--collect-only", path]
+    return jobs
+
+
+def run_tests(recorder: Recorder, seconds: float, *, cuda: bool) -> list[str]:
+    """Run the tests, several files at a time with CUDA. Returns what failed."""
+    device = "cuda" if cuda else "cpu"
+    deadline = time.monotonic() + seconds
+    failures: list[str] = []
+
+    def run_job(item: tuple[str, list[str]]) -> tuple[str, Ended]:
+        name, arguments = item
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *arguments]
+        return name, run_child(command, deadline - time.monotonic(), keep=True, KVTIER_TEST_DEVICE=device)
+
+    jobs = pytest_jobs(cuda=cuda)
+    workers = max(min((os.cpu_count() or 1) // 2, 6), 1) if cuda else 1
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for name, ended in pool.map(run_job, jobs.items()):
+            counts = {
+                word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|errors?|xfailed)\b", ended.tail)
+            }
+            no_tests = 5
+            passed = ended.code in (0, no_tests)
+            status = "ok" if passed else "failed" if ended.code is not None else "out of time"
+            summary = ", ".join(f"{n} {word}" for word, n in counts.items()) or _last_line(ended.tail) or "no output"
+            print(f"  {name:<40} {summary if passed else f'{status}: {summary}'}", flush=True)
+            recorder.add("tests", status=status, tests=name, counts=counts, workload={"device": device})
+            if not passed:
+                failures.append(f"tests: {name}: {status}")
+                print("\n".join(f"    | {line}" for line in ended.tail.splitlines()[-30:]), flush=True)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return failures
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
+
+
+# ------------------------------------------------------------------------------------------- the run
+
+
+def run_parts(parts: Sequence[Part], records: Path, recorder: Recorder, seconds: float, *, cuda: bool) -> list[str]:
+    """Run the parts one after the other. Returns what failed."""
+    deadline = time.monotonic() + seconds
+    failures: list[str] = []
+    for i, part in enumerate(parts):
+        left = deadline - time.monotonic()
+        # Time that earlier parts did not use, or used beyond theirs, is shared out among those that remain.
+        share = part.seconds / sum(p.seconds for p in parts[i:]) * left
+        print(f"\n=== {part.name} ({share:.0f} s)\n", flush=True)
+        if left < 10:
+            failures.append(f"{part.name}: not run, out of time")
+            continue
+        try:
+            if part.name == "tests":
+                failures += run_tests(recorder, share, cuda=cuda)
+                continue
+            soft = max(share - 10, 5)
+            command = part.command(cuda=cuda, out=records, seconds=soft)
+            ended = run_child(command, min(share + GRACE, left), keep=False)
+            if ended.code is None:
+                failures.append(f"{part.name}: ended after its time limit; what it had recorded is kept")
+            elif ended.code != 0:
+                failures.append(f"{part.name}: exit status {ended.code}")
+        except Exception as error:
+            failures.append(f"{part.name}: {type(error).__name__}: {error}")
+    return failures
+
+
+def print_table(records: Sequence[dict[str, Any]]) -> None:
+    """Everything that was measured, a line each."""
+    rows = []
+    before: tuple[str, ...] = ()
+    for record in records:
+        if record["scenario"] == "tests":
+            continue
+        workload = record["workload"]
+        context = f"{workload['context']:,}"
+        group = (record["scenario"], workload["model"], context)
+        shown = ["", "", ""] if group == before else list(group)
+        before = group
+        if "median" not in record:
+            note = f"{record['status']}: {record['reason']}" if record.get("reason") else record["status"]
+            rows.append([" ".join(shown[:2]).strip(), shown[2], record.get("contender", ""), "-", "", "", note])
+            continue
+        ratio = record["ratio"]
+        times = f"{ratio['median']:.2f} x {ratio['to']}" if ratio else ""
+        values = (number(record["median"]), record["unit"], times)
+        rows.append([" ".join(shown[:2]).strip(), shown[2], record["contender"], *values, _note(record["facts"])])
+    if rows:
+        print(table(["", "tokens", "", "median", "", "", ""], rows, indent=""))
+
+
+def _note(facts: dict[str, Any]) -> str:
+    notes: list[tuple[str, Callable[[float], str]]] = [
+        ("device_budget", lambda x: f"budget {size(x)}"),
+        ("device_peak_bytes", lambda x: f"peak {size(x)}"),
+        ("bytes_up_per_token", lambda x: f"fetched per token {size(x)}"),
+        ("chunk_bytes", lambda x: f"{size(x)} a copy"),
+    ]
+    return ", ".join(show(facts[name]) for name, show in notes if facts.get(name))
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; ends the program with status 2 if it is wrong."""
+
+    def parts(text: str) -> list[Part]:
+        words = [word.strip() for word in text.split(",")]
+        unknown = [word for word in words if not any(p.name.startswith(word) for p in PARTS)]
+        if unknown or not all(words):
+            names = ", ".join(p.name for p in PARTS)
+            raise argparse.ArgumentTypeError(f"no part {', '.join(unknown) or text!r}; there are {names}")
+        return [p for p in PARTS if any(p.name.startswith(word) for word in words)]
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--time-limit", type=float, default=460, metavar="S", help="seconds in all (default: 460)")
+    parser.add_argument("--only", type=parts, default=list(PARTS), metavar="PART,PART", help="such as tests,decode")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the records made with CUDA")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run everything and print the table. Returns the exit status."""
+    began = time.monotonic()
+    args = parse_args(argv)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    out = args.out if cuda else Path(tempfile.mkdtemp(prefix="kvtier-gpu-"))
+    recorder = Recorder(out, device, emulated=not cuda)
+    records = out / f"gpu-{recorder.machine['kind']}.jsonl"
+    recorder.out = records
+    if cuda:
+        print(f"{recorder.machine['gpu']}, torch {torch.__version__}, at most {args.time_limit:.0f} s")
+    else:
+        print("torch sees no CUDA device. The same code runs at tiny sizes on an EMULATED device: what follows")
+        print(f"shows that it works, and is no measurement. Records go to {out}.")
+    known = len(read(records))
+    interrupted = False
+    failures: list[str] = []
+    try:
+        failures = run_parts(args.only, records, recorder, args.time_limit, cuda=cuda)
+    except KeyboardInterrupt:
+        interrupted = True
+    print("\n=== all results" + ("" if cuda else " (emulated)") + "\n")
+    print_table(read(records)[known:])
+    print(f"\nRecords: {records}")
+    for failure in failures:
+        print(f"FAILED  {failure}")
+    if interrupted:
+        print("Interrupted; what was recorded is kept.")
+        return 130
+    print(
+        f"{time.monotonic() - began:.0f} s in all, {'everything passed' if not failures else f'{len(failures)} failed'}."
+    )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""Memory that a cache takes at each context: what it holds, and the peak of the process or the device.
+
+Each measurement is a process of its own, so that none sees what another left behind. It runs the cache without a model.
+The peak is that of filling the cache and of a few decode steps, above what was in use before: on CUDA, of the device
+memory that torch allocated; else, of the process's resident memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import Case, Contender, Unavailable, contender, held_bytes, random_kv, tier_facts
+from benchmarks.harness import Bench, Outcome, Start, release_memory, synchronize
+from benchmarks.models import Geometry, config_of, label
+from benchmarks.records import ROOT, size
+from benchmarks.scenarios.update import WARM_UP_STEPS, UpdateSession
+from kvtier import BudgetError
+
+SUMMARY = "bytes held and peak memory at each context, each in a process of its own"
+CONTEXTS = (1024, 4096, 16384, 32768)
+CONTENDERS = ("dynamic", "kvtier", "kvtier@25%", "static", "fp8", "offloaded")
+
+STEPS = 4
+#: First use of anything loads code and tables; that happens at this context.
+WARM_UP_CONTEXT = 128
+TIME_LIMIT = 300
+
+
+class MemorySession:
+    """Measures in a child process.
+
+    Args:
+        job: what the child is to do, ready for JSON.
+    """
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job = job
+        self.found: dict[str, Any] = {}
+
+    def measure(self) -> float:
+        """The peak in MiB."""
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.scenarios.memory", json.dumps(self.job)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT,
+        )
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            raise RuntimeError(f"the measuring process failed: {last}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        if found["status"] == "unavailable":
+            raise Unavailable(found["reason"])
+        if found["status"] == "refused":
+            raise BudgetError(found["reason"], tier="device", needed=0, budget=0)
+        if found["status"] != "ok":
+            raise RuntimeError(found["reason"])
+        self.found = found["facts"]
+        return self.found["peak_bytes"] / 2**20
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that the last child found, in bytes."""
+        return self.found
+
+    def close(self) -> None:
+        """Nothing: the child is gone."""
+
+
+def note(facts: dict[str, Any]) -> str:
+    """What the cache holds, and what is left in use by it."""
+    held = f"holds {size(facts['held_bytes'])}"
+    budget = f", device budget {size(facts['device_budget'])}" if facts.get("device_budget") else ""
+    return f"{held} of {size(facts['kv_bytes'])} KV{budget}"
+
+
+def run(bench: Bench) -> None:
+    """Run the scenario."""
+    settings = bench.settings
+    for model in bench.model_names("pylm"):
+        for case in bench.cases("memory", model, CONTEXTS, WARM_UP_STEPS + STEPS):
+            starts: dict[str, tuple[Contender | None, Start]] = {}
+            for one in bench.contenders(*CONTENDERS):
+                job = {
+                    "model": model,
+                    "contender": one.name,
+                    "context": case.context,
+                    "block_size": case.block_size,
+                    "device": str(settings.device),
+                    "dtype": str(settings.dtype).removeprefix("torch."),
+                    "threads": torch.get_num_threads(),
+                }
+                starts[one.name] = (one, partial(MemorySession, job))
+            peak = "device" if settings.device.type == "cuda" else "process"
+            bench.compare(
+                "memory", model, case, starts, unit="MiB peak", rounds=bench.rounds(3), note=note, peak_of=peak
+            )
+
+
+# ------------------------------------------------------------------------------------------ the child
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Run one cache and say what it took. Raises whatever the cache raises."""
+    torch.set_num_threads(job["threads"])
+    device = torch.device(job["device"])
+    config = config_of(job["model"])
+    geometry = Geometry.of(config, getattr(torch, job["dtype"]))
+    one = contender(job["contender"])
+
+    def case(context: int) -> Case:
+        return Case(config, geometry, device, context, WARM_UP_STEPS + STEPS, job["block_size"])
+
+    # For first uses only: a budget that is a share of so little KV may be too small, and says so.
+    warm_up = contender("kvtier@100%") if one.name.startswith("kvtier@") else one
+    UpdateSession(warm_up, case(WARM_UP_CONTEXT), STEPS).close()
+    release_memory()
+
+    real = case(job["context"])
+    kv = random_kv(real)
+    synchronize(device)
+    rss, allocated = _reset_peaks(device)
+    session = UpdateSession(one, real, STEPS, kv)
+    session.run_turn()
+    rss_peak = _status("VmHWM") - rss
+    facts = {
+        "model": label(job["model"]),
+        "kv_bytes": geometry.kv_bytes(real.context + session.done),
+        "held_bytes": held_bytes(session.cache),
+        "rss_bytes": _status("VmRSS") - rss,
+        "rss_peak_bytes": rss_peak,
+        "peak_bytes": rss_peak,
+    } | tier_facts(session.cache)
+    if device.type == "cuda":
+        facts["torch_bytes"] = torch.cuda.memory_allocated(device) - allocated
+        facts["peak_bytes"] = torch.cuda.max_memory_allocated(device) - allocated
+    session.close()
+    return facts
+
+
+def _reset_peaks(device: torch.device) -> tuple[int, int]:
+    """Begin the peaks anew; returns what is in use, of the process and of the device."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return _status("VmRSS"), torch.cuda.memory_allocated(device)
+    return _status("VmRSS"), 0
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise Unavailable("the process's memory is read from /proc, which this system does not have")
+
+
+def child(text: str) -> None:
+    """Measure and print the outcome as one line of JSON."""
+    outcome = Outcome()
+    try:
+        with torch.inference_mode():
+            outcome.facts = measure(json.loads(text))
+    except Exception as error:
+        outcome.end(error)
+    print(json.dumps({"status": outcome.status, "reason": outcome.reason, "facts": outcome.facts}))
+
+
+if __name__ == "__main__":
+    child(sys.argv[1])

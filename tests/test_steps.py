@@ -1,0 +1,240 @@
+"""A forward that ends in the middle leaves a cache that goes back exactly, or says that it cannot go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from kvtier import ConcurrentUseError, InterruptedStepError, TieredKVCache
+from kvtier.storage.pool import BlockPool
+
+LAYERS, ROWS, HEADS, DIM, BLOCK_SIZE = 4, 2, 2, 8, 4
+CONFIG = LlamaConfig(num_hidden_layers=LAYERS, hidden_size=32, num_attention_heads=4, num_key_value_heads=HEADS)
+
+Held = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def tokens(count: int, seed: int) -> Held:
+    """New keys and values for every layer."""
+    rng = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(ROWS, HEADS, count, DIM, generator=rng), torch.randn(ROWS, HEADS, count, DIM, generator=rng))
+        for _ in range(LAYERS)
+    ]
+
+
+def forward(cache: TieredKVCache, new: Held, until: int = LAYERS) -> None:
+    """Update the first `until` layers."""
+    for i, (k, v) in enumerate(new[:until]):
+        cache.update(k, v, i)
+
+
+def joined(*parts: Held) -> Held:
+    """One after the other."""
+    return [
+        (torch.cat([p[i][0] for p in parts], 2), torch.cat([p[i][1] for p in parts], 2)) for i in range(len(parts[0]))
+    ]
+
+
+def check(cache: TieredKVCache, held: Held) -> None:
+    """Every layer holds exactly this; every count agrees."""
+    cache.check_integrity()
+    for i, (k, v) in enumerate(held):
+        assert cache.get_seq_length(i) == k.shape[2]
+        assert torch.equal(cache.layers[i].keys, k)
+        assert torch.equal(cache.layers[i].values, v)
+
+
+@pytest.fixture(params=[None, 6000, 10**6], ids=["host", "spilled", "device"])
+def make(request: pytest.FixtureRequest) -> Callable[..., TieredKVCache]:
+    """Makes a cache at each placement; with or without the model's config."""
+
+    def cache(config: LlamaConfig | None = CONFIG) -> TieredKVCache:
+        return TieredKVCache(config, device_budget=request.param, host_budget=10**7, block_size=BLOCK_SIZE)
+
+    return cache
+
+
+USES: dict[str, Callable[[TieredKVCache], Any]] = {
+    "update": lambda cache: forward(cache, tokens(1, 9)),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "pickle": lambda cache: cache.__getstate__(),
+}
+
+
+@pytest.mark.parametrize("config", [CONFIG, None], ids=["config", "no_config"])
+@pytest.mark.parametrize("count", [1, 3, 6])
+@pytest.mark.parametrize("until", range(1, LAYERS))
+def test_wherever_a_step_ends_crop_0_restores_exactly_and_the_cache_goes_on(
+    make: Callable[..., TieredKVCache], until: int, count: int, config: LlamaConfig | None
+) -> None:
+    cache = make(config)
+    first, second, third = tokens(6, 1), tokens(count, 2), tokens(2, 3)
+    forward(cache, first)
+    forward(cache, second, until)
+    for use in USES.values():
+        with pytest.raises(InterruptedStepError, match=r"crop\(0\)"):
+            use(cache)
+    for _ in range(2):
+        cache.crop(0)
+        check(cache, first)
+    forward(cache, third)
+    check(cache, joined(first, third))
+
+
+@pytest.mark.parametrize("until", range(1, LAYERS))
+def test_a_first_step_that_ends_early_is_dropped_whole(make: Callable[..., TieredKVCache], until: int) -> None:
+    cache = make()
+    forward(cache, tokens(6, 1), until)
+    with pytest.raises(InterruptedStepError):
+        forward(cache, tokens(6, 2))
+    cache.crop(0)
+    assert cache.get_seq_length() == 0
+    forward(cache, tokens(6, 2))
+    check(cache, tokens(6, 2))
+
+
+@pytest.mark.parametrize("until", range(1, LAYERS))
+def test_without_a_config_a_first_step_that_ended_early_is_found_out_in_the_second(
+    make: Callable[..., TieredKVCache], until: int
+) -> None:
+    cache = make(None)
+    forward(cache, tokens(6, 1), until)
+    with pytest.raises(InterruptedStepError, match="reset"):
+        forward(cache, tokens(6, 1))
+    cache.reset()
+    forward(cache, tokens(6, 1))
+    check(cache, tokens(6, 1))
+
+
+def test_a_crop_drops_the_unfinished_step_first(make: Callable[..., TieredKVCache]) -> None:
+    cache = make()
+    forward(cache, tokens(6, 1))
+    forward(cache, tokens(3, 2), 2)
+    cache.crop(-2)
+    check(cache, [(k[:, :, :4], v[:, :, :4]) for k, v in tokens(6, 1)])
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_a_signal_inside_a_change_is_remembered_until_reset(
+    make: Callable[..., TieredKVCache], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """`KeyboardInterrupt` at every allocation of a step in turn."""
+    real = BlockPool.allocate
+    for nth in range(100):
+        cache = make()
+        first = tokens(BLOCK_SIZE, 1)
+        forward(cache, first)
+        left = [nth]
+
+        def allocate(self: BlockPool, *args: Any, left: list[int] = left, **kwargs: Any) -> int | None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(BlockPool, "allocate", allocate)
+        try:
+            forward(cache, tokens(count, 2))
+        except KeyboardInterrupt:
+            monkeypatch.undo()
+        else:
+            monkeypatch.undo()
+            assert nth >= LAYERS, "the law was put to the test"
+            return
+        for use in (*USES.values(), lambda cache: cache.crop(0), lambda cache: cache.crop(-1)):
+            with pytest.raises(InterruptedStepError):
+                use(cache)
+        for i, (k, _) in enumerate(first):
+            try:
+                seen = cache.layers[i].keys.dense()
+            except InterruptedStepError:
+                continue
+            assert torch.equal(seen[:, :, :BLOCK_SIZE], k), "what is still shown must be right"
+        assert repr(cache)
+        assert cache.stats.steps
+        cache.reset()
+        forward(cache, first)
+        check(cache, first)
+    raise AssertionError("a step does not allocate so often")
+
+
+def in_a_thread(act: Callable[[], Any]) -> type[BaseException] | None:
+    """What `act` raised in a thread of its own."""
+    raised: list[type[BaseException]] = []
+
+    def guarded() -> None:
+        try:
+            act()
+        except BaseException as error:
+            raised.append(type(error))
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join(30)
+    return raised[0] if raised else None
+
+
+@pytest.mark.parametrize("until", range(1, LAYERS))
+def test_a_second_thread_in_the_middle_of_a_step_is_refused_and_harms_nothing(
+    make: Callable[..., TieredKVCache], until: int
+) -> None:
+    cache = make()
+    first, second = tokens(6, 1), tokens(2, 2)
+    forward(cache, first)
+    forward(cache, second, until)
+    other = tokens(2, 3)
+    assert in_a_thread(lambda: cache.update(*other[until], until)) is ConcurrentUseError
+    assert in_a_thread(lambda: cache.update(*other[0], 0)) is ConcurrentUseError
+    for i in range(until, LAYERS):
+        cache.update(*second[i], i)
+    check(cache, joined(first, second))
+    assert in_a_thread(lambda: forward(cache, other)) is None, "whole steps may come from any thread"
+    check(cache, joined(first, second, other))
+
+
+def test_two_threads_at_once_are_refused_or_take_turns_but_never_garble(make: Callable[..., TieredKVCache]) -> None:
+    cache = make()
+    first = tokens(6, 1)
+    forward(cache, first)
+    start = threading.Barrier(2)
+    outcomes: list[str] = []
+
+    def worker(seed: int) -> None:
+        start.wait()
+        for n in range(30):
+            try:
+                forward(cache, tokens(1, 100 * seed + n))
+            except (ConcurrentUseError, InterruptedStepError):
+                outcomes.append("refused")
+            else:
+                outcomes.append("done")
+
+    threads = [threading.Thread(target=worker, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(outcomes) == 60, "a thread died of another error"
+    cache.crop(0)
+    assert {cache.get_seq_length(i) for i in range(LAYERS)} == {6 + outcomes.count("done")}
+    check(cache, [(cache.layers[i].keys.dense(), cache.layers[i].values.dense()) for i in range(LAYERS)])
+    for i, (k, _) in enumerate(first):
+        assert torch.equal(cache.layers[i].keys[:, :, :6], k)
+
+
+def test_a_layer_that_is_new_in_a_second_step_is_refused(make: Callable[..., TieredKVCache]) -> None:
+    cache = make(None)
+    forward(cache, tokens(3, 1), LAYERS - 1)
+    second = tokens(1, 2)
+    forward(cache, second, LAYERS - 1)
+    with pytest.raises(InterruptedStepError, match="new to a cache"):
+        cache.update(*second[-1], LAYERS - 1)
+    check(cache, joined(tokens(3, 1), second)[:-1])
