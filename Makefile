@@ -7,7 +7,8 @@ SHELL := bash
 # The first Python that is new enough and can make environments; or `make PYTHON=/path/to/python ...`.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
-GPU_PYTHON ?= python3
+GPU_PYTHON ?= $(shell for p in python3 $(NEWEST)/bin/python; do \
+	$$p -c 'import torch, transformers' 2>/dev/null && { echo $$p; exit; }; done; echo python3)
 ARGS ?=
 PYTEST_ARGS ?=
 
@@ -92,7 +93,10 @@ format: $(NEWEST)/.ready ## format the code and apply safe lint fixes
 bench: $(NEWEST)/.ready ## run benchmarks (ARGS="SCENARIO ...")
 	$(NEWEST)/bin/python -m benchmarks $(ARGS)
 
-gpu: ## build, test and measure on a GPU, from the plain source tree (GPU_PYTHON=python3)
+# No set-up: it takes whatever Python has torch, for a machine with a GPU may have no network.
+gpu: ## test and measure on a GPU, from the plain source tree (GPU_PYTHON=python3)
+	@$(GPU_PYTHON) -c 'import torch, transformers' || { \
+		echo "make gpu: $(GPU_PYTHON) lacks these: make GPU_PYTHON=/path/to/python gpu" >&2; exit 1; }
 	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 clean: ## remove build outputs and caches

@@ -1,10 +1,10 @@
 """`python -m benchmarks.gpu` (`make gpu`): test and measure on a GPU, from a plain source tree, without a network.
 
-First the tests that CUDA concerns, then the benchmarks, each part in a process of its own with a time limit, so that
-no failure takes others with it. Records go to benchmarks/results/gpu-<gpu>.jsonl, and a table of everything is printed.
+First the tests that concern CUDA, then the benchmarks, each part in a process of its own with a time limit, so that
+no failure takes others with it. Records go to benchmarks/results/gpu-<gpu>.jsonl; a table of everything is printed.
 
-Without CUDA the same code runs at tiny sizes on an emulated device. Its records are marked and go to a temporary folder:
-they show that the command works and say nothing about speed.
+Without CUDA the same code runs at tiny sizes on an emulated device. Its records are marked and go to a temporary
+folder: they show that the command works and say nothing about speed.
 
 Exit status: 0 if every part passed, 1 if not, 130 after Ctrl-C.
 """
@@ -12,6 +12,7 @@ Exit status: 0 if every part passed, 1 if not, 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.records import RESULTS, ROOT, Recorder, number, read, size, table
+from benchmarks.records import RESULTS, ROOT, Recorder, number, read, short, size, table
 
 LLAMA, QWEN = "llama-3.1-8b", "qwen3-0.6b"
 BUDGETS = "dynamic,kvtier@100%,kvtier@50%,kvtier@25%,kvtier@10%"
@@ -66,11 +67,11 @@ class Part:
 
 
 PARTS = (
-    Part("tests", 110),
-    Part("link", 25, {"--model": LLAMA, "--contexts": "32k"}, {"--contexts": "1k"}),
+    Part("tests", 150),
+    Part("link", 20, {"--model": LLAMA, "--contexts": "32k"}, {"--contexts": "4k"}),
     Part(
         "decode llama",
-        125,
+        110,
         {
             "--model": LLAMA,
             "--contexts": "32k,8k,64k,16k",
@@ -82,7 +83,7 @@ PARTS = (
     ),
     Part(
         "decode qwen",
-        60,
+        45,
         {
             "--model": QWEN,
             "--contexts": "32k,8k",
@@ -107,13 +108,13 @@ PARTS = (
     ),
     Part(
         "memory llama",
-        50,
+        45,
         {"--model": LLAMA, "--contexts": "32k", "--contenders": f"{BUDGETS},static", "--rounds": "1"},
         {"--contexts": "512"},
     ),
     Part(
         "update llama",
-        20,
+        15,
         {"--model": LLAMA, "--contexts": "8k", "--contenders": "dynamic,kvtier@100%,kvtier@25%", "--rounds": "5"},
         {"--contexts": "512"},
     ),
@@ -130,35 +131,48 @@ class Ended:
     tail: str
 
 
-def run_child(command: Sequence[str], seconds: float, *, keep: bool, **environment: str) -> Ended:
-    """Run a command in a process group of its own, and end that group when the time is over or on Ctrl-C."""
-    child = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | environment,
-        stdout=subprocess.PIPE if keep else None,
-        stderr=subprocess.STDOUT if keep else None,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = child.communicate(timeout=max(seconds, 1.0))
-        return Ended(child.returncode, output or "")
-    except subprocess.TimeoutExpired:
-        _end_group(child)
-        output, _ = child.communicate()
-        return Ended(None, output or "")
-    except BaseException:
-        _end_group(child)
-        raise
+class Children:
+    """The processes of this run. Each is the head of a group of its own, and all end when the `with` block does."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for child in list(self._running):
+            _end_group(child)
+
+    def run(self, command: Sequence[str], seconds: float, *, keep: bool, **environment: str) -> Ended:
+        """Run a command to its end, but not longer than so many seconds."""
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | environment,
+            stdout=subprocess.PIPE if keep else None,
+            stderr=subprocess.STDOUT if keep else None,
+            text=True,
+            start_new_session=True,
+        )
+        self._running.add(child)
+        try:
+            output, _ = child.communicate(timeout=max(seconds, 1.0))
+            return Ended(child.returncode, output or "")
+        except subprocess.TimeoutExpired:
+            _end_group(child)
+            output, _ = child.communicate()
+            return Ended(None, output or "")
+        finally:
+            _end_group(child)
+            self._running.discard(child)
 
 
 def _end_group(child: subprocess.Popen[str]) -> None:
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    child.wait()
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 # --------------------------------------------------------------------------------------------- tests
@@ -170,12 +184,12 @@ def pytest_jobs(*, cuda: bool) -> dict[str, list[str]]:
     for folder in ("tests/storage", "tests/hf"):
         for file in sorted((ROOT / folder).glob("test_*.py")):
             path = file.relative_to(ROOT).as_posix()
-            # Without CUDA `make test` runs them all anyway: here it is enough that the slower half can be collected.
-            jobs[path] = [path] if cuda or folder == "tests/storage" else ["--collect-only", path]
+            # Without CUDA `make test` runs them: here it is enough that they can be collected.
+            jobs[path] = [path] if cuda else ["--collect-only", path]
     return jobs
 
 
-def run_tests(recorder: Recorder, seconds: float, *, cuda: bool) -> list[str]:
+def run_tests(children: Children, recorder: Recorder, seconds: float, *, cuda: bool) -> list[str]:
     """Run the tests, several files at a time with CUDA. Returns what failed."""
     device = "cuda" if cuda else "cpu"
     deadline = time.monotonic() + seconds
@@ -183,9 +197,13 @@ def run_tests(recorder: Recorder, seconds: float, *, cuda: bool) -> list[str]:
 
     def run_job(item: tuple[str, list[str]]) -> tuple[str, Ended]:
         name, arguments = item
+        if time.monotonic() > deadline:
+            return name, Ended(None, "not begun")
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *arguments]
-        return name, run_child(command, deadline - time.monotonic(), keep=True, KVTIER_TEST_DEVICE=device)
+        return name, children.run(command, deadline - time.monotonic(), keep=True, KVTIER_TEST_DEVICE=device)
 
+    if not cuda:
+        print("  Without CUDA most tests are only collected here; `make test` runs them.\n")
     jobs = pytest_jobs(cuda=cuda)
     workers = max(min((os.cpu_count() or 1) // 2, 6), 1) if cuda else 1
     pool = ThreadPoolExecutor(workers)
@@ -215,7 +233,9 @@ def _last_line(text: str) -> str:
 # ------------------------------------------------------------------------------------------- the run
 
 
-def run_parts(parts: Sequence[Part], records: Path, recorder: Recorder, seconds: float, *, cuda: bool) -> list[str]:
+def run_parts(
+    children: Children, parts: Sequence[Part], records: Path, recorder: Recorder, seconds: float, *, cuda: bool
+) -> list[str]:
     """Run the parts one after the other. Returns what failed."""
     deadline = time.monotonic() + seconds
     failures: list[str] = []
@@ -229,11 +249,11 @@ def run_parts(parts: Sequence[Part], records: Path, recorder: Recorder, seconds:
             continue
         try:
             if part.name == "tests":
-                failures += run_tests(recorder, share, cuda=cuda)
+                failures += run_tests(children, recorder, share, cuda=cuda)
                 continue
             soft = max(share - 10, 5)
             command = part.command(cuda=cuda, out=records, seconds=soft)
-            ended = run_child(command, min(share + GRACE, left), keep=False)
+            ended = children.run(command, min(share + GRACE, left), keep=False)
             if ended.code is None:
                 failures.append(f"{part.name}: ended after its time limit; what it had recorded is kept")
             elif ended.code != 0:
@@ -256,7 +276,7 @@ def print_table(records: Sequence[dict[str, Any]]) -> None:
         shown = ["", "", ""] if group == before else list(group)
         before = group
         if "median" not in record:
-            note = f"{record['status']}: {record['reason']}" if record.get("reason") else record["status"]
+            note = short(": ".join(filter(None, (record["status"], record.get("reason")))))
             rows.append([" ".join(shown[:2]).strip(), shown[2], record.get("contender", ""), "-", "", "", note])
             continue
         ratio = record["ratio"]
@@ -264,7 +284,8 @@ def print_table(records: Sequence[dict[str, Any]]) -> None:
         values = (number(record["median"]), record["unit"], times)
         rows.append([" ".join(shown[:2]).strip(), shown[2], record["contender"], *values, _note(record["facts"])])
     if rows:
-        print(table(["", "tokens", "", "median", "", "", ""], rows, indent=""))
+        header = ["", "tokens", "", "median", "", "", ""]
+        print(table(header, rows, left=(0, 2, 4, 5, 6), indent=""))
 
 
 def _note(facts: dict[str, Any]) -> str:
@@ -316,7 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted = False
     failures: list[str] = []
     try:
-        failures = run_parts(args.only, records, recorder, args.time_limit, cuda=cuda)
+        with Children() as children:
+            failures = run_parts(children, args.only, records, recorder, args.time_limit, cuda=cuda)
     except KeyboardInterrupt:
         interrupted = True
     print("\n=== all results" + ("" if cuda else " (emulated)") + "\n")
@@ -327,9 +349,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if interrupted:
         print("Interrupted; what was recorded is kept.")
         return 130
-    print(
-        f"{time.monotonic() - began:.0f} s in all, {'everything passed' if not failures else f'{len(failures)} failed'}."
-    )
+    result = f"{len(failures)} failed" if failures else "everything passed"
+    print(f"{time.monotonic() - began:.0f} s in all, {result}.")
     return 1 if failures else 0
 
 

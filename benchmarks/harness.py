@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from benchmarks import models
 from benchmarks.contenders import BASELINE, Case, Contender, Unavailable, contender, first_line
 from benchmarks.models import Geometry
-from benchmarks.records import Recorder, number, size, table
+from benchmarks.records import Recorder, number, short, size, table
 from kvtier import BudgetError
 
 
@@ -353,7 +353,7 @@ class Bench:
         rows = []
         for name, outcome in outcomes.items():
             if not outcome.values:
-                rows.append([name, "-", "", "-", "", f"{outcome.status}: {outcome.reason}"])
+                rows.append([name, "-", "", "-", "", short(f"{outcome.status}: {outcome.reason}")])
                 continue
             spread = Spread.of(list(outcome.values.values()))
             ratio = outcome.ratio(outcomes[base]) if base in outcomes else None

@@ -116,17 +116,24 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
-    """Aligned columns: the first and the last to the left, numbers between to the right."""
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0, -1), indent: str = "  "
+) -> str:
+    """Aligned columns, those in `left` to the left and all others to the right."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    ends = (0, len(header) - 1)
+    to_left = {i % len(header) for i in left}
 
     def aligned(line: Sequence[str]) -> str:
         pairs = enumerate(zip(line, widths, strict=True))
-        return "  ".join(text.ljust(width) if i in ends else text.rjust(width) for i, (text, width) in pairs)
+        return "  ".join(text.ljust(width) if i in to_left else text.rjust(width) for i, (text, width) in pairs)
 
     return "\n".join((indent + aligned(line)).rstrip() for line in lines)
+
+
+def short(text: str, width: int = 100) -> str:
+    """Text for a table; records have all of it."""
+    return text if len(text) <= width else text[: width - 3].rstrip() + "..."
 
 
 def number(value: float) -> str:

@@ -32,6 +32,9 @@ EXAMPLE_MODEL = Path(__file__).resolve().parent / "pylm"
 #: Modules of the standard library that make up the text, in this order, as many as the context needs.
 MODULES = ("argparse", "tarfile", "inspect", "typing", "subprocess", "zipfile", "datetime", "shutil")
 FEWEST_TOKENS = 16
+#: Of the prompt, so much is shown before the continuation; marks stand around what was generated.
+PROMPT_TOKENS_SHOWN = 64
+MARK = "\u25ae"
 
 TERMINAL = sys.stdout.isatty()
 MIB = 2**20
@@ -157,18 +160,23 @@ class Progress(BaseStreamer):
         self.tokens: list[int] = []
         self.times: list[float] = []
         self.shown = 0
+        self.prompt_end = ""
         say(f"  prefill of {context:,} tokens ... ", end="")
         self.began = time.perf_counter()
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt at the first call, a token at each that follows."""
         if value.dim() > 1:
+            lines = self.tokenizer.decode(value[0, -PROMPT_TOKENS_SHOWN:], skip_special_tokens=True).splitlines()
+            self.prompt_end = "\n".join(lines[1:] or lines)
             return
         self.times.append(time.perf_counter())
         self.tokens += value.tolist()
         if len(self.times) == 1:
             say(f"{self.prefill_seconds:.2f} s")
-            say(f"  decode of {self.total} tokens ... ", end="\n\n" if self.text else "")
+            say(f"  decode of {self.total} tokens ... ", end="")
+            if self.text:
+                say(f"\n\n{dim(self.prompt_end + MARK)}", end="")
         if self.text:
             self._show_text()
         elif TERMINAL:
@@ -185,7 +193,7 @@ class Progress(BaseStreamer):
         """Finish the display."""
         if self.text:
             self._show_text(last=True)
-            say(dim("\u25ae") + "\n")
+            say(dim(MARK) + "\n")
         else:
             start = f"\r  decode of {self.total} tokens ... " if TERMINAL else ""
             say(f"{start}{self.rate:.1f} tokens/s")

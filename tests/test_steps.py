@@ -149,9 +149,12 @@ def test_a_signal_inside_a_change_is_remembered_until_reset(
             monkeypatch.undo()
             assert nth >= LAYERS, "the law was put to the test"
             return
-        for use in (*USES.values(), lambda cache: cache.crop(0), lambda cache: cache.crop(-1)):
-            with pytest.raises(InterruptedStepError):
+        for name, use in {**USES, "crop": lambda cache: cache.crop(-1)}.items():
+            try:
                 use(cache)
+            except InterruptedStepError:
+                continue
+            pytest.fail(f"{name} went on after a signal in allocation {nth}")
         for i, (k, _) in enumerate(first):
             try:
                 seen = cache.layers[i].keys.dense()

@@ -13,6 +13,8 @@ MAX_SLAB_BYTES = 64 * 2**20
 MIN_SLAB_BYTES = 2 * 2**20
 #: A budget is cut into at least so many slabs, so that giving one back gives back little.
 SLABS_PER_BUDGET = 64
+#: A slab asked for by a long run of blocks takes at most this share of the budget.
+WANTED_SHARE = 8
 #: Staging may take this share of the device slots.
 STAGING_SHARE = 8
 
@@ -28,7 +30,8 @@ def slab_slots(budget: int, slot_bytes: int, held: int, wanted: int = 1) -> int:
     """
     ceiling = min(budget // SLABS_PER_BUDGET, MAX_SLAB_BYTES)
     size = min(max(held // 16, MIN_SLAB_BYTES), ceiling)
-    return max(size // slot_bytes, min(wanted, MAX_SLAB_BYTES // slot_bytes), 1)
+    wanted = min(wanted, budget // (WANTED_SHARE * slot_bytes), MAX_SLAB_BYTES // slot_bytes)
+    return max(size // slot_bytes, wanted, 1)
 
 
 def victim_layer(resident: Iterable[tuple[int, int]]) -> int | None:

@@ -172,7 +172,7 @@ def group_rows(rows: Sequence[Table], layout: BlockLayout, keys: torch.Tensor, v
     """
     batch, tokens = keys.shape[0], keys.shape[2]
     if not rows:
-        same = _equal_tokens(keys, values) if batch > 1 else []
+        same = _equal_tokens(keys, values, layout.block_size) if batch > 1 else []
         groups = [Group(0, None, False)]
         for row in range(1, batch):
             if same[row - 1] == tokens:
@@ -185,7 +185,7 @@ def group_rows(rows: Sequence[Table], layout: BlockLayout, keys: torch.Tensor, v
         return groups
     if len(set(rows)) == batch:
         return [Group(row, table, False) for row, table in enumerate(rows)]
-    same = _equal_tokens(keys, values) if tokens > 1 else [0] * (batch - 1)
+    same = _equal_tokens(keys, values, layout.block_size) if tokens > 1 else [0] * (batch - 1)
     groups = []
     latest: dict[Table, Group] = {}
     for row, table in enumerate(rows):
@@ -198,15 +198,27 @@ def group_rows(rows: Sequence[Table], layout: BlockLayout, keys: torch.Tensor, v
     return groups
 
 
-def _equal_tokens(keys: torch.Tensor, values: torch.Tensor) -> list[int]:
-    """For each row but the first, how many leading tokens are bitwise those of the row before. One synchronisation."""
-    equal: torch.Tensor | None = None
-    for x in (keys, values):
-        bits = x.detach().contiguous().view(_BITS[x.dtype.itemsize])
-        same = (bits[1:] == bits[:-1]).all(-1).all(1)
-        equal = same if equal is None else equal & same
-    assert equal is not None
-    return equal.long().cumprod(1).sum(1).tolist()
+def _equal_tokens(keys: torch.Tensor, values: torch.Tensor, probe: int) -> list[int]:
+    """For each row but the first, how many leading tokens are bitwise those of the row before.
+
+    Only rows whose first `probe` tokens agree are compared to the end, one pair at a time: batches of different prompts
+    cost one small comparison and one synchronisation.
+    """
+    batch, tokens = keys.shape[0], keys.shape[2]
+    k, v = (x.detach().view(_BITS[x.dtype.itemsize]) for x in (keys, values))
+    counts: list[int] = _leading(k[1:, :, :probe], k[:-1, :, :probe], v[1:, :, :probe], v[:-1, :, :probe]).tolist()
+    alike = [row for row in range(1, batch) if counts[row - 1] == min(probe, tokens)]
+    if alike and tokens > probe:
+        whole = torch.stack([_leading(k[r : r + 1], k[r - 1 : r], v[r : r + 1], v[r - 1 : r]) for r in alike])
+        for row, count in zip(alike, whole.flatten().tolist(), strict=True):
+            counts[row - 1] = count
+    return counts
+
+
+def _leading(k: torch.Tensor, other_k: torch.Tensor, v: torch.Tensor, other_v: torch.Tensor) -> torch.Tensor:
+    """Leading tokens in which two stacks of rows `[rows, heads, tokens, dim]` agree in keys and values, `[rows]`."""
+    same = (k == other_k).all(-1).all(1) & (v == other_v).all(-1).all(1)
+    return same.long().cumprod(1).sum(1)
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

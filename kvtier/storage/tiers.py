@@ -260,17 +260,18 @@ class Tiers:
     # Slabs back
 
     def reclaim(self, nbytes: int, keep: LayerStore | None) -> bool:
-        """Give slabs back until `nbytes` of the near budget are free. False if that many cannot be had."""
-        while self.near.budget.free < nbytes:
-            candidates = [
-                (slab.slots - slab.free, slab.base, pool, slab)
-                for pool in self.near_pools.values()
-                for slab in pool.slabs
-            ]
-            candidates.sort(key=lambda c: c[:2])
-            if not any(self._retire(pool, slab, keep) for _, _, pool, slab in candidates):
-                return False
-        return True
+        """Give slabs back until `nbytes` of the near budget are free. False if that many cannot be had.
+
+        Slabs with least in use go first. What cannot leave the tier moves, if need be into a new small slab.
+        """
+        slabs = [
+            (slab.slots - slab.free, slab.base, pool, slab) for pool in self.near_pools.values() for slab in pool.slabs
+        ]
+        for _, _, pool, slab in sorted(slabs, key=lambda x: x[:2]):
+            if self.near.budget.free >= nbytes:
+                break
+            self._retire(pool, slab, keep)
+        return self.near.budget.free >= nbytes
 
     def _retire(self, pool: BlockPool, slab: Slab, keep: LayerStore | None) -> bool:
         """Empty one slab, by eviction or by moving its blocks within the tier, and give it back."""
@@ -300,9 +301,9 @@ class Tiers:
             else:
                 return True
         target = pool.allocate(None, block, avoid=slab)
+        if target is None and self._grow(pool):
+            target = pool.allocate(None, block, avoid=slab)
         while target is None and self.evict_one(pool.layout, keep):
-            if block.near is None:  # evicting made this very block leave
-                return True
             target = pool.allocate(None, block, avoid=slab)
         if target is None:
             return False
