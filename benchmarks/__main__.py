@@ -106,7 +106,7 @@ def parse_args(argv: Sequence[str] | None, known: Sequence[str]) -> tuple[argpar
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run scenarios. Returns 0; 1 if a contender failed or was refused; 2 for a wrong option; 130 after Ctrl-C."""
+    """Run scenarios. Returns 0; 1 if a contender failed; 2 for a wrong option; 130 after Ctrl-C."""
     found = all_scenarios()
     args, settings = parse_args(argv, list(found))
     if args.list:

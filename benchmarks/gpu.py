@@ -252,11 +252,17 @@ def run_parts(
                 failures += run_tests(children, recorder, share, cuda=cuda)
                 continue
             soft = max(share - 10, 5)
+            known = len(read(records))
             command = part.command(cuda=cuda, out=records, seconds=soft)
             ended = children.run(command, min(share + GRACE, left), keep=False)
             if ended.code is None:
                 failures.append(f"{part.name}: ended after its time limit; what it had recorded is kept")
-            elif ended.code != 0:
+            ill = [r for r in read(records)[known:] if r["status"] in ("failed", "refused")]
+            failures += [
+                f"{part.name}: {r['contender']} at {r['workload']['context']:,}: {r['status']}: {short(r['reason'])}"
+                for r in ill
+            ]
+            if ended.code and not ill:
                 failures.append(f"{part.name}: exit status {ended.code}")
         except Exception as error:
             failures.append(f"{part.name}: {type(error).__name__}: {error}")

@@ -194,7 +194,7 @@ class Bench:
 
     Attributes:
         settings: the command line.
-        failed: how many contenders failed or were refused so far.
+        failed: how many contenders failed so far. A budget that is too small is a finding, not a failure.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -310,7 +310,7 @@ class Bench:
                 workload=workload,
                 facts=outcome.facts,
             )
-            self.failed += outcome.status in ("failed", "refused")
+            self.failed += outcome.status == "failed"
         return outcomes
 
     def _fitting(self, case: Case, contenders: Mapping[str, Contender | None]) -> tuple[list[str], dict[str, Outcome]]:

@@ -149,9 +149,15 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def _reset_peaks(device: torch.device) -> tuple[int, int]:
     """Begin the peaks anew; returns what is in use, of the process and of the device."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-    if device.type == "cuda":
+    cuda = device.type == "cuda"
+    if cuda:
         torch.cuda.reset_peak_memory_stats(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    except OSError as error:
+        if not cuda:
+            raise Unavailable("the system does not let a process reset its memory peak") from error
+    if cuda:
         return _status("VmRSS"), torch.cuda.memory_allocated(device)
     return _status("VmRSS"), 0
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvtier import BudgetError, TieredKVCache, TransferError
+from kvtier.attention import dense_kv
 from kvtier.testing import failing, held, with_doubles
 
 HEADS, K_DIM, V_DIM = 2, 4, 3
@@ -67,12 +68,13 @@ class Walk:
         twins = self.random.random() < 0.4
         part = self.random.randint(0, count)
         for _ in range(LAYERS):
-            k = torch.randn(batch, HEADS, count, K_DIM, generator=self.torch)
-            v = torch.randn(batch, HEADS, count, V_DIM, generator=self.torch)
+            # Drawn on the CPU, wherever they go: the same walk on every device.
+            k = torch.randn(batch, HEADS, count, K_DIM, generator=self.torch, device="cpu")
+            v = torch.randn(batch, HEADS, count, V_DIM, generator=self.torch, device="cpu")
             if twins:
                 for row in range(1, batch):
                     k[row, :, :part], v[row, :, :part] = k[row - 1, :, :part], v[row - 1, :, :part]
-            out.append((k, v))
+            out.append((k.to(torch.get_default_device()), v.to(torch.get_default_device())))
         return out
 
     def append(self) -> None:
@@ -147,8 +149,6 @@ class Walk:
             store = self.cache._runtime.layers[i]
             try:
                 if self.random.random() < 0.5:
-                    from kvtier.attention import dense_kv
-
                     keys, values = dense_kv(store, store.length)
                 else:
                     keys, values = self.cache.layers[i].keys.dense(), self.cache.layers[i].values.dense()
