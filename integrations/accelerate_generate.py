@@ -30,13 +30,9 @@ PROMPTS = [
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(EXAMPLE_MODEL), help="a folder or the name of a hub model")
-    parser.add_argument(
-        "--prompt", action="append", help="may be repeated; default: a few beginnings of code"
-    )
+    parser.add_argument("--prompt", action="append", help="may be repeated; default: a few beginnings of code")
     parser.add_argument("--max-new-tokens", type=int, default=40)
     parser.add_argument("--device-budget", help="KV on the device, per process: bytes, '4GiB', ...")
     parser.add_argument("--host-budget", default="auto", help="KV in host memory, per process")
@@ -49,9 +45,7 @@ def generate(
     """The continuations of a batch of prompts, prompts included."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     with TieredKVCache(model.config, device_budget=args.device_budget, host_budget=args.host_budget) as cache:
-        tokens = model.generate(
-            **inputs, past_key_values=cache, max_new_tokens=args.max_new_tokens, do_sample=False
-        )
+        tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.max_new_tokens, do_sample=False)
     return tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
 

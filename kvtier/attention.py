@@ -37,7 +37,9 @@ def dense_kv(layer: LayerStore, length: int) -> tuple[torch.Tensor, torch.Tensor
     key = (layer.version, workspace.version, count)
     plan = layer.plan
     if not isinstance(plan, GatherPlan) or plan.key != key:
-        plan = layer.plan = _plan(layer, count, _workspace_parts(layer, count, data), key)
+        # Plans outlive the mode they are made in, and what is made in inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            plan = layer.plan = _plan(layer, count, _workspace_parts(layer, count, data), key)
     _gather(layer, plan)
     # Layers of one shape take turns in the same memory: one pair of views serves them all.
     kv_key = (workspace.version, layer.batch, count, length, layout)
@@ -71,9 +73,11 @@ def attend(layer: LayerStore, length: int, repeats: int, query: torch.Tensor, op
     Returns:
         `[batch, heads, queries, v_dim]`, bitwise what torch's kernel gives on dense keys and values.
     """
-    keys, values = dense_kv(layer, length)
-    if torch.is_grad_enabled() and query.requires_grad:
-        keys, values = NoGradientThroughCache.apply(query, keys, values)
+    if torch.is_grad_enabled() and query.requires_grad and not layer.carries_graph:
+        # The query's gradient is right as long as nobody writes into what its graph remembers.
+        keys, values = own_kv(layer, length)
+    else:
+        keys, values = without_gradient(layer, *dense_kv(layer, length))
     return F.scaled_dot_product_attention(query, repeat(keys, repeats), repeat(values, repeats), **options)
 
 
@@ -85,12 +89,20 @@ def repeat(x: torch.Tensor, repeats: int) -> torch.Tensor:
     return x[:, :, None].expand(batch, heads, repeats, tokens, dim).reshape(batch, heads * repeats, tokens, dim)
 
 
+def without_gradient(layer: LayerStore, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let a backward pass that would need the graph of cached keys and values raise instead of being wrong."""
+    if not (torch.is_grad_enabled() and layer.carries_graph):
+        return keys, values
+    keys, values = NoGradientThroughCache.apply(torch.zeros((), requires_grad=True), keys, values)
+    return keys, values
+
+
 class NoGradientThroughCache(torch.autograd.Function):
     """Cached keys and values carry no graph. Forward passes are right; a backward pass would be wrong, so it raises."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Pass keys and values through, tied to the query's graph."""
+    def forward(ctx: Any, hook: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Pass keys and values through, tied to the graph of `hook`."""
         return keys.view_as(keys), values.view_as(values)
 
     @staticmethod
@@ -98,8 +110,7 @@ class NoGradientThroughCache(torch.autograd.Function):
         """Always raises `UnsupportedError`."""
         raise UnsupportedError(
             "A backward pass reached the KV cache. TieredKVCache stores keys and values without their graph: train "
-            "without "
-            "a cache, or with DynamicCache."
+            "without a cache, or with DynamicCache."
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvtier import attention
+from kvtier import attention, integrity
 from kvtier.config import (
     DEVICE_RESERVE,
     DEVICE_RESERVE_SHARE,
@@ -19,7 +19,7 @@ from kvtier.config import (
 from kvtier.errors import BudgetError, ClosedError, StaleViewError
 from kvtier.metrics import CacheStats, Counters, TierStats
 from kvtier.steps import Steps
-from kvtier.storage.block import BlockLayout, Group
+from kvtier.storage.block import BlockLayout, Group, likely_groups
 from kvtier.storage.memory import Budget, Memory, free_device_memory, free_host_memory
 from kvtier.storage.pool import BlockPool
 from kvtier.storage.store import LayerStore
@@ -80,11 +80,13 @@ class Runtime:
             MismatchError, BudgetError, TransferError: the layer is as it was before.
         """
         store = self.layers.get(index)
+        graph = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
         if store is None:
             store = self._new_layer(index, keys, values)
-        elif store.is_token(keys, values) and store.append_token(keys, values):
+        store.carries_graph |= graph
+        if store.is_token(keys, values) and store.append_token(keys, values):
             return store
         store.check(keys, values)
         if keys.shape[2]:
@@ -136,7 +138,7 @@ class Runtime:
         for tiers in self._tiers.values():
             if tiers.layers:
                 store = tiers.layers[0]
-                self._admit(store, store.likely_groups(tokens), tokens)
+                self._admit(store, likely_groups(store.rows, tokens), tokens)
 
     def _admit(self, store: LayerStore, groups: Sequence[Group], tokens: int) -> None:
         """Refuse, before anything changes, a step that will not fit: this layer stands for those still to come."""
@@ -168,7 +170,7 @@ class Runtime:
         far = tiers.far.budget
         others = sum(t.far_bytes() for t in self._tiers.values() if t is not tiers)
         needed = held + coming - kept + others
-        if needed > far.limit:
+        if needed > far.limit // size * size:
             raise self._too_small(far, needed, store, tokens)
 
     def _too_small(self, budget: Budget, needed: int, store: LayerStore, tokens: int) -> BudgetError:
@@ -190,21 +192,23 @@ class Runtime:
     ) -> torch.Tensor:
         """Attention of `query` over a view of `store`; then begin to fetch for the layer that follows."""
         self._check_view(store, length, epoch)
-        self.counters.views_attended += 1
-        out = attention.attend(store, length, repeats, query, options)
-        self._prefetch_after(store)
+        with self.steps.changing():
+            self.counters.views_attended += 1
+            out = attention.attend(store, length, repeats, query, options)
+            self._prefetch_after(store)
         return out
 
     def densify(self, store: LayerStore, length: int, epoch: int, operation: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a view as tensors of the caller's own."""
         self._check_view(store, length, epoch)
-        keys, values = attention.own_kv(store, length)
-        counters = self.counters
-        counters.dense_fallbacks += 1
-        counters.dense_fallback_bytes += keys.nbytes + values.nbytes
-        counters.dense_fallback_ops[operation] = counters.dense_fallback_ops.get(operation, 0) + 1
-        self._prefetch_after(store)
-        return keys, values
+        with self.steps.changing():
+            keys, values = attention.own_kv(store, length)
+            counters = self.counters
+            counters.dense_fallbacks += 1
+            counters.dense_fallback_bytes += keys.nbytes + values.nbytes
+            counters.dense_fallback_ops[operation] = counters.dense_fallback_ops.get(operation, 0) + 1
+            self._prefetch_after(store)
+        return attention.without_gradient(store, keys, values)
 
     def _check_view(self, store: LayerStore, length: int, epoch: int) -> None:
         self.check_open()
@@ -305,21 +309,7 @@ class Runtime:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every count in the cache agrees with every other. For tests and debugging."""
-        for tiers in self._tiers.values():
-            tiers.check_integrity()
-        for pool in self._host_pools.values():
-            pool.check_integrity()
-        if self._host is not None:
-            pools = [*self._host_pools.values()]
-            taken = sum(p.nbytes for p in pools)
-            for tiers in self._tiers.values():
-                if tiers.far is None:
-                    taken += sum(p.nbytes for p in tiers.near_pools.values()) + tiers.workspace.nbytes
-            assert self._host.budget.used == taken <= self._host.budget.limit, "host bytes are counted wrong"
-            far_slots = sum(b.far is not None for x in self.layers.values() for b in x.distinct_blocks())
-            in_flight = sum(t.engine.pending_slots(p) for t in self._tiers.values() for p in pools)
-            used = sum(pool.used for pool in pools)
-            assert far_slots <= used <= far_slots + in_flight, "host slots leaked"
+        integrity.check(self._tiers.values(), self._host_pools.values(), self._host)
 
 
 def _tier_stats(memories: Sequence[Memory], pools: Sequence[BlockPool], tiers: Sequence[Tiers]) -> TierStats:

@@ -74,7 +74,7 @@ class Steps:
         me = threading.get_ident()
         begins = not self.began or layer in self.began
         if begins:
-            self.check_whole()
+            self._check_complete()
             if self._first is None:
                 self._first = layer
             elif layer != self._first:
@@ -101,7 +101,12 @@ class Steps:
         self.began.pop(layer, None)
 
     def check_whole(self) -> None:
-        """Raise if a step is known to be unfinished."""
+        """Raise if a step is known to be unfinished, or a change was cut short."""
+        if self._guard.broken:
+            raise InterruptedStepError("A change of the cache was cut short. `reset()` it before using it again.")
+        self._check_complete()
+
+    def _check_complete(self) -> None:
         if not self.complete:
             raise self._two_threads() if self._owned_by_another() else self.interrupted()
 

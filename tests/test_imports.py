@@ -27,7 +27,7 @@ ROWS: tuple[set[str], ...] = (
     {"planning"},
     {"kernels", "cpu"},
     {"storage"},
-    {"runtime", "attention", "steps"},
+    {"runtime", "attention", "integrity", "steps"},
     {"conversation"},
     {"hf"},
     {"serving"},
@@ -140,16 +140,12 @@ def guests_use_public_names_only(root: Path) -> list[str]:
         names += [
             (node.lineno, ast.unparse(node))
             for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "kvtier"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvtier"
         ]
         broken += [
             f"{file.relative_to(root)}:{line} uses {name}"
             for line, name in names
-            if name != "kvtier"
-            and not within(name, "kvtier.testing")
-            and name.removeprefix("kvtier.") not in public
+            if name != "kvtier" and not within(name, "kvtier.testing") and name.removeprefix("kvtier.") not in public
         ]
     return broken
 
@@ -230,11 +226,7 @@ def test_the_tree_keeps_the_rule(rule: Rule) -> None:
 
 @pytest.mark.parametrize(
     ("rule", "files"),
-    [
-        pytest.param(rule, files, id=f"{rule.__name__}-{i}")
-        for rule, trees in RULES
-        for i, files in enumerate(trees)
-    ],
+    [pytest.param(rule, files, id=f"{rule.__name__}-{i}") for rule, trees in RULES for i, files in enumerate(trees)],
 )
 def test_the_rule_notices_a_tree_that_breaks_it(rule: Rule, files: dict[str, str], tmp_path: Path) -> None:
     for path, source in files.items():
@@ -357,7 +349,7 @@ transformers.cache_utils.DynamicCache.update = lambda *args: None
 torch.nn.functional.scaled_dot_product_attention = lambda *args: None
 transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register("guilty", lambda *args: None)
 open("cache.bin", "w").close()
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["KVTIER_GUILTY"] = "1"
 subprocess.run(["true"])
 """
 

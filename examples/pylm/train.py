@@ -137,9 +137,7 @@ def build_optimizer(model: LlamaForCausalLM, args: argparse.Namespace) -> torch.
         {"params": [p for p in model.parameters() if p.ndim >= 2]},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
-    )
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
 
 
 def learning_rate(done: float, args: argparse.Namespace) -> float:
@@ -184,9 +182,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     tokenizer.save_pretrained(folder)
 
 
-def train_step(
-    model: LlamaForCausalLM, optimizer: torch.optim.AdamW, batch: Tensor, args: argparse.Namespace
-) -> float:
+def train_step(model: LlamaForCausalLM, optimizer: torch.optim.AdamW, batch: Tensor, args: argparse.Namespace) -> float:
     """Take one step of the optimizer and return the loss."""
     with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class TieredLayer(DynamicLayer):
         self._runtime = runtime
         self.index = index
         self._assigned: dict[int, torch.Tensor] = {}
+        self._latest: weakref.ref[Snapshot] | None = None
 
     @property
     def _store(self) -> LayerStore | None:
@@ -137,7 +139,14 @@ class TieredLayer(DynamicLayer):
         if part in self._assigned:
             return self._assigned[part]
         store = self._store
-        return None if store is None else Snapshot(self._runtime, store).views()[part]
+        if store is None:
+            return None
+        # Keys and values read one after the other are one snapshot, so that they are fetched together.
+        snapshot = self._latest() if self._latest is not None else None
+        if snapshot is None or (snapshot.store, snapshot.length, snapshot.epoch) != (store, store.length, store.epoch):
+            snapshot = Snapshot(self._runtime, store)
+            self._latest = weakref.ref(snapshot)
+        return snapshot.views()[part]
 
     def _assign(self, part: int, value: torch.Tensor | None) -> None:
         if value is None:

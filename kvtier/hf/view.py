@@ -26,7 +26,7 @@ class Snapshot:
         epoch: of the store when it was taken.
     """
 
-    __slots__ = ("_dense", "epoch", "length", "runtime", "store")
+    __slots__ = ("__weakref__", "_dense", "epoch", "length", "runtime", "store")
 
     def __init__(self, runtime: Runtime, store: LayerStore) -> None:
         self.runtime = runtime
@@ -253,8 +253,9 @@ def _dense_arguments(operation: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def _refuse_writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
     in_place |= name.startswith("__i") and name.endswith("__") and name[3:-2] in _IN_PLACE
+    in_place |= bool(kwargs.get("inplace"))
     target = args[0] if in_place and args else kwargs.get("out")
-    if isinstance(target, KVView):
+    if any(isinstance(x, KVView) for x in (target if isinstance(target, list | tuple) else (target,))):
         raise UnsupportedError(
             f"`{name}` would write into the KV cache. What TieredKVCache holds never changes: work on a `.clone()`, "
             "or assign "

@@ -34,6 +34,11 @@ def slab_slots(budget: int, slot_bytes: int, held: int, wanted: int = 1) -> int:
     return max(size // slot_bytes, wanted, 1)
 
 
+def may_begin_extent(budget: int, extent_bytes: int) -> bool:
+    """Whether a new extent may be allocated while single slots are free: where it is little against the budget."""
+    return extent_bytes * SLABS_PER_BUDGET <= budget
+
+
 def victim_layer(resident: Iterable[tuple[int, int]]) -> int | None:
     """The layer that gives up its oldest block: the one with most on the device, so that layers stay even.
 

@@ -198,6 +198,30 @@ def group_rows(rows: Sequence[Table], layout: BlockLayout, keys: torch.Tensor, v
     return groups
 
 
+def likely_groups(rows: Sequence[Table], tokens: int) -> list[Group]:
+    """What `group_rows` will answer for `tokens` new tokens, if rows that are equal so far stay so."""
+    groups: list[Group] = []
+    seen: set[Table] = set()
+    for row, table in enumerate(rows):
+        if table not in seen or tokens == 1:
+            groups.append(Group(row, table, fork=table in seen))
+        seen.add(table)
+    return groups
+
+
+def blocks_needed(groups: Sequence[Group], length: int, tokens: int, block_size: int) -> int:
+    """New slots that appending `tokens` to `groups` of `length` tokens takes, copies on write included."""
+    total, have = -(-(length + tokens) // block_size), -(-length // block_size)
+    needed = 0
+    for group in groups:
+        if group.table is None:
+            needed += total - group.shared_blocks
+        else:
+            copied = length % block_size and (group.fork or group.table.blocks[-1].refs > 1)
+            needed += total - have + bool(copied)
+    return needed
+
+
 def _equal_tokens(keys: torch.Tensor, values: torch.Tensor, probe: int) -> list[int]:
     """For each row but the first, how many leading tokens are bitwise those of the row before.
 

@@ -99,7 +99,8 @@ class Memory:
     def _map(self, nbytes: int) -> torch.Tensor:
         # Aligned to a huge page when it is worth one; the surplus is address space only and never touched.
         align = _HUGE_PAGE if nbytes >= _HUGE_PAGE else 0
-        region = mmap.mmap(-1, nbytes + align)
+        # Private: a forked child must not write into its parent's KV.
+        region = mmap.mmap(-1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if align and hasattr(mmap, "MADV_HUGEPAGE"):
             region.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(region, dtype=torch.uint8)

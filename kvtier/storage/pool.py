@@ -27,7 +27,9 @@ class Slab:
         self.data = data
         self.slots = data.numel() // layout.nbytes
         self.free = self.slots
-        self.keys, self.values = layout.split(data)
+        # Views made in inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            self.keys, self.values = layout.split(data)
 
 
 class BlockPool:
@@ -218,6 +220,10 @@ class BlockPool:
         """Values of `count` neighbouring slots, `[count, v_heads, block_size, v_dim]`, a view."""
         slab = self.slab(start)
         return slab.values[start - slab.base : start - slab.base + count]
+
+    def has_run(self, near: int | None) -> bool:
+        """Whether the next slot would continue a run, or begin one with room behind it."""
+        return (near is not None and near + 1 in self._free) or bool(self._whole)
 
     def pairs(self, start: int, count: int) -> torch.Tensor:
         """Keys and values of `count` neighbouring slots of a uniform layout, `[count, 2, heads, block_size, dim]`."""

@@ -169,6 +169,14 @@ class Workspace:
         self._data = data
         return data
 
+    def release_surplus(self) -> bool:
+        """Give the workspace back if it is larger than any layer needs. Not while a reader uses it. True if it was."""
+        needed = max((x.workspace_bytes(x.length) for x in self._tiers.layers if x.dense), default=0)
+        if self.nbytes <= needed:
+            return False
+        self.release()
+        return True
+
     @property
     def nbytes(self) -> int:
         """Bytes the workspace has now."""

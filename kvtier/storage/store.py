@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.errors import MismatchError
-from kvtier.storage.block import Block, BlockLayout, Group, Table, group_rows
+from kvtier.storage.block import Block, BlockLayout, Group, Table, blocks_needed, group_rows
 from kvtier.storage.tiers import Tiers
 from kvtier.storage.transfer import join
 from kvtier.types import Direction, LayerResidency
@@ -29,6 +29,8 @@ class LayerStore:
         resident: sealed blocks with a near slot, oldest first.
         unwritten: those of them without a far copy, oldest first.
         dense: whether attention lays this layer out in the workspace.
+        carries_graph: whether keys or values came with an autograd graph, which is not kept.
+        last_far: the far slot written last; the next write-back continues there.
     """
 
     def __init__(self, index: int, layout: BlockLayout, tiers: Tiers) -> None:
@@ -44,6 +46,8 @@ class LayerStore:
         self.resident: dict[Block, None] = {}
         self.unwritten: dict[Block, None] = {}
         self.plan: object = None
+        self.last_far: int | None = None
+        self.carries_graph = False
         self._missing: list[Block] = []
         self._missing_version = -1
         self._token_shapes: tuple[tuple[int, ...], ...] = ((), ())
@@ -149,29 +153,9 @@ class LayerStore:
         """Which rows share a table when `keys` and `values` are appended; see `group_rows`."""
         return group_rows(self._rows if self.length else (), self.layout, keys, values)
 
-    def likely_groups(self, tokens: int) -> list[Group]:
-        """What `group` will answer for `tokens` new tokens, if rows that were equal stay so."""
-        if tokens > 1 or len(self._tables) == self.batch:
-            return [Group(0, table, False) for table in self._tables]
-        seen: set[Table] = set()
-        groups = []
-        for row, table in enumerate(self._rows):
-            groups.append(Group(row, table, fork=table in seen))
-            seen.add(table)
-        return groups
-
     def blocks_needed(self, groups: Sequence[Group], tokens: int) -> int:
         """New slots that appending `tokens` to `groups` takes, copies on write included."""
-        size = self.layout.block_size
-        total, have = -(-(self.length + tokens) // size), -(-self.length // size)
-        needed = 0
-        for group in groups:
-            if group.table is None:
-                needed += total - group.shared_blocks
-            else:
-                copied = self.length % size and (group.fork or group.table.blocks[-1].refs > 1)
-                needed += total - have + bool(copied)
-        return needed
+        return blocks_needed(groups, self.length, tokens, self.layout.block_size)
 
     def append_token(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Add one token to every row where that takes no new slot: the steady state of decoding.
@@ -374,6 +358,7 @@ class LayerStore:
         self._set_rows([])
         self._drop(dropped)
         self.length = 0
+        self.carries_graph = False
         self.epoch += 1
 
     def forget_plan(self) -> None:
@@ -411,25 +396,3 @@ class LayerStore:
         if block.refs == 0:
             self.count -= 1
             self.tiers.free_block(block)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless rows, tables, blocks and their counts agree."""
-        assert set(self._rows) == set(self._tables)
-        count = -(-self.length // self.layout.block_size)
-        refs: dict[Block, int] = {}
-        for table in self._tables:
-            assert len(table.blocks) == count, "a table does not match the length"
-            for i, block in enumerate(table.blocks):
-                refs[block] = refs.get(block, 0) + 1
-                assert block.layer is self
-                full = (i + 1) * self.layout.block_size <= self.length
-                assert block.sealed or not full, "a full block is not sealed"
-                assert block.near is not None or (block.sealed and block.far is not None), "a block has no bytes"
-                assert (block in self.resident) == (block.sealed and block.near is not None)
-                written = block.far is not None
-                assert (block in self.unwritten) == (
-                    block in self.resident and not written and self.tiers.far is not None
-                )
-        assert len(refs) == self.count, "blocks are counted wrong"
-        assert all(block.refs == n for block, n in refs.items()), "a block miscounts its tables"
-        assert self.resident.keys() <= refs.keys(), "a block that no table holds is resident"

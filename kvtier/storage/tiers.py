@@ -14,7 +14,7 @@ from kvtier.metrics import Counters
 from kvtier.planning import placement
 from kvtier.storage.block import Block, BlockLayout
 from kvtier.storage.memory import Memory
-from kvtier.storage.pool import BlockPool, Slab
+from kvtier.storage.pool import EXTENT, BlockPool, Slab
 from kvtier.storage.staging import StagingArea, Workspace
 from kvtier.storage.transfer import State, Transfer, TransferEngine, join
 from kvtier.types import Direction
@@ -95,18 +95,34 @@ class Tiers:
             BudgetError: everything in the near tier is in use and nothing may be evicted.
         """
         pool = self.near_pool(layer.layout)
+        self._grow_run(pool, near)
         slot = pool.allocate(near, owner)
-        if slot is None and self._grow(pool):
+        while slot is None:
+            if not self._make_room(pool, keep, reading=owner is None):
+                raise self.near_shortage(layer.layout.nbytes)
             slot = pool.allocate(near, owner)
-        while slot is None and self.evict_one(layer.layout, keep):
-            slot = pool.allocate(near, owner)
-        if slot is None and self.reclaim(layer.layout.nbytes, keep) and self._grow(pool):
-            slot = pool.allocate(near, owner)
-        if slot is None and self.staging.drop():
-            return self.take(layer, near, owner, keep)
-        if slot is None:
-            raise self.near_shortage(layer.layout.nbytes)
         return slot
+
+    def _make_room(self, pool: BlockPool, keep: LayerStore | None, *, reading: bool) -> bool:
+        """Free at least one slot of `pool`, the cheapest way first. False if there is none left."""
+        if self._grow(pool):
+            return True
+        if not reading and self.workspace.release_surplus() and self._grow(pool):
+            return True
+        try:
+            if self.evict_one(pool.layout, keep) or (self.reclaim(pool.layout.nbytes, keep) and self._grow(pool)):
+                return True
+        except BudgetError:
+            # The far tier is full too: what was fetched ahead must go before anything is refused.
+            if not self._drop_staged():
+                raise
+            return True
+        return self._drop_staged()
+
+    def _drop_staged(self) -> bool:
+        dropped = self.staging.drop()
+        self.engine.drain()
+        return dropped
 
     def near_shortage(self, missing: int) -> BudgetError:
         """The error for a near tier that is short of `missing` bytes."""
@@ -137,6 +153,12 @@ class Tiers:
 
     def _grow(self, pool: BlockPool, wanted: int = 1) -> int:
         return pool.grow(placement.slab_slots(pool.memory.budget.limit, pool.layout.nbytes, pool.nbytes, wanted))
+
+    def _grow_run(self, pool: BlockPool, near: int | None) -> None:
+        """Before a run of blocks would be broken up: begin a new extent, where that is little against the budget."""
+        size = pool.layout.nbytes
+        if not pool.has_run(near) and placement.may_begin_extent(pool.memory.budget.limit, EXTENT * size):
+            self._grow(pool, EXTENT)
 
     def prepare(self, layout: BlockLayout, slots: int) -> None:
         """Told that `slots` near slots are wanted next to each other: grow once rather than often."""
@@ -204,17 +226,14 @@ class Tiers:
         far = self.far_pool(layer.layout)
         assert far is not None
         sources, targets, written = [], [], []
-        previous: int | None = None
         for block in blocks:
-            slot = far.allocate(previous, block)
-            if slot is None and self._grow(far):
-                slot = far.allocate(previous, block)
+            slot = self._far_slot(far, layer, block, required)
             if slot is None:
                 break
             assert block.near is not None
             assert block.sealed
             assert block.far is None
-            previous = block.far = slot
+            layer.last_far = block.far = slot
             sources.append(block.near)
             targets.append(slot)
             written.append(block)
@@ -245,6 +264,30 @@ class Tiers:
         elif required:
             transfer.wait()  # raises if it failed
 
+    def _far_slot(self, far: BlockPool, layer: LayerStore, block: Block, required: bool) -> int | None:
+        self._grow_run(far, layer.last_far)
+        slot = far.allocate(layer.last_far, block)
+        if slot is None and self._grow(far):
+            slot = far.allocate(layer.last_far, block)
+        if slot is None and required and self._forget_copy(layer.layout):
+            slot = far.allocate(layer.last_far, block)
+        return slot
+
+    def _forget_copy(self, layout: BlockLayout) -> bool:
+        """Free one far slot whose block is on the device too. The block will be written anew if it must leave."""
+        far = self.far_pool(layout)
+        assert far is not None
+        for layer in self.layers:
+            if layer.layout != layout:
+                continue
+            for block in reversed(layer.resident):
+                if block.far is not None and block.pending is None:
+                    far.release(block.far)
+                    block.far = None
+                    layer.unwritten[block] = None
+                    return True
+        return False
+
     def _far_shortage(self, layer: LayerStore) -> BudgetError:
         assert self.far is not None
         budget = self.far.budget
@@ -264,6 +307,12 @@ class Tiers:
 
         Slabs with least in use go first. What cannot leave the tier moves, if need be into a new small slab.
         """
+        self._drop_staged()
+        for layout, pool in self.near_pools.items():
+            # First leave evenly, over all layers; then close the gaps.
+            wanted = -(-(nbytes - self.near.budget.free) // layout.nbytes)
+            while pool.free < wanted and self.evict_one(layout, keep):
+                pass
         slabs = [
             (slab.slots - slab.free, slab.base, pool, slab) for pool in self.near_pools.values() for slab in pool.slabs
         ]
@@ -275,9 +324,6 @@ class Tiers:
 
     def _retire(self, pool: BlockPool, slab: Slab, keep: LayerStore | None) -> bool:
         """Empty one slab, by eviction or by moving its blocks within the tier, and give it back."""
-        if slab.free < slab.slots:
-            self.staging.drop()
-            self.engine.drain()
         for slot in range(slab.base, slab.base + slab.slots):
             if not pool.references(slot):
                 continue
@@ -293,14 +339,14 @@ class Tiers:
         return True
 
     def _move_out(self, pool: BlockPool, slab: Slab, block: Block, keep: LayerStore | None) -> bool:
-        if block.sealed and self.far is not None and block.layer is not keep:
+        target = pool.allocate(None, block, avoid=slab)
+        if target is None and block.sealed and self.far is not None and block.layer is not keep:
             try:
                 self.evict(block)
             except (BudgetError, TransferError):
                 pass  # then it moves within the tier
             else:
                 return True
-        target = pool.allocate(None, block, avoid=slab)
         if target is None and self._grow(pool):
             target = pool.allocate(None, block, avoid=slab)
         while target is None and self.evict_one(pool.layout, keep):
@@ -345,24 +391,3 @@ class Tiers:
             pool.close()
         self.near_pools.clear()
         self.layers.clear()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless blocks, slots, references and bytes agree."""
-        taken = self.workspace.nbytes
-        for layout, pool in self.near_pools.items():
-            pool.check_integrity()
-            taken += pool.nbytes
-            layers = [x for x in self.layers if x.layout == layout]
-            held = [b.near for x in layers for b in x.distinct_blocks() if b.near is not None]
-            waiting = self.staging.staged
-            staged = [slot for x in layers if x in waiting for slot in waiting[x].slots]
-            assert len(set(held)) == len(held), "two blocks in one slot"
-            assert not set(held) & set(staged), "a staged slot has an owner"
-            assert all(pool.references(slot) >= 1 for slot in held + staged), "a slot in use is free"
-            in_flight = self.engine.pending_slots(pool)
-            assert len(held) + len(staged) <= pool.used <= len(held) + len(staged) + in_flight, "near slots leaked"
-        if self.far is not None:
-            assert self.near.budget.used == taken, "near bytes are counted wrong"
-        assert taken <= self.near.budget.limit, "the near budget is exceeded"
-        for layer in self.layers:
-            layer.check_integrity()
