@@ -12,7 +12,7 @@ MAX_SLAB_BYTES = 64 * 2**20
 #: Slabs begin at this size.
 MIN_SLAB_BYTES = 2 * 2**20
 #: A budget is cut into at least so many slabs, so that giving one back gives back little.
-SLABS_PER_BUDGET = 64
+SLABS_PER_BUDGET = 16
 #: A slab asked for by a long run of blocks takes at most this share of the budget.
 WANTED_SHARE = 8
 #: Staging may take this share of the device slots.

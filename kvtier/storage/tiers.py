@@ -347,7 +347,7 @@ class Tiers:
                 pass  # then it moves within the tier
             else:
                 return True
-        if target is None and self._grow(pool):
+        if target is None and pool.grow(1):
             target = pool.allocate(None, block, avoid=slab)
         while target is None and self.evict_one(pool.layout, keep):
             target = pool.allocate(None, block, avoid=slab)
