@@ -30,7 +30,7 @@ def dense_kv(layer: LayerStore, length: int) -> tuple[torch.Tensor, torch.Tensor
         BudgetError: the budget cannot hold the workspace, or one staged block beside it.
         TransferError: a fetch failed.
     """
-    layer.dense = True
+    layer.dense = layer.attended = True
     layout, workspace = layer.layout, layer.tiers.workspace
     count = -(-length // layout.block_size)
     data = workspace.take(layer.workspace_bytes(length))

@@ -72,10 +72,11 @@ def parse_size(name: str, value: Size) -> int | float | str:
     )
 
 
-def resolve_size(size: int | float | str, free: int, reserve: int, reserve_share: float) -> int:
+def resolve_size(name: str, size: int | float | str, free: int, reserve: int, reserve_share: float) -> int:
     """Turn a parsed size into bytes.
 
     Args:
+        name: the option's name, for the message.
         size: what `parse_size` returned.
         free: bytes free at this moment.
         reserve: bytes that `"auto"` leaves at the least.
@@ -85,7 +86,12 @@ def resolve_size(size: int | float | str, free: int, reserve: int, reserve_share
         return size
     if isinstance(size, float):
         return max(int(free * size), 1)
-    return max(free - max(reserve, int(free * reserve_share)), 1)
+    left = free - max(reserve, int(free * reserve_share))
+    if left <= 0:
+        raise ConfigError(
+            f"{name}='auto' leaves nothing: {free} bytes are free, and {reserve} stay in reserve. Give {name} in bytes."
+        )
+    return left
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +140,8 @@ class CacheOptions:
         for key in (device, device.split(":")[0]):
             if key in self.device_budget:
                 return self.device_budget[key]
+        if device == "cpu":
+            return None  # the mapping is about accelerators: layers on the CPU stay in the host tier
         raise ConfigError(
             f"The model has a layer on {device!r}, but device_budget names only {sorted(self.device_budget)}."
         )

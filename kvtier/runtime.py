@@ -24,7 +24,8 @@ from kvtier.storage.memory import Budget, Memory, free_device_memory, free_host_
 from kvtier.storage.pool import BlockPool
 from kvtier.storage.store import LayerStore
 from kvtier.storage.tiers import Tiers
-from kvtier.storage.transfer import InlineTransfers, TransferEngine
+from kvtier.storage.transfer import CudaTransfers, InlineTransfers, TransferEngine
+from kvtier.types import LayerResidency
 
 EngineFactory = Callable[[torch.device, Counters], TransferEngine]
 
@@ -32,8 +33,6 @@ EngineFactory = Callable[[torch.device, Counters], TransferEngine]
 def default_engine(device: torch.device, counters: Counters) -> TransferEngine:
     """CUDA streams on a CUDA device; inline copies elsewhere."""
     if device.type == "cuda":
-        from kvtier.storage.cuda import CudaTransfers
-
         return CudaTransfers(device, counters)
     return InlineTransfers(counters)
 
@@ -47,6 +46,7 @@ class Runtime:
         tiered: how many tiered layers there will be, where that is known in advance.
         engine: makes the transfer engine of a device (tests pass one that holds or fails transfers).
         poison: fill memory that nobody owns with NaN (tests).
+        dense: whether attention is expected to ask for one layer's KV as one tensor.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Runtime:
         tiered: int = 0,
         engine: EngineFactory = default_engine,
         poison: bool = False,
+        dense: bool = True,
     ) -> None:
         self.options = options
         self.counters = Counters()
@@ -66,6 +67,7 @@ class Runtime:
         self._tiered = tiered
         self._engine = engine
         self._poison = poison
+        self._dense = dense
         self._host: Memory | None = None
         self._host_pools: dict[BlockLayout, BlockPool] = {}
         self._tiers: dict[torch.device, Tiers] = {}
@@ -124,6 +126,7 @@ class Runtime:
     def _new_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerStore:
         layout = BlockLayout.of(keys, values, self.options.block_size)
         store = LayerStore(index, layout, self._tiers_for(keys.device))
+        store.dense = self._dense
         try:
             store.check(keys, values)
         except Exception:
@@ -143,16 +146,20 @@ class Runtime:
     def _admit(self, store: LayerStore, groups: Sequence[Group], tokens: int) -> None:
         """Refuse, before anything changes, a step that will not fit: this layer stands for those still to come."""
         tiers = store.tiers
-        done = {i for i in self.steps.began if i != store.index}
-        todo = [x for x in tiers.layers if x.index not in done]
+        done = [x for x in tiers.layers if x.index in self.steps.began and x is not store]
+        todo = [x for x in tiers.layers if x not in done]
         # With several devices nobody knows yet where the layers to come will live.
         alone = tiers.device.type == "cpu" or torch.cuda.device_count() == 1
         unborn = max(self._tiered - len(self.layers), 0) if alone else 0
         size = store.layout.nbytes
         new = store.blocks_needed(groups, tokens)
-        coming = new * size * (len(todo) + unborn)
+        coming = new * (sum(x.layout.nbytes for x in todo) + unborn * size)
         held = sum(x.count * x.layout.nbytes for x in tiers.layers)
-        room = max((x.workspace_bytes(x.length + tokens) for x in tiers.layers if x.dense), default=0)
+        batch = sum(len(group.rows) for group in groups)
+        rooms = [x.workspace_bytes(x.length, batch) for x in done if x.dense]
+        rooms += [x.workspace_bytes(x.length + tokens, batch) for x in todo if x.dense]
+        # A first prefill reads nothing: its own keys and values are the answer.
+        room = max(rooms, default=0) if store.length else 0
         near = tiers.near.budget
         if tiers.far is None:
             needed = held + coming + room
@@ -162,7 +169,7 @@ class Runtime:
         # The workspace, one unsealed block for each sequence and layer, one more where there are sealed ones.
         size_in_tokens, total = store.layout.block_size, store.length + tokens
         unsealed = store.length % size_in_tokens or total % size_in_tokens
-        tails = len(groups) * size * (len(tiers.layers) + unborn) if unsealed else 0
+        tails = len(groups) * (sum(x.layout.nbytes for x in tiers.layers) + unborn * size) if unsealed else 0
         needed = room + tails + (size if total >= size_in_tokens else 0)
         if needed > near.limit:
             raise self._too_small(near, needed, store, tokens)
@@ -207,6 +214,7 @@ class Runtime:
             counters.dense_fallbacks += 1
             counters.dense_fallback_bytes += keys.nbytes + values.nbytes
             counters.dense_fallback_ops[operation] = counters.dense_fallback_ops.get(operation, 0) + 1
+            store.dense = store.attended
             self._prefetch_after(store)
         return attention.without_gradient(store, keys, values)
 
@@ -238,7 +246,11 @@ class Runtime:
             near, far = host, None
             if device.type != "cpu" or size is not None:
                 limit = resolve_size(
-                    "auto" if size is None else size, free_device_memory(device), DEVICE_RESERVE, DEVICE_RESERVE_SHARE
+                    "device_budget",
+                    "auto" if size is None else size,
+                    free_device_memory(device),
+                    DEVICE_RESERVE,
+                    DEVICE_RESERVE_SHARE,
                 )
                 near, far = Memory(device, Budget("device", limit)), host
             self._tiers[device] = Tiers(
@@ -254,7 +266,9 @@ class Runtime:
 
     def _host_memory(self, *, page_lock: bool) -> Memory:
         if self._host is None:
-            limit = resolve_size(self.options.host_budget, free_host_memory(), HOST_RESERVE, HOST_RESERVE_SHARE)
+            limit = resolve_size(
+                "host_budget", self.options.host_budget, free_host_memory(), HOST_RESERVE, HOST_RESERVE_SHARE
+            )
             self._host = Memory(torch.device("cpu"), Budget("host", limit), page_lock=page_lock)
         self._host.page_lock |= page_lock
         return self._host
@@ -306,6 +320,18 @@ class Runtime:
             resident_bytes=resident_bytes,
             **values,
         )
+
+    def residency(self, index: int) -> LayerResidency | None:
+        """Where the blocks of a layer lie; None before its first update."""
+        store = self.layers.get(index)
+        if store is None:
+            return None
+        blocks = store.distinct_blocks()
+        near = sum(b.near is not None for b in blocks)
+        far = sum(b.far is not None for b in blocks)
+        device, host = (near, far) if store.tiers.far is not None else (0, near)
+        shared = sum(b.refs > 1 for b in blocks)
+        return LayerResidency(index, "tiered", store.length, device, host, shared, len(blocks) * store.layout.nbytes)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every count in the cache agrees with every other. For tests and debugging."""

@@ -7,6 +7,8 @@ from types import TracebackType
 
 from kvtier.errors import ConcurrentUseError, InterruptedStepError
 
+_CUT_SHORT = "A change of the cache was cut short. `reset()` it before using it again."
+
 
 class Guard:
     """A context manager around a change. Written out, as it is entered once per layer and token.
@@ -15,24 +17,29 @@ class Guard:
         broken: a change was cut short and did not undo itself.
     """
 
-    __slots__ = ("_lock", "broken")
+    __slots__ = ("_holder", "_lock", "broken")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._holder = 0
         self.broken = False
 
     def __enter__(self) -> None:
+        me = threading.get_ident()
         if not self._lock.acquire(blocking=False):
+            if self._holder == me:  # a signal came between two lines of this class
+                raise InterruptedStepError(_CUT_SHORT)
             raise ConcurrentUseError("Two threads use one TieredKVCache at once. Give each its own cache.")
+        self._holder = me
         if self.broken:
             self._lock.release()
-            raise InterruptedStepError("A change of the cache was cut short. `reset()` it before using it again.")
+            raise InterruptedStepError(_CUT_SHORT)
         self.broken = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Every change undoes itself when it raises; a signal may come anywhere, so nothing is known after one.
+        # A change that raises an Exception has undone itself. A signal may come anywhere: nothing is known after one.
         self.broken = kind is not None and not issubclass(kind, Exception)
         self._lock.release()
 
@@ -103,8 +110,12 @@ class Steps:
     def check_whole(self) -> None:
         """Raise if a step is known to be unfinished, or a change was cut short."""
         if self._guard.broken:
-            raise InterruptedStepError("A change of the cache was cut short. `reset()` it before using it again.")
+            raise InterruptedStepError(_CUT_SHORT)
         self._check_complete()
+
+    def break_off(self) -> None:
+        """A change of some layers failed in others: nothing but `reset` is possible."""
+        self._guard.broken = True
 
     def _check_complete(self) -> None:
         if not self.complete:
@@ -118,9 +129,11 @@ class Steps:
 
     def reset(self) -> None:
         """Nothing is under way and nothing is broken."""
+        if not self._owned_by_another():
+            self._first = None  # else a forward of that thread may go on, and must be noticed
         self.began = {}
         self.expected = self._given
-        self._guard.broken = False
+        self._guard = Guard()
 
     def interrupted(self) -> InterruptedStepError:
         """The error for a step that did not finish."""

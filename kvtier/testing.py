@@ -32,12 +32,15 @@ class HeldTransfers(TransferEngine):
     Args:
         counters: as for every engine.
         seed: of the order.
+        late: waiting runs a transfer but does not settle it, as on a CUDA stream: its slots stay in use until `poll`.
         eagerness: probability that other pending transfers run at any call, in any order that `after` allows. 0: as
             late as can be; 1: everything at once, in a shuffled order.
     """
 
-    def __init__(self, counters: Counters, seed: int = 0, eagerness: float = 0.25) -> None:
+    def __init__(self, counters: Counters, seed: int = 0, eagerness: float = 0.25, late: bool = False) -> None:
         super().__init__(counters)
+        self._late = late
+        self._ran: list[Transfer] = []
         self._random = random.Random(seed)
         self._eagerness = eagerness
         self._pending: list[Transfer] = []
@@ -52,20 +55,30 @@ class HeldTransfers(TransferEngine):
         self._run_some()
         self._run(transfer)
 
-    _synchronize = _wait
+    def _synchronize(self, transfer: Transfer) -> None:
+        self._run(transfer)
+        if transfer in self._ran:
+            self._ran.remove(transfer)
+            transfer.settle()
 
     def poll(self) -> None:
-        """Run some, or none."""
+        """Run some, or none; settle what ran."""
         self._run_some()
+        self._settle_all()
 
     def in_flight(self) -> Sequence[Transfer]:
-        """Everything nobody waited for."""
-        return tuple(self._pending)
+        """Everything not settled."""
+        return (*self._pending, *self._ran)
 
     def drain(self) -> None:
         """Run all, in a shuffled order."""
         while self._pending:
             self._run(self._random.choice(self._pending))
+        self._settle_all()
+
+    def _settle_all(self) -> None:
+        while self._ran:
+            self._ran.pop().settle()
 
     def close(self) -> None:
         """Run what is left."""
@@ -84,7 +97,10 @@ class HeldTransfers(TransferEngine):
         self._pending.remove(transfer)
         for copy in transfer.copies:
             copy.run()
-        transfer.settle()
+        if self._late:
+            self._ran.append(transfer)
+        else:
+            transfer.settle()
 
 
 class FailingTransfers(InlineTransfers):
@@ -108,11 +124,11 @@ class FailingTransfers(InlineTransfers):
         transfer.settle(RuntimeError("this transfer was made to fail"))
 
 
-def held(seed: int = 0, eagerness: float = 0.25) -> EngineFactory:
+def held(seed: int = 0, eagerness: float = 0.25, *, late: bool = False) -> EngineFactory:
     """A factory of `HeldTransfers`."""
 
     def make(device: torch.device, counters: Counters) -> TransferEngine:
-        return HeldTransfers(counters, seed, eagerness)
+        return HeldTransfers(counters, seed, eagerness, late)
 
     return make
 

@@ -26,7 +26,7 @@ GIB = 2**30
 )
 def test_a_size_means_what_it_says(given: int | str, bytes_: int) -> None:
     assert parse_size("host_budget", given) == bytes_
-    assert resolve_size(parse_size("host_budget", given), free=7, reserve=3, reserve_share=0.5) == bytes_
+    assert resolve_size("host_budget", parse_size("host_budget", given), free=7, reserve=3, reserve_share=0.5) == bytes_
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,13 @@ def test_what_is_not_a_size_is_refused_by_name(given: object) -> None:
 
 
 def test_a_share_is_of_what_is_free_and_auto_leaves_the_larger_reserve() -> None:
-    assert resolve_size(parse_size("x", 0.25), free=1000, reserve=999, reserve_share=0.9) == 250
-    assert resolve_size(parse_size("x", 1.0), free=1000, reserve=999, reserve_share=0.9) == 1000
+    assert resolve_size("host_budget", parse_size("x", 0.25), free=1000, reserve=999, reserve_share=0.9) == 250
+    assert resolve_size("host_budget", parse_size("x", 1.0), free=1000, reserve=999, reserve_share=0.9) == 1000
     auto = parse_size("x", " Auto ")
-    assert resolve_size(auto, free=1000, reserve=100, reserve_share=0.2) == 800
-    assert resolve_size(auto, free=1000, reserve=300, reserve_share=0.2) == 700
-    assert resolve_size(auto, free=200, reserve=300, reserve_share=0.2) >= 1, "never nothing, never negative"
+    assert resolve_size("host_budget", auto, free=1000, reserve=100, reserve_share=0.2) == 800
+    assert resolve_size("host_budget", auto, free=1000, reserve=300, reserve_share=0.2) == 700
+    with pytest.raises(ConfigError, match="'auto' leaves nothing"):
+        resolve_size("host_budget", auto, free=200, reserve=300, reserve_share=0.2)
 
 
 def test_devices_may_have_budgets_of_their_own_and_one_that_has_none_is_refused() -> None:

@@ -85,6 +85,7 @@ class TieredKVCache(DynamicCache):
             tiered=len(tiered),
             engine=engine,
             poison=poison,
+            dense=getattr(self._config, "_attn_implementation", None) != "eager",
         )
         for i in tiered:
             layers[i] = TieredLayer(self._runtime, i)
@@ -183,8 +184,7 @@ class TieredKVCache(DynamicCache):
             self._drop_unfinished()
             if tokens_to_remove == 0:
                 return
-        super().crop(tokens_to_remove)
-        self._end_step()
+        self._change("crop", tokens_to_remove)
 
     def _drop_unfinished(self) -> None:
         steps = self._runtime.steps
@@ -210,6 +210,19 @@ class TieredKVCache(DynamicCache):
         layer.keys, layer.values = keys[:, :, :-tokens], values[:, :, :-tokens]
         layer.cumulative_length = before
 
+    def _change(self, method: str, argument: Any) -> None:
+        """Call a method of every layer, all or none: those of Transformers first, which refuse before they change."""
+        changed = False
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, TieredLayer)):
+            try:
+                getattr(layer, method)(argument)
+            except Exception:
+                if changed:
+                    self._runtime.steps.break_off()
+                raise
+            changed = True
+        self._end_step()
+
     def _end_step(self) -> None:
         self._runtime.steps.end()
         self._windows.clear()
@@ -217,20 +230,17 @@ class TieredKVCache(DynamicCache):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row `i` continue what row `beam_idx[i]` held. Moves no keys and values of tiered layers."""
         self._check_whole()
-        super().reorder_cache(beam_idx.to("cpu"))
-        self._end_step()
+        self._change("reorder_cache", beam_idx.to("cpu"))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; the copies share their blocks until they part."""
         self._check_whole()
-        super().batch_repeat_interleave(int(repeats))
-        self._end_step()
+        self._change("batch_repeat_interleave", int(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`."""
         self._check_whole()
-        super().batch_select_indices(indices)
-        self._end_step()
+        self._change("batch_select_indices", indices)
 
     def _check_whole(self) -> None:
         self._runtime.check_open()
@@ -264,9 +274,9 @@ class TieredKVCache(DynamicCache):
         """Where the KV of each layer lies. Printing it gives a table."""
         rows = []
         for i, layer in enumerate(self.layers):
-            store = self._runtime.layers.get(i) if isinstance(layer, TieredLayer) else None
-            if store is not None:
-                rows.append(store.residency())
+            tiered = self._runtime.residency(i) if isinstance(layer, TieredLayer) else None
+            if tiered is not None:
+                rows.append(tiered)
                 continue
             tokens = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
             kind = "tiered" if isinstance(layer, TieredLayer) else type(layer).__name__

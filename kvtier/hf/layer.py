@@ -17,7 +17,8 @@ from kvtier.storage.store import LayerStore
 class TieredLayer(DynamicLayer):
     """A layer that grows without end and whose blocks lie in tiers.
 
-    It has the interface of Transformers' `DynamicLayer`, from which it inherits its type and nothing else.
+    It has the interface of Transformers' `DynamicLayer`, whose type it inherits; it keeps no tensors of its own. What
+    is read through `keys` and `values` is a copy: writing into it, or into a slice of it, does not change the cache.
 
     Attributes:
         index: the layer's index in the model.
@@ -94,6 +95,7 @@ class TieredLayer(DynamicLayer):
         """
         runtime = self._runtime
         runtime.check_open()
+        self._check_assigned()
         steps = runtime.steps
         with steps.changing():
             before = self.get_seq_length()
@@ -101,7 +103,8 @@ class TieredLayer(DynamicLayer):
             try:
                 store = runtime.append(self.index, key_states, value_states)
             except BaseException:
-                steps.undo(self.index)
+                if self.get_seq_length() == before:
+                    steps.undo(self.index)
                 raise
         if before == 0:
             # Contiguous as the product of `DynamicCache`'s concatenation is: kernels round differently on strides.
@@ -148,7 +151,15 @@ class TieredLayer(DynamicLayer):
             self._latest = weakref.ref(snapshot)
         return snapshot.views()[part]
 
+    def _check_assigned(self) -> None:
+        if self._assigned:
+            raise MismatchError(
+                f"Layer {self.index} was assigned {'keys' if 0 in self._assigned else 'values'} of another batch or "
+                "length than its other half. Assign both, or `reset()` the cache."
+            )
+
     def _assign(self, part: int, value: torch.Tensor | None) -> None:
+        self._runtime.check_open()
         if value is None:
             raise MismatchError(f"Layer {self.index}: `reset()` the cache instead of assigning None.")
         if isinstance(value, KVView):
@@ -177,6 +188,7 @@ class TieredLayer(DynamicLayer):
 
         A positive number is what it is in the installed Transformers: the length to keep, or an error.
         """
+        self._check_assigned()
         tokens_to_remove = int(tokens_to_remove)  # 5.17 passes a tensor after assisted decoding
         length = self.get_seq_length()
         if tokens_to_remove > 0:
@@ -206,6 +218,7 @@ class TieredLayer(DynamicLayer):
 
     def _pick(self, rows: list[int]) -> None:
         store = self._store
+        self._check_assigned()
         if store is None or store.length == 0:
             return
         rows = [row + store.batch if row < 0 else row for row in rows]

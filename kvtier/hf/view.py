@@ -183,10 +183,10 @@ def _index(view: Any, index: Any) -> KVView | None:
     return KVView(view.snapshot, view.part, (batch, heads, 1, tokens, dim), 1, form=1)
 
 
-def _expand(view: Any, *sizes: Any) -> KVView | None:
+def _expand(view: Any, *sizes: Any, **named: Any) -> KVView | None:
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list | torch.Size):
         sizes = tuple(sizes[0])
-    if not isinstance(view, KVView) or view.form != 1 or len(sizes) != 5:
+    if named or not isinstance(view, KVView) or view.form != 1 or len(sizes) != 5:
         return None
     shape = view._shape
     if (
@@ -198,10 +198,10 @@ def _expand(view: Any, *sizes: Any) -> KVView | None:
     return KVView(view.snapshot, view.part, (*shape[:2], sizes[2], *shape[3:]), sizes[2], form=2)
 
 
-def _reshape(view: Any, *sizes: Any) -> KVView | None:
+def _reshape(view: Any, *sizes: Any, **named: Any) -> KVView | None:
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list | torch.Size):
         sizes = tuple(sizes[0])
-    if not isinstance(view, KVView) or view.form != 2:
+    if named or not isinstance(view, KVView) or view.form != 2:
         return None
     batch, heads, n, tokens, dim = view._shape
     if tuple(sizes) != (batch, heads * n, tokens, dim):
@@ -209,10 +209,30 @@ def _reshape(view: Any, *sizes: Any) -> KVView | None:
     return KVView(view.snapshot, view.part, tuple(sizes), n, form=0)
 
 
+def _itself(view: Any, *args: Any, **named: Any) -> KVView | None:
+    """For operations that give a dense tensor back as it is."""
+    return view if isinstance(view, KVView) and not args and not named else None
+
+
+def _to(view: Any, *args: Any, **named: Any) -> KVView | None:
+    """`.to` where the view already is: accelerate's hooks call it on everything."""
+    if not isinstance(view, KVView) or named.pop("copy", False):
+        return None
+    named.pop("non_blocking", None)
+    if len(args) + len(named) != 1:
+        return None
+    target = args[0] if args else next(iter(named.values()))
+    same = target == view.dtype if isinstance(target, torch.dtype) else torch.device(target) == view.device
+    return view if same else None
+
+
 _LAZY: dict[Any, Callable[..., KVView | None]] = {
     torch.Tensor.__getitem__: _index,
     torch.Tensor.expand: _expand,
     torch.Tensor.reshape: _reshape,
+    torch.Tensor.contiguous: _itself,
+    torch.Tensor.detach: _itself,
+    torch.Tensor.to: _to,
 }
 
 _METADATA = {

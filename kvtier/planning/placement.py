@@ -69,6 +69,17 @@ def staging_slots(capacity: int, missing: int) -> int:
     return max(min(missing, capacity // STAGING_SHARE), 1)
 
 
-def keep_fetched(free: int, staging: int, tails: int) -> bool:
-    """Whether a fetched block stays: only into room that neither staging nor the next tails will ask back."""
-    return free > 2 * staging + tails
+def keep_fetched(free: int, reserve: int, tails: int, missing: int, others: int) -> bool:
+    """Whether a fetched block stays on the device.
+
+    Only into room that neither staging nor the next tails will ask back, and only in a layer that misses as much as
+    any other.
+
+    Args:
+        free: slots to be had without evicting.
+        reserve: slots that staging wants free.
+        tails: sequences of all layers, each of which will open a block.
+        missing: blocks that this layer misses.
+        others: the most that another layer misses.
+    """
+    return free > 2 * reserve + tails and missing >= others

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvtier.errors import MismatchError
+
 if TYPE_CHECKING:
     from kvtier.storage.store import LayerStore
     from kvtier.storage.transfer import Transfer
@@ -43,6 +45,25 @@ class BlockLayout:
     def of(cls, keys: torch.Tensor, values: torch.Tensor, block_size: int) -> BlockLayout:
         """The layout that holds `keys` and `values`, each `[batch, heads, tokens, dim]`."""
         return cls(keys.shape[1], values.shape[1], keys.shape[3], values.shape[3], block_size, keys.dtype)
+
+    def check(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        """Raise `MismatchError` unless `keys` and `values` are `[batch, heads, tokens, dim]` of this layout."""
+        if keys.dim() != 4 or values.dim() != 4 or keys.shape[::2] != values.shape[::2]:
+            raise MismatchError(
+                f"Layer {layer}: keys {tuple(keys.shape)} and values {tuple(values.shape)} must be "
+                "[batch, heads, tokens, dim] of the same batch and tokens."
+            )
+        k, v = keys.shape, values.shape
+        if (
+            keys.dtype != self.dtype
+            or values.dtype != self.dtype
+            or (k[1], k[3], v[1], v[3]) != (self.k_heads, self.k_dim, self.v_heads, self.v_dim)
+        ):
+            raise MismatchError(
+                f"Layer {layer} holds {self.k_heads} heads of {self.k_dim}/{self.v_dim} in "
+                f"{self.dtype}, but was given keys {tuple(keys.shape)} in {keys.dtype} and values "
+                f"{tuple(values.shape)} in {values.dtype}. A cache serves one model in one dtype; `reset()` empties it."
+            )
 
     @cached_property
     def k_numel(self) -> int:

@@ -76,7 +76,7 @@ class Memory:
                 if self._mapped:
                     return self._map(nbytes)
                 return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+        except (OSError, MemoryError, torch.OutOfMemoryError, TransferError) as error:
             self.budget.release(nbytes)
             raise BudgetError(
                 f"The {self.budget.tier} budget of {self.budget.limit} bytes allows {nbytes} more, but the machine "
@@ -109,7 +109,7 @@ class Memory:
         if self.page_lock:
             _check_cuda(
                 torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), nbytes, 0),
-                f"page-lock {nbytes} bytes of host memory",
+                f"page-lock {nbytes} bytes of host memory (see `ulimit -l`)",
             )
             self._locked[slab.data_ptr()] = nbytes
         return slab
@@ -132,8 +132,17 @@ def free_host_memory() -> int:
         except OSError:
             continue
         if limit != "max":
-            free = min(free, int(limit) - int(usage))
+            # What is cached of files counts as usage, but is given up as soon as somebody needs it.
+            cached = _field(Path(usage_file).parent / "memory.stat", "inactive_file")
+            free = min(free, int(limit) - int(usage) + cached)
     return max(free, 0)
+
+
+def _field(file: Path, name: str) -> int:
+    try:
+        return next((int(x.split()[1]) for x in file.read_text().splitlines() if x.split()[0] == name), 0)
+    except OSError:
+        return 0
 
 
 def _meminfo(field: str) -> int:

@@ -53,21 +53,18 @@ class StagingArea:
         Args:
             layer: whose blocks.
             blocks: without near slots, in the order of use.
-            ahead: a prefetch: give up rather than raise, and evict nothing of the same layer.
+            ahead: a prefetch: give up rather than raise, and evict nobody.
 
         Returns:
             What is on its way; None if `ahead` and there is no room.
         """
         pool, far = self._tiers.near_pool(layer.layout), self._tiers.far_pool(layer.layout)
         assert far is not None
-        capacity = self._tiers.near.budget.limit // layer.layout.nbytes
-        want = min(
-            len(blocks), max(placement.staging_slots(capacity, len(blocks)), self._tiers.obtainable(layer.layout))
-        )
         tiers, slots = self._tiers, list[int]()
+        tiers.engine.poll()
         try:
             slots.append(self._first_slot(layer, ahead))
-            while len(slots) < want and (tiers.obtainable(layer.layout) or tiers.evict_one(layer.layout, keep=layer)):
+            while len(slots) < len(blocks) and tiers.obtainable(layer.layout):
                 slots.append(tiers.take(layer, slots[-1], None, keep=layer))
         except (BudgetError, TransferError):
             if not slots and not ahead:
@@ -78,6 +75,7 @@ class StagingArea:
             raise
         if not slots:
             return None
+        slots.sort()  # neighbours at both ends are one copy
         chosen = list(blocks[: len(slots)])
         after = [b.pending for b in chosen if b.pending is not None]
         sources = [b.far for b in chosen if b.far is not None]
@@ -88,6 +86,8 @@ class StagingArea:
         return Staging(chosen, slots, transfer)
 
     def _first_slot(self, layer: LayerStore, ahead: bool) -> int:
+        if ahead and not self._tiers.obtainable(layer.layout):
+            raise self._tiers.near_shortage(layer.layout.nbytes)
         try:
             return self._tiers.take(layer, None, None, keep=layer)
         except BudgetError:
@@ -111,12 +111,11 @@ class StagingArea:
         pool = self._tiers.near_pool(layer.layout)
         good = staging.transfer.state is not State.FAILED
         tails = sum(len(x.tables()) for x in self._tiers.layers)
-        staging_slots = placement.staging_slots(
-            self._tiers.near.budget.limit // layer.layout.nbytes, len(staging.blocks)
-        )
+        reserve = self._tiers.reserve(layer.layout)
+        others = max((x.missing_estimate() for x in self._tiers.layers if x is not layer), default=0)
         for block, slot in zip(staging.blocks, staging.slots, strict=True):
             live = good and block.refs > 0 and block.near is None and block.sealed
-            if live and placement.keep_fetched(self._tiers.obtainable(layer.layout), staging_slots, tails):
+            if live and self._keeps(layer, reserve, tails, others):
                 block.near = slot
                 pool.owner[slot] = block
                 layer.resident[block] = None
@@ -124,6 +123,10 @@ class StagingArea:
                 self._tiers.counters.promotions += 1
             else:
                 pool.release(slot)
+
+    def _keeps(self, layer: LayerStore, reserve: int, tails: int, others: int) -> bool:
+        free = self._tiers.obtainable(layer.layout)
+        return placement.keep_fetched(free, reserve, tails, layer.missing_estimate(), others)
 
     def drop(self, layer: LayerStore | None = None) -> bool:
         """Forget the prefetches of one layer, or of all. True if there were any. Copies in flight keep their slots."""
@@ -169,12 +172,19 @@ class Workspace:
         self._data = data
         return data
 
-    def release_surplus(self) -> bool:
-        """Give the workspace back if it is larger than any layer needs. Not while a reader uses it. True if it was."""
-        needed = max((x.workspace_bytes(x.length) for x in self._tiers.layers if x.dense), default=0)
-        if self.nbytes <= needed:
+    def release_surplus(self, factor: int = 1) -> bool:
+        """Cut the workspace down to what the next token needs if it is more than `factor` times that.
+
+        Not while a reader uses it.
+
+        Returns:
+            Whether it was.
+        """
+        needed = max((x.workspace_bytes(x.length + 1) for x in self._tiers.layers if x.dense), default=0)
+        if self.nbytes <= factor * needed:
             return False
         self.release()
+        self._data = self._tiers.near.allocate(needed) if needed else None
         return True
 
     @property

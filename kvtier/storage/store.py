@@ -10,7 +10,10 @@ from kvtier.errors import MismatchError
 from kvtier.storage.block import Block, BlockLayout, Group, Table, blocks_needed, group_rows
 from kvtier.storage.tiers import Tiers
 from kvtier.storage.transfer import join
-from kvtier.types import Direction, LayerResidency
+from kvtier.types import Direction
+
+#: For each offset in the block: where the keys and the values of that token go; and the slots, if there are several.
+Tails = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor | None]
 
 
 class LayerStore:
@@ -28,7 +31,8 @@ class LayerStore:
         epoch: changes whenever tokens are dropped, replaced or reordered; views of an older epoch are stale.
         resident: sealed blocks with a near slot, oldest first.
         unwritten: those of them without a far copy, oldest first.
-        dense: whether attention lays this layer out in the workspace.
+        dense: whether attention lays this layer out in the workspace; taken to be so until seen otherwise.
+        attended: whether attention did so once.
         carries_graph: whether keys or values came with an autograd graph, which is not kept.
         last_far: the far slot written last; the next write-back continues there.
     """
@@ -42,18 +46,19 @@ class LayerStore:
         self.count = 0
         self.version = 0
         self.epoch = 0
-        self.dense = False
+        self.dense = True
         self.resident: dict[Block, None] = {}
         self.unwritten: dict[Block, None] = {}
         self.plan: object = None
         self.last_far: int | None = None
         self.carries_graph = False
+        self.attended = False
         self._missing: list[Block] = []
         self._missing_version = -1
         self._token_shapes: tuple[tuple[int, ...], ...] = ((), ())
         self._rows: list[Table] = []
         self._tables: list[Table] = []
-        self._tails: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] | None = None
+        self._tails: Tails | None = None
         tiers.layers.append(self)
 
     # What it holds
@@ -85,27 +90,16 @@ class LayerStore:
             self._missing_version = self.version
         return self._missing
 
-    def workspace_bytes(self, tokens: int) -> int:
+    def missing_estimate(self) -> int:
+        """Blocks without a near slot, counted without looking at them."""
+        unsealed = len(self._tables) if self.length % self.layout.block_size else 0
+        return max(self.count - len(self.resident) - unsealed, 0)
+
+    def workspace_bytes(self, tokens: int, batch: int = 0) -> int:
         """Bytes in which `tokens` per row of this layer are one tensor of keys and one of values, whole blocks."""
         blocks = -(-tokens // self.layout.block_size)
-        exact = max(self.batch, 1) * blocks * self.layout.block_size * self.layout.token_bytes
+        exact = max(batch or self.batch, 1) * blocks * self.layout.block_size * self.layout.token_bytes
         return -(-exact // 64) * 64
-
-    def residency(self) -> LayerResidency:
-        """Where the blocks lie."""
-        blocks = self.distinct_blocks()
-        near = sum(b.near is not None for b in blocks)
-        far = sum(b.far is not None for b in blocks)
-        device, host = (near, far) if self.tiers.far is not None else (0, near)
-        return LayerResidency(
-            layer=self.index,
-            kind="tiered",
-            tokens=self.length,
-            device_blocks=device,
-            host_blocks=host,
-            shared_blocks=sum(b.refs > 1 for b in blocks),
-            bytes=len(blocks) * self.layout.nbytes,
-        )
 
     # Append
 
@@ -121,22 +115,7 @@ class LayerStore:
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise `MismatchError` unless `keys` and `values` continue what the layer holds."""
-        if keys.dim() != 4 or values.dim() != 4 or keys.shape[::2] != values.shape[::2]:
-            raise MismatchError(
-                f"Layer {self.index}: keys {tuple(keys.shape)} and values {tuple(values.shape)} must be "
-                "[batch, heads, tokens, dim] of the same batch and tokens."
-            )
-        layout, k, v = self.layout, keys.shape, values.shape
-        if (
-            keys.dtype != layout.dtype
-            or values.dtype != layout.dtype
-            or (k[1], k[3], v[1], v[3]) != (layout.k_heads, layout.k_dim, layout.v_heads, layout.v_dim)
-        ):
-            raise MismatchError(
-                f"Layer {self.index} holds {self.layout.k_heads} heads of {self.layout.k_dim}/{self.layout.v_dim} in "
-                f"{self.layout.dtype}, but was given keys {tuple(keys.shape)} in {keys.dtype} and values "
-                f"{tuple(values.shape)} in {values.dtype}. A cache serves one model in one dtype; `reset()` empties it."
-            )
+        self.layout.check(keys, values, self.index)
         if keys.device != self.tiers.device or values.device != keys.device:
             raise MismatchError(
                 f"Layer {self.index} lives on {self.tiers.device}, but was given keys on {keys.device} and values on "
@@ -168,13 +147,13 @@ class LayerStore:
         tails = self._tails
         if tails is None or not offset:
             return False
-        if len(tails) == 1:
-            tails[0][0][offset].copy_(keys)
-            tails[0][1][offset].copy_(values)
+        tail_keys, tail_values, slots = tails
+        if slots is None:
+            tail_keys[offset].copy_(keys)
+            tail_values[offset].copy_(values)
         else:
-            for row, (tail_keys, tail_values) in enumerate(tails):
-                tail_keys[offset].copy_(keys.narrow(0, row, 1))
-                tail_values[offset].copy_(values.narrow(0, row, 1))
+            tail_keys[offset].index_copy_(0, slots, keys.select(2, 0))
+            tail_values[offset].index_copy_(0, slots, values.select(2, 0))
         self.length += 1
         if offset + 1 == size:
             self._tails = None
@@ -207,9 +186,19 @@ class LayerStore:
             raise
         self.length += tokens
         if self.length % self.layout.block_size and len(self._tables) == self.batch:
-            # One view for each token to come, made together: the next tokens only copy.
-            views = [self._tail_views(table.blocks[-1]) for table in self._tables]
-            self._tails = [(keys.split(1, 2), values.split(1, 2)) for keys, values in views]
+            self._tails = self._open_tails()
+
+    def _open_tails(self) -> Tails | None:
+        """Views into which the next tokens only need to be copied, one for each token to come."""
+        nears = [table.blocks[-1].near for table in self._tables]
+        if len(nears) == 1:
+            keys, values = self._tail_views(self._tables[0].blocks[-1])
+            return keys.split(1, 2), values.split(1, 2), None
+        slab = self.pool.slab(nears[0])  # type: ignore[arg-type]
+        if any(near is None or self.pool.slab(near) is not slab for near in nears):
+            return None
+        slots = torch.tensor([near - slab.base for near in nears if near is not None], device=self.tiers.device)
+        return slab.keys.unbind(2), slab.values.unbind(2), slots
 
     def _regroup(self, groups: Sequence[Group], batch: int) -> list[Table]:
         """Give every group a table of its own."""
@@ -271,6 +260,8 @@ class LayerStore:
             blocks.append(block)
             table.blocks.append(block)
         self.version += 1
+        if self.tiers.far is not None:
+            self.tiers.keep_reserve(self.layout)
         return blocks
 
     def _tail_views(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
@@ -340,6 +331,7 @@ class LayerStore:
             self._trim(length)
             self.length = length
             self.epoch += 1
+            self.tiers.workspace.release_surplus(2)
 
     def pick_rows(self, indices: Sequence[int]) -> None:
         """Make the rows `indices` of before the rows of now. Copies nothing; rows picked twice share their table."""
@@ -350,6 +342,7 @@ class LayerStore:
         self._set_rows(rows)
         self._drop(dropped)
         self.epoch += 1
+        self.tiers.workspace.release_surplus(2)
 
     def clear(self) -> None:
         """Drop every token."""

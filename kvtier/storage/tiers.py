@@ -6,15 +6,17 @@ It makes room, writes through, evicts and gives slabs back. What to evict and wh
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.errors import BudgetError, TransferError
 from kvtier.metrics import Counters
 from kvtier.planning import placement
+from kvtier.storage import compaction
 from kvtier.storage.block import Block, BlockLayout
 from kvtier.storage.memory import Memory
-from kvtier.storage.pool import EXTENT, BlockPool, Slab
+from kvtier.storage.pool import EXTENT, BlockPool
 from kvtier.storage.staging import StagingArea, Workspace
 from kvtier.storage.transfer import State, Transfer, TransferEngine, join
 from kvtier.types import Direction
@@ -105,7 +107,8 @@ class Tiers:
 
     def _make_room(self, pool: BlockPool, keep: LayerStore | None, *, reading: bool) -> bool:
         """Free at least one slot of `pool`, the cheapest way first. False if there is none left."""
-        if self._grow(pool):
+        self.engine.poll()
+        if pool.free or self._grow(pool):
             return True
         if not reading and self.workspace.release_surplus() and self._grow(pool):
             return True
@@ -114,12 +117,13 @@ class Tiers:
                 return True
         except BudgetError:
             # The far tier is full too: what was fetched ahead must go before anything is refused.
-            if not self._drop_staged():
+            if not self.drop_staged():
                 raise
             return True
-        return self._drop_staged()
+        return self.drop_staged()
 
-    def _drop_staged(self) -> bool:
+    def drop_staged(self) -> bool:
+        """Forget every prefetch and wait until its slots are free. True if there was any."""
         dropped = self.staging.drop()
         self.engine.drain()
         return dropped
@@ -158,7 +162,8 @@ class Tiers:
         """Before a run of blocks would be broken up: begin a new extent, where that is little against the budget."""
         size = pool.layout.nbytes
         if not pool.has_run(near) and placement.may_begin_extent(pool.memory.budget.limit, EXTENT * size):
-            self._grow(pool, EXTENT)
+            with contextlib.suppress(BudgetError):  # a luxury: there may be single slots
+                self._grow(pool, EXTENT)
 
     def prepare(self, layout: BlockLayout, slots: int) -> None:
         """Told that `slots` near slots are wanted next to each other: grow once rather than often."""
@@ -211,7 +216,25 @@ class Tiers:
                 blocks.append(block)
                 if len(blocks) == due:
                     break
-            self.write_back(blocks, required=False)
+            try:
+                self.write_back(blocks, required=False)
+            except (BudgetError, TransferError):
+                # Ahead of need: the blocks stay in the backlog, and who must evict one will hear of it.
+                self.counters.failed_transfers += 1
+
+    def keep_reserve(self, layout: BlockLayout) -> None:
+        """Once blocks are missing, keep as many slots free as staging wants, so that fetching evicts nobody."""
+        reserve = self.reserve(layout)
+        try:
+            while reserve and self.obtainable(layout) < reserve and self.evict_one(layout, None):
+                pass
+        except (BudgetError, TransferError):
+            pass  # no room below: staging makes do with less
+
+    def reserve(self, layout: BlockLayout) -> int:
+        """Near slots that staging wants free for the layer that misses most."""
+        missing = max((x.missing_estimate() for x in self.layers if x.layout == layout), default=0)
+        return placement.staging_slots(self.near.budget.limit // layout.nbytes, missing) if missing else 0
 
     def write_back(self, blocks: Sequence[Block], *, required: bool) -> None:
         """Copy sealed near blocks of one layer to the far tier, in the background.
@@ -225,44 +248,51 @@ class Tiers:
         layer = blocks[0].layer
         far = self.far_pool(layer.layout)
         assert far is not None
-        sources, targets, written = [], [], []
-        for block in blocks:
-            slot = self._far_slot(far, layer, block, required)
-            if slot is None:
-                break
-            assert block.near is not None
-            assert block.sealed
-            assert block.far is None
-            layer.last_far = block.far = slot
-            sources.append(block.near)
-            targets.append(slot)
-            written.append(block)
-            layer.unwritten.pop(block, None)
-        if required and not written:
-            raise self._far_shortage(layer)
-        if not written:
+        slots: list[int] = []
+        try:
+            for block in blocks:
+                slot = self._far_slot(far, layer, block, required)
+                if slot is None:
+                    break
+                slots.append(slot)
+                layer.last_far = slot
+            if required and not slots:
+                raise self._far_shortage(layer)
+            if not slots:
+                return
+            written = blocks[: len(slots)]
+            sources = [block.near for block in written if block.near is not None]
+
+            def done() -> None:
+                for block in written:
+                    if block.pending is transfer:
+                        block.pending = None
+
+            def failed() -> None:
+                for block in written:
+                    if block.pending is transfer and block.far is not None:
+                        far.release(block.far)
+                        block.far = block.pending = None
+                        layer.unwritten[block] = None
+
+            transfer: Transfer | None = None
+            copies = join(self.near_pool(layer.layout), sources, far, slots)
+            transfer = self.engine.submit(copies, Direction.WRITE_BACK, on_done=done, on_failed=failed)
+            if transfer.state is State.FAILED and required:
+                transfer.wait()  # raises
+        except BaseException:
+            for slot in slots:
+                far.release(slot)
+            raise
+        if transfer.state is State.FAILED:
+            for slot in slots:
+                far.release(slot)
             return
-
-        def done() -> None:
-            for block in written:
-                if block.pending is transfer:
-                    block.pending = None
-
-        def failed() -> None:
-            for block in written:
-                if block.refs and block.far is not None and (block.pending is None or block.pending is transfer):
-                    far.release(block.far)
-                    block.far = block.pending = None
-                    layer.unwritten[block] = None
-
-        transfer: Transfer | None = None
-        copies = join(self.near_pool(layer.layout), sources, far, targets)
-        transfer = self.engine.submit(copies, Direction.WRITE_BACK, on_done=done, on_failed=failed)
-        if transfer.state is State.PENDING:
-            for block in written:
-                block.pending = transfer
-        elif required:
-            transfer.wait()  # raises if it failed
+        # Only now do the blocks have a copy, or one on its way.
+        for block, slot in zip(written, slots, strict=True):
+            block.far = slot
+            block.pending = transfer if transfer.state is State.PENDING else None
+            layer.unwritten.pop(block, None)
 
     def _far_slot(self, far: BlockPool, layer: LayerStore, block: Block, required: bool) -> int | None:
         self._grow_run(far, layer.last_far)
@@ -300,66 +330,9 @@ class Tiers:
             budget=budget.limit,
         )
 
-    # Slabs back
-
     def reclaim(self, nbytes: int, keep: LayerStore | None) -> bool:
-        """Give slabs back until `nbytes` of the near budget are free. False if that many cannot be had.
-
-        Slabs with least in use go first. What cannot leave the tier moves, if need be into a new small slab.
-        """
-        self._drop_staged()
-        for layout, pool in self.near_pools.items():
-            # First leave evenly, over all layers; then close the gaps.
-            wanted = -(-(nbytes - self.near.budget.free) // layout.nbytes)
-            while pool.free < wanted and self.evict_one(layout, keep):
-                pass
-        slabs = [
-            (slab.slots - slab.free, slab.base, pool, slab) for pool in self.near_pools.values() for slab in pool.slabs
-        ]
-        for _, _, pool, slab in sorted(slabs, key=lambda x: x[:2]):
-            if self.near.budget.free >= nbytes:
-                break
-            self._retire(pool, slab, keep)
-        return self.near.budget.free >= nbytes
-
-    def _retire(self, pool: BlockPool, slab: Slab, keep: LayerStore | None) -> bool:
-        """Empty one slab, by eviction or by moving its blocks within the tier, and give it back."""
-        for slot in range(slab.base, slab.base + slab.slots):
-            if not pool.references(slot):
-                continue
-            block = pool.owner[slot]
-            if not isinstance(block, Block) or pool.references(slot) > 1:
-                return False
-            if not self._move_out(pool, slab, block, keep):
-                return False
-        # Whoever remembers where blocks lay would keep the slab's memory alive.
-        for layer in self.layers:
-            layer.forget_plan()
-        pool.shrink(slab)
-        return True
-
-    def _move_out(self, pool: BlockPool, slab: Slab, block: Block, keep: LayerStore | None) -> bool:
-        target = pool.allocate(None, block, avoid=slab)
-        if target is None and block.sealed and self.far is not None and block.layer is not keep:
-            try:
-                self.evict(block)
-            except (BudgetError, TransferError):
-                pass  # then it moves within the tier
-            else:
-                return True
-        if target is None and pool.grow(1):
-            target = pool.allocate(None, block, avoid=slab)
-        while target is None and self.evict_one(pool.layout, keep):
-            target = pool.allocate(None, block, avoid=slab)
-        if target is None:
-            return False
-        assert block.near is not None
-        pool.bytes(target, 1).copy_(pool.bytes(block.near, 1))
-        pool.release(block.near)
-        block.near = target
-        block.layer.forget_plan()
-        self.counters.moved_blocks += 1
-        return True
+        """Give slabs back until `nbytes` of the near budget are free; see `compaction`."""
+        return compaction.reclaim(self, nbytes, keep)
 
     # The end
 

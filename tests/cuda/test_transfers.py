@@ -12,7 +12,7 @@ from kvtier.metrics import Counters
 from kvtier.storage.block import BlockLayout
 from kvtier.storage.memory import Budget, Memory
 from kvtier.storage.pool import BlockPool
-from kvtier.storage.transfer import Copy, State
+from kvtier.storage.transfer import Copy, CudaTransfers, State
 from kvtier.types import Direction
 
 pytestmark = pytest.mark.cuda
@@ -36,8 +36,6 @@ def busy(stream_ms: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_copies_see_what_the_compute_stream_wrote_and_readers_see_the_copies(seed: int) -> None:
-    from kvtier.storage.cuda import CudaTransfers
-
     generator = random.Random(seed)
     near, far = pools(32)
     engine = CudaTransfers(torch.device("cuda", 0), Counters())
@@ -67,8 +65,6 @@ def test_copies_see_what_the_compute_stream_wrote_and_readers_see_the_copies(see
 
 
 def test_a_pending_transfer_keeps_its_slots() -> None:
-    from kvtier.storage.cuda import CudaTransfers
-
     near, far = pools(4)
     engine = CudaTransfers(torch.device("cuda", 0), Counters())
     a, b = near.allocate(), far.allocate()

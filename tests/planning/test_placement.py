@@ -90,7 +90,7 @@ def test_staging_is_at_least_one_slot_at_most_what_is_missing_and_at_most_its_sh
 def test_a_fetched_block_stays_only_where_neither_staging_nor_tails_will_ask_for_its_slot() -> None:
     for staging in range(1, 6):
         for tails in range(0, 6):
-            kept = [placement.keep_fetched(free, staging, tails) for free in range(0, 40)]
+            kept = [placement.keep_fetched(free, staging, tails, 3, 3) for free in range(0, 40)]
             assert kept == sorted(kept)
             assert not kept[staging + tails], "room for staging and tails alone is not ample"
             assert kept[-1]
