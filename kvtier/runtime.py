@@ -61,7 +61,7 @@ class Runtime:
     ) -> None:
         self.options = options
         self.counters = Counters()
-        self.steps = Steps(expected)
+        self.steps = Steps(expected, lambda: {x.length for x in self.layers.values() if x.length})
         self.layers: dict[int, LayerStore] = {}
         self.closed = False
         self._tiered = tiered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Collection
 from types import TracebackType
 
 from kvtier.errors import ConcurrentUseError, InterruptedStepError
@@ -50,16 +51,25 @@ class Steps:
     A step begins when a layer is updated that was updated before, and is complete when every layer was that was in the
     first step. What cannot be told apart from a finished forward is treated as one.
 
+    Args:
+        expected: the layers of a whole forward, where they are known in advance.
+        lengths: gives the distinct numbers of tokens in the layers that hold any; once equal, they must stay so.
+
     Attributes:
         began: length of each updated layer before the step under way (or the last one).
     """
 
-    def __init__(self, expected: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, expected: frozenset[int] | None = None, lengths: Callable[[], Collection[int]] = frozenset
+    ) -> None:
         self._given = expected
+        self._lengths = lengths
+        self._even = True
         self.expected = expected
         self.began: dict[int, int] = {}
         self._owner = 0
         self._first: int | None = None
+        self._latest: int | None = None
         self._guard = Guard()
 
     @property
@@ -89,8 +99,8 @@ class Steps:
                     f"A forward goes on at layer {layer}, but the cache was cropped, reordered or reset since it "
                     "began. Run it again from its first layer."
                 )
-            if self.began and self.expected is None:
-                self.expected = frozenset(self.began)
+            self._check_even()
+            self._learn()
             self.began = {}
             self._owner = me
         elif self._owner != me:
@@ -101,16 +111,27 @@ class Steps:
                 "forward did not finish, or this is another model. `reset()` the cache."
             )
         self.began[layer] = length
+        self._latest = layer
         return begins
+
+    def touch(self, layer: int) -> None:
+        """Told before a layer changes a state that is not keys and values, once or more often in a step."""
+        if self.began and layer == self._latest:
+            return
+        self.update(layer, 0)
 
     def undo(self, layer: int) -> None:
         """The update announced last did not happen."""
         self.began.pop(layer, None)
 
-    def check_whole(self) -> None:
-        """Raise if a step is known to be unfinished, or a change was cut short."""
+    def check_sound(self) -> None:
+        """Raise if a change was cut short."""
         if self._guard.broken:
             raise InterruptedStepError(_CUT_SHORT)
+
+    def check_whole(self) -> None:
+        """Raise if a step is known to be unfinished, or a change was cut short."""
+        self.check_sound()
         self._check_complete()
 
     def break_off(self) -> None:
@@ -123,9 +144,21 @@ class Steps:
 
     def end(self) -> None:
         """Whatever was under way is over: the rows or the length changed. A forward that goes on is refused."""
-        if self.began and self.expected is None:
-            self.expected = frozenset(self.began)
+        self._learn()
         self.began = {}
+
+    def _learn(self) -> None:
+        if self.began and not self.began.keys() <= (self.expected or frozenset()):
+            self.expected = (self.expected or frozenset()) | self.began.keys()
+
+    def _check_even(self) -> None:
+        even = len(self._lengths()) <= 1
+        if self._even and not even:
+            raise InterruptedStepError(
+                f"The layers hold different numbers of tokens, {sorted(self._lengths())}: an earlier forward did not "
+                "finish. `reset()` the cache."
+            )
+        self._even = even
 
     def reset(self) -> None:
         """Nothing is under way and nothing is broken."""
@@ -133,6 +166,7 @@ class Steps:
             self._first = None  # else a forward of that thread may go on, and must be noticed
         self.began = {}
         self.expected = self._given
+        self._even = True
         self._guard = Guard()
 
     def interrupted(self) -> InterruptedStepError:

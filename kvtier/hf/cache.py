@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from transformers.configuration_utils import PretrainedConfig
 from kvtier.config import CacheOptions, Size
 from kvtier.errors import ConfigError, InterruptedStepError, MismatchError, UnsupportedError
 from kvtier.hf.layer import TieredLayer
+from kvtier.hf.resident import WINDOW, check_resident, resident_bytes, transformers_layers
 from kvtier.metrics import CacheStats
 from kvtier.runtime import EngineFactory, Runtime, default_engine
 from kvtier.types import LayerResidency, Residency
@@ -74,7 +74,7 @@ class TieredKVCache(DynamicCache):
         self._setup()
 
     def _setup(self, engine: EngineFactory = default_engine, *, poison: bool = False) -> None:
-        layers = _transformers_layers(self._config)
+        layers = transformers_layers(self._config)
         tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
         updated = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
         # Only where every layer is updated by every forward is it known in advance what a whole forward is.
@@ -126,7 +126,9 @@ class TieredKVCache(DynamicCache):
             return layer.update(key_states, value_states, *args, **kwargs)
         self._runtime.check_open()
         steps = self._runtime.steps
+        check_resident(layer_idx, layer, key_states, value_states)
         with steps.changing():
+            before = {name: vars(layer)[name] for name in WINDOW if name in vars(layer)}
             length = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
             begins = steps.update(layer_idx, length)
             self._runtime.counters.steps += begins
@@ -136,6 +138,7 @@ class TieredKVCache(DynamicCache):
                     self._runtime.admit(key_states.shape[2])
                 keys, values = layer.update(key_states, value_states, *args, **kwargs)
             except BaseException:
+                vars(layer).update(before)
                 steps.undo(layer_idx)
                 raise
             if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
@@ -155,17 +158,17 @@ class TieredKVCache(DynamicCache):
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in Transformers. Needs the cache to know the model's config."""
-        self._check_linear(layer_idx)
+        self._touch_linear(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """As in Transformers. Needs the cache to know the model's config."""
-        self._check_linear(layer_idx)
+        self._touch_linear(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
-    def _check_linear(self, layer_idx: int) -> None:
+    def _touch_linear(self, layer_idx: int) -> None:
         self._runtime.check_open()
         if self._config is None:
             raise UnsupportedError(
@@ -173,6 +176,8 @@ class TieredKVCache(DynamicCache):
                 "of: "
                 "TieredKVCache(model.config)."
             )
+        with self._runtime.steps.changing():
+            self._runtime.steps.touch(layer_idx)
 
     # Rows and length
 
@@ -180,11 +185,17 @@ class TieredKVCache(DynamicCache):
         """Remove the last `-tokens_to_remove` tokens. Drops the tokens of an unfinished forward first."""
         self._runtime.check_open()
         tokens_to_remove = int(tokens_to_remove)  # 5.17 passes a tensor after assisted decoding
+        self._runtime.steps.check_sound()
         if not self._runtime.steps.complete:
             self._drop_unfinished()
-            if tokens_to_remove == 0:
-                return
-        self._change("crop", tokens_to_remove)
+        if tokens_to_remove:
+            self._change("crop", tokens_to_remove)
+            return
+        for layer in self.layers:
+            # Transformers trims what was recorded of the past, and refuses where nothing is; here that is no error.
+            if getattr(layer, "record_past", False):
+                layer.crop(0)
+        self._end_step()
 
     def _drop_unfinished(self) -> None:
         steps = self._runtime.steps
@@ -193,11 +204,11 @@ class TieredKVCache(DynamicCache):
                 "The last forward did not finish, and layers with a recurrent state cannot undo their part of it. "
                 "`reset()` the cache."
             ) from steps.interrupted()
-        fresh = _transformers_layers(self._config)
+        fresh = transformers_layers(self._config)
         for i, before in steps.began.items():
             layer = self.layers[i]
             if before == 0 and not isinstance(layer, TieredLayer):
-                self.layers[i] = fresh[i]
+                self._renew(i, fresh[i])
             elif i in self._windows:
                 self._restore_window(layer, before, *self._windows[i])
             else:
@@ -251,12 +262,18 @@ class TieredKVCache(DynamicCache):
         self._runtime.check_open()
         self._runtime.clear()
         self._windows.clear()
-        fresh = _transformers_layers(self._config)
+        fresh = transformers_layers(self._config)
         for i, layer in enumerate(self.layers):
             if isinstance(layer, TieredLayer):
                 layer._assigned.clear()
             else:
-                self.layers[i] = fresh[i]
+                self._renew(i, fresh[i])
+
+    def _renew(self, index: int, fresh: Any) -> None:
+        """Put an empty layer in the place of one of Transformers'."""
+        if hasattr(self.layers[index], "record_past"):
+            fresh.record_past = self.layers[index].record_past
+        self.layers[index] = fresh
 
     # What a user sees
 
@@ -268,7 +285,7 @@ class TieredKVCache(DynamicCache):
     @property
     def stats(self) -> CacheStats:
         """Bytes and blocks per tier, bytes moved, hits, stalls, fallbacks: a snapshot."""
-        return self._runtime.stats(sum(_resident_bytes(layer) for layer in self.layers))
+        return self._runtime.stats(sum(resident_bytes(layer) for layer in self.layers))
 
     def residency(self) -> Residency:
         """Where the KV of each layer lies. Printing it gives a table."""
@@ -280,7 +297,7 @@ class TieredKVCache(DynamicCache):
                 continue
             tokens = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
             kind = "tiered" if isinstance(layer, TieredLayer) else type(layer).__name__
-            rows.append(LayerResidency(i, kind, tokens, 0, 0, 0, _resident_bytes(layer)))
+            rows.append(LayerResidency(i, kind, tokens, 0, 0, 0, resident_bytes(layer)))
         return Residency(tuple(rows))
 
     def check_integrity(self) -> None:
@@ -320,13 +337,15 @@ class TieredKVCache(DynamicCache):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_whole()
+        steps = self._runtime.steps
+        steps.end()
         layers: list[Any] = []
         for layer in self.layers:
             if isinstance(layer, TieredLayer):
                 layers.append(layer.dense("copy"))
             else:
                 layers.append(layer)
-        return {"config": self._config, "options": self._options, "layers": layers}
+        return {"config": self._config, "options": self._options, "layers": layers, "expected": steps.expected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._config, self._options = state["config"], state["options"]
@@ -339,6 +358,7 @@ class TieredKVCache(DynamicCache):
                 self._add_layers(i)
             if content is not None:
                 self._runtime.append(i, *content)
+        self._runtime.steps.expected = self._runtime.steps.expected or state["expected"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredKVCache:
         import copy
@@ -350,36 +370,3 @@ class TieredKVCache(DynamicCache):
         clone.__setstate__(state)
         memo[id(self)] = clone
         return clone
-
-
-def _transformers_layers(config: PretrainedConfig | None) -> list[Any]:
-    """The layers that Transformers itself would use for a model, by its own mapping from layer types."""
-    if config is None:
-        return []
-    try:
-        return DynamicCache(config=config).layers
-    except KeyError as missing:
-        # A layer type registers itself when its model file is imported.
-        text = config.get_text_config(decoder=True)
-        module = type(text).__module__.replace(".configuration_", ".modeling_")
-        try:
-            importlib.import_module(module)
-            return DynamicCache(config=config).layers
-        except (ImportError, KeyError):
-            raise ConfigError(
-                f"Transformers knows no cache layer of type {missing} for {type(config).__name__}. Import the model's "
-                "class "
-                "before making its cache."
-            ) from missing
-
-
-def _resident_bytes(layer: Any) -> int:
-    """Bytes of a layer that Transformers keeps itself."""
-    if isinstance(layer, TieredLayer):
-        return 0
-    total = 0
-    for value in vars(layer).values():
-        for x in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(x, torch.Tensor) and x.numel() > 1:
-                total += x.nbytes
-    return total

@@ -209,9 +209,10 @@ class TieredLayer(DynamicLayer):
         if self._store is not None:
             self._pick([row for row in range(self._store.batch) for _ in range(int(repeats))])
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | list[int]) -> None:
         """Keep the rows `indices` (or those where a boolean mask is true)."""
-        indices = torch.as_tensor(indices)
+        if not isinstance(indices, torch.Tensor):
+            indices = torch.as_tensor(indices, device="cpu")
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         self._pick(indices.tolist())

@@ -192,6 +192,8 @@ def group_rows(rows: Sequence[Table], layout: BlockLayout, keys: torch.Tensor, v
         values: `[batch, v_heads, tokens, v_dim]`.
     """
     batch, tokens = keys.shape[0], keys.shape[2]
+    if batch == 0:
+        return []
     if not rows:
         same = _equal_tokens(keys, values, layout.block_size) if batch > 1 else []
         groups = [Group(0, None, False)]
@@ -250,6 +252,8 @@ def _equal_tokens(keys: torch.Tensor, values: torch.Tensor, probe: int) -> list[
     cost one small comparison and one synchronisation.
     """
     batch, tokens = keys.shape[0], keys.shape[2]
+    if batch == 0:
+        return []
     k, v = (x.detach().view(_BITS[x.dtype.itemsize]) for x in (keys, values))
     counts: list[int] = _leading(k[1:, :, :probe], k[:-1, :, :probe], v[1:, :, :probe], v[:-1, :, :probe]).tolist()
     alike = [row for row in range(1, batch) if counts[row - 1] == min(probe, tokens)]

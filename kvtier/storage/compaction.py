@@ -50,8 +50,8 @@ def _retire(tiers: Tiers, pool: BlockPool, slab: Slab, keep: LayerStore | None) 
         if not pool.references(slot):
             continue
         block = pool.owner[slot]
-        if not isinstance(block, Block) or pool.references(slot) > 1:
-            return False
+        if not isinstance(block, Block) or block.near != slot or pool.references(slot) > 1:
+            return False  # staged, or in a transfer's hands
         if not _move_out(tiers, pool, slab, block, keep):
             return False
     # Whoever remembers where blocks lay would keep the slab's memory alive.

@@ -176,7 +176,7 @@ torch.set_num_threads(1)
 HOST_CACHE = """
 GIB = 2**30
 chunk = torch.ones(1, 8, 256, 64)            # 1 MiB of keys and values per layer
-cache = TieredKVCache(host_budget=GIB, block_size=64)
+cache = TieredKVCache(host_budget=2 * GIB, block_size=64)
 for layer in range(4):
     cache.update(chunk, chunk, layer)        # everything is loaded that will be
 before, peak_before = resident(), resident("VmHWM")
