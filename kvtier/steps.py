@@ -69,7 +69,6 @@ class Steps:
         self.began: dict[int, int] = {}
         self._owner = 0
         self._first: int | None = None
-        self._latest: int | None = None
         self._guard = Guard()
 
     @property
@@ -111,14 +110,7 @@ class Steps:
                 "forward did not finish, or this is another model. `reset()` the cache."
             )
         self.began[layer] = length
-        self._latest = layer
         return begins
-
-    def touch(self, layer: int) -> None:
-        """Told before a layer changes a state that is not keys and values, once or more often in a step."""
-        if self.began and layer == self._latest:
-            return
-        self.update(layer, 0)
 
     def undo(self, layer: int) -> None:
         """The update announced last did not happen."""

@@ -50,7 +50,7 @@ def check(cache: TieredKVCache, held: Held) -> None:
         assert torch.equal(cache.layers[i].values, v)
 
 
-@pytest.fixture(params=[None, 12_000, 10**6], ids=["host", "spilled", "device"])
+@pytest.fixture(params=[None, 20_000, 10**6], ids=["host", "spilled", "device"])
 def make(request: pytest.FixtureRequest) -> Callable[..., TieredKVCache]:
     """Makes a cache at each placement; with or without the model's config."""
 

@@ -158,17 +158,17 @@ class TieredKVCache(DynamicCache):
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in Transformers. Needs the cache to know the model's config."""
-        self._touch_linear(layer_idx)
+        self._check_linear(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """As in Transformers. Needs the cache to know the model's config."""
-        self._touch_linear(layer_idx)
+        self._check_linear(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
-    def _touch_linear(self, layer_idx: int) -> None:
+    def _check_linear(self, layer_idx: int) -> None:
         self._runtime.check_open()
         if self._config is None:
             raise UnsupportedError(
@@ -176,8 +176,6 @@ class TieredKVCache(DynamicCache):
                 "of: "
                 "TieredKVCache(model.config)."
             )
-        with self._runtime.steps.changing():
-            self._runtime.steps.touch(layer_idx)
 
     # Rows and length
 
@@ -192,8 +190,9 @@ class TieredKVCache(DynamicCache):
             self._change("crop", tokens_to_remove)
             return
         for layer in self.layers:
-            # Transformers trims what was recorded of the past, and refuses where nothing is; here that is no error.
-            if getattr(layer, "record_past", False):
+            # Transformers trims what was recorded of the past and refuses where nothing was: no error, nothing to undo.
+            past_gone = isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window
+            if not past_gone or layer.record_past:
                 layer.crop(0)
         self._end_step()
 

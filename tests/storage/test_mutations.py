@@ -82,15 +82,15 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
     # failures
     "failed_fetches_are_kept": edit(StagingArea, "finish", "is not State.FAILED", "is not None"),
     "a_failed_write_back_counts_as_written": edit(
-        Tiers, "write_back", "block.far = block.pending = None", "block.pending = None"
+        Tiers, "write_back", "if transfer.state is State.FAILED:\n", "if transfer.state is None:\n"
     ),
     "evict_forgets_to_ask_whether_the_copy_failed": edit(Tiers, "write_back", "transfer.wait()", "pass"),
     "a_failed_append_leaves_its_blocks": edit(LayerStore, "append", "self._trim(self.length)", "pass"),
 }
 
 WALKS: tuple[dict[str, Any], ...] = (
-    {"engine": lambda seed: held(seed, 0.1), "budgets": (12_000, 20_000)},
-    {"engine": lambda seed: failing(0.3, seed), "budgets": (12_000, 20_000)},
+    {"engine": lambda seed: held(seed, 0.1), "budgets": (20_000, 40_000)},
+    {"engine": lambda seed: failing(0.3, seed), "budgets": (20_000, 40_000)},
 )
 
 
