@@ -24,7 +24,7 @@ from benchmarks.records import Recorder, number, short, size, table
 from kvtier import BudgetError
 
 
-class Session(Protocol):
+class Trial(Protocol):
     """One contender at work on one case. Making it does all that is not measured, warming up included."""
 
     def measure(self) -> float:
@@ -68,7 +68,7 @@ class Outcome:
         status: `ok`; `unavailable`, it cannot be built here; `refused`, its budget is too small; `skipped`, memory is
             short; `failed`.
         reason: of anything but `ok`.
-        facts: from its session.
+        facts: from its trial.
     """
 
     values: dict[int, float] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Outcome:
         return Spread.of(both) if both else None
 
 
-Start = Callable[[], Session]
+Start = Callable[[], Trial]
 
 
 def compare(
@@ -103,22 +103,22 @@ def compare(
     """Give every contender its turn in each round.
 
     Args:
-        starts: begin a session, by name.
+        starts: begin a trial, by name.
         rounds: turns of each.
-        together: keep all sessions from round to round; else each turn has a session of its own.
+        together: keep all trials from round to round; else each turn has a trial of its own.
         allowance: seconds that one contender may measure in all; beyond, it sits out.
         tell: is told what is going on.
     """
     outcomes = {name: Outcome() for name in starts}
-    sessions: dict[str, Session] = {}
+    trials: dict[str, Trial] = {}
     spent = dict.fromkeys(starts, 0.0)
     names = list(starts)
 
     def end(name: str) -> None:
-        session = sessions.pop(name, None)
-        if session is not None:
-            session.close()
-            del session
+        trial = trials.pop(name, None)
+        if trial is not None:
+            trial.close()
+            del trial
             release_memory()
 
     try:
@@ -130,12 +130,12 @@ def compare(
                     continue
                 tell(f"round {turn + 1} of {rounds}: {name}")
                 try:
-                    if name not in sessions:
-                        sessions[name] = starts[name]()
+                    if name not in trials:
+                        trials[name] = starts[name]()
                     began = time.perf_counter()
-                    outcome.values[turn] = sessions[name].measure()
+                    outcome.values[turn] = trials[name].measure()
                     spent[name] += time.perf_counter() - began
-                    outcome.facts = sessions[name].facts()
+                    outcome.facts = trials[name].facts()
                 except Exception as error:
                     outcome.end(error)
                     outcome.values.clear()
@@ -269,11 +269,11 @@ class Bench:
 
         Args:
             scenario, model, case: what is measured.
-            starts: for each name the contender whose memory it takes, if any, and what begins its session.
+            starts: for each name the contender whose memory it takes, if any, and what begins its trial.
             unit: of the values.
             rounds: turns of each.
             base: whom ratios refer to.
-            note: a few words on what a session's facts say.
+            note: a few words on what a trial's facts say.
             workload: more fields for the records.
         """
         fitting, skipped = self._fitting(case, {name: c for name, (c, _) in starts.items()})

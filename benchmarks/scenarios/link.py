@@ -100,8 +100,8 @@ def run(bench: Bench) -> None:
             starts: dict[str, tuple[Contender | None, Start]] = {}
             for fetch, word in ((True, "fetch"), (False, "write back")):
                 for chunk in CHUNKS:
-                    session = partial(CopySession, settings.device, chunk, total, fetch=fetch)
-                    starts[f"{word} {size(chunk)}"] = (None, session)
+                    trial = partial(CopySession, settings.device, chunk, total, fetch=fetch)
+                    starts[f"{word} {size(chunk)}"] = (None, trial)
             spilled = contender("kvtier@10%")
             for block_size in BLOCK_SIZES:
                 sized: Case = replace(case, block_size=block_size)

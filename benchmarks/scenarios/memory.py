@@ -129,21 +129,21 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     kv = random_kv(real)
     synchronize(device)
     rss, allocated = _reset_peaks(device)
-    session = UpdateSession(one, real, STEPS, kv)
-    session.run_turn()
+    trial = UpdateSession(one, real, STEPS, kv)
+    trial.run_turn()
     rss_peak = _status("VmHWM") - rss
     facts = {
         "model": label(job["model"]),
-        "kv_bytes": geometry.kv_bytes(real.context + session.done),
-        "held_bytes": held_bytes(session.cache),
+        "kv_bytes": geometry.kv_bytes(real.context + trial.done),
+        "held_bytes": held_bytes(trial.cache),
         "rss_bytes": _status("VmRSS") - rss,
         "rss_peak_bytes": rss_peak,
         "peak_bytes": rss_peak,
-    } | tier_facts(session.cache)
+    } | tier_facts(trial.cache)
     if device.type == "cuda":
         facts["torch_bytes"] = torch.cuda.memory_allocated(device) - allocated
         facts["peak_bytes"] = torch.cuda.max_memory_allocated(device) - allocated
-    session.close()
+    trial.close()
     return facts
 
 
