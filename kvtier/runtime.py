@@ -183,8 +183,7 @@ class Runtime:
     def _too_small(self, budget: Budget, needed: int, store: LayerStore, tokens: int) -> BudgetError:
         return BudgetError(
             f"{budget.tier}_budget is {budget.limit} bytes, but a step of {tokens} tokens on top of {store.length} "
-            "needs at "
-            f"least {needed} bytes ({needed / 2**20:.1f} MiB). Nothing was changed. Give "
+            f"needs at least {needed} bytes ({needed / 2**20:.1f} MiB). Nothing was changed. Give "
             f"{budget.tier}_budget={needed} or "
             "more, drop tokens with `crop`, or `reset()`.",
             tier=budget.tier,

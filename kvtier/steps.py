@@ -166,8 +166,7 @@ class Steps:
         assert self.expected is not None
         return InterruptedStepError(
             f"The last forward updated {len(self.began)} of {len(self.expected)} layers and did not finish. `crop(0)` "
-            "drops "
-            "it and keeps what was there before; `reset()` empties the cache."
+            "drops it and keeps what was there before; `reset()` empties the cache."
         )
 
     def _owned_by_another(self) -> bool:
@@ -177,6 +176,5 @@ class Steps:
     def _two_threads(self) -> ConcurrentUseError:
         return ConcurrentUseError(
             "A second thread updates this TieredKVCache while a forward of another thread is under way. Give each "
-            "thread its "
-            "own cache. `crop(0)` drops the unfinished step."
+            "thread its own cache. `crop(0)` drops the unfinished step."
         )

@@ -16,7 +16,6 @@ import torch
 from kvtier.metrics import Counters
 from kvtier.runtime import EngineFactory
 from kvtier.storage.transfer import InlineTransfers, Transfer, TransferEngine
-from kvtier.types import Direction
 
 if TYPE_CHECKING:
     from kvtier.hf.cache import TieredKVCache
@@ -149,8 +148,3 @@ def with_doubles(cache: TieredKVCache, engine: EngineFactory, *, poison: bool = 
     cache._finalizer()
     cache._setup(engine, poison=poison)
     return cache
-
-
-def only(direction: Direction) -> Callable[[Transfer], bool]:
-    """For `failing`: every transfer of one direction fails."""
-    return lambda transfer: transfer.direction is direction

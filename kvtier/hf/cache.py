@@ -109,7 +109,7 @@ class TieredKVCache(DynamicCache):
             layer_idx: the layer.
 
         Returns:
-            Keys and values, `[batch, heads, all tokens, dim]`: the arguments themselves where there is no past, views
+            Keys and values, `[batch, heads, all tokens, dim]`: the arguments, contiguous, where there is no past; views
             that behave like tensors where there is.
 
         Raises:
@@ -150,8 +150,7 @@ class TieredKVCache(DynamicCache):
         if self.layer_class_to_replicate is None:
             raise MismatchError(
                 f"Layer {layer_idx} of a cache that was made for {len(self.layers)} layers: this is not the model "
-                "whose config "
-                "it was given."
+                "whose config it was given."
             )
         while len(self.layers) <= layer_idx:
             self.layers.append(TieredLayer(self._runtime, len(self.layers)))
@@ -173,8 +172,7 @@ class TieredKVCache(DynamicCache):
         if self._config is None:
             raise UnsupportedError(
                 f"Layer {layer_idx} keeps a state that is not keys and values. Tell the cache what the model is made "
-                "of: "
-                "TieredKVCache(model.config)."
+                "of: TieredKVCache(model.config)."
             )
 
     # Rows and length

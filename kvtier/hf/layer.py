@@ -88,7 +88,7 @@ class TieredLayer(DynamicLayer):
             value_states: `[batch, heads, tokens, v_dim]`, copied.
 
         Returns:
-            The arguments themselves if the layer was empty; else two `KVView`s.
+            The arguments, contiguous, if the layer was empty; else two `KVView`s of `[batch, heads, all tokens, dim]`.
 
         Raises:
             MismatchError, BudgetError, TransferError, InterruptedStepError, ConcurrentUseError, ClosedError.

@@ -29,8 +29,7 @@ def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
         except (ImportError, KeyError):
             raise ConfigError(
                 f"Transformers knows no cache layer of type {missing} for {type(config).__name__}. Import the model's "
-                "class "
-                "before making its cache."
+                "class before making its cache."
             ) from missing
 
 

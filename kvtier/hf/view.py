@@ -278,8 +278,7 @@ def _refuse_writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if any(isinstance(x, KVView) for x in (target if isinstance(target, list | tuple) else (target,))):
         raise UnsupportedError(
             f"`{name}` would write into the KV cache. What TieredKVCache holds never changes: work on a `.clone()`, "
-            "or assign "
-            "`cache.layers[i].keys`."
+            "or assign `cache.layers[i].keys`."
         )
 
 

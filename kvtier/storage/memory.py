@@ -80,8 +80,7 @@ class Memory:
             self.budget.release(nbytes)
             raise BudgetError(
                 f"The {self.budget.tier} budget of {self.budget.limit} bytes allows {nbytes} more, but the machine "
-                "does "
-                f"not have them: {error}. Give a smaller {self.budget.tier}_budget.",
+                f"does not have them: {error}. Give a smaller {self.budget.tier}_budget.",
                 tier=self.budget.tier,
                 needed=self.budget.used + nbytes,
                 budget=self.budget.limit,

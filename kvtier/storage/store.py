@@ -124,8 +124,7 @@ class LayerStore:
         if self.length and keys.shape[0] != self.batch:
             raise MismatchError(
                 f"Layer {self.index} holds {self.batch} rows, but was given {keys.shape[0]}. Continue with the same "
-                "batch, "
-                "select rows with `batch_select_indices`, or `reset()`."
+                "batch, select rows with `batch_select_indices`, or `reset()`."
             )
 
     def group(self, keys: torch.Tensor, values: torch.Tensor) -> list[Group]:

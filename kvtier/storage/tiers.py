@@ -216,11 +216,9 @@ class Tiers:
                 blocks.append(block)
                 if len(blocks) == due:
                     break
-            try:
+            # Ahead of need: what cannot be copied now stays in the backlog, and who must evict it will hear of it.
+            with contextlib.suppress(BudgetError, TransferError):
                 self.write_back(blocks, required=False)
-            except (BudgetError, TransferError):
-                # Ahead of need: the blocks stay in the backlog, and who must evict one will hear of it.
-                self.counters.failed_transfers += 1
 
     def keep_reserve(self, layout: BlockLayout) -> None:
         """Once blocks are missing, keep as many slots free as staging wants, so that fetching evicts nobody."""
