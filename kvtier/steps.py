@@ -8,6 +8,11 @@ from types import TracebackType
 
 from kvtier.errors import ConcurrentUseError, InterruptedStepError
 
+#: One state of a recurrent layer: (layer, kind, number).
+RecurrentPart = tuple[int, str, int]
+#: What a forward updates: an attention layer, or a recurrent state.
+Part = int | RecurrentPart
+
 _CUT_SHORT = "A change of the cache was cut short. `reset()` it before using it again."
 
 
@@ -48,15 +53,19 @@ class Guard:
 class Steps:
     """Follows the updates of a forward and refuses what would mix two of them.
 
-    A step begins when a layer is updated that was updated before, and is complete when every layer was that was in the
-    first step. What cannot be told apart from a finished forward is treated as one.
+    A step begins when a part is updated that was updated before, and is complete when every part was that was in the
+    first step. What cannot be told apart from a finished forward is treated as one. Attention layers are announced
+    before they change (`update`). So are recurrent states (`touch`), but for those that a model changes in place, which
+    are found changed afterwards (`saw`).
 
     Args:
-        expected: the layers of a whole forward, where they are known in advance.
+        expected: attention layers that belong to every forward, where they are known in advance.
         lengths: gives the distinct numbers of tokens in the layers that hold any; once equal, they must stay so.
 
     Attributes:
-        began: length of each updated layer before the step under way (or the last one).
+        began: length of each updated layer before the step under way (or the last one); 0 for recurrent states.
+        undoable: whether an unfinished step can be dropped by `crop`.
+        pending: set while a recurrent layer may have been changed in place; looks at it and tells what it `saw`.
     """
 
     def __init__(
@@ -65,16 +74,19 @@ class Steps:
         self._given = expected
         self._lengths = lengths
         self._even = True
-        self.expected = expected
-        self.began: dict[int, int] = {}
+        self.expected: frozenset[Part] | None = expected
+        self.began: dict[Part, int] = {}
+        self.undoable = True
+        self.pending: Callable[[], None] | None = None
+        self._torn = False
         self._owner = 0
-        self._first: int | None = None
+        self._first: dict[type, int] = {}
         self._guard = Guard()
 
     @property
     def complete(self) -> bool:
-        """Whether no step is known to be unfinished."""
-        return not self.began or self.expected is None or self.began.keys() >= self.expected
+        """Whether no step is known to be unfinished. `settle` first."""
+        return not self._torn and (not self.began or self.expected is None or self.began.keys() >= self.expected)
 
     def changing(self) -> Guard:
         """Guard one change of the cache. One thread at a time; what a signal cuts short stays refused until `reset`."""
@@ -87,21 +99,18 @@ class Steps:
             InterruptedStepError: the last step did not finish.
             ConcurrentUseError: another thread's step is under way.
         """
+        if self.pending is not None:
+            self.pending()
+        if self._torn:
+            raise self.interrupted()
         me = threading.get_ident()
         begins = not self.began or layer in self.began
+        first = self._first.setdefault(int, layer)
         if begins:
             self._check_complete()
-            if self._first is None:
-                self._first = layer
-            elif layer != self._first:
-                raise ConcurrentUseError(
-                    f"A forward goes on at layer {layer}, but the cache was cropped, reordered or reset since it "
-                    "began. Run it again from its first layer."
-                )
+            self._check_first(layer, first)
             self._check_even()
-            self._learn()
-            self.began = {}
-            self._owner = me
+            self._begin(me)
         elif self._owner != me:
             raise self._two_threads()
         elif self.expected is not None and layer not in self.expected and length == 0 and any(self.began.values()):
@@ -112,9 +121,75 @@ class Steps:
         self.began[layer] = length
         return begins
 
-    def undo(self, layer: int) -> None:
+    def touch(self, part: RecurrentPart) -> bool:
+        """Told before a recurrent state is changed. True if that begins a step. Raises what `update` raises."""
+        if self._torn:
+            raise self.interrupted()
+        begins = not self.began or part in self.began
+        first = self._first.setdefault(tuple, part[0])
+        if begins:
+            self._check_complete()
+            self._check_first(part[0], first)
+            self._begin(threading.get_ident())
+        elif self._owner != threading.get_ident():
+            raise self._two_threads()
+        elif self.expected is not None and part not in self.expected and self._knows_states():
+            self.expected |= {part}  # so that this step stays unfinished
+            raise InterruptedStepError(
+                f"A {part[1]} state of layer {part[0]} is new to a cache that holds others: the first forward did not "
+                "finish, or this is another model. `reset()` the cache."
+            )
+        self.began[part] = 0
+        return begins
+
+    def saw(self, part: RecurrentPart, owner: int) -> bool:
+        """Told after thread `owner` changed a recurrent state in place, in the forward under way or in the last.
+
+        Never raises: whoever announces something next is told if that mixed two forwards. True if it began a step.
+        """
+        begins = not self.began or part in self.began
+        if begins:
+            if not self.complete:
+                self._torn = True
+                return False
+            self._first.setdefault(tuple, part[0])
+            self._begin(owner)
+        self.began[part] = 0
+        return begins
+
+    def undo(self, part: Part) -> None:
         """The update announced last did not happen."""
-        self.began.pop(layer, None)
+        self.began.pop(part, None)
+
+    def tear(self) -> None:
+        """An update failed half-way and cannot be undone: nothing but `reset` is possible."""
+        self._torn = True
+
+    def settle(self) -> None:
+        """Look at what may have been changed in place."""
+        if self.pending is not None:
+            with self._guard:
+                self.pending()
+
+    def check_owner(self) -> None:
+        """Raise if another thread's step is under way."""
+        if self._owner != threading.get_ident() and not self.complete:
+            self._check_complete()
+
+    def _begin(self, owner: int) -> None:
+        self._learn()
+        self.began = {}
+        self._owner = owner
+
+    def _check_first(self, layer: int, first: int) -> None:
+        if layer != first:
+            raise ConcurrentUseError(
+                f"A forward goes on at layer {layer}, but the cache was cropped, reordered or reset since it began. "
+                "Run it again from its first layer."
+            )
+
+    def _knows_states(self) -> bool:
+        return any(type(part) is tuple for part in self.expected or ())
 
     def check_sound(self) -> None:
         """Raise if a change was cut short."""
@@ -124,6 +199,7 @@ class Steps:
     def check_whole(self) -> None:
         """Raise if a step is known to be unfinished, or a change was cut short."""
         self.check_sound()
+        self.settle()
         self._check_complete()
 
     def break_off(self) -> None:
@@ -155,14 +231,21 @@ class Steps:
     def reset(self) -> None:
         """Nothing is under way and nothing is broken."""
         if not self._owned_by_another():
-            self._first = None  # else a forward of that thread may go on, and must be noticed
+            self._first = {}  # else a forward of that thread may go on, and must be noticed
         self.began = {}
+        self.pending = None
+        self._torn = False
         self.expected = self._given
         self._even = True
         self._guard = Guard()
 
     def interrupted(self) -> InterruptedStepError:
         """The error for a step that did not finish."""
+        if not self.undoable:
+            return InterruptedStepError(
+                "The last forward did not finish, and layers with a recurrent state cannot undo their part of it. "
+                "`reset()` the cache."
+            )
         assert self.expected is not None
         return InterruptedStepError(
             f"The last forward updated {len(self.began)} of {len(self.expected)} layers and did not finish. `crop(0)` "

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -17,15 +16,23 @@ from transformers.cache_utils import (
 from transformers.configuration_utils import PretrainedConfig
 
 from kvtier.config import CacheOptions, Size
-from kvtier.errors import ConfigError, InterruptedStepError, MismatchError, UnsupportedError
+from kvtier.errors import ConfigError, MismatchError
 from kvtier.hf.layer import TieredLayer
-from kvtier.hf.resident import WINDOW, check_resident, resident_bytes, transformers_layers
+from kvtier.hf.resident import (
+    WINDOW,
+    RecurrentFace,
+    RecurrentStates,
+    check_resident,
+    resident_bytes,
+    transformers_layers,
+    updated_by_every_forward,
+)
 from kvtier.metrics import CacheStats
 from kvtier.runtime import EngineFactory, Runtime, default_engine
 from kvtier.types import LayerResidency, Residency
 
 
-class TieredKVCache(DynamicCache):
+class TieredKVCache(RecurrentFace):
     """A KV cache whose blocks lie on the device and in host memory, each where there is room, with the tokens of
     `DynamicCache`.
 
@@ -76,12 +83,9 @@ class TieredKVCache(DynamicCache):
     def _setup(self, engine: EngineFactory = default_engine, *, poison: bool = False) -> None:
         layers = transformers_layers(self._config)
         tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
-        updated = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
-        # Only where every layer is updated by every forward is it known in advance what a whole forward is.
-        plain = all(type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer") for layer in layers)
         self._runtime = Runtime(
             self._options,
-            expected=frozenset(updated) if layers and plain else None,
+            expected=updated_by_every_forward(layers),
             tiered=len(tiered),
             engine=engine,
             poison=poison,
@@ -90,6 +94,7 @@ class TieredKVCache(DynamicCache):
         for i in tiered:
             layers[i] = TieredLayer(self._runtime, i)
         self.layers = layers
+        self._recurrent = RecurrentStates(self._runtime, layers)
         self._windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.layer_class_to_replicate = TieredLayer if not layers else None
         self.offloading = False
@@ -155,26 +160,6 @@ class TieredKVCache(DynamicCache):
         while len(self.layers) <= layer_idx:
             self.layers.append(TieredLayer(self._runtime, len(self.layers)))
 
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in Transformers. Needs the cache to know the model's config."""
-        self._check_linear(layer_idx)
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """As in Transformers. Needs the cache to know the model's config."""
-        self._check_linear(layer_idx)
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-
-    def _check_linear(self, layer_idx: int) -> None:
-        self._runtime.check_open()
-        if self._config is None:
-            raise UnsupportedError(
-                f"Layer {layer_idx} keeps a state that is not keys and values. Tell the cache what the model is made "
-                "of: TieredKVCache(model.config)."
-            )
-
     # Rows and length
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -182,6 +167,7 @@ class TieredKVCache(DynamicCache):
         self._runtime.check_open()
         tokens_to_remove = int(tokens_to_remove)  # 5.17 passes a tensor after assisted decoding
         self._runtime.steps.check_sound()
+        self._runtime.steps.settle()
         if not self._runtime.steps.complete:
             self._drop_unfinished()
         if tokens_to_remove:
@@ -189,20 +175,20 @@ class TieredKVCache(DynamicCache):
             return
         for layer in self.layers:
             # Transformers trims what was recorded of the past and refuses where nothing was: no error, nothing to undo.
-            past_gone = isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window
+            past_gone = isinstance(layer, LinearAttentionCacheLayerMixin) or (
+                isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window
+            )
             if not past_gone or layer.record_past:
                 layer.crop(0)
         self._end_step()
 
     def _drop_unfinished(self) -> None:
         steps = self._runtime.steps
-        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
-            raise InterruptedStepError(
-                "The last forward did not finish, and layers with a recurrent state cannot undo their part of it. "
-                "`reset()` the cache."
-            ) from steps.interrupted()
+        if not steps.undoable:
+            raise steps.interrupted()
         fresh = transformers_layers(self._config)
         for i, before in steps.began.items():
+            assert type(i) is int, "a recurrent state cannot be undone"
             layer = self.layers[i]
             if before == 0 and not isinstance(layer, TieredLayer):
                 self._renew(i, fresh[i])
@@ -233,6 +219,7 @@ class TieredKVCache(DynamicCache):
 
     def _end_step(self) -> None:
         self._runtime.steps.end()
+        self._recurrent.forget()
         self._windows.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -265,6 +252,7 @@ class TieredKVCache(DynamicCache):
                 layer._assigned.clear()
             else:
                 self._renew(i, fresh[i])
+        self._recurrent.watch(self.layers)
 
     def _renew(self, index: int, fresh: Any) -> None:
         """Put an empty layer in the place of one of Transformers'."""
@@ -355,7 +343,10 @@ class TieredKVCache(DynamicCache):
                 self._add_layers(i)
             if content is not None:
                 self._runtime.append(i, *content)
-        self._runtime.steps.expected = self._runtime.steps.expected or state["expected"]
+        steps = self._runtime.steps
+        if state["expected"] is not None:
+            steps.expected = (steps.expected or frozenset()) | state["expected"]
+        self._recurrent.watch(self.layers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredKVCache:
         import copy

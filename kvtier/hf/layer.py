@@ -99,7 +99,8 @@ class TieredLayer(DynamicLayer):
         steps = runtime.steps
         with steps.changing():
             before = self.get_seq_length()
-            runtime.counters.steps += steps.update(self.index, before)
+            begins = steps.update(self.index, before)  # which may count a step that a recurrent layer began
+            runtime.counters.steps += begins
             try:
                 store = runtime.append(self.index, key_states, value_states)
             except BaseException:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.configuration_utils import PretrainedConfig
 
-from kvtier.errors import ConfigError, MismatchError
+from kvtier.errors import ConfigError, MismatchError, UnsupportedError
 from kvtier.hf.layer import TieredLayer
+from kvtier.runtime import Runtime
+from kvtier.steps import RecurrentPart
 
 
 def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
@@ -31,6 +36,24 @@ def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
                 f"Transformers knows no cache layer of type {missing} for {type(config).__name__}. Import the model's "
                 "class before making its cache."
             ) from missing
+
+
+#: Every forward updates the attention of these. Of others that is not known.
+_PLAIN = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "DummyLayer",
+}
+
+
+def updated_by_every_forward(layers: Sequence[Any]) -> frozenset[int] | None:
+    """The attention layers of a model, if each of them is part of every forward; None where that is not known."""
+    if not layers or any(type(layer).__name__ not in _PLAIN for layer in layers):
+        return None
+    return frozenset(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin))
 
 
 #: What an update of a sliding layer changes.
@@ -61,3 +84,244 @@ def resident_bytes(layer: Any) -> int:
             if isinstance(x, torch.Tensor) and x.numel() > 1:
                 total += x.nbytes
     return total
+
+
+CONV, RECURRENT = "conv", "recurrent"
+
+
+class _State:
+    """One tensor of a recurrent layer, and what it was when last looked at."""
+
+    __slots__ = ("held", "kind", "number", "tensor", "version")
+
+    def __init__(self, held: dict[int, torch.Tensor | None], part: RecurrentPart) -> None:
+        self.held = held
+        _, self.kind, self.number = part
+        self.mark()
+
+    def mark(self) -> None:
+        """It is as it should be."""
+        self.tensor = self.held[self.number]
+        self.version = _version(self.tensor)
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was replaced, or changed in place where torch counts that."""
+        tensor = self.held[self.number]
+        return tensor is not self.tensor or _version(tensor) != self.version
+
+    @property
+    def opaque(self) -> bool:
+        """Whether it may change uncounted: inference tensors count nothing, nor do fused kernels of an accelerator."""
+        tensor = self.held[self.number]
+        return tensor is not None and (tensor.device.type != "cpu" or tensor.is_inference())
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
+
+
+class RecurrentStates:
+    """Tells `Steps` which recurrent states a forward changes, so that a forward that ended in the middle is noticed.
+
+    Models change these states in two ways: through `update_conv_state` and `update_recurrent_state`, and, when they
+    decode, in place and behind the cache's back. Of the second way one sees that a model asks for a layer just before,
+    and that torch has counted a change when the model comes to the next layer. Where torch does not count, and until it
+    was seen to count, being asked for a layer stands for the change.
+
+    At most one layer at a time is under watch: the one that was reached last.
+    """
+
+    def __init__(self, runtime: Runtime, layers: Sequence[Any]) -> None:
+        self._runtime = runtime
+        self.watch(layers)
+
+    def watch(self, layers: Sequence[Any]) -> None:
+        """Begin anew with these layers, empty or just copied."""
+        self._layers: dict[int, dict[RecurrentPart, _State]] = {}
+        for i, layer in enumerate(layers):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                kinds = ((CONV, layer.conv_states), (RECURRENT, layer.recurrent_states))
+                self._layers[i] = {(i, kind, n): _State(held, (i, kind, n)) for kind, held in kinds for n in held}
+        attention = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+        self._leading = [i for i in self._layers if i <= min(attention, default=i)]
+        self._counted: set[str] = set()  # kinds that torch was seen to count
+        self._announced = False  # whether the model says when it is about to change a layer
+        self.last_read: tuple[int | None, int | None] = (None, None)
+        self._runtime.steps.undoable = not self._layers
+        self.forget()
+
+    def forget(self) -> None:
+        """What changed up to now was no forward: rows were reordered, tokens removed."""
+        self._at: int | None = None
+        self._by = 0  # the thread that reached it
+        self._assumed: dict[RecurrentPart, bool] = {}  # part -> whether a call may follow that means the same
+        self._called: set[RecurrentPart] = set()
+        self._runtime.steps.pending = None
+        for states in self._layers.values():
+            for state in states.values():
+                state.mark()
+
+    def settle(self) -> None:
+        """Tell what was changed in place, and leave the layer reached last."""
+        if self._at is not None:
+            self._look(self._layers[self._at], self._by)
+            self._at = None
+            self._runtime.steps.pending = None
+
+    def reached(self, layer: int, number: int | None, recording: bool | None = None) -> None:
+        """A model is about to change a layer.
+
+        Args:
+            layer: the layer.
+            number: which of its states; None for all.
+            recording: whether the layer is recording, for a model that will change the convolution's state in place
+                unless it is; None for a model that may also ask the cache to change it.
+        """
+        states = self._layers.get(layer)
+        if states is None:
+            return
+        steps = self._runtime.steps
+        with steps.changing():
+            self._announced = True
+            self._enter(layer, states)
+            self._called.clear()
+            steps.check_owner()
+            for part, state in states.items():
+                if number is not None and part[2] != number:
+                    continue
+                if self._uncounted(state) and not (recording and state.kind == CONV):
+                    self._touch(part)
+                    self._assumed[part] = recording is None or state.kind == RECURRENT
+
+    def read(self, layer: int | None, number: int | None) -> None:
+        """A model reads a layer (or some layer, where None), perhaps to change it: for models that never say more."""
+        self.last_read = (layer, number)
+        if self._announced or (layer is not None and layer not in self._layers):
+            return
+        with self._runtime.steps.changing():
+            if layer is not None:
+                self._enter(layer, self._layers[layer])
+            else:
+                for leading in self._leading:
+                    self._look(self._layers[leading], threading.get_ident())
+            self._called.clear()
+
+    def update(self, kind: str, layer: int, number: int, change: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Carry out a change that the model asks the cache for."""
+        part = (layer, kind, number)
+        states = self._layers.get(layer, {})
+        if part not in states:
+            return change()  # which raises
+        state, steps = states[part], self._runtime.steps
+        with steps.changing():
+            if kind == RECURRENT:
+                self._find_conv(layer, states)
+            self._enter(layer, states)
+            assumed = self._assumed.pop(part, False)
+            if not assumed:
+                self._touch(part)
+            self._called.add(part)
+            try:
+                return change()
+            except Exception:
+                if state.changed or assumed:
+                    steps.tear()
+                else:
+                    steps.undo(part)
+                raise
+            finally:
+                state.mark()
+
+    def _find_conv(self, layer: int, states: dict[RecurrentPart, _State]) -> None:
+        """A model that did not say that it changes the convolution's state has done so by now, in the same forward."""
+        convs = {part: state for part, state in states.items() if state.kind == CONV}
+        if self._at != layer:
+            self.settle()
+            self._look(convs, threading.get_ident())
+        self._enter(layer, states)
+        for part, state in convs.items():
+            if part not in self._called and part not in self._assumed and self._uncounted(state):
+                self._touch(part)
+
+    def _enter(self, layer: int, states: dict[RecurrentPart, _State]) -> None:
+        if self._at == layer:
+            self._look(states, self._by)
+            return
+        self.settle()
+        for state in states.values():
+            state.mark()  # nobody asked for this layer: what changed it was no forward
+        self._at, self._by = layer, threading.get_ident()
+        self._assumed.clear()
+        self._called.clear()
+        self._runtime.steps.pending = self.settle
+
+    def _look(self, states: dict[RecurrentPart, _State], by: int) -> None:
+        for part, state in states.items():
+            if state.changed:
+                state.mark()
+                if part in self._called:
+                    continue  # no model changes a state in both ways in one forward: this was done afterwards
+                self._counted.add(state.kind)
+                if self._assumed.pop(part, None) is None:
+                    self._runtime.counters.steps += self._runtime.steps.saw(part, by)
+
+    def _uncounted(self, state: _State) -> bool:
+        return state.kind not in self._counted and state.opaque
+
+    def _touch(self, part: RecurrentPart) -> None:
+        self._runtime.counters.steps += self._runtime.steps.touch(part)
+
+
+class RecurrentFace(DynamicCache):
+    """The part of a cache that recurrent layers see: Transformers', watched."""
+
+    _config: PretrainedConfig | None
+    _runtime: Runtime
+    _recurrent: RecurrentStates
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """As in Transformers. Needs the cache to know the model's config."""
+        self._check_recurrent(layer_idx)
+        change = partial(super().update_conv_state, conv_states, layer_idx, state_idx, **kwargs)
+        return self._recurrent.update(CONV, layer_idx, state_idx, change)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """As in Transformers. Needs the cache to know the model's config."""
+        self._check_recurrent(layer_idx)
+        change = partial(super().update_recurrent_state, recurrent_states, layer_idx, state_idx, **kwargs)
+        return self._recurrent.update(RECURRENT, layer_idx, state_idx, change)
+
+    # Questions that a model asks before it changes a recurrent state in place: the only sign of it in some models.
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """As in Transformers."""
+        recording: bool = getattr(self.layers[layer_idx], "record_past", False)
+        read, number = self._recurrent.last_read
+        self._recurrent.reached(layer_idx, number if read == layer_idx else None, recording)
+        return recording
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """As in Transformers."""
+        if layer_idx is None:
+            self._recurrent.read(None, None)
+        else:
+            self._recurrent.reached(layer_idx, state_idx)
+        return super().has_previous_state(layer_idx, state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As in Transformers (5.18 and newer)."""
+        self._recurrent.read(layer_idx, state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def _check_recurrent(self, layer_idx: int) -> None:
+        self._runtime.check_open()
+        if self._config is None:
+            raise UnsupportedError(
+                f"Layer {layer_idx} keeps a state that is not keys and values. Tell the cache what the model is made "
+                "of: TieredKVCache(model.config)."
+            )

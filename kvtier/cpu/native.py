@@ -1,0 +1,319 @@
+"""The native library: found, loaded at first use, and called. A call gives the GIL back while it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvtier.cpu import build
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.kernels.terms import Terms
+
+#: Forces an instruction set ("avx512_bf16", "avx512", "avx2", "portable"), or "none": the torch reference.
+VARIABLE = "KVTIER_CPU"
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MASKS = DTYPES | {torch.bool: 3}
+_NONE = -1
+
+_i32, _i64, _f32, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class _Problem(ctypes.Structure):
+    # As in src/attention.h.
+    _fields_ = (
+        ("dtype", _i32),
+        ("out_dtype", _i32),
+        ("sequences", _i32),
+        ("heads", _i32),
+        ("kv_heads", _i32),
+        ("queries", _i32),
+        ("k_dim", _i32),
+        ("v_dim", _i32),
+        ("block_size", _i32),
+        ("causal", _i32),
+        ("window", _i32),
+        ("mask_dtype", _i32),
+        ("scale", _f32),
+        ("softcap", _f32),
+        ("query", _pointer),
+        ("query_strides", _i64 * 3),
+        ("out", _pointer),
+        ("out_strides", _i64 * 3),
+        ("lse", _pointer),
+        ("blocks", _pointer),
+        ("indices", _pointer),
+        ("begins", _pointer),
+        ("lengths", _pointer),
+        ("firsts", _pointer),
+        ("mask", _pointer),
+        ("mask_strides", _i64 * 3),
+        ("sinks", _pointer),
+        ("slopes", _pointer),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What stays the same from call to call.
+
+    Attributes:
+        dtype: of queries, keys and values: fp32, bf16 or fp16.
+        kv_heads, k_dim, v_dim, block_size: of the blocks, keys `[kv_heads, block_size, k_dim]`, then values
+            `[kv_heads, block_size, v_dim]`.
+    """
+
+    dtype: torch.dtype
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    block_size: int
+
+
+class BlockList:
+    """The blocks of a batch of sequences, as addresses.
+
+    Args:
+        blocks: for each sequence, the addresses of its blocks in host memory.
+        indices: for each sequence, which of its blocks these are, rising; None: all from the first on.
+    """
+
+    __slots__ = ("begins", "blocks", "indices", "lengths", "sequences")
+
+    def __init__(self, blocks: list[list[int]], indices: list[list[int]] | None = None) -> None:
+        with torch.inference_mode(False):
+            self.sequences = len(blocks)
+            counts = [0]
+            for row in blocks:
+                counts.append(counts[-1] + len(row))
+            self.begins = torch.tensor(counts, dtype=torch.int64)
+            self.blocks = torch.tensor([x for row in blocks for x in row], dtype=torch.int64)
+            self.indices = None
+            if indices is not None:
+                self.indices = torch.tensor([x for row in indices for x in row], dtype=torch.int32)
+            self.lengths = torch.zeros(self.sequences, dtype=torch.int64)
+
+
+class Future:
+    """The result of `submit`. `wait` for it: it holds on to everything that the threads read and write."""
+
+    __slots__ = ("_handle", "_keep", "lse", "out")
+
+    def __init__(self, handle: int, out: torch.Tensor, lse: torch.Tensor | None, keep: object) -> None:
+        self._handle: int | None = handle
+        self._keep = keep
+        self.out = out
+        self.lse = lse
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._handle is None or bool(library().kvtier_done(self._handle))
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Help with what is left, wait for the rest, and give (out, lse). May be called again."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            error = library().kvtier_wait(handle)
+            self._keep = None
+            _check(error)
+        return self.out, self.lse
+
+    def __del__(self) -> None:
+        # The threads would go on to read what this object keeps alive.
+        if self._handle is not None:
+            library().kvtier_wait(self._handle)
+
+
+def attend(
+    shape: Shape,
+    query: torch.Tensor,
+    blocks: BlockList,
+    terms: Terms,
+    *,
+    threads: int,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of `query` over blocks where they lie.
+
+    Args:
+        shape: of the blocks.
+        query: `[batch, heads, queries, k_dim]`, the last tokens of each sequence.
+        blocks: of each sequence; `lengths` are its tokens, and nothing behind them is read.
+        terms: scale, masks and the like.
+        threads: at most so many, the caller's among them.
+        out: `[batch, heads, queries, v_dim]`, fp32, bf16 or fp16, dim contiguous; None: new, in the query's dtype.
+            Zeros where a query sees nothing.
+        lse: `[batch, heads, queries]` fp32, contiguous, filled with the natural log of the sum of exp; -inf where a
+            query sees nothing.
+
+    Returns:
+        `out`.
+
+    Raises:
+        KVTierError: shapes that do not fit each other, or no memory left.
+    """
+    problem, out, _keep = _problem(shape, query, blocks, terms, out, lse)
+    _check(library().kvtier_attend(ctypes.byref(problem), threads))
+    return out
+
+
+def submit(
+    shape: Shape,
+    query: torch.Tensor,
+    blocks: BlockList,
+    terms: Terms,
+    *,
+    threads: int,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> Future:
+    """Like `attend`, on threads of the library's own; returns at once."""
+    problem, out, keep = _problem(shape, query, blocks, terms, out, lse)
+    handle = library().kvtier_submit(ctypes.byref(problem), threads)
+    if not handle:
+        raise KVTierError("The host has no memory left for a call of attention.")
+    return Future(handle, out, lse, (problem, blocks, keep))
+
+
+def _problem(
+    shape: Shape,
+    query: torch.Tensor,
+    blocks: BlockList,
+    terms: Terms,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> tuple[_Problem, torch.Tensor, object]:
+    batch, heads, queries, _ = query.shape
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    if out is None:
+        out = query.new_empty((batch, queries, heads, shape.v_dim)).transpose(1, 2)
+    problem = _Problem(
+        DTYPES[shape.dtype],
+        DTYPES[out.dtype],
+        batch,
+        heads,
+        shape.kv_heads,
+        queries,
+        shape.k_dim,
+        shape.v_dim,
+        shape.block_size,
+        terms.causal,
+        terms.window,
+        _NONE,
+        terms.scale,
+        terms.softcap,
+        query.data_ptr(),
+        query.stride()[:3],
+        out.data_ptr(),
+        out.stride()[:3],
+        None if lse is None else lse.data_ptr(),
+        blocks.blocks.data_ptr(),
+        None if blocks.indices is None else blocks.indices.data_ptr(),
+        blocks.begins.data_ptr(),
+        blocks.lengths.data_ptr(),
+    )
+    mask = terms.mask
+    if mask is not None:
+        if mask.stride(3) != 1:
+            mask = mask.contiguous()
+        problem.mask_dtype = _MASKS[mask.dtype]
+        problem.mask = mask.data_ptr()
+        problem.mask_strides = tuple(0 if mask.shape[i] == 1 else mask.stride(i) for i in range(3))
+    for name in ("firsts", "sinks", "slopes"):
+        extra = getattr(terms, name)
+        if extra is not None:
+            setattr(problem, name, extra.data_ptr())
+    return problem, out, (query, mask, terms, lse)
+
+
+def _check(error: int) -> None:
+    if error:
+        what = {1: "shapes that do not fit each other", 2: "no memory left"}.get(error, f"error {error}")
+        raise KVTierError(f"Attention on the host failed: {what}.")
+
+
+# Loading
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | None:
+    forced = os.environ.get(VARIABLE, "")
+    if forced == "none":
+        return None
+    path = Path(build.__file__).with_name(build.LIBRARY)
+    why = None
+    if not path.exists():
+        why = "it was not compiled"
+    else:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            why = f"it cannot be loaded ({error})"
+        else:
+            library.kvtier_source.restype = ctypes.c_char_p
+            # An installed package has no sources to be older than.
+            if build.SOURCE.exists() and library.kvtier_source().decode() != build.digest():
+                why = "it was compiled from other sources"
+    if why is not None:
+        if forced:
+            raise ConfigError(f"{VARIABLE}={forced} asks for the native kernel, but {why}.")
+        warnings.warn(
+            f"kvtier's native kernel is not used: {why}. Attention on the host runs on torch, several times slower. "
+            "`python -m kvtier.cpu.build` compiles it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    library.kvtier_submit.restype = _pointer
+    for name in ("kvtier_wait", "kvtier_done"):
+        getattr(library, name).argtypes = [_pointer]
+    library.kvtier_use_team.argtypes = [_pointer]
+    library.kvtier_use_team.restype = library.kvtier_shutdown.restype = None
+    library.kvtier_instruction_set.restype = ctypes.c_char_p
+    if forced and library.kvtier_use_instruction_set(forced.encode()):
+        raise ConfigError(f"{VARIABLE}={forced}: this CPU, or this library, does not have it.")
+    library.kvtier_use_team(_torch_team())
+    return library
+
+
+def _torch_team() -> int | None:
+    """The address of the entry into the OpenMP runtime that torch uses, if that is GNU's."""
+    try:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line.rsplit(" ", 1)[-1]
+            if "libgomp" in path.rsplit("/", 1)[-1]:
+                return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _pointer).value
+    except (OSError, AttributeError):
+        pass
+    return None
+
+
+def available() -> bool:
+    """Whether the native library is there. Warns, once, if it is not. Raises `ConfigError` if it was asked for."""
+    return _load() is not None
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library; only where `available()`."""
+    found = _load()
+    assert found is not None
+    return found
+
+
+def instruction_set() -> str:
+    """The one in use."""
+    return library().kvtier_instruction_set().decode()
+
+
+def use_instruction_set(name: str) -> None:
+    """Use another one from now on. Raises `ConfigError` where this CPU lacks it."""
+    if library().kvtier_use_instruction_set(name.encode()):
+        raise ConfigError(f"This CPU, or this library, does not have {name!r}.")

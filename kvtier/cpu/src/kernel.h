@@ -1,0 +1,629 @@
+// The kernel, for one instruction set: included once per set, in a namespace of its own, behind its simd_*.h.
+//
+// A task walks over its blocks in tiles of up to TILE tokens. For each tile and KV head: scores of all query rows of
+// that head against the tile's keys, softmax online in fp32 (FlashAttention), then the weighted sum of the values.
+// All query heads of a KV head, and all its queries, share the one pass over its keys and values.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "tasks.h"
+
+#define KVTIER_INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 32")
+#define KVTIER_LAMBDA __attribute__((always_inline))
+
+namespace KVTIER_ISA {
+
+constexpr int TILE = 256;     // tokens whose scores are kept at once
+constexpr int TOGETHER = 64;  // rows whose weights are kept at once
+constexpr int SOME = 16;      // tokens of values that all rows pass over before the next
+constexpr int AHEAD = 4;      // lines that are prefetched with each row of softmax
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+inline int up(int x, int to) { return (x + to - 1) / to * to; }
+
+// exp(x) to about 1 ulp for x <= 0; 0 for -inf.
+inline V exp(V x) {
+  x = max(set1(-104.0f), x);  // in this order NaN stays NaN
+  const V n = round(mul(x, set1(1.44269504088896341f)));
+  V r = fma(n, set1(-0.693359375f), x);
+  r = fma(n, set1(2.12194440e-4f), r);
+  V y = set1(1.9875691500e-4f);
+  y = fma(y, r, set1(1.3981999507e-3f));
+  y = fma(y, r, set1(8.3334519073e-3f));
+  y = fma(y, r, set1(4.1665795894e-2f));
+  y = fma(y, r, set1(1.6666665459e-1f));
+  y = fma(y, r, set1(5.0000001201e-1f));
+  y = fma(y, mul(r, r), add(r, set1(1.0f)));
+  return scale2(y, n);
+}
+
+inline V tanh(V x) {
+  // Near 0 the quotient would cancel.
+  const V s = mul(x, x);
+  V small = fma(s, set1(-17.0f / 315.0f), set1(2.0f / 15.0f));
+  small = fma(s, small, set1(-1.0f / 3.0f));
+  small = fma(mul(s, x), small, x);
+  const V e = exp(mul(set1(-2.0f), abs(x)));
+  const V ratio = div(sub(set1(1.0f), e), add(set1(1.0f), e));
+  return where_small(x, 0.2f, small, with_sign(ratio, x));
+}
+
+// How one dtype is multiplied. Weights is what probabilities are held as.
+template <class T>
+struct Widened {  // in fp32, for every dtype
+  using Element = T;
+  using Query = float;
+  using Weight = float;
+  using Vector = V;
+  static constexpr int STEP = W;  // elements of a vector of keys
+  static constexpr int COLUMNS = W;
+  static Vector key(const T* p) { return from(p); }
+  static Vector key(const T* p, int n) { return from(p, n); }
+  static Vector query(const float* p) { return load(p); }
+  static V mac(V acc, Vector key, Vector query) { return fma(key, query, acc); }
+  static void pack(float* p, const T* q, int n) {
+    for (int i = 0; i < n; i++) p[i] = to_float(q[i]);
+  }
+  static void weights(float* p, V x) { store(p, x); }
+};
+
+#ifdef KVTIER_DOT
+struct Dotted {  // bf16 in pairs, added up in fp32
+  using Element = bf16;
+  using Query = bf16;
+  using Weight = bf16;
+  using Vector = D;
+  static constexpr int STEP = DOT;
+  static constexpr int COLUMNS = DOT;
+  static Vector key(const bf16* p) { return load_pairs(p); }
+  static Vector key(const bf16* p, int n) { return load_pairs(p, n); }
+  static Vector query(const bf16* p) { return load_pairs(p); }
+  static V mac(V acc, Vector key, Vector query) { return dot(acc, key, query); }
+  static void pack(bf16* p, const bf16* q, int n) { std::memcpy(p, q, static_cast<size_t>(n) * 2); }
+  static void weights(bf16* p, V x) { to(p, x); }
+};
+#endif
+
+// Dot products of ROWS query rows with one key. The keys are read in rising order, line by line: that is what the
+// hardware prefetches best, and prefetching by hand only disturbed it (see docs/design/host-attention.md).
+template <class M, int ROWS, int DIM>
+KVTIER_INLINE void multiply(V (&acc)[W], int i, const typename M::Query* query, int query_stride,
+                            const typename M::Element* key, int dim) {
+  constexpr int TOKENS = W / ROWS;
+  const auto step = [&](auto k, int c) KVTIER_LAMBDA {
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+      acc[r * TOKENS + i] = M::mac(acc[r * TOKENS + i], k, M::query(query + r * query_stride + c));
+  };
+  if constexpr (DIM != 0) {
+#pragma GCC unroll 4
+    for (int c = 0; c + M::STEP <= DIM; c += M::STEP) step(M::key(key + c), c);
+    if constexpr (DIM % M::STEP != 0) step(M::key(key + DIM / M::STEP * M::STEP, DIM % M::STEP), DIM / M::STEP * M::STEP);
+  } else {
+    int c = 0;
+    for (; c + M::STEP <= dim; c += M::STEP) step(M::key(key + c), c);
+    if (c < dim) step(M::key(key + c, dim - c), c);
+  }
+}
+
+template <class M, int ROWS, int DIM, class At>
+KVTIER_INLINE void score_some(const typename M::Query* query, int query_stride, At at, int dim, float* scores,
+                              int score_stride) {
+  V acc[W];
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) acc[i] = zero();
+#pragma GCC unroll 16
+  for (int i = 0; i < W / ROWS; i++) multiply<M, ROWS, DIM>(acc, i, query, query_stride, at(i), dim);
+  const V s = sums(acc);
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++) store_part<W / ROWS>(scores + r * score_stride, s, r);
+}
+
+// scores[r, t] = query row r . key t, for ROWS rows and n tokens of `dim` elements. Columns of scores behind n, up to
+// the next multiple of W, are undefined.
+template <class M, int ROWS, int DIM>
+inline void score(const typename M::Element* keys, int dim, int n, const typename M::Query* query, int query_stride,
+                  float* scores, int score_stride) {
+  constexpr int TOKENS = W / ROWS;
+  if constexpr (DIM != 0) dim = DIM;
+  int t = 0;
+  for (; t + TOKENS <= n; t += TOKENS) {
+    const typename M::Element* base = keys + static_cast<ptrdiff_t>(t) * dim;
+    const auto at = [base, dim](int i) KVTIER_LAMBDA { return base + static_cast<ptrdiff_t>(i) * (DIM ? DIM : dim); };
+    score_some<M, ROWS, DIM>(query, query_stride, at, dim, scores + t, score_stride);
+  }
+  if (t < n) {
+    // The last token stands in for those that are not there.
+    const auto at = [=](int i) KVTIER_LAMBDA { return keys + static_cast<ptrdiff_t>(std::min(t + i, n - 1)) * dim; };
+    score_some<M, ROWS, 0>(query, query_stride, at, dim, scores + t, score_stride);
+  }
+}
+
+// out[r, :] += sum over t of weights[r, t] * values[t, :], for ROWS rows, n tokens, and `columns` columns of `dim`.
+template <class T, int ROWS, int VECTORS>
+KVTIER_INLINE void add_columns(const T* values, int dim, int columns, int n, const float* weights, float* out,
+                               int out_stride) {
+  V acc[ROWS][VECTORS];
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < VECTORS; c++) acc[r][c] = load(out + r * out_stride + c * W);
+  const int rest = columns - (VECTORS - 1) * W;
+  const auto token = [&](int t, V last) KVTIER_LAMBDA {
+    const T* v = values + static_cast<ptrdiff_t>(t) * dim;
+    V w[ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++) w[r] = set1(weights[r * TILE + t]);
+    UNROLL for (int c = 0; c < VECTORS; c++) {
+      const V x = c == VECTORS - 1 ? last : from(v + c * W);
+      UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] = fma(w[r], x, acc[r][c]);
+    }
+  };
+  const T* last = values + (VECTORS - 1) * W;
+  if (rest >= W) {
+    for (int t = 0; t < n; t++) token(t, from(last + static_cast<ptrdiff_t>(t) * dim));
+  } else {
+    for (int t = 0; t < n; t++) token(t, from(last + static_cast<ptrdiff_t>(t) * dim, rest));
+  }
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < VECTORS; c++) store(out + r * out_stride + c * W, acc[r][c]);
+}
+
+#ifdef KVTIER_DOT
+template <class T, int ROWS, int VECTORS>
+KVTIER_INLINE void add_columns(const bf16* values, int dim, int columns, int n, const bf16* weights, float* out,
+                               int out_stride) {
+  V low[ROWS][VECTORS], high[ROWS][VECTORS];
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < VECTORS; c++) {
+      low[r][c] = load(out + r * out_stride + c * DOT);
+      high[r][c] = load(out + r * out_stride + c * DOT + W);
+    }
+  const int rest = columns - (VECTORS - 1) * DOT;
+  const auto part = [&](int t, int c) KVTIER_LAMBDA {
+    const bf16* v = values + static_cast<ptrdiff_t>(t) * dim + c * DOT;
+    return c == VECTORS - 1 && rest < DOT ? load_pairs(v, rest) : load_pairs(v);
+  };
+  const auto pair = [&](int t, auto row) KVTIER_LAMBDA {
+    D w[ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++) w[r] = set_pair(weights + r * TILE + t);
+    UNROLL for (int c = 0; c < VECTORS; c++) {
+      const D a = row(t, c), b = row(t + 1, c), first = pairs_low(a, b), second = pairs_high(a, b);
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        low[r][c] = dot(low[r][c], first, w[r]);
+        high[r][c] = dot(high[r][c], second, w[r]);
+      }
+    }
+  };
+  int t = 0;
+  if (rest >= DOT) {
+    const auto whole = [&](int s, int c) KVTIER_LAMBDA {
+      return load_pairs(values + static_cast<ptrdiff_t>(s) * dim + c * DOT);
+    };
+    for (; t + 1 < n; t += 2) pair(t, whole);
+  } else {
+    for (; t + 1 < n; t += 2) pair(t, part);
+  }
+  if (t < n) {
+    // The last token of an odd number: its partner is not there, and must not be read.
+    pair(t, [&](int s, int c) KVTIER_LAMBDA { return s == t ? part(s, c) : zero_pairs(); });
+  }
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < VECTORS; c++) {
+      store(out + r * out_stride + c * DOT, low[r][c]);
+      store(out + r * out_stride + c * DOT + W, high[r][c]);
+    }
+}
+#endif
+
+template <class M>
+struct Shape {
+  static int query_pad(const kvtier_problem& p) { return up(p.k_dim, M::STEP); }
+  static int value_pad(const kvtier_problem& p) { return up(p.v_dim, M::COLUMNS); }
+};
+
+template <class M, int ROWS, int DIM>
+KVTIER_INLINE void add_values(const typename M::Element* values, int dim, int n, const typename M::Weight* weights,
+                              float* out, int out_stride) {
+  constexpr int COLUMNS = M::COLUMNS, WIDE = PANEL * W, HALF = WIDE / 2;
+  using T = typename M::Element;
+  if constexpr (DIM != 0) {
+    static_assert(DIM % HALF == 0 && HALF % COLUMNS == 0);
+    int c = 0;
+    for (; c + WIDE <= DIM; c += WIDE) add_columns<T, ROWS, WIDE / COLUMNS>(values + c, DIM, WIDE, n, weights, out + c, DIM);
+    if constexpr (DIM % WIDE != 0) add_columns<T, ROWS, HALF / COLUMNS>(values + c, DIM, HALF, n, weights, out + c, DIM);
+  } else {
+    int c = 0;
+    for (; c + HALF <= dim; c += HALF)
+      add_columns<T, ROWS, HALF / COLUMNS>(values + c, dim, HALF, n, weights, out + c, out_stride);
+    for (; c < dim; c += COLUMNS)
+      add_columns<T, ROWS, 1>(values + c, dim, std::min(COLUMNS, dim - c), n, weights, out + c, out_stride);
+  }
+}
+
+// All `rows` of one KV head.
+template <class M, int DIM>
+inline void add_rows(const typename M::Element* values, int dim, int n, const typename M::Weight* weights, int rows,
+                     float* out, int out_stride) {
+  if constexpr (DIM != 0) out_stride = DIM;
+  // All rows pass over few tokens before the next: memory is read without a pause, and those tokens stay at hand.
+  const int step = rows > 8 ? TILE : SOME;
+  for (int t = 0; t < n; t += step, values += static_cast<ptrdiff_t>(step) * (DIM ? DIM : dim), weights += step) {
+    const int some = std::min(step, n - t);
+    int row = 0;
+    for (; row + 2 <= rows; row += 2)
+      add_values<M, 2, DIM>(values, dim, some, weights + row * TILE, out + row * out_stride, out_stride);
+    if (row < rows) add_values<M, 1, DIM>(values, dim, some, weights + row * TILE, out + row * out_stride, out_stride);
+  }
+}
+
+// A run of tokens within one block.
+struct Segment {
+  const char* block;
+  int64_t position;  // of the first token
+  int skip;          // tokens of the block before it
+  int n;
+  int column;  // where its scores begin within the tile
+};
+
+template <class M>
+class Attention {
+ public:
+  using T = typename M::Element;
+
+  static int rows(const kvtier_problem& p) { return p.heads * p.queries; }
+  static int group_rows(const kvtier_problem& p) { return p.heads / p.kv_heads * p.queries; }
+
+  static size_t partial_floats(const kvtier_problem& p) {
+    return static_cast<size_t>(rows(p)) * (Shape<M>::value_pad(p) + 2) + 64;
+  }
+
+  static Partial partial_at(const kvtier_problem& p, float* memory) {
+    const size_t values = static_cast<size_t>(rows(p)) * Shape<M>::value_pad(p);
+    return {memory + values, memory + values + rows(p), memory};
+  }
+
+  static size_t query_bytes(const kvtier_problem& p) {
+    return (static_cast<size_t>(p.kv_heads) * up(group_rows(p), 4) * Shape<M>::query_pad(p) * sizeof(typename M::Query) +
+            63) / 64 * 64;
+  }
+  // KV heads whose scores are kept at once: enough for a long run through memory, few enough for the first level cache.
+  static int heads_at_once(const kvtier_problem& p) {
+    return std::clamp(TOGETHER / up(group_rows(p), 4), 1, p.kv_heads);
+  }
+  static size_t score_bytes(const kvtier_problem& p) {
+    return static_cast<size_t>(heads_at_once(p)) * up(group_rows(p), 4) * TILE * 4;
+  }
+
+  static size_t scratch_bytes(const kvtier_problem& p, int64_t max_blocks) {
+    (void)max_blocks;
+    return query_bytes(p) + 2 * score_bytes(p);
+  }
+
+  static void attend(const kvtier_problem& p, const Task& task, char* scratch, Partial out) {
+    Attention self(p, task.sequence, scratch, out);
+    self.run(task);
+  }
+
+ private:
+  Attention(const kvtier_problem& p, int sequence, char* scratch, Partial out)
+      : p_(p), sequence_(sequence), out_(out), rows_(group_rows(p)), query_pad_(Shape<M>::query_pad(p)),
+        value_pad_(Shape<M>::value_pad(p)), length_(p.lengths[sequence]) {
+    query_ = reinterpret_cast<typename M::Query*>(scratch);
+    scratch += query_bytes(p);
+    scores_ = reinterpret_cast<float*>(scratch);
+    scratch += score_bytes(p);
+    weights_ = reinterpret_cast<typename M::Weight*>(scratch);
+    scratch += score_bytes(p);
+    const int64_t first = p.firsts ? p.firsts[sequence] : 0;
+    first_seen_ = std::max<int64_t>(first, 0);
+    lowest_ = first_seen_;
+    if (p.window > 0) lowest_ = std::max<int64_t>(lowest_, length_ - p.queries - p.window + 1);
+    special_ = p.causal || p.window > 0 || p.mask_dtype != KVTIER_NONE || p.slopes || first_seen_ > 0;
+  }
+
+  void run(const Task& task) {
+    pack_query();
+    const int all = p_.heads * p_.queries;
+    std::fill_n(out_.highest, all, NEVER);
+    std::fill_n(out_.sum, all, 0.0f);
+    std::memset(out_.values, 0, static_cast<size_t>(all) * value_pad_ * 4);
+
+    Segment tile[TILE];
+    int count = 0, columns = 0;
+    for (int64_t b = task.first; b < task.last; b++) {
+      int64_t position;
+      int skip, n;
+      if (!part_of(b, task, position, skip, n)) continue;
+      while (n > 0) {
+        const int take = std::min(n, TILE - columns);
+        tile[count++] = {reinterpret_cast<const char*>(p_.blocks[b]), position, skip, take, columns};
+        columns += take;
+        position += take;
+        skip += take;
+        n -= take;
+        if (columns == TILE) {
+          attend_tile(tile, count, columns);
+          count = columns = 0;
+        }
+      }
+    }
+    if (columns) attend_tile(tile, count, columns);
+  }
+
+  // The tokens of block b that any query may see.
+  bool part_of(int64_t b, const Task&, int64_t& position, int& skip, int& n) const {
+    const int64_t index = p_.indices ? p_.indices[b] : b - p_.begins[sequence_];
+    const int64_t start = index * p_.block_size, end = std::min<int64_t>(start + p_.block_size, length_);
+    position = std::max(start, lowest_);
+    skip = static_cast<int>(position - start);
+    n = static_cast<int>(end - position);
+    return n > 0;
+  }
+
+  void pack_query() {
+    const int group = p_.heads / p_.kv_heads, padded = up(rows_, 4);
+    const T* query = static_cast<const T*>(p_.query) + sequence_ * p_.query_strides[0];
+    for (int g = 0; g < p_.kv_heads; g++) {
+      typename M::Query* q = query_ + static_cast<size_t>(g) * padded * query_pad_;
+      std::memset(q, 0, static_cast<size_t>(padded) * query_pad_ * sizeof(*q));
+      for (int h = 0; h < group; h++)
+        for (int i = 0; i < p_.queries; i++)
+          M::pack(q + static_cast<size_t>(h * p_.queries + i) * query_pad_,
+                  query + (g * group + h) * p_.query_strides[1] + i * p_.query_strides[2], p_.k_dim);
+    }
+  }
+
+  const T* keys_of(const Segment& s, int g) const {
+    return reinterpret_cast<const T*>(s.block) + (static_cast<size_t>(g) * p_.block_size + s.skip) * p_.k_dim;
+  }
+  const T* values_of(const Segment& s, int g) const {
+    return reinterpret_cast<const T*>(s.block) + static_cast<size_t>(p_.kv_heads) * p_.block_size * p_.k_dim +
+           (static_cast<size_t>(g) * p_.block_size + s.skip) * p_.v_dim;
+  }
+
+  template <int ROWS>
+  void score_rows(const Segment& s, int g, int row) {
+    const auto* q = query_ + (static_cast<size_t>(g) * up(rows_, 4) + row) * query_pad_;
+    float* scores = scores_ + row * TILE + s.column;
+    switch (p_.k_dim) {
+      case 64: return score<M, ROWS, 64>(keys_of(s, g), 64, s.n, q, query_pad_, scores, TILE);
+      case 128: return score<M, ROWS, 128>(keys_of(s, g), 128, s.n, q, query_pad_, scores, TILE);
+      case 256: return score<M, ROWS, 256>(keys_of(s, g), 256, s.n, q, query_pad_, scores, TILE);
+      default: return score<M, ROWS, 0>(keys_of(s, g), p_.k_dim, s.n, q, query_pad_, scores, TILE);
+    }
+  }
+
+  void attend_tile(const Segment* tile, int count, int columns) {
+    const int at_once = heads_at_once(p_), padded = up(rows_, 4);
+    for (int first = 0; first < p_.kv_heads; first += at_once) {
+      const int last = std::min(first + at_once, p_.kv_heads);
+      for (int g = first; g < last; g++) {
+        for (int i = 0; i < count; i++)
+          for (int row = 0; row < rows_; row += 4) {
+            const int left = rows_ - row;
+            if (left >= 3) score_rows<4>(tile[i], g, row);
+            else if (left == 2) score_rows<2>(tile[i], g, row);
+            else score_rows<1>(tile[i], g, row);
+          }
+        // Softmax reads nothing from memory: meanwhile what comes next is brought nearer.
+        const char* ahead = g + 1 < last ? reinterpret_cast<const char*>(keys_of(tile[0], g + 1))
+                                         : reinterpret_cast<const char*>(values_of(tile[0], first));
+        for (int row = 0; row < rows_; row++) {
+          for (int line = 0; line < AHEAD; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+          soften(tile, count, columns, g, row, (g - first) * padded + row);
+        }
+      }
+      for (int i = 0; i < count; i++)
+        for (int g = first; g < last; g++) add_tokens(tile[i], g, (g - first) * padded);
+    }
+  }
+
+  void add_tokens(const Segment& s, int g, int slot) {
+    const typename M::Weight* weights = weights_ + slot * TILE + s.column;
+    float* out = out_.values + static_cast<size_t>(g) * rows_ * value_pad_;
+    switch (p_.v_dim) {
+      case 64: return add_rows<M, 64>(values_of(s, g), 64, s.n, weights, rows_, out, 64);
+      case 128: return add_rows<M, 128>(values_of(s, g), 128, s.n, weights, rows_, out, 128);
+      case 256: return add_rows<M, 256>(values_of(s, g), 256, s.n, weights, rows_, out, 256);
+      default: return add_rows<M, 0>(values_of(s, g), p_.v_dim, s.n, weights, rows_, out, value_pad_);
+    }
+  }
+
+  // Scores of one row become weights; what was added up before is scaled down where the highest score rises.
+  void soften(const Segment* tile, int count, int columns, int g, int row, int slot) {
+    float* s = scores_ + row * TILE;
+    const int padded = up(columns, W);
+    const V scale = set1(p_.scale);
+    V top = set1(NEVER);
+    for (int i = columns; i < padded; i++) s[i] = NEVER;
+    if (special_ || p_.softcap > 0) {
+      adjust(tile, count, columns, g, row, s);
+      for (int i = 0; i < padded; i += W) top = max(top, load(s + i));
+    } else {
+      for (int i = 0; i < padded; i += W) {
+        const V x = mul(load(s + i), scale);
+        store(s + i, x);
+        top = max(top, x);
+      }
+    }
+    const size_t at = static_cast<size_t>(g) * rows_ + row;
+    const float before = out_.highest[at], now = std::max(before, highest(top));
+    typename M::Weight* weights = weights_ + slot * TILE;
+    if (now == NEVER) {
+      for (int i = 0; i < padded; i += W) M::weights(weights + i, zero());
+      return;
+    }
+    V total = zero();
+    const V m = set1(now);
+    for (int i = 0; i < padded; i += W) {
+      const V w = exp(sub(load(s + i), m));
+      M::weights(weights + i, w);
+      total = add(total, w);
+    }
+    if (now > before) {
+      const float shrink = std::exp(before - now);
+      out_.highest[at] = now;
+      out_.sum[at] *= shrink;
+      float* values = out_.values + at * value_pad_;
+      for (int i = 0; i < value_pad_; i += W) store(values + i, mul(load(values + i), set1(shrink)));
+    }
+    out_.sum[at] += sum(total);
+  }
+
+  // Scale, softcap, biases and masks of one row.
+  void adjust(const Segment* tile, int count, int columns, int g, int row, float* s) {
+    const int group = p_.heads / p_.kv_heads, head = g * group + row / p_.queries, query = row % p_.queries;
+    const int64_t position = length_ - p_.queries + query;
+    for (int i = 0; i < columns; i += W) {
+      V x = mul(load(s + i), set1(p_.scale));
+      if (p_.softcap > 0) x = mul(set1(p_.softcap), tanh(mul(x, set1(1.0f / p_.softcap))));
+      store(s + i, x);
+    }
+    for (int i = columns; i < up(columns, W); i++) s[i] = NEVER;
+    for (int i = 0; i < count; i++) {
+      const Segment& segment = tile[i];
+      float* scores = s + segment.column;
+      if (p_.slopes) {
+        const float slope = p_.slopes[head];
+        for (int t = 0; t < segment.n; t++) scores[t] += slope * static_cast<float>(segment.position + t - position);
+      }
+      if (p_.mask_dtype != KVTIER_NONE) {
+        const int64_t offset = sequence_ * p_.mask_strides[0] + head * p_.mask_strides[1] +
+                               query * p_.mask_strides[2] + segment.position;
+        mask(scores, segment.n, offset);
+      }
+      int64_t low = first_seen_, high = length_;
+      if (p_.causal) high = std::min(high, position + 1);
+      if (p_.window > 0) low = std::max(low, position - p_.window + 1);
+      const int64_t begin = std::clamp<int64_t>(low - segment.position, 0, segment.n);
+      const int64_t end = std::clamp<int64_t>(high - segment.position, begin, segment.n);
+      std::fill(scores, scores + begin, NEVER);
+      std::fill(scores + end, scores + segment.n, NEVER);
+    }
+  }
+
+  void mask(float* scores, int n, int64_t offset) const {
+    switch (p_.mask_dtype) {
+      case KVTIER_BOOL: {
+        const uint8_t* m = static_cast<const uint8_t*>(p_.mask) + offset;
+        for (int t = 0; t < n; t++) scores[t] = m[t] ? scores[t] : NEVER;
+        break;
+      }
+      case KVTIER_F32: bias(scores, n, static_cast<const float*>(p_.mask) + offset); break;
+      case KVTIER_BF16: bias(scores, n, static_cast<const bf16*>(p_.mask) + offset); break;
+      default: bias(scores, n, static_cast<const f16*>(p_.mask) + offset); break;
+    }
+  }
+  template <class B>
+  static void bias(float* scores, int n, const B* m) {
+    for (int t = 0; t < n; t++) scores[t] += to_float(m[t]);
+  }
+
+ public:
+  static void finish(const kvtier_problem& p, int32_t sequence, const Partial* parts, size_t count) {
+    const int pad = Shape<M>::value_pad(p);
+    const Partial& first = parts[0];
+    for (int h = 0; h < p.heads; h++)
+      for (int i = 0; i < p.queries; i++) {
+        const size_t row = static_cast<size_t>(h) * p.queries + i;
+        float top = p.sinks ? p.sinks[h] : NEVER;
+        for (size_t k = 0; k < count; k++) top = std::max(top, parts[k].highest[row]);
+        float total = 0;
+        float* values = first.values + row * pad;
+        if (top != NEVER) {
+          if (p.sinks) total = std::exp(p.sinks[h] - top);
+          for (size_t k = 0; k < count; k++) {
+            const float weight = std::exp(parts[k].highest[row] - top);
+            total += weight * parts[k].sum[row];
+            const float* other = parts[k].values + row * pad;
+            if (k == 0) {
+              for (int c = 0; c < pad; c += W) store(values + c, mul(load(values + c), set1(weight)));
+            } else if (weight > 0) {
+              for (int c = 0; c < pad; c += W) store(values + c, fma(load(other + c), set1(weight), load(values + c)));
+            }
+          }
+        }
+        const float share = total > 0 ? 1.0f / total : 0.0f;
+        if (p.lse) p.lse[(static_cast<size_t>(sequence) * p.heads + h) * p.queries + i] = total > 0 ? top + std::log(total) : NEVER;
+        const int64_t offset = sequence * p.out_strides[0] + h * p.out_strides[1] + i * p.out_strides[2];
+        switch (p.out_dtype) {
+          case KVTIER_F32: write(static_cast<float*>(p.out) + offset, values, p.v_dim, share); break;
+          case KVTIER_BF16: write(static_cast<bf16*>(p.out) + offset, values, p.v_dim, share); break;
+          default: write(static_cast<f16*>(p.out) + offset, values, p.v_dim, share); break;
+        }
+      }
+  }
+
+ private:
+  template <class O>
+  static void write(O* out, const float* values, int dim, float share) {
+    const V s = set1(share);
+#ifdef KVTIER_DOT
+    if constexpr (std::is_same_v<M, Dotted>) {
+      for (int c = 0; c < dim; c += DOT) {
+        V a = load(values + c), b = load(values + c + W);
+        in_order(a, b);
+        put(out + c, mul(a, s), std::min(W, dim - c));
+        if (dim - c > W) put(out + c + W, mul(b, s), std::min(W, dim - c - W));
+      }
+      return;
+    }
+#endif
+    for (int c = 0; c < dim; c += W) put(out + c, mul(load(values + c), s), std::min(W, dim - c));
+  }
+  template <class O>
+  static void put(O* out, V x, int n) {
+    if (n == W) to(out, x);
+    else to(out, x, n);
+  }
+
+  const kvtier_problem& p_;
+  const int sequence_;
+  const Partial out_;
+  const int rows_, query_pad_, value_pad_;
+  const int64_t length_;
+  int64_t first_seen_, lowest_;
+  bool special_;
+  typename M::Query* query_;
+  float* scores_;
+  typename M::Weight* weights_;
+};
+
+template <class F>
+inline auto with_dtype(const kvtier_problem& p, F f) {
+  switch (p.dtype) {
+    case KVTIER_F32: return f(static_cast<Attention<Widened<float>>*>(nullptr));
+#ifdef KVTIER_DOT
+    case KVTIER_BF16: return f(static_cast<Attention<Dotted>*>(nullptr));
+#else
+    case KVTIER_BF16: return f(static_cast<Attention<Widened<bf16>>*>(nullptr));
+#endif
+    default: return f(static_cast<Attention<Widened<f16>>*>(nullptr));
+  }
+}
+
+inline const Kernel* kernel(const char* name) {
+  static const Kernel it{
+      name,
+      [](const kvtier_problem& p) {
+        return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::partial_floats(p); });
+      },
+      [](const kvtier_problem& p, int64_t blocks) {
+        return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::scratch_bytes(p, blocks); });
+      },
+      [](const kvtier_problem& p, float* memory) {
+        return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::partial_at(p, memory); });
+      },
+      [](const kvtier_problem& p, const Task& task, char* scratch, Partial out) {
+        with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::attend(p, task, scratch, out); });
+      },
+      [](const kvtier_problem& p, int32_t sequence, const Partial* parts, size_t count) {
+        with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::finish(p, sequence, parts, count); });
+      },
+  };
+  return &it;
+}
+
+}  // namespace KVTIER_ISA

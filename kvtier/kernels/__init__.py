@@ -1,0 +1,1 @@
+"""Attention kernels, and the plain-torch reference that they are tested against."""

@@ -1,0 +1,33 @@
+"""What attention does beside softmax(q k) v: the words that every kernel shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Scale, masks and biases of one call. Scores are scaled, capped, biased and masked, in this order.
+
+    Attributes:
+        scale: of the scores.
+        softcap: scores become cap * tanh(score / cap); 0: none.
+        window: a query at position p sees positions > p - window; 0: all.
+        causal: query i of n sees the positions up to length - n + i.
+        mask: bool (True: seen) or floating (added to the scores), `[batch or 1, heads or 1, queries or 1, tokens]`;
+            tokens behind the sequence's length are ignored.
+        firsts: `[batch]` int64, the first position seen of each sequence (left padding).
+        sinks: `[heads]` fp32, logits that only add to the sum.
+        slopes: `[heads]` fp32, ALiBi: slope * (position of the key - position of the query).
+    """
+
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    causal: bool = False
+    mask: torch.Tensor | None = None
+    firsts: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None

@@ -1,0 +1,410 @@
+"""A forward of a model with recurrent layers that ends in the middle: the next one is right, or refused until `reset`.
+
+Their states change in place, some of them behind the cache's back, and cannot be taken back.
+"""
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from families import FAMILIES, Family, attentions, build_model, dynamic_cache, prompt_ids
+from placements import assert_same_as_dynamic_cache, outcome
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvtier import BudgetError, InterruptedStepError, KVTierError, TieredKVCache
+
+IDS = prompt_ids(rows=2, length=24)
+MAMBA_LAST = {"attn_layer_period": 4}  # recurrent, attention, recurrent, recurrent
+_SMALL = {"vocab_size": 128, "hidden_size": 48, "state_size": 8, "num_hidden_layers": 3}
+_ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+_HEADS = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_head": 12, "mamba_d_ssm": 96}
+#: More kinds of recurrent layers than the families have.
+KINDS = {
+    "lfm2": Family(  # only convolutions; can be cropped, and so assisted
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3},
+    ),
+    "falcon_h1": Family("FalconH1Config", "FalconH1ForCausalLM", _HEADS),  # both kinds in every layer
+    "kimi_linear": Family(  # does not say when it is about to change a state
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        _ALTERNATING
+        | {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "linear_attn_config": {
+                "num_heads": 4,
+                "head_dim": 12,
+                "short_conv_kernel_size": 4,
+                "kda_layers": [1, 3],
+                "full_attn_layers": [2, 4],
+            },
+        },
+    ),
+    "olmo_hybrid": Family(  # does so in 5.23, but not in 5.17
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        _ALTERNATING
+        | {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "inkling": Family("InklingTextConfig", "InklingForCausalLM", {"num_hidden_layers": 2}),  # several states in a layer
+    "mamba": Family("MambaConfig", "MambaForCausalLM", _SMALL, llama_like=False, tiered=False),  # no attention at all
+}
+
+
+@functools.cache
+def model_of(name: str) -> PreTrainedModel:
+    if name == "jamba_last":
+        return build_model("jamba", "sdpa", **MAMBA_LAST)
+    with patch.dict(FAMILIES, KINDS):
+        return build_model(name, attentions(name)[-1])
+
+
+def forward(model: PreTrainedModel, cache: Cache, begin: int, end: int) -> torch.Tensor:
+    name = "cache_params" if model.config.model_type == "mamba" else "past_key_values"
+    return model(input_ids=IDS[:, begin:end], **{name: cache}).logits
+
+
+def forwards(model: PreTrainedModel, cache: Cache, *ends: int, begin: int = 0) -> list[torch.Tensor]:
+    """Logits of forwards that end at these tokens, each after the one before."""
+    return [forward(model, cache, a, b) for a, b in zip((begin, *ends), ends, strict=False)]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class Scenario:
+    """A cache that has seen some forwards; one that is cut short; and what may follow."""
+
+    def __init__(self, name: str, before: tuple[int, ...], length: int) -> None:
+        self.model = model_of(name)
+        self.before = before
+        self.begin = max(before, default=0)
+        self.end = self.begin + length
+        self._oracle = functools.cache(self._logits)
+
+    def _logits(self, begins: tuple[int, ...], ends: tuple[int, ...]) -> list[torch.Tensor]:
+        cache = dynamic_cache(self.model)
+        return [forward(self.model, cache, a, b) for a, b in zip(begins, ends, strict=True)]
+
+    def check(self, cut: Callable[[], AbstractContextManager[Any]], *, tokens: int) -> str:
+        """Cut the forward short, then go on with forwards of `tokens` tokens and of one. What became of them."""
+        cache = TieredKVCache(self.model.config, block_size=4)
+        forwards(self.model, cache, *self.before)
+        try:
+            with cut():
+                forward(self.model, cache, self.begin, self.end)
+        except (PulledThePlug, KeyboardInterrupt):
+            pass
+        else:
+            return "not cut"
+        # What is raised after the last layer has changed is raised after the forward, for all that a cache can see.
+        length = self._length(cache)
+        at = self.end if length >= self.end else self.begin
+        ends = (at + tokens, at + tokens + 1, at + tokens + 2)
+        try:
+            logits = forwards(self.model, cache, *ends, begin=at)
+        except InterruptedStepError:
+            self._check_refused_until_reset(cache, ends)
+            return "refused"
+        histories = [self.before] * (length < self.end) + [(*self.before, self.end)] * (not 0 <= length < self.end)
+        assert any(same(logits, self._after(history, at, ends)) for history in histories), "silently wrong"
+        return "right"
+
+    def _after(self, history: tuple[int, ...], at: int, ends: tuple[int, ...]) -> list[torch.Tensor]:
+        return self._oracle((0, *history[:-1], at, *ends[:-1]) if history else (at, *ends[:-1]), (*history, *ends))[-3:]
+
+    def _length(self, cache: TieredKVCache) -> int:
+        try:
+            return cache.get_seq_length()
+        except ValueError:
+            return -1  # no attention layers: it cannot be known
+
+    def _check_refused_until_reset(self, cache: TieredKVCache, ends: tuple[int, ...]) -> None:
+        refused: list[Callable[[], Any]] = [
+            lambda: cache.crop(0),
+            lambda: cache.crop(-1),
+            lambda: cache.reorder_cache(torch.tensor([1, 0])),
+            lambda: copy.deepcopy(cache),
+            lambda: forward(self.model, cache, self.begin, ends[0]),
+            lambda: forward(self.model, cache, self.begin, self.begin + 1),
+        ]
+        for use in refused:
+            with pytest.raises(InterruptedStepError, match=r"reset\(\)"):
+                use()
+        cache.reset()
+        assert same(forwards(self.model, cache, 5, 6, 7), self._oracle((0, 5, 6), (5, 6, 7)))
+        cache.check_integrity()
+
+
+class PulledThePlug(Exception):
+    """Not an error that any library would catch."""
+
+
+@contextmanager
+def at_module(module: nn.Module, when: str) -> Iterator[None]:
+    def pull(*_: Any) -> None:
+        raise PulledThePlug
+
+    handle = module.register_forward_pre_hook(pull) if when == "before" else module.register_forward_hook(pull)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class AtOperation(TorchFunctionMode):
+    """`KeyboardInterrupt` in the place of the n-th operation, of the model or of the cache."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.left = n
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return func(*args, **(kwargs or {}))
+
+
+def modules_of(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Every decoder layer and every module of it; of what holds no state only the outermost."""
+    for layer in getattr(model, "backbone", model.base_model).layers:
+        for path, module in layer.named_modules():
+            if not any(f"{stateless}." in path for stateless in ("mlp", "feed_forward")):
+                yield module
+
+
+PHASES = {"prefill": ((), 5), "decode": ((5, 6), 1), "chunk": ((5, 6), 3)}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "jamba_last", "mamba"])
+@torch.no_grad()
+def test_whichever_module_raises_the_next_forward_is_right_or_refused_until_reset(name: str, phase: str) -> None:
+    scenario = Scenario(name, *PHASES[phase])
+    outcomes = [
+        scenario.check(lambda module=module, when=when: at_module(module, when), tokens=1 + 2 * (n % 2))
+        for n, module in enumerate(modules_of(scenario.model))
+        for when in ("before", "after")
+    ]
+    assert {"right", "refused"} <= set(outcomes), "the law was put to the test"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "jamba_last", "lfm2", "kimi_linear", "olmo_hybrid"])
+def test_a_signal_between_any_two_operations_leaves_the_next_forward_right_or_refused_until_reset(
+    name: str, mode: Callable[[], AbstractContextManager[None]], phase: str
+) -> None:
+    if mode is torch.inference_mode and name not in ("qwen3_next", "jamba"):
+        pytest.skip("inference tensors do not tell how far the first or last recurrent layer got")
+    scenario = Scenario(name, *PHASES[phase])
+    outcomes = []
+    with mode():
+        for n in range(0, 10_000, 23):  # prime, so that equal layers end at different operations
+            outcomes.append(scenario.check(lambda n=n: AtOperation(n), tokens=1 + n % 2))
+            if outcomes[-1] == "not cut":
+                break
+    assert {"right", "refused", "not cut"} <= set(outcomes), "the law was put to the test"
+
+
+@torch.no_grad()
+def test_crop_0_asks_for_a_reset_where_a_state_was_changed_and_only_there() -> None:
+    model = model_of("jamba")
+    cache = TieredKVCache(model.config)
+    forwards(model, cache, 5, 6)
+    layer, operator = model.model.layers[0], model.model.layers[0].mamba.x_proj
+    with pytest.raises(PulledThePlug), at_module(layer, "before"):
+        forward(model, cache, 6, 7)
+    cache.crop(0)
+    assert same(forwards(model, cache, 7, begin=6), forwards(model, dynamic_cache(model), 5, 6, 7)[-1:])
+    with pytest.raises(PulledThePlug), at_module(operator, "before"):
+        forward(model, cache, 7, 8)
+    with pytest.raises(InterruptedStepError, match=r"reset\(\)"):
+        cache.crop(0)
+
+
+@torch.no_grad()
+def test_a_step_that_the_budget_refuses_half_way_asks_for_a_reset() -> None:
+    model = model_of("jamba")
+    with pytest.raises(BudgetError) as refusal:
+        forwards(model, TieredKVCache(model.config, host_budget=1, block_size=4), 4)
+    cache = TieredKVCache(model.config, host_budget=refusal.value.needed, block_size=4)
+    forwards(model, cache, 4)
+    with pytest.raises(BudgetError):
+        forward(model, cache, 4, 5)
+    with pytest.raises(InterruptedStepError, match=r"reset\(\)"):
+        forward(model, cache, 4, 5)
+    cache.reset()
+    assert same(forwards(model, cache, 4), forwards(model, dynamic_cache(model), 4))
+
+
+@torch.no_grad()
+def test_an_update_that_raises_before_it_changes_anything_harms_nothing() -> None:
+    model = model_of("qwen3_next")
+    cache = TieredKVCache(model.config)
+    forwards(model, cache, 5, 6)
+    held = cache.layers[0].conv_states[0]
+    with pytest.raises(RuntimeError):
+        cache.update_conv_state(held[:1], 0)  # another batch
+    assert same(forwards(model, cache, 9, begin=6), forwards(model, dynamic_cache(model), 5, 6, 9)[-1:])
+
+
+def decode_and_chunks(model: PreTrainedModel, cache: Cache) -> Any:
+    return forwards(model, cache, 5, 6, 7, 10, 11, 12, 16)
+
+
+def with_gradients_off_in_two_ways(model: PreTrainedModel, cache: Cache) -> Any:
+    logits = forwards(model, cache, 5, 6)
+    with torch.inference_mode():
+        return [*logits, *(x.clone() for x in forwards(model, cache, 7, 8, 11, begin=6))]
+
+
+def in_inference_mode(model: PreTrainedModel, cache: Cache) -> Any:
+    with torch.inference_mode():
+        return [x.clone() for x in decode_and_chunks(model, cache)]
+
+
+def with_beams(model: PreTrainedModel, cache: Cache) -> Any:
+    if model.config.model_type == "mamba":
+        return None
+    return model.generate(IDS, past_key_values=cache, num_beams=3, max_new_tokens=6, do_sample=False)
+
+
+def in_a_thread(act: Callable[[], Any]) -> Any:
+    """What `act` returns or raises in a thread of its own."""
+    with torch.no_grad(), ThreadPoolExecutor(1) as threads:
+        return threads.submit(lambda: outcome(torch.no_grad()(act))).result(30)
+
+
+def in_threads_by_turns(model: PreTrainedModel, cache: Cache) -> Any:
+    steps = ((0, 5), (5, 6), (6, 7), (7, 10), (10, 11))
+    return [in_a_thread(lambda step=step: forward(model, cache, *step)) for step in steps]
+
+
+def with_reordered_rows(model: PreTrainedModel, cache: Cache) -> Any:
+    logits = forwards(model, cache, 5, 6, 7)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    return logits + forwards(model, cache, 8, 11, 12, begin=7)
+
+
+def with_a_copy(model: PreTrainedModel, cache: Cache) -> Any:
+    forwards(model, cache, 5, 6)
+    clone = copy.deepcopy(cache)
+    return [*forwards(model, cache, 7, 8, begin=6), *forwards(model, clone, 9, 10, begin=6)]
+
+
+def assisted(model: PreTrainedModel, cache: Cache) -> Any:
+    if model.config.model_type == "mamba":
+        return None
+    ids = IDS[:1, :8].repeat(1, 3)
+    return model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=8, do_sample=False)
+
+
+def with_states_edited_between_forwards(model: PreTrainedModel, cache: Cache) -> Any:
+    """Some users put an earlier state back themselves."""
+    logits = []
+    for begin, end in ((0, 5), (5, 6), (6, 7), (7, 10), (10, 11)):
+        logits.append(forward(model, cache, begin, end))
+        for layer in cache.layers:
+            for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+                for number, state in states.items():
+                    if state is not None:
+                        state.mul_(0.5)
+                        states[number] = state.clone()
+    return logits
+
+
+def with_questions_between_forwards(model: PreTrainedModel, cache: Cache) -> Any:
+    logits = []
+    for begin, end in ((0, 5), (5, 6), (6, 7), (7, 10), (10, 11)):
+        for index, layer in enumerate(cache.layers):
+            if hasattr(layer, "conv_states"):
+                cache.has_previous_state(index)
+                if hasattr(DynamicCache, "get_conv_state"):  # newer than 5.17
+                    cache.get_conv_state(index)
+                    cache.is_recording_past(index)
+        cache.has_previous_state()
+        logits.append(forward(model, cache, begin, end))
+    return logits
+
+
+WAYS: dict[str, Callable[[PreTrainedModel, Cache], Any]] = {
+    way.__name__: way
+    for way in (
+        decode_and_chunks,
+        with_gradients_off_in_two_ways,
+        in_inference_mode,
+        with_beams,
+        in_threads_by_turns,
+        with_reordered_rows,
+        with_a_copy,
+        assisted,
+        with_states_edited_between_forwards,
+        with_questions_between_forwards,
+    )
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "jamba_last", *KINDS])
+@torch.no_grad()
+def test_forwards_that_end_are_never_taken_for_interrupted(name: str, way: str) -> None:
+    model = model_of(name)
+    cache = assert_same_as_dynamic_cache(model, lambda cache: WAYS[way](model, cache), "host", block_size=4)
+    if way == "decode_and_chunks":
+        assert cache.stats.steps == 7
+
+
+@pytest.mark.parametrize("index", range(4))
+@torch.no_grad()
+def test_a_second_thread_in_the_middle_of_a_forward_mixes_nothing(index: int) -> None:
+    model = model_of("jamba")
+    cache = TieredKVCache(model.config, block_size=4)
+    forwards(model, cache, 5, 6)
+    intruder: list[Any] = []
+
+    def intrude(*_: Any) -> None:
+        handle.remove()
+        intruder.append(in_a_thread(lambda: forward(model, cache, 6, 7)))
+
+    handle = model.model.layers[index].register_forward_hook(intrude)
+    results = [outcome(lambda: forward(model, cache, 6, 7)), *intruder]
+    refused = [isinstance(result, KVTierError) for result in results]
+    assert any(refused) or index == 3, "after the last layer, the forward has ended for all that a cache can see"
+    expected = forwards(model, dynamic_cache(model), 5, 6, 7)[-1]
+    assert torch.equal(results[0], expected) if not refused[0] else refused[1]
+
+
+@torch.no_grad()
+def test_a_cache_that_is_dropped_gives_its_states_back_at_once() -> None:
+    model = model_of("jamba_last")
+    cache = TieredKVCache(model.config)
+    forwards(model, cache, 5, 6)
+    state = weakref.ref(cache.layers[0].recurrent_states[0])
+    del cache
+    assert state() is None
