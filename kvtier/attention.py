@@ -1,66 +1,23 @@
-"""Attention over a layer's KV. For now one way: dense, through the workspace, with torch's own kernel, bit for bit.
-
-The seam for others: whoever can attend blocks where they lie (Triton kernels on the device, CPU threads on the host,
-merged by log-sum-exp) is asked before `dense`.
-"""
+"""Attention over a layer's KV: where its blocks lie, if that serves the call, else dense, with torch's own kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from kvtier import split
 from kvtier.errors import UnsupportedError
-from kvtier.storage.block import Block
+from kvtier.kernels import reference
+from kvtier.kernels.terms import Terms
+from kvtier.storage.gather import dense_kv, own_kv
 from kvtier.storage.store import LayerStore
 
-Place = tuple[int, int]  # (row, block index)
 
-
-def dense_kv(layer: LayerStore, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `length` tokens of a layer in the workspace: valid until the next call on the same device.
-
-    Returns:
-        keys `[batch, k_heads, length, k_dim]` and values `[batch, v_heads, length, v_dim]`, slices of whole blocks.
-
-    Raises:
-        BudgetError: the budget cannot hold the workspace, or one staged block beside it.
-        TransferError: a fetch failed.
-    """
-    layer.dense = layer.attended = True
-    layout, workspace = layer.layout, layer.tiers.workspace
-    count = -(-length // layout.block_size)
-    data = workspace.take(layer.workspace_bytes(length))
-    key = (layer.version, workspace.version, count)
-    plan = layer.plan
-    if not isinstance(plan, GatherPlan) or plan.key != key:
-        # Plans outlive the mode they are made in, and what is made in inference mode could not be written outside it.
-        with torch.inference_mode(False):
-            plan = layer.plan = _plan(layer, count, _workspace_parts(layer, count, data), key)
-    _gather(layer, plan)
-    # Layers of one shape take turns in the same memory: one pair of views serves them all.
-    kv_key = (workspace.version, layer.batch, count, length, layout)
-    if workspace.views is None or workspace.views[0] != kv_key:
-        keys, values = (x.narrow(2, 0, length) for x in _keys_and_values(plan.parts))
-        workspace.views = (kv_key, keys, values)
-    return workspace.views[1], workspace.views[2]
-
-
-def own_kv(layer: LayerStore, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `length` tokens of a layer in tensors of the caller's own, contiguous, outside the budgets."""
-    layout = layer.layout
-    options: dict[str, Any] = {"dtype": layout.dtype, "device": layer.tiers.device}
-    keys = torch.empty((layer.batch, layout.k_heads, length, layout.k_dim), **options)
-    values = torch.empty((layer.batch, layout.v_heads, length, layout.v_dim), **options)
-    parts = (Part(keys, layer.pool.keys), Part(values, layer.pool.values))
-    _gather(layer, _plan(layer, -(-length // layout.block_size), parts, ()))
-    return keys, values
-
-
-def attend(layer: LayerStore, length: int, repeats: int, query: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+def attend(
+    layer: LayerStore, length: int, repeats: int, query: torch.Tensor, options: dict[str, Any], *, host: bool
+) -> torch.Tensor:
     """`scaled_dot_product_attention` of `query` over the first `length` tokens of a layer.
 
     Args:
@@ -69,16 +26,64 @@ def attend(layer: LayerStore, length: int, repeats: int, query: torch.Tensor, op
         repeats: each KV head stands for so many query heads already (`repeat_kv` was applied to the views).
         query: `[batch, heads, queries, k_dim]`.
         options: `attn_mask`, `dropout_p`, `is_causal`, `scale`, `enable_gqa` as the model gave them.
+        host: whether host threads may serve.
 
     Returns:
-        `[batch, heads, queries, v_dim]`, bitwise what torch's kernel gives on dense keys and values.
+        `[batch, heads, queries, v_dim]`; where host threads do not serve, bitwise what torch's kernel gives on dense
+        keys and values.
     """
+    if host:
+        terms = _terms(layer, length, repeats, query, options)
+        if terms is not None and split.serves(layer, query, terms):
+            return split.attend(layer, length, query, terms)
+    keys, values = _dense(layer, length, query, host)
+    return F.scaled_dot_product_attention(query, repeat(keys, repeats), repeat(values, repeats), **options)
+
+
+def attend_terms(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, *, host: bool) -> torch.Tensor:
+    """Attention with softcap, sinks, windows and biases, which torch's own kernel does not have.
+
+    Args:
+        layer: whose KV.
+        length: tokens.
+        query: `[batch, heads, queries, k_dim]`.
+        terms: scale, masks and biases.
+        host: whether host threads may serve.
+
+    Returns:
+        `[batch, heads, queries, v_dim]` in the query's dtype.
+    """
+    if host and split.serves(layer, query, terms):
+        return split.attend(layer, length, query, terms)
+    return reference.attend(query, *_dense(layer, length, query, host), terms)[0]
+
+
+def _dense(layer: LayerStore, length: int, query: torch.Tensor, host: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if torch.is_grad_enabled() and query.requires_grad and not layer.carries_graph:
         # The query's gradient is right as long as nobody writes into what its graph remembers.
-        keys, values = own_kv(layer, length)
-    else:
-        keys, values = without_gradient(layer, *dense_kv(layer, length))
-    return F.scaled_dot_product_attention(query, repeat(keys, repeats), repeat(values, repeats), **options)
+        return own_kv(layer, length)
+    # Many queries are an exception where host threads serve the few: the workspace need not be kept for them.
+    lasting = not (host and query.shape[2] > split.MOST_QUERIES)
+    return without_gradient(layer, *dense_kv(layer, length, lasting=lasting))
+
+
+def _terms(layer: LayerStore, length: int, repeats: int, query: torch.Tensor, options: dict[str, Any]) -> Terms | None:
+    """What a call of `scaled_dot_product_attention` asks for; None where torch alone knows."""
+    queries = query.shape[2]
+    if query.dim() != 4 or query.shape[0] != layer.batch or options.get("dropout_p"):
+        return None
+    if query.shape[1] != layer.layout.k_heads * repeats and not options.get("enable_gqa"):
+        return None
+    causal = bool(options.get("is_causal"))
+    if causal and queries != length:
+        return None  # torch aligns such a mask to the first token, not to the last
+    mask = options.get("attn_mask")
+    if mask is not None:
+        if mask.dim() > 4 or mask.shape[-1] != length:
+            return None
+        mask = mask[(None,) * (4 - mask.dim())]
+    scale = options.get("scale")
+    return Terms(query.shape[3] ** -0.5 if scale is None else scale, causal=causal and queries > 1, mask=mask)
 
 
 def repeat(x: torch.Tensor, repeats: int) -> torch.Tensor:
@@ -112,142 +117,3 @@ class NoGradientThroughCache(torch.autograd.Function):
             "A backward pass reached the KV cache. TieredKVCache stores keys and values without their graph: train "
             "without a cache, or with DynamicCache."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A dense destination and where its blocks come from.
-
-    Attributes:
-        out: `[rows, ..., room, dim]`, with room for the last token at least; what lies behind it is undefined.
-        source: gives `[count, ..., block_size, dim]` of `count` neighbouring slots.
-    """
-
-    out: torch.Tensor
-    source: Callable[[int, int], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class GatherPlan:
-    """Where the blocks of one layer go. Valid while `key` is.
-
-    Attributes:
-        key: what it was made for.
-        parts: keys and values, or both in one.
-        resident: (destination, source) views of everything in the near tier.
-        missing: blocks to fetch, in table order, with the places they go to.
-        blocks: distinct near blocks.
-    """
-
-    key: tuple[object, ...]
-    parts: tuple[Part, ...]
-    resident: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    missing: tuple[tuple[Block, tuple[Place, ...]], ...]
-    blocks: int
-
-
-def _workspace_parts(layer: LayerStore, count: int, data: torch.Tensor) -> tuple[Part, ...]:
-    """Lay `count` blocks per row out in `data`: keys and values of a uniform layout in one tensor, so in one copy."""
-    layout, pool, batch = layer.layout, layer.pool, layer.batch
-    room = count * layout.block_size
-    flat = data.view(layout.dtype)
-    k_numel, v_numel = batch * layout.k_heads * room * layout.k_dim, batch * layout.v_heads * room * layout.v_dim
-    if layout.uniform:
-        return (Part(flat[: 2 * k_numel].view(batch, 2, layout.k_heads, room, layout.k_dim), pool.pairs),)
-    keys = flat[:k_numel].view(batch, layout.k_heads, room, layout.k_dim)
-    values = flat[k_numel : k_numel + v_numel].view(batch, layout.v_heads, room, layout.v_dim)
-    return Part(keys, pool.keys), Part(values, pool.values)
-
-
-def _keys_and_values(parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
-    if len(parts) == 1:
-        return parts[0].out[:, 0], parts[0].out[:, 1]
-    return parts[0].out, parts[1].out
-
-
-def _gather(layer: LayerStore, plan: GatherPlan) -> None:
-    """Write a layer's KV into the plan's tensors.
-
-    Raises:
-        TransferError: a fetch failed. BudgetError: there is no room to stage even one block.
-    """
-    for destination, source in plan.resident:
-        destination.copy_(source)
-    layer.tiers.counters.block_hits += plan.blocks
-    if plan.missing:
-        _fetch(layer, plan)
-
-
-def _plan(layer: LayerStore, count: int, parts: tuple[Part, ...], key: tuple[object, ...]) -> GatherPlan:
-    resident: list[tuple[torch.Tensor, torch.Tensor]] = []
-    missing: dict[Block, list[Place]] = {}
-    near: set[Block] = set()
-    size = layer.layout.block_size
-    for row, table in enumerate(layer.rows):
-        here = []
-        for index, block in enumerate(table.blocks[:count]):
-            if block.near is None:
-                missing.setdefault(block, []).append((row, index))
-            else:
-                near.add(block)
-                here.append((row, index, block.near))
-        resident += _views(parts, size, here)
-    frozen = tuple((block, tuple(places)) for block, places in missing.items())
-    return GatherPlan(key, parts, tuple(resident), frozen, len(near))
-
-
-def _fetch(layer: LayerStore, plan: GatherPlan) -> None:
-    """Bring the missing blocks through staging, as many at a time as it holds; the first may be on their way."""
-    staging_area = layer.tiers.staging
-    places = dict(plan.missing)
-    waiting = [block for block, _ in plan.missing]
-    staging = staging_area.staged.pop(layer, None)
-    while waiting:
-        if staging is None:
-            staging = staging_area.fetch(layer, waiting, ahead=False)
-        assert staging is not None
-        try:
-            staging.transfer.wait()
-            used = [
-                (row, index, slot)
-                for block, slot in zip(staging.blocks, staging.slots, strict=True)
-                for row, index in places.pop(block, ())
-            ]
-            for destination, source in _views(plan.parts, layer.layout.block_size, sorted(used)):
-                destination.copy_(source)
-        finally:
-            staging_area.finish(layer, staging)
-        staging = None
-        waiting = [block for block in waiting if block in places]
-
-
-def _views(
-    parts: Sequence[Part], size: int, blocks: Iterable[tuple[int, int, int]]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Destination and source views for `(row, block index, slot)`, neighbours joined."""
-    for row, index, slot, count in _joined(blocks):
-        start = index * size
-        for part in parts:
-            out, room = part.out[row], part.out.shape[-2]
-            whole = min(count, (room - start) // size)
-            if whole:
-                span = out.narrow(-2, start, whole * size)
-                yield span.unflatten(-2, (whole, size)).movedim(-3, 0), part.source(slot, whole)
-            if whole < count:
-                # The destination ends within the last block.
-                rest = start + whole * size
-                yield out.narrow(-2, rest, room - rest), part.source(slot + whole, 1)[0].narrow(-2, 0, room - rest)
-
-
-def _joined(blocks: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    first: tuple[int, int, int] | None = None
-    count = 0
-    for block in blocks:
-        if first is not None and block == (first[0], first[1] + count, first[2] + count):
-            count += 1
-            continue
-        if first is not None:
-            yield *first, count
-        first, count = block, 1
-    if first is not None:
-        yield *first, count

@@ -25,6 +25,12 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 AUTO = "auto"
 
+#: Tokens per block where blocks move and are shared: little is moved or wasted with one.
+DEVICE_BLOCK = 64
+#: Tokens per block where they stay in the host and are read there: the longer a run in memory, the faster
+#: (docs/design/host-attention.md).
+HOST_BLOCK = 256
+
 #: Bytes of host memory that `host_budget="auto"` leaves to everything else, at the least.
 HOST_RESERVE = 2 * 2**30
 #: Share of the free host memory that `host_budget="auto"` leaves, when that is more.
@@ -102,22 +108,25 @@ class CacheOptions:
         device_budget: for the device tier, or None for the default: `"auto"` on an accelerator; on a CPU model no
             device tier at all. A mapping gives each device (`"cuda:0"`) its own.
         host_budget: for the host tier.
-        block_size: tokens per block.
+        block_size: tokens per block; None: `HOST_BLOCK` where there is no device tier, else `DEVICE_BLOCK`.
         write_through: share of the device budget in use from which sealed blocks are copied to the host.
+        host_attention: whether host threads attend to blocks where they lie.
     """
 
     device_budget: int | float | str | Mapping[str, int | float | str] | None
     host_budget: int | float | str
-    block_size: int
+    block_size: int | None
     write_through: float
+    host_attention: bool = True
 
     @classmethod
     def parse(
         cls,
         device_budget: Size | Mapping[str, Size] | None,
         host_budget: Size,
-        block_size: int,
+        block_size: int | str,
         write_through: float,
+        host_attention: bool = True,
     ) -> CacheOptions:
         """Check what the user gave. Raises `ConfigError`."""
         device: int | float | str | dict[str, int | float | str] | None
@@ -125,13 +134,19 @@ class CacheOptions:
             device = {str(k): parse_size(f"device_budget[{str(k)!r}]", v) for k, v in device_budget.items()}
         else:
             device = None if device_budget is None else parse_size("device_budget", device_budget)
-        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            raise ConfigError(f"block_size={block_size!r}: give a number of tokens, at least 1.")
+        if block_size == AUTO:
+            size = None
+        elif isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+            raise ConfigError(f"block_size={block_size!r}: give a number of tokens, at least 1, or 'auto'.")
+        else:
+            size = block_size
+        if not isinstance(host_attention, bool):
+            raise ConfigError(f"host_attention={host_attention!r}: give True or False.")
         if isinstance(write_through, bool) or not isinstance(write_through, int | float):
             raise ConfigError(f"write_through={write_through!r}: give a share in [0, 1].")
         if not 0.0 <= write_through <= 1.0:
             raise ConfigError(f"write_through={write_through!r}: give a share in [0, 1].")
-        return cls(device, parse_size("host_budget", host_budget), block_size, float(write_through))
+        return cls(device, parse_size("host_budget", host_budget), size, float(write_through), host_attention)
 
     def device_size(self, device: str) -> int | float | str | None:
         """The device budget for one device, as parsed. Raises `ConfigError` if a mapping does not name it."""

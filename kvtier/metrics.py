@@ -11,6 +11,9 @@ class Counters:
 
     steps: int = 0
     views_attended: int = 0
+    host_attended: int = 0
+    host_blocks: int = 0
+    attention_bytes: int = 0
     dense_fallbacks: int = 0
     dense_fallback_bytes: int = 0
     dense_fallback_ops: dict[str, int] = field(default_factory=dict)
@@ -60,6 +63,9 @@ class CacheStats:
             linear attention, indexers); outside the budgets.
         steps: forwards seen.
         views_attended: attention calls taken over without making the cache's tensor dense for the model.
+        host_attended: of those, calls that host threads served, wholly or together with the device.
+        host_blocks: blocks that host threads read where they lie, in total.
+        attention_bytes: bytes of queries and results copied between device and host for it.
         dense_fallbacks: views that another operation forced into a dense tensor of the model's own.
         dense_fallback_bytes: bytes of those tensors, in total.
         dense_fallback_ops: which operations, how often.
@@ -82,6 +88,9 @@ class CacheStats:
     resident_bytes: int
     steps: int
     views_attended: int
+    host_attended: int
+    host_blocks: int
+    attention_bytes: int
     dense_fallbacks: int
     dense_fallback_bytes: int
     dense_fallback_ops: dict[str, int]

@@ -7,18 +7,22 @@ from typing import Any
 
 import torch
 
-from kvtier import attention, integrity
+from kvtier import attention, integrity, split
 from kvtier.config import (
+    DEVICE_BLOCK,
     DEVICE_RESERVE,
     DEVICE_RESERVE_SHARE,
+    HOST_BLOCK,
     HOST_RESERVE,
     HOST_RESERVE_SHARE,
     CacheOptions,
     resolve_size,
 )
 from kvtier.errors import BudgetError, ClosedError, StaleViewError
+from kvtier.kernels.terms import Terms
 from kvtier.metrics import CacheStats, Counters, TierStats
 from kvtier.steps import Steps
+from kvtier.storage import gather
 from kvtier.storage.block import BlockLayout, Group, likely_groups
 from kvtier.storage.memory import Budget, Memory, free_device_memory, free_host_memory
 from kvtier.storage.pool import BlockPool
@@ -101,7 +105,7 @@ class Runtime:
     def replace(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Let a layer hold these tokens and nothing else. On an error it holds what it held."""
         old = self.layers.get(index)
-        saved = attention.own_kv(old, old.length) if old is not None and old.length else None
+        saved = gather.own_kv(old, old.length) if old is not None and old.length else None
         self._remove(index)
         try:
             self.append(index, keys, values)
@@ -124,9 +128,10 @@ class Runtime:
             self._new_layer(index, keys, values)
 
     def _new_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerStore:
-        layout = BlockLayout.of(keys, values, self.options.block_size)
-        store = LayerStore(index, layout, self._tiers_for(keys.device))
-        store.dense = self._dense
+        tiers = self._tiers_for(keys.device)
+        size = self.options.block_size or (HOST_BLOCK if tiers.far is None else DEVICE_BLOCK)
+        store = LayerStore(index, BlockLayout.of(keys, values, size), tiers)
+        store.dense = self._dense and not self.options.host_attention
         try:
             store.check(keys, values)
         except Exception:
@@ -156,8 +161,9 @@ class Runtime:
         coming = new * (sum(x.layout.nbytes for x in todo) + unborn * size)
         held = sum(x.count * x.layout.nbytes for x in tiers.layers)
         batch = sum(len(group.rows) for group in groups)
-        rooms = [x.workspace_bytes(x.length, batch) for x in done if x.dense]
-        rooms += [x.workspace_bytes(x.length + tokens, batch) for x in todo if x.dense]
+        many = self._dense and not self._hosted(tokens)
+        rooms = [x.workspace_bytes(x.length, batch) for x in done if x.dense or many]
+        rooms += [x.workspace_bytes(x.length + tokens, batch) for x in todo if x.dense or many]
         # A first prefill reads nothing: its own keys and values are the answer.
         room = max(rooms, default=0) if store.length else 0
         near = tiers.near.budget
@@ -200,21 +206,32 @@ class Runtime:
         self._check_view(store, length, epoch)
         with self.steps.changing():
             self.counters.views_attended += 1
-            out = attention.attend(store, length, repeats, query, options)
-            self._prefetch_after(store)
+            out = attention.attend(store, length, repeats, query, options, host=self.options.host_attention)
+            self._prefetch_after(store, query.shape[2])
+        return out
+
+    def attend_terms(
+        self, store: LayerStore, length: int, epoch: int, query: torch.Tensor, terms: Terms
+    ) -> torch.Tensor:
+        """Attention of `query` over a view of `store`, with what torch's own kernel does not have."""
+        self._check_view(store, length, epoch)
+        with self.steps.changing():
+            self.counters.views_attended += 1
+            out = attention.attend_terms(store, length, query, terms, host=self.options.host_attention)
+            self._prefetch_after(store, query.shape[2])
         return out
 
     def densify(self, store: LayerStore, length: int, epoch: int, operation: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a view as tensors of the caller's own."""
         self._check_view(store, length, epoch)
         with self.steps.changing():
-            keys, values = attention.own_kv(store, length)
+            keys, values = gather.own_kv(store, length)
             counters = self.counters
             counters.dense_fallbacks += 1
             counters.dense_fallback_bytes += keys.nbytes + values.nbytes
             counters.dense_fallback_ops[operation] = counters.dense_fallback_ops.get(operation, 0) + 1
             store.dense = store.attended
-            self._prefetch_after(store)
+            self._prefetch_after(store, split.MOST_QUERIES + 1)
         return attention.without_gradient(store, keys, values)
 
     def _check_view(self, store: LayerStore, length: int, epoch: int) -> None:
@@ -224,8 +241,8 @@ class Runtime:
                 f"A view of layer {store.index} is read after the cache dropped or reordered its tokens. Take it anew."
             )
 
-    def _prefetch_after(self, store: LayerStore) -> None:
-        if store.tiers.far is None:
+    def _prefetch_after(self, store: LayerStore, queries: int) -> None:
+        if store.tiers.far is None or (self._hosted(queries) and not store.dense):
             return
         following = self._following.get(store)
         if following is None:
@@ -235,6 +252,10 @@ class Runtime:
             }
             following = self._following[store]
         store.tiers.staging.prefetch(following)
+
+    def _hosted(self, queries: int) -> bool:
+        """Whether host threads attend to what is not on the device, so that it need not be fetched."""
+        return self.options.host_attention and queries <= split.MOST_QUERIES
 
     # Memory
 

@@ -171,8 +171,10 @@ class Steps:
             with self._guard:
                 self.pending()
 
-    def check_owner(self) -> None:
-        """Raise if another thread's step is under way."""
+    def check_goes_on(self) -> None:
+        """Raise if forwards were mixed, or another thread's step is under way."""
+        if self._torn:
+            raise self.interrupted()
         if self._owner != threading.get_ident() and not self.complete:
             self._check_complete()
 

@@ -46,7 +46,7 @@ class HeldTransfers(TransferEngine):
 
     def _start(self, transfer: Transfer) -> None:
         for copy in transfer.copies:
-            copy.dst.bytes(copy.dst_slot, copy.count).fill_(_POISON)
+            copy.destination().view(torch.uint8).fill_(_POISON)
         self._pending.append(transfer)
         self._run_some()
 
@@ -119,7 +119,7 @@ class FailingTransfers(InlineTransfers):
             super()._start(transfer)
             return
         for copy in transfer.copies:
-            copy.dst.bytes(copy.dst_slot, copy.count).fill_(_POISON)
+            copy.destination().view(torch.uint8).fill_(_POISON)
         transfer.settle(RuntimeError("this transfer was made to fail"))
 
 

@@ -14,10 +14,13 @@ class Tier(enum.StrEnum):
 
 
 class Direction(enum.StrEnum):
-    """Which way a transfer goes. Fetches go before write-backs (Pensieve, section 5.1)."""
+    """What a transfer is for. Fetches go before write-backs (Pensieve, section 5.1), and what attention on the host
+    waits for before both."""
 
-    FETCH = "fetch"  # host -> device
-    WRITE_BACK = "write_back"  # device -> host
+    FETCH = "fetch"  # blocks, host -> device
+    WRITE_BACK = "write_back"  # blocks, device -> host
+    QUERY = "query"  # what attention on the host reads, device -> host
+    RESULT = "result"  # what it wrote, host -> device
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ ROWS: tuple[set[str], ...] = (
     {"planning"},
     {"kernels", "cpu"},
     {"storage"},
-    {"runtime", "attention", "integrity", "steps"},
+    {"runtime", "attention", "split", "integrity", "steps"},
     {"conversation"},
     {"hf"},
     {"serving"},

@@ -19,7 +19,7 @@ from kvtier.kernels.terms import Terms
 VARIABLE = "KVTIER_CPU"
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_MASKS = DTYPES | {torch.bool: 3}
+MASKS = DTYPES | {torch.bool: 3}
 _NONE = -1
 
 _i32, _i64, _f32, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -82,9 +82,13 @@ class BlockList:
     Args:
         blocks: for each sequence, the addresses of its blocks in host memory.
         indices: for each sequence, which of its blocks these are, rising; None: all from the first on.
+
+    Attributes:
+        lengths: `[sequences]` int64, tokens of each sequence; whoever calls `attend` sets them.
+        length: what they were last set to, where all are equal.
     """
 
-    __slots__ = ("begins", "blocks", "indices", "lengths", "sequences")
+    __slots__ = ("begins", "blocks", "indices", "length", "lengths", "sequences")
 
     def __init__(self, blocks: list[list[int]], indices: list[list[int]] | None = None) -> None:
         with torch.inference_mode(False):
@@ -98,6 +102,7 @@ class BlockList:
             if indices is not None:
                 self.indices = torch.tensor([x for row in indices for x in row], dtype=torch.int32)
             self.lengths = torch.zeros(self.sequences, dtype=torch.int64)
+            self.length = 0
 
 
 class Future:
@@ -224,7 +229,7 @@ def _problem(
     if mask is not None:
         if mask.stride(3) != 1:
             mask = mask.contiguous()
-        problem.mask_dtype = _MASKS[mask.dtype]
+        problem.mask_dtype = MASKS[mask.dtype]
         problem.mask = mask.data_ptr()
         problem.mask_strides = tuple(0 if mask.shape[i] == 1 else mask.stride(i) for i in range(3))
     for name in ("firsts", "sinks", "slopes"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers.cache_utils import (
@@ -50,9 +50,13 @@ class TieredKVCache(RecurrentFace):
             device (`"cuda:0"`) to any of these. The default is `"auto"` on an accelerator. On a CPU model the default
             is no device tier at all: everything lies in the host tier; a budget there emulates one in RAM.
         host_budget: bytes of host memory for KV, written the same way; `"auto"` leaves a fifth, at least 2 GiB.
-        block_size: tokens per block, the unit of placement and sharing.
+        block_size: tokens per block, the unit of placement and sharing. `"auto"` is 256 on a CPU model without a device
+            tier, where long runs are read fastest, and 64 otherwise.
         write_through: share of the device budget in use from which full blocks are copied to the host in the
             background, so that evicting them later moves no bytes; 0 copies each block as soon as it is full.
+        host_attention: let CPU threads attend to the blocks in host memory where they lie, when few tokens are decoded
+            at a time. False: such blocks are fetched, and logits are those of `DynamicCache` bit for bit; with it, they
+            agree to rounding (1e-4 in fp32).
 
     Raises:
         ConfigError: an option that is malformed.
@@ -68,8 +72,9 @@ class TieredKVCache(RecurrentFace):
         *,
         device_budget: Size | Mapping[str, Size] | None = None,
         host_budget: Size = "auto",
-        block_size: int = 64,
+        block_size: int | Literal["auto"] = "auto",
         write_through: float = 0.5,
+        host_attention: bool = True,
     ) -> None:
         if config is not None and not hasattr(config, "get_text_config"):
             raise ConfigError(
@@ -77,7 +82,7 @@ class TieredKVCache(RecurrentFace):
                 "keywords."
             )
         self._config = config
-        self._options = CacheOptions.parse(device_budget, host_budget, block_size, write_through)
+        self._options = CacheOptions.parse(device_budget, host_budget, block_size, write_through, host_attention)
         self._setup()
 
     def _setup(self, engine: EngineFactory = default_engine, *, poison: bool = False) -> None:

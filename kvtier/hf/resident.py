@@ -155,6 +155,7 @@ class RecurrentStates:
         """What changed up to now was no forward: rows were reordered, tokens removed."""
         self._at: int | None = None
         self._by = 0  # the thread that reached it
+        self._asked: dict[RecurrentPart, _State] = {}  # what of it may be changed in place
         self._assumed: dict[RecurrentPart, bool] = {}  # part -> whether a call may follow that means the same
         self._called: set[RecurrentPart] = set()
         self._runtime.steps.pending = None
@@ -165,7 +166,7 @@ class RecurrentStates:
     def settle(self) -> None:
         """Tell what was changed in place, and leave the layer reached last."""
         if self._at is not None:
-            self._look(self._layers[self._at], self._by)
+            self._look(self._asked, self._by)
             self._at = None
             self._runtime.steps.pending = None
 
@@ -178,18 +179,14 @@ class RecurrentStates:
             recording: whether the layer is recording, for a model that will change the convolution's state in place
                 unless it is; None for a model that may also ask the cache to change it.
         """
-        states = self._layers.get(layer)
-        if states is None:
+        if layer not in self._layers:
             return
         steps = self._runtime.steps
         with steps.changing():
             self._announced = True
-            self._enter(layer, states)
-            self._called.clear()
-            steps.check_owner()
-            for part, state in states.items():
-                if number is not None and part[2] != number:
-                    continue
+            self._ask(layer, number)
+            steps.check_goes_on()
+            for part, state in self._asked.items():
                 if self._uncounted(state) and not (recording and state.kind == CONV):
                     self._touch(part)
                     self._assumed[part] = recording is None or state.kind == RECURRENT
@@ -201,11 +198,11 @@ class RecurrentStates:
             return
         with self._runtime.steps.changing():
             if layer is not None:
-                self._enter(layer, self._layers[layer])
+                self._ask(layer, number)
             else:
+                self._called.clear()
                 for leading in self._leading:
                     self._look(self._layers[leading], threading.get_ident())
-            self._called.clear()
 
     def update(self, kind: str, layer: int, number: int, change: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Carry out a change that the model asks the cache for."""
@@ -216,8 +213,10 @@ class RecurrentStates:
         state, steps = states[part], self._runtime.steps
         with steps.changing():
             if kind == RECURRENT:
-                self._find_conv(layer, states)
-            self._enter(layer, states)
+                conv = (layer, CONV, number)
+                self._find_conv(conv, states[conv])
+            self._enter(layer)
+            self._asked.pop(part, None)  # what changes it from now on is no forward, unless that asks again
             assumed = self._assumed.pop(part, False)
             if not assumed:
                 self._touch(part)
@@ -233,25 +232,31 @@ class RecurrentStates:
             finally:
                 state.mark()
 
-    def _find_conv(self, layer: int, states: dict[RecurrentPart, _State]) -> None:
+    def _find_conv(self, part: RecurrentPart, state: _State) -> None:
         """A model that did not say that it changes the convolution's state has done so by now, in the same forward."""
-        convs = {part: state for part, state in states.items() if state.kind == CONV}
-        if self._at != layer:
+        if self._at != part[0]:
             self.settle()
-            self._look(convs, threading.get_ident())
-        self._enter(layer, states)
-        for part, state in convs.items():
-            if part not in self._called and part not in self._assumed and self._uncounted(state):
-                self._touch(part)
+            self._look({part: state}, threading.get_ident())
+        self._enter(part[0])
+        if part not in self._called and part not in self._assumed and self._uncounted(state):
+            self._touch(part)
 
-    def _enter(self, layer: int, states: dict[RecurrentPart, _State]) -> None:
+    def _ask(self, layer: int, number: int | None) -> None:
+        self._enter(layer)
+        self._called.clear()
+        self._asked = {
+            part: state for part, state in self._layers[layer].items() if number is None or number == state.number
+        }
+        for state in self._asked.values():
+            state.mark()
+
+    def _enter(self, layer: int) -> None:
         if self._at == layer:
-            self._look(states, self._by)
+            self._look(self._asked, self._by)
             return
         self.settle()
-        for state in states.values():
-            state.mark()  # nobody asked for this layer: what changed it was no forward
         self._at, self._by = layer, threading.get_ident()
+        self._asked = {}
         self._assumed.clear()
         self._called.clear()
         self._runtime.steps.pending = self.settle
@@ -260,8 +265,6 @@ class RecurrentStates:
         for part, state in states.items():
             if state.changed:
                 state.mark()
-                if part in self._called:
-                    continue  # no model changes a state in both ways in one forward: this was done afterwards
                 self._counted.add(state.kind)
                 if self._assumed.pop(part, None) is None:
                     self._runtime.counters.steps += self._runtime.steps.saw(part, by)

@@ -206,6 +206,11 @@ class BlockPool:
         """The slab that holds `slot`."""
         return self._slabs[bisect.bisect_right(self._bases, slot) - 1]
 
+    def address(self, slot: int) -> int:
+        """Where `slot` lies in memory."""
+        slab = self.slab(slot)
+        return slab.data.data_ptr() + (slot - slab.base) * self.layout.nbytes
+
     def bytes(self, start: int, count: int) -> torch.Tensor:
         """The bytes of `count` neighbouring slots, `uint8`, contiguous."""
         slab, n = self.slab(start), self.layout.nbytes

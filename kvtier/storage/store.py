@@ -50,6 +50,7 @@ class LayerStore:
         self.resident: dict[Block, None] = {}
         self.unwritten: dict[Block, None] = {}
         self.plan: object = None
+        self.host_plan: object = None
         self.last_far: int | None = None
         self.carries_graph = False
         self.attended = False
@@ -355,7 +356,7 @@ class LayerStore:
 
     def forget_plan(self) -> None:
         """Drop what readers and the writer remember of where blocks lie: slots moved."""
-        self.plan = self._tails = None
+        self.plan = self.host_plan = self._tails = None
         self.version += 1
 
     def _set_rows(self, rows: list[Table]) -> None:

@@ -44,6 +44,57 @@ class Copy:
             self.src.bytes(self.src_slot, self.count), non_blocking=non_blocking
         )
 
+    def retain(self) -> None:
+        """Protect both ends."""
+        for pool, first in ((self.src, self.src_slot), (self.dst, self.dst_slot)):
+            for slot in range(first, first + self.count):
+                pool.retain(slot)
+
+    def release(self) -> None:
+        """Drop the protection."""
+        for pool, first in ((self.src, self.src_slot), (self.dst, self.dst_slot)):
+            for slot in range(first, first + self.count):
+                pool.release(slot)
+
+    def references(self, pool: BlockPool) -> int:
+        """How many references on slots of `pool` this copy holds."""
+        return self.count * ((self.src is pool) + (self.dst is pool))
+
+    def destination(self) -> torch.Tensor:
+        """The bytes that it writes."""
+        return self.dst.bytes(self.dst_slot, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCopy:
+    """One tensor into another of the same shape. The caller keeps both until the transfer has ended."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return self.target.nbytes
+
+    def run(self, non_blocking: bool = False) -> None:
+        """Move the bytes, on the current stream."""
+        self.target.copy_(self.source, non_blocking=non_blocking)
+
+    def retain(self) -> None:
+        """Nothing to count: the tensors are the caller's."""
+
+    def release(self) -> None:
+        """Nothing to count."""
+
+    def references(self, pool: BlockPool) -> int:
+        """None."""
+        return 0
+
+    def destination(self) -> torch.Tensor:
+        """What it writes."""
+        return self.target
+
 
 def join(src: BlockPool, src_slots: Sequence[int], dst: BlockPool, dst_slots: Sequence[int]) -> list[Copy]:
     """Pair slots one to one and join pairs that are neighbours at both ends into one copy each."""
@@ -80,7 +131,7 @@ class Transfer:
     def __init__(
         self,
         engine: TransferEngine,
-        copies: Sequence[Copy],
+        copies: Sequence[Copy | TensorCopy],
         direction: Direction,
         after: Sequence[Transfer],
         on_done: Callable[[], None] | None,
@@ -117,9 +168,7 @@ class Transfer:
         self.state = State.DONE if error is None else State.FAILED
         self.error = error
         for copy in self.copies:
-            for pool, first in ((copy.src, copy.src_slot), (copy.dst, copy.dst_slot)):
-                for slot in range(first, first + copy.count):
-                    pool.release(slot)
+            copy.release()
         if error is not None:
             self._engine.counters.failed_transfers += 1
         told = self._on_done if error is None else self._on_failed
@@ -141,7 +190,7 @@ class TransferEngine(ABC):
 
     def submit(
         self,
-        copies: Sequence[Copy],
+        copies: Sequence[Copy | TensorCopy],
         direction: Direction,
         *,
         after: Sequence[Transfer] = (),
@@ -157,15 +206,15 @@ class TransferEngine(ABC):
         nbytes = 0
         for copy in transfer.copies:
             nbytes += copy.nbytes
-            for pool, first in ((copy.src, copy.src_slot), (copy.dst, copy.dst_slot)):
-                for slot in range(first, first + copy.count):
-                    pool.retain(slot)
+            copy.retain()
         if direction is Direction.FETCH:
             self.counters.bytes_up += nbytes
             self.counters.copies_up += len(transfer.copies)
-        else:
+        elif direction is Direction.WRITE_BACK:
             self.counters.bytes_down += nbytes
             self.counters.copies_down += len(transfer.copies)
+        else:
+            self.counters.attention_bytes += nbytes
         self._start(transfer)
         return transfer
 
@@ -178,11 +227,7 @@ class TransferEngine(ABC):
 
     def pending_slots(self, pool: BlockPool) -> int:
         """References that transfers in flight hold on slots of `pool`."""
-        return sum(
-            copy.count * ((copy.src is pool) + (copy.dst is pool))
-            for transfer in self.in_flight()
-            for copy in transfer.copies
-        )
+        return sum(copy.references(pool) for transfer in self.in_flight() for copy in transfer.copies)
 
     @abstractmethod
     def drain(self) -> None:
@@ -229,7 +274,7 @@ class InlineTransfers(TransferEngine):
 
 
 class CudaTransfers(TransferEngine):
-    """One stream for fetches and one for write-backs, for one device.
+    """A stream for each direction, for one device.
 
     Ordering, both ways: a copy begins behind an event recorded on the compute stream at submission, so that it sees
     what was written and does not overwrite what is still being read; whoever reads the copy makes the compute stream
@@ -246,6 +291,8 @@ class CudaTransfers(TransferEngine):
             self._streams = {
                 Direction.FETCH: torch.cuda.Stream(device, priority=highest),
                 Direction.WRITE_BACK: torch.cuda.Stream(device, priority=lowest),
+                Direction.QUERY: torch.cuda.Stream(device, priority=highest),
+                Direction.RESULT: torch.cuda.Stream(device, priority=highest),
             }
         self._in_flight: deque[Transfer] = deque()
         self._spare: list[torch.cuda.Event] = []

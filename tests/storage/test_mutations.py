@@ -15,7 +15,7 @@ import torch
 from test_random_walk import Walk
 
 from kvtier import TieredKVCache
-from kvtier.attention import dense_kv
+from kvtier.storage.gather import dense_kv
 from kvtier.runtime import EngineFactory
 from kvtier.storage.block import Table
 from kvtier.storage.pool import BlockPool

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtier import BudgetError, TieredKVCache, TransferError
-from kvtier.attention import dense_kv
+from kvtier.storage.gather import dense_kv
 from kvtier.testing import failing, held, with_doubles
 
 HEADS, K_DIM, V_DIM = 2, 4, 3

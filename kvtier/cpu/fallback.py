@@ -1,0 +1,74 @@
+"""Decode attention on the host without the native library: torch's own kernel, block by block, merged.
+
+Keys and values are read where they lie, never repeated for the query heads and never concatenated, which is what makes
+decoding with torch alone slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvtier.kernels import reference
+from kvtier.kernels.terms import Terms
+
+
+@dataclass(slots=True)
+class Run:
+    """Neighbouring blocks of one sequence.
+
+    Attributes:
+        slot: of the first.
+        tokens: in each.
+        count: blocks.
+        keys, values: `[count, heads, tokens, dim]`, views.
+    """
+
+    slot: int
+    tokens: int
+    count: int = 1
+    keys: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def serves(queries: int, terms: Terms) -> bool:
+    """Whether `attend` can: one query that sees everything. The rest is read as one tensor."""
+    special = terms.mask is not None or terms.firsts is not None or terms.slopes is not None
+    return queries == 1 and not (special or terms.softcap or terms.window or terms.sinks is not None)
+
+
+def attend(query: torch.Tensor, rows: Sequence[Sequence[Run]], terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query per sequence.
+
+    Args:
+        query: `[batch, heads, 1, k_dim]`.
+        rows: for each sequence, its blocks.
+        terms: its scale.
+
+    Returns:
+        out `[batch, heads, 1, v_dim]` fp32, zeros for a row without blocks; lse `[batch, heads, 1]`.
+    """
+    results = [_row(query[i : i + 1], runs, terms.scale) for i, runs in enumerate(rows)]
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _row(query: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    _, heads, _, dim = query.shape
+    parts = []
+    for run in runs:
+        kv_heads = run.keys.shape[1]
+        # The query heads of one KV head are so many queries: its keys are read once for all of them.
+        grouped = query.reshape(1, kv_heads, heads // kv_heads, dim).expand(run.count, -1, -1, -1)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            grouped, run.keys, run.values, 0.0, False, scale=scale
+        )
+        parts += [(out[i].float(), lse[i].float()) for i in range(run.count)]
+    if not parts:
+        return query.new_zeros((1, heads, 1, dim), dtype=torch.float32), query.new_full(
+            (1, heads, 1), -torch.inf, dtype=torch.float32
+        )
+    out, lse = reference.merge(parts)
+    return out.reshape(1, heads, 1, out.shape[-1]), lse.reshape(1, heads, 1)
