@@ -15,11 +15,13 @@ PYTEST_ARGS ?=
 # Two environments: the newest and the oldest supported Transformers.
 NEWEST := .venv
 OLDEST := .venv-5.17
-LINTED := $(wildcard kvtier integrations examples benchmarks tests)
+LINTED := $(wildcard kvtier integrations examples benchmarks tests setup.py)
 
 # ----------------------------------------------------------------------------------------- set-up
 # `.ready` is written last and names this folder. An environment without it was interrupted, or was
 # copied from elsewhere: it is built again from nothing.
+# The native library is compiled while pip loads packages; pip's own build of kvtier then finds it done.
+# If that fails, `if-native` says why.
 is_ready = [ "$$(cat $(1)/.ready 2>/dev/null)" = "$(CURDIR)" ] && $(1)/bin/python -c "" 2>/dev/null
 
 define build_env
@@ -37,6 +39,7 @@ else \
 	rm -rf $(1); "$$python" -m venv $(1); \
 fi; \
 rm -f $(1)/.ready; echo "$(CURDIR)" >$(1)/.being-built; \
+$(1)/bin/python kvtier/cpu/build.py >/dev/null 2>&1 9>&- & \
 $(1)/bin/python -m pip install --disable-pip-version-check --no-input -c $(2) -e '.[$(3)]' 2>&1 \
 	| tee $(1)/pip.log \
 	| while read -r word name rest; do case "$$word" in \
@@ -60,21 +63,33 @@ $(NEWEST)/.ready: pyproject.toml constraints.txt constraints-common.txt
 $(OLDEST)/.ready: pyproject.toml constraints-5.17.txt constraints-common.txt
 	$(call build_env,$(OLDEST),constraints-5.17.txt,test)
 
+# --------------------------------------------------------------------------------- native library
+# Both environments use the one in the source tree. It needs no more of Python than that there is one.
+NATIVE = $(or $(PYTHON),python3) kvtier/cpu/build.py
+
+.PHONY: native if-native
+native: ## compile the native library, if it is out of date
+	@$(NATIVE)
+
+# For targets that work without it.
+if-native:
+	@$(NATIVE) --quiet || true
+
 # ---------------------------------------------------------------------------------------- targets
-.PHONY: help setup demo test test-newest test-oldest check format bench gpu clean distclean
+.PHONY: help setup demo test test-newest test-oldest check sanitize format bench gpu clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(NEWEST)/.ready $(OLDEST)/.ready ## build both environments (the other targets do it when needed)
 
-demo: $(NEWEST)/.ready ## run the demo (ARGS="--model NAME ...")
+demo: $(NEWEST)/.ready if-native ## run the demo (ARGS="--model NAME ...")
 	@$(NEWEST)/bin/python examples/demo.py $(ARGS)
 
 # No test may depend on a model hub; tiny tensors only lose by threads.
 RUN_TESTS = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -o cache_dir=$(1)/.pytest_cache $(PYTEST_ARGS)
 
-test: $(NEWEST)/.ready $(OLDEST)/.ready ## run the tests on the newest and the oldest Transformers, side by side (PYTEST_ARGS="-k NAME")
+test: $(NEWEST)/.ready $(OLDEST)/.ready if-native ## run the tests on the newest and the oldest Transformers, side by side (PYTEST_ARGS="-k NAME")
 	@log=$(OLDEST)/pytest.log; \
 	$(call RUN_TESTS,$(OLDEST)) >$$log 2>&1 & oldest=$$!; \
 	trap 'kill $$oldest 2>/dev/null' INT TERM; \
@@ -84,33 +99,38 @@ test: $(NEWEST)/.ready $(OLDEST)/.ready ## run the tests on the newest and the o
 	echo "oldest Transformers ($(OLDEST))"; cat $$log; \
 	exit $$((newest ? newest : oldest))
 
-test-newest: $(NEWEST)/.ready ## run the tests on the newest supported Transformers
+test-newest: $(NEWEST)/.ready if-native ## run the tests on the newest supported Transformers
 	$(call RUN_TESTS,$(NEWEST))
 
-test-oldest: $(OLDEST)/.ready ## run the tests on the oldest supported Transformers
+test-oldest: $(OLDEST)/.ready if-native ## run the tests on the oldest supported Transformers
 	$(call RUN_TESTS,$(OLDEST))
 
-check: $(NEWEST)/.ready ## format, lint, types and import rules
+check: $(NEWEST)/.ready native ## format, lint, types and import rules, and that the native library compiles
 	$(NEWEST)/bin/ruff format --check $(LINTED)
 	$(NEWEST)/bin/ruff check $(LINTED)
 	$(NEWEST)/bin/mypy
 	$(NEWEST)/bin/python -m pytest -q tests/test_imports.py
 
+sanitize: $(NEWEST)/.ready ## test the native library under sanitizers
+	$(NEWEST)/bin/python tests/cpu/sanitize.py $(ARGS)
+
 format: $(NEWEST)/.ready ## format the code and apply safe lint fixes
 	$(NEWEST)/bin/ruff check --fix-only $(LINTED)
 	$(NEWEST)/bin/ruff format $(LINTED)
 
-bench: $(NEWEST)/.ready ## run benchmarks (ARGS="SCENARIO ...")
+bench: $(NEWEST)/.ready if-native ## run benchmarks (ARGS="SCENARIO ...")
 	$(NEWEST)/bin/python -m benchmarks $(ARGS)
 
 # No set-up: it takes whatever Python has torch, for a machine with a GPU may have no network.
 gpu: ## test and measure on a GPU, from the plain source tree (GPU_PYTHON=python3)
 	@$(GPU_PYTHON) -c 'import torch, transformers' || { \
 		echo "make gpu: $(GPU_PYTHON) lacks these: make GPU_PYTHON=/path/to/python gpu" >&2; exit 1; }
+	@$(GPU_PYTHON) kvtier/cpu/build.py || echo "make gpu: this goes on without the native library" >&2
 	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 clean: ## remove build outputs and caches
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -f kvtier/cpu/*.so kvtier/cpu/.*.so.*
 	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## also remove both environments

@@ -69,7 +69,9 @@ def parse_args(argv: Sequence[str] | None, known: Sequence[str]) -> tuple[argpar
     parser.add_argument("--contenders", type=names, metavar="NAME,NAME", help="such as dynamic,kvtier,kvtier@25%%")
     parser.add_argument("--rounds", type=count, default=0, metavar="N", help="turns of each contender")
     parser.add_argument("--new-tokens", type=count, default=0, metavar="N", help="tokens decoded in one turn")
-    parser.add_argument("--block-size", type=count, default=64, metavar="N", help="tokens per block (default: 64)")
+    parser.add_argument(
+        "--block-size", type=count, default=0, metavar="N", help="tokens per block (default: the cache's)"
+    )
     parser.add_argument("--threads", type=count, metavar="N", help="CPU threads of torch")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", help="default: cuda if there is one")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: float32 on a CPU")

@@ -5,6 +5,7 @@ static        StaticCache, of exactly the length that is needed, not compiled
 fp8           QuantizedCache with that backend; lossy, as are the next two
 quanto, hqq   QuantizedCache with 4 bits, if the package of that name is installed
 offloaded     DynamicCache(offloading=True); CUDA only
+dense         TieredKVCache without attention on the host: each layer's KV is laid out as one tensor
 kvtier        TieredKVCache as it comes: on CUDA all that fits on the device, on a CPU all in the host tier
 kvtier@25%    TieredKVCache with a device budget of 25% of the KV; at 100% everything is resident,
               the workspace of a layer included. On a CPU the device is emulated in RAM.
@@ -23,6 +24,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig, QuantizedCache, 
 
 from benchmarks.models import Geometry
 from kvtier import TieredKVCache
+from kvtier.config import AUTO, DEVICE_BLOCK
 
 BASELINE = "dynamic"
 _SHARE = re.compile(r"kvtier@(\d+(?:\.\d+)?)%")
@@ -42,7 +44,7 @@ class Case:
         device: where the model runs.
         context: tokens before the measurement.
         new_tokens: at most so many are added by it.
-        block_size: of the tiered caches, in tokens.
+        block_size: of the tiered caches, in tokens; 0: as they come.
     """
 
     config: PretrainedConfig
@@ -60,8 +62,9 @@ class Case:
     @property
     def resident_bytes(self) -> int:
         """A device budget that surely holds everything: whole blocks, one layer's workspace, slabs not quite used."""
-        blocks = math.ceil((self.context + self.new_tokens) / self.block_size) + 1
-        layer = blocks * self.block_size * self.geometry.token_bytes
+        size = self.block_size or DEVICE_BLOCK
+        blocks = math.ceil((self.context + self.new_tokens) / size) + 1
+        layer = blocks * size * self.geometry.token_bytes
         return int((self.geometry.layers + 1) * layer * 1.05)
 
 
@@ -105,7 +108,11 @@ def contender(name: str) -> Contender:
 
 def _tiered(case: Case, share: float) -> Cache:
     budget = case.resident_bytes if share == 1 else max(int(case.kv_bytes * share), 1)
-    return TieredKVCache(case.config, device_budget=budget, block_size=case.block_size)
+    return TieredKVCache(case.config, device_budget=budget, block_size=case.block_size or AUTO)
+
+
+def _dense(case: Case) -> Cache:
+    return TieredKVCache(case.config, block_size=case.block_size or AUTO, host_attention=False)
 
 
 def _static(case: Case) -> Cache:
@@ -136,7 +143,8 @@ _CONTENDERS = {
         Contender("quanto", _quantized("quanto", "optimum-quanto"), 0.8, 0),
         Contender("hqq", _quantized("hqq", "hqq"), 0.8, 0),
         Contender("offloaded", _offloaded, 0.3, 1.2),
-        Contender("kvtier", lambda case: TieredKVCache(case.config, block_size=case.block_size), 1.2, 0),
+        Contender("dense", _dense, 1.3, 0),
+        Contender("kvtier", lambda case: TieredKVCache(case.config, block_size=case.block_size or AUTO), 1.2, 0),
     )
 }
 

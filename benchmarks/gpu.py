@@ -1,7 +1,8 @@
-"""`python -m benchmarks.gpu` (`make gpu`): test and measure on a GPU, from a plain source tree, without a network.
+"""`python -m benchmarks.gpu` (`make gpu`): build, test and measure on a GPU, from the source tree, without a network.
 
-First the tests that concern CUDA, then the benchmarks, each part in a process of its own with a time limit, so that
-no failure takes others with it. Records go to benchmarks/results/gpu-<gpu>.jsonl; a table of everything is printed.
+First the native library is compiled, if that is not done; then come the tests that concern CUDA, then the benchmarks.
+Each part has processes of its own and a time limit, so that no failure takes others with it. Records go to
+benchmarks/results/gpu-<gpu>.jsonl; a table of everything is printed.
 
 Without CUDA the same code runs at tiny sizes on an emulated device. Its records are marked and go to a temporary
 folder: they show that the command works and say nothing about speed.
@@ -29,6 +30,9 @@ from typing import Any
 import torch
 
 from benchmarks.records import RESULTS, ROOT, Recorder, number, read, short, size, table
+from kvtier.cpu import build as native_build
+from kvtier.cpu import native
+from kvtier.errors import ConfigError
 
 LLAMA, QWEN = "llama-3.1-8b", "qwen3-0.6b"
 BUDGETS = "dynamic,kvtier@100%,kvtier@50%,kvtier@25%,kvtier@10%"
@@ -45,7 +49,7 @@ class Part:
     Attributes:
         name: for the table and `--only`.
         seconds: its share of the time.
-        arguments: of `python -m benchmarks`; none for the tests.
+        arguments: of `python -m benchmarks`; none for the build and the tests.
         tiny: these arguments replace those of the same name without CUDA.
     """
 
@@ -67,6 +71,7 @@ class Part:
 
 
 PARTS = (
+    Part("build", 30),
     Part("tests", 150),
     Part("link", 20, {"--model": LLAMA, "--contexts": "32k"}, {"--contexts": "4k"}),
     Part(
@@ -175,7 +180,34 @@ def _end_group(child: subprocess.Popen[str]) -> None:
         child.wait()
 
 
-# --------------------------------------------------------------------------------------------- tests
+# --------------------------------------------------------------------------------- build and tests
+
+
+def run_build(children: Children, recorder: Recorder, seconds: float) -> list[str]:
+    """Compile the native library; record which instruction set it uses here. Returns what failed.
+
+    That there is no compiler is no failure: the rest runs without.
+    """
+    status, reason, instruction_set = "ok", None, None
+    try:
+        native_build.compiler()
+        began = time.monotonic()
+        ended = children.run([sys.executable, "-m", "kvtier.cpu.build"], seconds, keep=True)
+        if ended.code is None:
+            status, reason = "out of time", f"not compiled in {seconds:.0f} s"
+        elif ended.code:
+            status, reason = "failed", ended.tail.strip()
+        elif native.available():
+            instruction_set = native.instruction_set()
+            print(f"  native library: {instruction_set}, ready in {time.monotonic() - began:.1f} s", flush=True)
+        else:
+            status, reason = "skipped", f"{native.VARIABLE}=none"
+    except (native_build.BuildError, ConfigError) as error:
+        status, reason = "skipped", str(error)
+    if status != "ok":
+        print(f"  WITHOUT the native library, {status}: {reason}", flush=True)
+    recorder.add("build", status=status, reason=reason, instruction_set=instruction_set)
+    return [] if status in ("ok", "skipped") else [f"build: {short(reason or status)}"]
 
 
 def pytest_jobs(*, cuda: bool) -> dict[str, list[str]]:
@@ -248,6 +280,9 @@ def run_parts(
             failures.append(f"{part.name}: not run, out of time")
             continue
         try:
+            if part.name == "build":
+                failures += run_build(children, recorder, share)
+                continue
             if part.name == "tests":
                 failures += run_tests(children, recorder, share, cuda=cuda)
                 continue
@@ -274,7 +309,7 @@ def print_table(records: Sequence[dict[str, Any]]) -> None:
     rows = []
     before: tuple[str, ...] = ()
     for record in records:
-        if record["scenario"] == "tests":
+        if record["scenario"] in ("build", "tests"):
             continue
         workload = record["workload"]
         context = f"{workload['context']:,}"

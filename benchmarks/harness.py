@@ -297,6 +297,35 @@ class Bench:
         } | workload
         title = f"{scenario} · {workload['model']} · {workload['dtype']} · {case.context:,} tokens"
         self._print(title, unit, outcomes, base, note)
+        self._record(scenario, unit, outcomes, base, workload)
+        return outcomes
+
+    def compare_plain(
+        self,
+        scenario: str,
+        title: str,
+        starts: Mapping[str, Start],
+        *,
+        unit: str,
+        rounds: int,
+        base: str,
+        workload: dict[str, Any],
+    ) -> dict[str, Outcome]:
+        """Compare what needs no model and no cache; print a table and record a line for each contender."""
+        outcomes = compare(
+            starts,
+            rounds=rounds,
+            together=True,
+            allowance=60.0,
+            tell=lambda text: self.tell(text and f"{scenario}, {title}, {text}"),
+        )
+        self._print(f"{scenario} · {title}", unit, outcomes, base, lambda facts: "")
+        self._record(scenario, unit, outcomes, base, workload)
+        return outcomes
+
+    def _record(
+        self, scenario: str, unit: str, outcomes: Mapping[str, Outcome], base: str, workload: dict[str, Any]
+    ) -> None:
         for name, outcome in outcomes.items():
             ratio = outcome.ratio(outcomes[base]) if base in outcomes else None
             self._recorder.add(
@@ -311,7 +340,6 @@ class Bench:
                 facts=outcome.facts,
             )
             self.failed += outcome.status == "failed"
-        return outcomes
 
     def _fitting(self, case: Case, contenders: Mapping[str, Contender | None]) -> tuple[list[str], dict[str, Outcome]]:
         """Who fits into memory alone; and an outcome for those who do not."""

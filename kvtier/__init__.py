@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         TransferError,
         UnsupportedError,
     )
+    from kvtier.hf.attention import register_attention
     from kvtier.hf.cache import TieredKVCache
+    from kvtier.hf.enable import Enabled, disable, enable
     from kvtier.hf.view import KVView
     from kvtier.metrics import CacheStats, TierStats
     from kvtier.types import LayerResidency, Residency, Tier
@@ -35,6 +37,7 @@ _HOME = {
     "ClosedError": "errors",
     "ConcurrentUseError": "errors",
     "ConfigError": "errors",
+    "Enabled": "hf.enable",
     "InterruptedStepError": "errors",
     "KVTierError": "errors",
     "KVView": "hf.view",
@@ -47,6 +50,9 @@ _HOME = {
     "TieredKVCache": "hf.cache",
     "TransferError": "errors",
     "UnsupportedError": "errors",
+    "disable": "hf.enable",
+    "enable": "hf.enable",
+    "register_attention": "hf.attention",
 }
 
 __all__ = [
@@ -55,6 +61,7 @@ __all__ = [
     "ClosedError",
     "ConcurrentUseError",
     "ConfigError",
+    "Enabled",
     "InterruptedStepError",
     "KVTierError",
     "KVView",
@@ -67,6 +74,9 @@ __all__ = [
     "TieredKVCache",
     "TransferError",
     "UnsupportedError",
+    "disable",
+    "enable",
+    "register_attention",
 ]
 
 

@@ -72,7 +72,8 @@ def _terms(layer: LayerStore, length: int, repeats: int, query: torch.Tensor, op
     queries = query.shape[2]
     if query.dim() != 4 or query.shape[0] != layer.batch or options.get("dropout_p"):
         return None
-    if query.shape[1] != layer.layout.k_heads * repeats and not options.get("enable_gqa"):
+    heads = layer.layout.k_heads * repeats
+    if query.shape[1] != heads and heads != 1 and not options.get("enable_gqa"):
         return None
     causal = bool(options.get("is_causal"))
     if causal and queries != length:

@@ -133,7 +133,7 @@ class Steps:
             self._begin(threading.get_ident())
         elif self._owner != threading.get_ident():
             raise self._two_threads()
-        elif self.expected is not None and part not in self.expected and self._knows_states():
+        elif self.expected is not None and part not in self.expected and self.knows_states():
             self.expected |= {part}  # so that this step stays unfinished
             raise InterruptedStepError(
                 f"A {part[1]} state of layer {part[0]} is new to a cache that holds others: the first forward did not "
@@ -190,7 +190,8 @@ class Steps:
                 "Run it again from its first layer."
             )
 
-    def _knows_states(self) -> bool:
+    def knows_states(self) -> bool:
+        """Whether a forward has updated recurrent states to its end."""
         return any(type(part) is tuple for part in self.expected or ())
 
     def check_sound(self) -> None:

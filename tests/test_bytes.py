@@ -20,7 +20,11 @@ Blocks = list[int]  # a number of blocks for each layer
 def make_cache(slots: float, write_through: float = 0.0) -> TieredKVCache:
     """A cache with an emulated device of so many blocks."""
     return TieredKVCache(
-        device_budget=int(slots * BLOCK), host_budget=10**7, block_size=BLOCK_SIZE, write_through=write_through
+        device_budget=int(slots * BLOCK),
+        host_budget=10**7,
+        block_size=BLOCK_SIZE,
+        write_through=write_through,
+        host_attention=False,
     )
 
 

@@ -29,7 +29,7 @@ def make(device_slots: int | None = None, first: int = 7) -> tuple[TieredKVCache
     rng = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(ROWS, HEADS, TOKENS, DIM, generator=rng) for _ in range(2))
     budget = None if device_slots is None else device_slots * SLOT
-    cache = TieredKVCache(device_budget=budget, host_budget=10**7, block_size=BLOCK_SIZE)
+    cache = TieredKVCache(device_budget=budget, host_budget=10**7, block_size=BLOCK_SIZE, host_attention=False)
     for part in (slice(0, first), slice(first, TOKENS)):
         for layer in range(2):
             cache.update(keys[:, :, part], values[:, :, part], layer)
@@ -365,7 +365,7 @@ MODES: dict[str, Callable[[], AbstractContextManager]] = {
 @pytest.mark.parametrize("modes", list(itertools.product(MODES, repeat=3)), ids="-".join)
 def test_a_cache_goes_from_any_mode_into_any_other(modes: tuple[str, ...], device_slots: int | None) -> None:
     budget = None if device_slots is None else device_slots * SLOT
-    cache = TieredKVCache(device_budget=budget, host_budget=10**7, block_size=BLOCK_SIZE)
+    cache = TieredKVCache(device_budget=budget, host_budget=10**7, block_size=BLOCK_SIZE, host_attention=False)
     held: list[torch.Tensor] = []
     views: list[tuple[torch.Tensor, torch.Tensor]] = []
     for mode in modes:

@@ -1,11 +1,13 @@
 """Compile the native library: `python -m kvtier.cpu.build`. No network, no packages, only a C++17 compiler.
 
-One library holds the kernel for every instruction set; which one runs is chosen at run time. The same function serves
-this command, the wheel and editable installs (`setup.py` loads this file by path), so it imports nothing of kvtier.
+One library holds the kernel for every instruction set; which one runs is chosen at run time. The same functions serve
+this command, wheels and editable installs (`setup.py` loads this file by path), so it imports nothing of kvtier.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import os
 import platform
@@ -19,6 +21,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent / "src"
 LIBRARY = "libkvtier_cpu.so"
+#: Where `update` puts it, and where it is looked for.
+TARGET = Path(__file__).resolve().with_name(LIBRARY)
 
 _COMMON = (
     "-std=c++17",
@@ -32,15 +36,16 @@ _COMMON = (
     "-Wno-psabi",
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
+# In each, what takes longest comes first: with few cores the last one to begin decides when all is done.
 _UNITS = {
-    "engine.cpp": (),
     "isa_portable.cpp": ("-O2",),  # no faster with more, and four times as long to compile
+    "engine.cpp": (),
 }
 _UNITS_X86 = {
-    "isa_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
     # GCC 12 takes its own headers' undefined values for uninitialised ones.
-    "isa_avx512.cpp": (*_AVX512, "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
     "isa_avx512_bf16.cpp": (*_AVX512, "-mavx512bf16", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+    "isa_avx512.cpp": (*_AVX512, "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+    "isa_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
 }
 
 
@@ -49,16 +54,45 @@ class BuildError(RuntimeError):
 
 
 def digest() -> str:
-    """A digest of the source, compiled into the library, so that a library that is out of date is noticed."""
-    found = hashlib.sha256(" ".join(_COMMON).encode())
+    """A digest of sources, flags and architecture, compiled into the library: one that is out of date is noticed.
+
+    Raises:
+        BuildError: there are no sources, as in an installed package.
+    """
+    if not SOURCE.is_dir():
+        raise BuildError("an installed package has no C++ sources: install kvtier again, from its source")
+    found = hashlib.sha256(repr((_COMMON, _units())).encode())
     for file in sorted(SOURCE.iterdir()):
         if file.suffix in (".h", ".cpp"):
             found.update(file.name.encode() + b"\0" + file.read_bytes())
     return found.hexdigest()[:16]
 
 
+def _units() -> dict[str, tuple[str, ...]]:
+    """Every unit with its flags."""
+    return (_UNITS_X86 if platform.machine() in ("x86_64", "AMD64") else {}) | _UNITS
+
+
+def is_current(library: Path) -> bool:
+    """Whether this library can be loaded here, and is what `build` would make now."""
+    if not library.exists():
+        return False
+    try:
+        source = ctypes.CDLL(str(library)).kvtier_source
+    except (OSError, AttributeError):
+        return False
+    source.restype = ctypes.c_char_p
+    return bool(source() == digest().encode())
+
+
 def compiler() -> list[str]:
-    """The C++ compiler: `$CXX`, or the first of c++, g++ and clang++ that is there. Raises `BuildError`."""
+    """The C++ compiler: `$CXX`, or the first of c++, g++ and clang++ that is there.
+
+    Raises:
+        BuildError: there is none, or this is not Linux.
+    """
+    if sys.platform != "linux":
+        raise BuildError(f"the native kernel is for Linux, this is {sys.platform}")
     chosen = os.environ.get("CXX")
     if chosen:
         return shlex.split(chosen)
@@ -79,24 +113,21 @@ def build(target: Path, *, extra: tuple[str, ...] = ()) -> Path:
         `target`.
 
     Raises:
-        BuildError: no compiler, no Linux, or an error of the compiler's.
+        BuildError: no compiler, no Linux, no sources, or an error of the compiler's.
     """
-    if sys.platform != "linux":
-        raise BuildError(f"the native kernel is for Linux, this is {sys.platform}")
     command = compiler()
-    units = dict(_UNITS)
-    if platform.machine() in ("x86_64", "AMD64"):
-        units |= _UNITS_X86
+    units = _units()
+    source = f'-DKVTIER_SOURCE="{digest()}"'
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
 
         def compiled(unit: str) -> str:
             out = str(Path(folder) / (unit + ".o"))
-            flags = [*_COMMON, *units[unit], f'-DKVTIER_SOURCE="{digest()}"', *extra]
-            _run([*command, *flags, "-c", str(SOURCE / unit), "-o", out])
+            _run([*command, *_COMMON, *units[unit], source, *extra, "-c", str(SOURCE / unit), "-o", out])
             return out
 
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
+        # Linux only, as above: the cores that this process may use.
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             objects = list(threads.map(compiled, units))
         new = target.with_name(f".{target.name}.{os.getpid()}")
         try:
@@ -116,20 +147,43 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
 
 
-def main() -> int:
-    """Compile into this source tree, unless that is done."""
-    target = Path(__file__).resolve().parent / LIBRARY
-    if target.exists() and digest().encode() in target.read_bytes():
-        print(f"{target}: up to date")
-        return 0
+def update() -> bool:
+    """Compile into this source tree, unless that is done. Raises `BuildError`. Returns whether it compiled.
+
+    One process compiles at a time: another one waits, and then finds it done.
+    """
+    if is_current(TARGET):
+        return False
+    compiler()  # not on Linux: no fcntl either
+    import fcntl
+
+    with contextlib.ExitStack() as stack:
+        try:
+            # The folder itself is the lock, so that no file is left over.
+            folder = os.open(SOURCE, os.O_RDONLY)
+            stack.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks: two may compile, and the last one is kept
+        if is_current(TARGET):
+            return False
+        build(TARGET)
+        return True
+
+
+def main(arguments: list[str]) -> int:
+    """Compile into this source tree, unless that is done; with `--quiet`, say nothing if it is."""
     try:
-        build(target)
+        if not is_current(TARGET):
+            print(f"kvtier: compiling the native kernel, {TARGET.name} ...", flush=True)
+            update()
+        elif "--quiet" not in arguments:
+            print(f"kvtier: the native kernel, {TARGET.name}, is up to date")
     except BuildError as error:
         print(f"kvtier: the native kernel was not compiled: {error}", file=sys.stderr)
         return 1
-    print(f"{target}: compiled")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -97,10 +97,11 @@ class BlockList:
             for row in blocks:
                 counts.append(counts[-1] + len(row))
             self.begins = torch.tensor(counts, dtype=torch.int64)
-            self.blocks = torch.tensor([x for row in blocks for x in row], dtype=torch.int64)
+            # Never empty: a tensor without elements has no address, which would be taken for no list at all.
+            self.blocks = torch.tensor([x for row in blocks for x in row] or [0], dtype=torch.int64)
             self.indices = None
             if indices is not None:
-                self.indices = torch.tensor([x for row in indices for x in row], dtype=torch.int32)
+                self.indices = torch.tensor([x for row in indices for x in row] or [0], dtype=torch.int32)
             self.lengths = torch.zeros(self.sequences, dtype=torch.int64)
             self.length = 0
 
@@ -108,10 +109,11 @@ class BlockList:
 class Future:
     """The result of `submit`. `wait` for it: it holds on to everything that the threads read and write."""
 
-    __slots__ = ("_handle", "_keep", "lse", "out")
+    __slots__ = ("_error", "_handle", "_keep", "lse", "out")
 
     def __init__(self, handle: int, out: torch.Tensor, lse: torch.Tensor | None, keep: object) -> None:
         self._handle: int | None = handle
+        self._error = 0
         self._keep = keep
         self.out = out
         self.lse = lse
@@ -124,9 +126,9 @@ class Future:
         """Help with what is left, wait for the rest, and give (out, lse). May be called again."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            error = library().kvtier_wait(handle)
+            self._error = library().kvtier_wait(handle)
             self._keep = None
-            _check(error)
+        _check(self._error)
         return self.out, self.lse
 
     def __del__(self) -> None:
@@ -195,11 +197,16 @@ def _problem(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> tuple[_Problem, torch.Tensor, object]:
-    batch, heads, queries, _ = query.shape
+    batch, heads, queries, k_dim = query.shape
+    _fit(query.dtype == shape.dtype and k_dim == shape.k_dim and batch == blocks.sequences, "query", query)
     if query.stride(3) != 1:
         query = query.contiguous()
     if out is None:
         out = query.new_empty((batch, queries, heads, shape.v_dim)).transpose(1, 2)
+    elif out.shape != (batch, heads, queries, shape.v_dim) or out.stride(3) != 1 or out.dtype not in DTYPES:
+        _fit(False, "out", out)
+    if lse is not None:
+        _fit(lse.shape == (batch, heads, queries) and lse.dtype == torch.float32 and lse.is_contiguous(), "lse", lse)
     problem = _Problem(
         DTYPES[shape.dtype],
         DTYPES[out.dtype],
@@ -227,21 +234,40 @@ def _problem(
     )
     mask = terms.mask
     if mask is not None:
+        fits = all(n in (1, want) for n, want in zip(mask.shape[:-1], (batch, heads, queries), strict=True))
+        wide = not batch or mask.shape[3] >= int(blocks.lengths.max())
+        _fit(fits and wide and mask.dtype in MASKS, "mask", mask)
         if mask.stride(3) != 1:
             mask = mask.contiguous()
         problem.mask_dtype = MASKS[mask.dtype]
         problem.mask = mask.data_ptr()
         problem.mask_strides = tuple(0 if mask.shape[i] == 1 else mask.stride(i) for i in range(3))
-    for name in ("firsts", "sinks", "slopes"):
+    for name, count, dtype in (
+        ("firsts", batch, torch.int64),
+        ("sinks", heads, torch.float32),
+        ("slopes", heads, torch.float32),
+    ):
         extra = getattr(terms, name)
         if extra is not None:
+            _fit(extra.shape == (count,) and extra.dtype == dtype and extra.is_contiguous(), name, extra)
             setattr(problem, name, extra.data_ptr())
     return problem, out, (query, mask, terms, lse)
 
 
+def _fit(fits: bool, name: str, tensor: torch.Tensor) -> None:
+    # The library is given bare addresses: what it would read or write amiss is noticed here or never.
+    if not (fits and tensor.is_cpu):
+        what = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}, strides {list(tensor.stride())}"
+        raise KVTierError(f"Attention on the host: `{name}` does not fit the rest; it is {what}.")
+
+
 def _check(error: int) -> None:
     if error:
-        what = {1: "shapes that do not fit each other", 2: "no memory left"}.get(error, f"error {error}")
+        what = {
+            1: "shapes that do not fit each other",
+            2: "no memory left",
+            3: "it was submitted before this process was forked off",
+        }.get(error, f"error {error}")
         raise KVTierError(f"Attention on the host failed: {what}.")
 
 
@@ -253,26 +279,27 @@ def _load() -> ctypes.CDLL | None:
     forced = os.environ.get(VARIABLE, "")
     if forced == "none":
         return None
-    path = Path(build.__file__).with_name(build.LIBRARY)
     why = None
-    if not path.exists():
+    # An installed package has no sources that its library could be older than, nor could it be compiled there.
+    in_tree = build.SOURCE.is_dir()
+    if not build.TARGET.exists():
         why = "it was not compiled"
     else:
         try:
-            library = ctypes.CDLL(str(path))
+            library = ctypes.CDLL(str(build.TARGET))
         except OSError as error:
             why = f"it cannot be loaded ({error})"
         else:
             library.kvtier_source.restype = ctypes.c_char_p
-            # An installed package has no sources to be older than.
-            if build.SOURCE.exists() and library.kvtier_source().decode() != build.digest():
+            if in_tree and library.kvtier_source().decode() != build.digest():
                 why = "it was compiled from other sources"
     if why is not None:
+        cure = "`python -m kvtier.cpu.build` compiles it." if in_tree else "Install a C++ compiler, then kvtier again."
         if forced:
-            raise ConfigError(f"{VARIABLE}={forced} asks for the native kernel, but {why}.")
+            raise ConfigError(f"{VARIABLE}={forced} asks for the native kernel, but {why}. {cure}")
         warnings.warn(
             f"kvtier's native kernel is not used: {why}. Attention on the host runs on torch, several times slower. "
-            "`python -m kvtier.cpu.build` compiles it.",
+            f"{cure} {VARIABLE}=none asks for that, without a warning.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -87,6 +87,7 @@ def resident_bytes(layer: Any) -> int:
 
 
 CONV, RECURRENT = "conv", "recurrent"
+_SOMEWHERE = -1
 
 
 class _State:
@@ -103,6 +104,11 @@ class _State:
         """It is as it should be."""
         self.tensor = self.held[self.number]
         self.version = _version(self.tensor)
+
+    @property
+    def absent(self) -> bool:
+        """Whether it was never made."""
+        return self.held[self.number] is None
 
     @property
     def changed(self) -> bool:
@@ -144,8 +150,20 @@ class RecurrentStates:
                 kinds = ((CONV, layer.conv_states), (RECURRENT, layer.recurrent_states))
                 self._layers[i] = {(i, kind, n): _State(held, (i, kind, n)) for kind, held in kinds for n in held}
         attention = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
-        self._leading = [i for i in self._layers if i <= min(attention, default=i)]
+        #: What may have changed when a model asks for no layer in particular. A later one follows some attention layer,
+        #: whose update shows how far a forward got.
+        self._leading = {
+            part: state
+            for i, states in self._layers.items()
+            if i <= min(attention, default=i)
+            for part, state in states.items()
+        }
         self._counted: set[str] = set()  # kinds that torch was seen to count
+        self._recurrent_seen = any(
+            state.kind == RECURRENT and not state.absent
+            for states in self._layers.values()
+            for state in states.values()
+        )
         self._announced = False  # whether the model says when it is about to change a layer
         self.last_read: tuple[int | None, int | None] = (None, None)
         self._runtime.steps.undoable = not self._layers
@@ -184,8 +202,9 @@ class RecurrentStates:
         steps = self._runtime.steps
         with steps.changing():
             self._announced = True
-            self._ask(layer, number)
+            self._ask(layer, self._numbered(layer, number))
             steps.check_goes_on()
+            self._check_begun(layer, number or 0)
             for part, state in self._asked.items():
                 if self._uncounted(state) and not (recording and state.kind == CONV):
                     self._touch(part)
@@ -198,11 +217,9 @@ class RecurrentStates:
             return
         with self._runtime.steps.changing():
             if layer is not None:
-                self._ask(layer, number)
+                self._ask(layer, self._numbered(layer, number))
             else:
-                self._called.clear()
-                for leading in self._leading:
-                    self._look(self._layers[leading], threading.get_ident())
+                self._ask(_SOMEWHERE, self._leading)
 
     def update(self, kind: str, layer: int, number: int, change: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Carry out a change that the model asks the cache for."""
@@ -215,8 +232,9 @@ class RecurrentStates:
             if kind == RECURRENT:
                 conv = (layer, CONV, number)
                 self._find_conv(conv, states[conv])
+                self._recurrent_seen = True
             self._enter(layer)
-            self._asked.pop(part, None)  # what changes it from now on is no forward, unless that asks again
+            self._asked = {x: y for x, y in self._asked.items() if x != part}  # any other change is of no forward
             assumed = self._assumed.pop(part, False)
             if not assumed:
                 self._touch(part)
@@ -241,13 +259,29 @@ class RecurrentStates:
         if part not in self._called and part not in self._assumed and self._uncounted(state):
             self._touch(part)
 
-    def _ask(self, layer: int, number: int | None) -> None:
+    def _check_begun(self, layer: int, number: int) -> None:
+        """Raise where a forward comes to a layer that another left half changed: the model itself may trip over it."""
+        steps, states = self._runtime.steps, self._layers[layer]
+        conv, recurrent = (layer, CONV, number), (layer, RECURRENT, number)
+        half = conv in steps.began and recurrent not in steps.began
+        if not states[recurrent].absent:
+            unfinished = half and not steps.complete
+        elif self._recurrent_seen:
+            unfinished = not states[conv].absent
+        else:  # either the first forward ended here, or the model has only convolutions
+            unfinished = half and not steps.knows_states() and not (steps.expected and steps.complete)
+        if unfinished:
+            steps.tear()
+            raise steps.interrupted()
+
+    def _numbered(self, layer: int, number: int | None) -> dict[RecurrentPart, _State]:
+        return {part: x for part, x in self._layers[layer].items() if number is None or number == x.number}
+
+    def _ask(self, layer: int, states: dict[RecurrentPart, _State]) -> None:
         self._enter(layer)
         self._called.clear()
-        self._asked = {
-            part: state for part, state in self._layers[layer].items() if number is None or number == state.number
-        }
-        for state in self._asked.values():
+        self._asked = states
+        for state in states.values():
             state.mark()
 
     def _enter(self, layer: int) -> None:

@@ -61,12 +61,13 @@ def attend(
     if terms.sinks is not None:
         highest = torch.maximum(highest, terms.sinks.to(wide)[:, None, None])
     nothing = highest == -torch.inf
-    weights = torch.exp(scores - highest.masked_fill(nothing, 0.0))
+    highest = highest.masked_fill(nothing, 0.0)
+    weights = torch.exp(scores - highest)
     total = weights.sum(-1, keepdim=True)
     if terms.sinks is not None:
         total = total + torch.exp(terms.sinks.to(wide)[:, None, None] - highest)
     lse = (highest + total.log()).squeeze(-1)
-    weights = (weights / total.masked_fill(total == 0, 1.0)).view(batch, kv_heads, -1, tokens)
+    weights = (weights / total.masked_fill(total == 0, 1.0)).view(*grouped.shape[:3], tokens)
     out = (weights @ values.to(wide)).view(batch, heads, queries, values.shape[3])
     return out.to(query.dtype), lse
 

@@ -144,7 +144,7 @@ def test_a_budget_that_runs_out_loses_nothing(family: str, tier: Literal["device
 
     def with_budget(budget: int) -> Cache:
         budgets: dict[str, Any] = {f"{tier}_budget": budget}
-        return TieredKVCache(model.config, block_size=BLOCK_SIZE, **budgets)
+        return TieredKVCache(model.config, block_size=BLOCK_SIZE, host_attention=False, **budgets)
 
     def prefill(cache: Cache) -> torch.Tensor:
         return model(input_ids=PROMPT, past_key_values=cache).logits

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from families import FAMILIES, Family, attentions, build_model, dynamic_cache, prompt_ids
-from placements import assert_same_as_dynamic_cache, outcome
+from placements import assert_same_outcome, outcome
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -93,7 +93,8 @@ def forwards(model: PreTrainedModel, cache: Cache, *ends: int, begin: int = 0) -
 
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    """Within what attention on the host may differ by; a state too old or too new is off by far more."""
+    return all(torch.allclose(a, b, rtol=0, atol=1e-3) for a, b in zip(ours, theirs, strict=True))
 
 
 class Scenario:
@@ -375,7 +376,13 @@ WAYS: dict[str, Callable[[PreTrainedModel, Cache], Any]] = {
 @torch.no_grad()
 def test_forwards_that_end_are_never_taken_for_interrupted(name: str, way: str) -> None:
     model = model_of(name)
-    cache = assert_same_as_dynamic_cache(model, lambda cache: WAYS[way](model, cache), "host", block_size=4)
+    expected = outcome(lambda: WAYS[way](model, dynamic_cache(model)))
+    cache = TieredKVCache(model.config, block_size=4)
+    actual = outcome(lambda: WAYS[way](model, cache))
+    if isinstance(expected, list):
+        assert same(actual, expected)
+    else:
+        assert_same_outcome(expected, actual)
     if way == "decode_and_chunks":
         assert cache.stats.steps == 7
 
@@ -397,7 +404,7 @@ def test_a_second_thread_in_the_middle_of_a_forward_mixes_nothing(index: int) ->
     refused = [isinstance(result, KVTierError) for result in results]
     assert any(refused) or index == 3, "after the last layer, the forward has ended for all that a cache can see"
     expected = forwards(model, dynamic_cache(model), 5, 6, 7)[-1]
-    assert torch.equal(results[0], expected) if not refused[0] else refused[1]
+    assert same([results[0]], [expected]) if not refused[0] else refused[1]
 
 
 @torch.no_grad()

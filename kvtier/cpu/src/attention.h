@@ -48,7 +48,7 @@ typedef struct kvtier_problem {
 
 typedef struct kvtier_job kvtier_job;
 
-// What went wrong; 0 is success.
+// What went wrong; 0 is success. CLOSED: submitted before a fork, which this process came out of without the threads.
 enum { KVTIER_OK = 0, KVTIER_INVALID = 1, KVTIER_MEMORY = 2, KVTIER_CLOSED = 3 };
 
 KVTIER_API const char* kvtier_source(void);  // a digest of the source that this was compiled from
@@ -68,7 +68,7 @@ KVTIER_API int32_t kvtier_threads(void);  // alive in the pool
 KVTIER_API void kvtier_shutdown(void);    // join them; the next submit starts anew
 
 // Let `kvtier_attend` run on the team of a GNU OpenMP runtime (the address of its GOMP_parallel), so that it shares the
-// threads of whoever called, instead of fighting them for the cores. NULL: the pool.
+// threads of whoever called, instead of fighting them for the cores. NULL: the pool; so it is in a forked child.
 KVTIER_API void kvtier_use_team(void* entry);
 
 #ifdef __cplusplus

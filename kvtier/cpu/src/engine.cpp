@@ -70,6 +70,7 @@ bool valid(const kvtier_problem& p) {
   if (p.mask_dtype != KVTIER_NONE && !p.mask) return false;
   if (p.sequences < 0 || p.kv_heads < 1 || p.heads < p.kv_heads || p.heads % p.kv_heads) return false;
   if (p.queries < 1 || p.k_dim < 1 || p.v_dim < 1 || p.block_size < 1 || p.window < 0) return false;
+  if (p.sequences == 0) return true;  // and there is nothing to point to
   if (!p.query || !p.out || !p.begins || !p.lengths) return false;
   for (int32_t s = 0; s < p.sequences; s++) {
     const int64_t blocks = p.begins[s + 1] - p.begins[s];
@@ -191,7 +192,7 @@ class Pool {
   void add(Entry* entry, int threads) {
     std::lock_guard<std::mutex> lock(mutex_);
     entry->helpers = threads;
-    while (static_cast<int>(threads_.size()) < threads) threads_.emplace_back([this] { work(); });
+    while (static_cast<int>(threads_.size()) < threads) threads_.emplace_back([this, mine = shut_downs_] { work(mine); });
     queue_.push_back(entry);
     for (int i = 0; i < threads; i++) wake_.notify_one();
   }
@@ -214,22 +215,21 @@ class Pool {
     std::vector<std::thread> gone;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      stop_ = true;
+      shut_downs_++;
       gone.swap(threads_);
       spare_.clear();
     }
     wake_.notify_all();
     for (auto& thread : gone) thread.join();
-    std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = false;
   }
 
  private:
-  void work() {
+  // Until the pool is shut down once more; threads that are started meanwhile stay.
+  void work(int mine) {
     Scratch scratch;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
+      wake_.wait(lock, [&] { return shut_downs_ != mine || !queue_.empty(); });
       if (queue_.empty()) return;
       Entry* entry = queue_.front();
       entry->inside++;
@@ -248,25 +248,28 @@ class Pool {
   std::deque<Entry*> queue_;
   std::vector<std::thread> threads_;
   std::vector<std::unique_ptr<Job>> spare_;
-  bool stop_ = false;
+  int shut_downs_ = 0;
 };
 
-// Never destroyed: threads may still sleep in it when the process ends. Threads do not live on in a forked child, which
-// begins with a new one.
+// GNU OpenMP's entry: runs f(data) on a team of threads, the caller's among them.
+using Team = void (*)(void (*f)(void*), void* data, unsigned threads, unsigned flags);
+std::atomic<Team> team{nullptr};
+
+// Never destroyed: threads may still sleep in it when the process ends. Threads do not live on in a forked child: it
+// begins with a new pool, and without GNU OpenMP, which would wait for those that it had for ever.
 Pool* pool_ = nullptr;
 std::once_flag pool_once;
 
 Pool& pool() {
   std::call_once(pool_once, [] {
     pool_ = new Pool;
-    pthread_atfork(nullptr, nullptr, [] { pool_ = new Pool; });
+    pthread_atfork(nullptr, nullptr, [] {
+      pool_ = new Pool;
+      team.store(nullptr);
+    });
   });
   return *pool_;
 }
-
-// GNU OpenMP's entry: runs f(data) on a team of threads, the caller's among them.
-using Team = void (*)(void (*f)(void*), void* data, unsigned threads, unsigned flags);
-std::atomic<Team> team{nullptr};
 
 int guarded(int (*f)(const kvtier_problem&, int32_t), const kvtier_problem& p, int32_t threads) {
   try {
@@ -303,6 +306,7 @@ int attend_now(const kvtier_problem& p, int32_t threads) {
 
 struct kvtier_job {
   Entry entry;
+  Pool* owner = &pool();
   int error = KVTIER_OK;
 };
 
@@ -322,7 +326,10 @@ int kvtier_use_instruction_set(const char* name) {
   return KVTIER_OK;
 }
 
-void kvtier_use_team(void* entry) { team.store(reinterpret_cast<Team>(entry), std::memory_order_release); }
+void kvtier_use_team(void* entry) {
+  pool();  // from now on a fork is noticed
+  team.store(reinterpret_cast<Team>(entry), std::memory_order_release);
+}
 
 int kvtier_attend(const kvtier_problem* problem, int32_t threads) { return guarded(attend_now, *problem, threads); }
 
@@ -341,10 +348,19 @@ kvtier_job* kvtier_submit(const kvtier_problem* problem, int32_t threads) {
   }
 }
 
-int kvtier_done(const kvtier_job* job) { return job->error || job->entry.job->finished(); }
+int kvtier_done(const kvtier_job* job) {
+  return job->error || job->entry.job->finished() || job->owner != &pool();
+}
 
 int kvtier_wait(kvtier_job* handle) {
   std::unique_ptr<kvtier_job> owned(handle);
+  if (owned->owner != &pool()) {
+    // From before a fork: the threads at work on it are not in this process. What they left locked stays as it is.
+    const bool finished = !owned->error && owned->entry.job->finished();
+    const int error = finished ? owned->entry.job->error.load() : KVTIER_CLOSED;
+    owned.release();
+    return error;
+  }
   int error = owned->error;
   if (!error) {
     pool().finish(&owned->entry);

@@ -18,6 +18,7 @@
 namespace KVTIER_ISA {
 
 constexpr int TILE = 256;     // tokens whose scores are kept at once
+constexpr int ROW = TILE + 16;  // columns of a row: where a tile ends within a vector, that is written whole
 constexpr int TOGETHER = 64;  // rows whose weights are kept at once
 constexpr int SOME = 16;      // tokens of values that all rows pass over before the next
 constexpr int AHEAD = 4;      // lines that are prefetched with each row of softmax
@@ -123,8 +124,8 @@ KVTIER_INLINE void score_some(const typename M::Query* query, int query_stride, 
   for (int r = 0; r < ROWS; r++) store_part<W / ROWS>(scores + r * score_stride, s, r);
 }
 
-// scores[r, t] = query row r . key t, for ROWS rows and n tokens of `dim` elements. Columns of scores behind n, up to
-// the next multiple of W, are undefined.
+// scores[r, t] = query row r . key t, for ROWS rows and n tokens of `dim` elements. Up to W - 1 columns of scores behind
+// n are undefined, wherever the row begins.
 template <class M, int ROWS, int DIM>
 inline void score(const typename M::Element* keys, int dim, int n, const typename M::Query* query, int query_stride,
                   float* scores, int score_stride) {
@@ -154,7 +155,7 @@ KVTIER_INLINE void add_columns(const T* values, int dim, int columns, int n, con
   const auto token = [&](int t, V last) KVTIER_LAMBDA {
     const T* v = values + static_cast<ptrdiff_t>(t) * dim;
     V w[ROWS];
-    UNROLL for (int r = 0; r < ROWS; r++) w[r] = set1(weights[r * TILE + t]);
+    UNROLL for (int r = 0; r < ROWS; r++) w[r] = set1(weights[r * ROW + t]);
     UNROLL for (int c = 0; c < VECTORS; c++) {
       const V x = c == VECTORS - 1 ? last : from(v + c * W);
       UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] = fma(w[r], x, acc[r][c]);
@@ -187,7 +188,7 @@ KVTIER_INLINE void add_columns(const bf16* values, int dim, int columns, int n, 
   };
   const auto pair = [&](int t, auto row) KVTIER_LAMBDA {
     D w[ROWS];
-    UNROLL for (int r = 0; r < ROWS; r++) w[r] = set_pair(weights + r * TILE + t);
+    UNROLL for (int r = 0; r < ROWS; r++) w[r] = set_pair(weights + r * ROW + t);
     UNROLL for (int c = 0; c < VECTORS; c++) {
       const D a = row(t, c), b = row(t + 1, c), first = pairs_low(a, b), second = pairs_high(a, b);
       UNROLL for (int r = 0; r < ROWS; r++) {
@@ -253,8 +254,8 @@ inline void add_rows(const typename M::Element* values, int dim, int n, const ty
     const int some = std::min(step, n - t);
     int row = 0;
     for (; row + 2 <= rows; row += 2)
-      add_values<M, 2, DIM>(values, dim, some, weights + row * TILE, out + row * out_stride, out_stride);
-    if (row < rows) add_values<M, 1, DIM>(values, dim, some, weights + row * TILE, out + row * out_stride, out_stride);
+      add_values<M, 2, DIM>(values, dim, some, weights + row * ROW, out + row * out_stride, out_stride);
+    if (row < rows) add_values<M, 1, DIM>(values, dim, some, weights + row * ROW, out + row * out_stride, out_stride);
   }
 }
 
@@ -293,7 +294,7 @@ class Attention {
     return std::clamp(TOGETHER / up(group_rows(p), 4), 1, p.kv_heads);
   }
   static size_t score_bytes(const kvtier_problem& p) {
-    return static_cast<size_t>(heads_at_once(p)) * up(group_rows(p), 4) * TILE * 4;
+    return static_cast<size_t>(heads_at_once(p)) * up(group_rows(p), 4) * ROW * 4;
   }
 
   static size_t scratch_bytes(const kvtier_problem& p, int64_t max_blocks) {
@@ -320,7 +321,8 @@ class Attention {
     first_seen_ = std::max<int64_t>(first, 0);
     lowest_ = first_seen_;
     if (p.window > 0) lowest_ = std::max<int64_t>(lowest_, length_ - p.queries - p.window + 1);
-    special_ = p.causal || p.window > 0 || p.mask_dtype != KVTIER_NONE || p.slopes || first_seen_ > 0;
+    // Else scores are scaled behind their end too, where they are -inf: 0 would make them NaN, less would show them.
+    special_ = !(p.scale > 0) || p.causal || p.window > 0 || p.mask_dtype != KVTIER_NONE || p.slopes || first_seen_ > 0;
   }
 
   void run(const Task& task) {
@@ -386,12 +388,12 @@ class Attention {
   template <int ROWS>
   void score_rows(const Segment& s, int g, int row) {
     const auto* q = query_ + (static_cast<size_t>(g) * up(rows_, 4) + row) * query_pad_;
-    float* scores = scores_ + row * TILE + s.column;
+    float* scores = scores_ + row * ROW + s.column;
     switch (p_.k_dim) {
-      case 64: return score<M, ROWS, 64>(keys_of(s, g), 64, s.n, q, query_pad_, scores, TILE);
-      case 128: return score<M, ROWS, 128>(keys_of(s, g), 128, s.n, q, query_pad_, scores, TILE);
-      case 256: return score<M, ROWS, 256>(keys_of(s, g), 256, s.n, q, query_pad_, scores, TILE);
-      default: return score<M, ROWS, 0>(keys_of(s, g), p_.k_dim, s.n, q, query_pad_, scores, TILE);
+      case 64: return score<M, ROWS, 64>(keys_of(s, g), 64, s.n, q, query_pad_, scores, ROW);
+      case 128: return score<M, ROWS, 128>(keys_of(s, g), 128, s.n, q, query_pad_, scores, ROW);
+      case 256: return score<M, ROWS, 256>(keys_of(s, g), 256, s.n, q, query_pad_, scores, ROW);
+      default: return score<M, ROWS, 0>(keys_of(s, g), p_.k_dim, s.n, q, query_pad_, scores, ROW);
     }
   }
 
@@ -421,7 +423,7 @@ class Attention {
   }
 
   void add_tokens(const Segment& s, int g, int slot) {
-    const typename M::Weight* weights = weights_ + slot * TILE + s.column;
+    const typename M::Weight* weights = weights_ + slot * ROW + s.column;
     float* out = out_.values + static_cast<size_t>(g) * rows_ * value_pad_;
     switch (p_.v_dim) {
       case 64: return add_rows<M, 64>(values_of(s, g), 64, s.n, weights, rows_, out, 64);
@@ -433,7 +435,7 @@ class Attention {
 
   // Scores of one row become weights; what was added up before is scaled down where the highest score rises.
   void soften(const Segment* tile, int count, int columns, int g, int row, int slot) {
-    float* s = scores_ + row * TILE;
+    float* s = scores_ + row * ROW;
     const int padded = up(columns, W);
     const V scale = set1(p_.scale);
     V top = set1(NEVER);
@@ -450,18 +452,16 @@ class Attention {
     }
     const size_t at = static_cast<size_t>(g) * rows_ + row;
     const float before = out_.highest[at], now = std::max(before, highest(top));
-    typename M::Weight* weights = weights_ + slot * TILE;
-    if (now == NEVER) {
-      for (int i = 0; i < padded; i += W) M::weights(weights + i, zero());
-      return;
-    }
+    typename M::Weight* weights = weights_ + slot * ROW;
     V total = zero();
-    const V m = set1(now);
+    // Where nothing is seen yet all weights are 0, but a score that is not a number shows.
+    const V m = set1(now == NEVER ? 0.0f : now);
     for (int i = 0; i < padded; i += W) {
       const V w = exp(sub(load(s + i), m));
       M::weights(weights + i, w);
       total = add(total, w);
     }
+    M::weights(weights + padded, zero());  // an odd last token is multiplied with a partner: memory might hold NaN
     if (now > before) {
       const float shrink = std::exp(before - now);
       out_.highest[at] = now;
@@ -530,23 +530,25 @@ class Attention {
         const size_t row = static_cast<size_t>(h) * p.queries + i;
         float top = p.sinks ? p.sinks[h] : NEVER;
         for (size_t k = 0; k < count; k++) top = std::max(top, parts[k].highest[row]);
-        float total = 0;
+        if (top == NEVER) top = 0.0f;  // nothing is seen; or nothing but NaN, which must show
         float* values = first.values + row * pad;
-        if (top != NEVER) {
-          if (p.sinks) total = std::exp(p.sinks[h] - top);
-          for (size_t k = 0; k < count; k++) {
-            const float weight = std::exp(parts[k].highest[row] - top);
-            total += weight * parts[k].sum[row];
-            const float* other = parts[k].values + row * pad;
-            if (k == 0) {
-              for (int c = 0; c < pad; c += W) store(values + c, mul(load(values + c), set1(weight)));
-            } else if (weight > 0) {
-              for (int c = 0; c < pad; c += W) store(values + c, fma(load(other + c), set1(weight), load(values + c)));
-            }
+        float total = p.sinks ? std::exp(p.sinks[h] - top) : 0.0f;
+        for (size_t k = 0; k < count; k++) {
+          const float weight = std::exp(parts[k].highest[row] - top);
+          total += weight * parts[k].sum[row];
+          const float* other = parts[k].values + row * pad;
+          if (k == 0) {
+            for (int c = 0; c < pad; c += W) store(values + c, mul(load(values + c), set1(weight)));
+          } else if (weight > 0) {
+            for (int c = 0; c < pad; c += W) store(values + c, fma(load(other + c), set1(weight), load(values + c)));
           }
         }
-        const float share = total > 0 ? 1.0f / total : 0.0f;
-        if (p.lse) p.lse[(static_cast<size_t>(sequence) * p.heads + h) * p.queries + i] = total > 0 ? top + std::log(total) : NEVER;
+        const bool blind = total == 0.0f;
+        const float share = blind ? 0.0f : 1.0f / total;
+        if (p.lse) {
+          float* lse = p.lse + (static_cast<size_t>(sequence) * p.heads + h) * p.queries + i;
+          *lse = blind ? NEVER : top + std::log(total);
+        }
         const int64_t offset = sequence * p.out_strides[0] + h * p.out_strides[1] + i * p.out_strides[2];
         switch (p.out_dtype) {
           case KVTIER_F32: write(static_cast<float*>(p.out) + offset, values, p.v_dim, share); break;

@@ -1,0 +1,318 @@
+"""Random problems of decode attention: the memory they lie in, what torch makes of them, and the right answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvtier.cpu import native
+from kvtier.kernels.terms import Terms
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NAN = 0xFF  # as every byte of a number, in each of the three dtypes
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a step of the mantissa
+TINY = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-25}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is asked; every field is a fact that the kernel branches on."""
+
+    dtype: torch.dtype = torch.float32
+    kv_heads: int = 2
+    group: int = 1
+    queries: int = 1
+    k_dim: int = 64
+    v_dim: int = 64
+    block_size: int = 16
+    lengths: tuple[int, ...] = (100,)
+    firsts: tuple[int, ...] | None = None
+    causal: bool = False
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    slopes: bool = False
+    mask: torch.dtype | None = None
+    shared: tuple[bool, bool, bool] = (False, False, False)  # the mask is broadcast in batch, heads, queries
+    out_dtype: torch.dtype | None = None
+    scattered: bool = False  # query and out are slices of something larger
+    sharpness: float = 1.0  # standard deviation of the scores, about
+    seed: int = 0
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+
+def random_spec(number: int, dtype: torch.dtype) -> Spec:
+    """The spec of that number: always the same, and each combines a few unusual things."""
+    r = random.Random(f"{number} {dtype}")
+    k_dim = r.choice((64, 64, 80, 96, 128, 128, 256, 17, 33, 8, 1))
+    queries = r.choice((1, 1, 1, 2, 3, 4, 5, 8, 16))
+    batch = r.choice((1, 1, 2, 3))
+    lengths = tuple(max(1, round(2 ** r.uniform(0, 10.5))) for _ in range(batch))
+    # In a model there are never more queries than tokens.
+    lengths = tuple(max(length, queries) for length in lengths)
+    rare = r.random
+    return Spec(
+        dtype=dtype,
+        kv_heads=r.choice((1, 1, 2, 3, 8)) if queries < 8 else r.choice((1, 2)),
+        group=r.choice((1, 2, 3, 4, 5, 8, 16)),
+        queries=queries,
+        k_dim=k_dim,
+        v_dim=k_dim if rare() < 0.7 else r.choice((64, 128, 256, 80, 96, 17, 33, 1)),
+        block_size=r.choice((1, 7, 16, 64, 256, 300)),
+        lengths=lengths,
+        # A query that sees nothing is part of it.
+        firsts=tuple(r.randint(0, n) for n in lengths) if rare() < 0.25 else None,
+        causal=rare() < (0.7 if queries > 1 else 0.3),
+        window=r.choice((1, 2, 5, 31, 250, 257, 5000)) if rare() < 0.3 else 0,
+        softcap=r.choice((0.5, 5.0, 30.0)) if rare() < 0.2 else 0.0,
+        sinks=rare() < 0.2,
+        slopes=rare() < 0.2,
+        mask=r.choice((torch.bool, *DTYPES)) if rare() < 0.4 else None,
+        shared=(rare() < 0.5, rare() < 0.5, rare() < 0.5),
+        out_dtype=dtype if rare() < 0.7 else r.choice(DTYPES),
+        scattered=rare() < 0.3,
+        sharpness=r.choice((0.0, 0.3, 1.0, 1.0, 3.0, 10.0)),
+        seed=number,
+    )
+
+
+@dataclass
+class Exact:
+    """The answer for one sequence in float64, and what it is sensible to expect of fp32 arithmetic."""
+
+    out: torch.Tensor  # [heads, queries, v_dim]
+    lse: torch.Tensor  # [heads, queries]
+    size: torch.Tensor  # [heads, queries, v_dim] weighted sum of |values|: errors of weights are relative to it
+    blur: torch.Tensor  # [heads, queries, 1] bound of the error of one score in fp32
+    step: torch.Tensor  # [heads, queries, 1] error of a score that is right but for its own rounding to fp32
+
+
+@dataclass
+class Case:
+    """A spec filled with numbers. Everything that must not be read is NaN."""
+
+    spec: Spec
+    query: torch.Tensor = field(init=False)  # [batch, heads, queries, k_dim]
+    keys: list[torch.Tensor] = field(init=False)  # of each sequence: [kv_heads, length, k_dim]
+    values: list[torch.Tensor] = field(init=False)
+    terms: Terms = field(init=False)
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        g = torch.Generator().manual_seed(spec.seed)
+        batch = len(spec.lengths)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=g)
+
+        query = normal(batch, spec.queries, spec.heads, spec.k_dim + 3).to(spec.dtype)
+        self.query = query[..., 2:-1].transpose(1, 2)
+        if not spec.scattered:
+            self.query = self.query.contiguous()
+        self.keys = [normal(spec.kv_heads, n, spec.k_dim).to(spec.dtype) for n in spec.lengths]
+        self.values = [normal(spec.kv_heads, n, spec.v_dim).to(spec.dtype) for n in spec.lengths]
+        self.terms = Terms(
+            scale=spec.sharpness / spec.k_dim**0.5,
+            softcap=spec.softcap,
+            window=spec.window,
+            causal=spec.causal,
+            mask=None if spec.mask is None else self._mask(g),
+            firsts=None if spec.firsts is None else torch.tensor(spec.firsts),
+            sinks=normal(spec.heads) * 3 if spec.sinks else None,
+            slopes=torch.rand(spec.heads, generator=g) if spec.slopes else None,
+        )
+
+    def _mask(self, g: torch.Generator) -> torch.Tensor:
+        spec = self.spec
+        full = (len(spec.lengths), spec.heads, spec.queries)
+        shape = [1 if shared else n for shared, n in zip(spec.shared, full, strict=True)]
+        longest = max(spec.lengths)
+        seen = torch.rand((*shape, longest + 5), generator=g) < 0.7
+        seen[..., : longest // 3] &= torch.rand(shape, generator=g)[..., None] < 0.8
+        assert spec.mask is not None
+        if spec.mask == torch.bool:
+            mask = seen
+        else:
+            bias = torch.randn(seen.shape, generator=g)
+            hidden = torch.where(torch.rand(seen.shape, generator=g) < 0.5, -torch.inf, torch.finfo(spec.mask).min)
+            mask = torch.where(seen, bias, hidden).to(spec.mask)
+        mask[..., longest:] = True if spec.mask == torch.bool else torch.nan
+        return mask if spec.seed % 2 else mask[..., :longest]  # rows may be longer than the sequence
+
+    def exact(self, s: int) -> Exact:
+        """Sequence `s` in float64, written the long way round."""
+        spec, terms, u = self.spec, self.terms, UNIT[torch.float32]
+        q = self.query[s].double()
+        k = self.keys[s].double().repeat_interleave(spec.group, 0)
+        v = self.values[s].double().repeat_interleave(spec.group, 0)
+        scores = q @ k.mT * terms.scale
+        products = q.abs() @ k.abs().mT * terms.scale
+        if spec.softcap:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        at, position, seen = self.geometry(s)
+        if terms.slopes is not None:
+            scores = scores + terms.slopes.double()[:, None, None] * (position - at)
+        extra = self.mask_of(s)
+        if extra is not None:
+            scores = scores.masked_fill(~extra, -torch.inf) if extra.dtype == torch.bool else scores + extra.double()
+        scores = scores.masked_fill(~seen, -torch.inf)
+        every = scores
+        if terms.sinks is not None:
+            sinks = terms.sinks.double()[:, None, None].expand(-1, spec.queries, 1)
+            every = torch.cat([scores, sinks], -1)
+        lse = every.logsumexp(-1)
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+        felt = weights > 1e-30
+        # A dot product's rounding grows with the root of its terms; scale, cap, bias and mask round once each.
+        blur = 2 * u * spec.k_dim**0.5 * products.abs() + 4 * u * scores.abs() + 8 * u * min(spec.softcap, 1e9)
+        blur, step = (torch.where(felt, x, 0.0).amax(-1, keepdim=True) for x in (blur, u * scores.abs()))
+        return Exact(weights @ v, lse, weights @ v.abs(), blur, step)
+
+    def geometry(self, s: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Positions of the queries `[queries, 1]` and keys `[tokens]` of sequence `s`, and which see which."""
+        spec, n = self.spec, self.spec.lengths[s]
+        at, position = torch.arange(n - spec.queries, n)[:, None], torch.arange(n)
+        seen = torch.ones((spec.queries, n), dtype=torch.bool)
+        if spec.causal:
+            seen &= position <= at
+        if spec.window:
+            seen &= position > at - spec.window
+        if spec.firsts is not None:
+            seen &= position >= spec.firsts[s]
+        return at, position, seen
+
+    def mask_of(self, s: int) -> torch.Tensor | None:
+        mask = self.terms.mask
+        if mask is None:
+            return None
+        return mask[s if mask.shape[0] > 1 else 0, ..., : self.spec.lengths[s]]
+
+    def by_torch(self, s: int) -> torch.Tensor:
+        """What torch makes of sequence `s` in its dtype: `[heads, queries, v_dim]`; NaN where nothing is seen."""
+        spec, terms = self.spec, self.terms
+        q, k, v = self.query[s], self.keys[s], self.values[s]
+        at, position, seen = self.geometry(s)
+        bias = self.mask_of(s)
+        if not (spec.softcap or spec.sinks or spec.slopes) and (bias is None or bias.dtype in (torch.bool, q.dtype)):
+            if bias is None or bias.dtype == torch.bool:
+                mask = (seen if bias is None else seen & bias).expand(spec.heads, -1, -1)
+            else:
+                mask = bias.masked_fill(~seen, -torch.inf).expand(spec.heads, -1, -1)
+            args = (q[None], k[None], v[None], mask[None])
+            return scaled_dot_product_attention(*args, scale=terms.scale, enable_gqa=True)[0]
+        scores = q @ k.repeat_interleave(spec.group, 0).mT * terms.scale
+        if spec.softcap:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        if terms.slopes is not None:
+            scores = scores + (terms.slopes[:, None, None] * (position - at)).to(q.dtype)
+        if bias is not None:
+            scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if terms.sinks is not None:
+            sinks = terms.sinks.to(scores.dtype)[:, None, None].expand(-1, spec.queries, 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., : spec.lengths[s]].to(q.dtype)
+        return weights @ v.repeat_interleave(spec.group, 0)
+
+
+class Paged:
+    """A case's keys and values in blocks, in random order, with NaN between them and behind each sequence."""
+
+    def __init__(self, case: Case) -> None:
+        spec = case.spec
+        self.shape = native.Shape(spec.dtype, spec.kv_heads, spec.k_dim, spec.v_dim, spec.block_size)
+        size = spec.block_size
+        key_count, value_count = spec.kv_heads * size * spec.k_dim, spec.kv_heads * size * spec.v_dim
+        stride = key_count + value_count + 16
+        counts = [-(-n // size) for n in spec.lengths]
+        order = list(range(sum(counts)))
+        random.Random(spec.seed).shuffle(order)
+        element = spec.dtype.itemsize
+        self.memory = torch.full(((len(order) * stride + 16) * element,), NAN, dtype=torch.uint8).view(spec.dtype)
+        self.addresses: list[list[int]] = []
+        for keys, values, count in zip(case.keys, case.values, counts, strict=True):
+            row = []
+            for index in range(count):
+                start = order.pop() * stride + 16
+                block = self.memory[start : start + key_count + value_count]
+                n = min(size, keys.shape[1] - index * size)
+                part = slice(index * size, index * size + n)
+                block[:key_count].view(spec.kv_heads, size, spec.k_dim)[:, :n] = keys[:, part]
+                block[key_count:].view(spec.kv_heads, size, spec.v_dim)[:, :n] = values[:, part]
+                row.append(block.data_ptr())
+            self.addresses.append(row)
+        self.lengths = torch.tensor(spec.lengths)
+
+    def blocks(self, chosen: list[list[int]] | None = None) -> native.BlockList:
+        """All blocks, or of each sequence only those with the chosen indices."""
+        if chosen is None:
+            blocks = native.BlockList(self.addresses)
+        else:
+            rows = [[row[i] for i in indices] for row, indices in zip(self.addresses, chosen, strict=True)]
+            blocks = native.BlockList(rows, chosen)
+        blocks.lengths.copy_(self.lengths)
+        return blocks
+
+
+class Result:
+    """Where a call writes: filled with rubbish before, and with a guard round about."""
+
+    def __init__(self, spec: Spec) -> None:
+        batch, dtype = len(spec.lengths), spec.out_dtype or spec.dtype
+        pad = 5 if spec.scattered else 0
+        self.around = torch.full((batch, spec.queries + pad, spec.heads, spec.v_dim + pad), 77.0, dtype=dtype)
+        self.out = self.around[:, : spec.queries, :, : spec.v_dim].transpose(1, 2)
+        self._lse = torch.full((batch * spec.heads * spec.queries + 32,), 77.0)
+        self.lse = self._lse[16:-16].view(batch, spec.heads, spec.queries)
+
+    def touched_outside(self) -> bool:
+        around, lse = self.around.clone(), self._lse
+        around[:, : self.out.shape[2], :, : self.out.shape[3]] = 77.0
+        return bool((around != 77.0).any() or (lse[:16] != 77.0).any() or (lse[-16:] != 77.0).any())
+
+
+def attend(case: Case, *, threads: int = 1) -> Result:
+    paged, result = Paged(case), Result(case.spec)
+    native.attend(paged.shape, case.query, paged.blocks(), case.terms, threads=threads, out=result.out, lse=result.lse)
+    return result
+
+
+def law(case: Case, s: int, exact: Exact, out: torch.Tensor, lse: torch.Tensor) -> str:
+    """What is wrong with the result for sequence `s`; nothing if it keeps the law.
+
+    out `[heads, queries, v_dim]`, lse `[heads, queries]`. The law: an error of at most twice torch's plus what it
+    costs to round scores, sums and the result once; and, whatever torch does, at most what rounding of fp32 scores, of bf16 weights, of sums and of
+    the result can add up to.
+    """
+    spec, u = case.spec, UNIT[torch.float32]
+    blind = exact.lse == -torch.inf
+    if not torch.equal(lse[blind], exact.lse[blind]) or bool(out[blind].count_nonzero()):
+        return "a query that sees nothing gets more than 0 and -inf"
+    error = (out.double() - exact.out).abs()
+    if bool(error.isnan().any()) or bool(lse.isnan().any()):
+        return "NaN"
+    rounding = UNIT[out.dtype] * exact.out.abs() + TINY[out.dtype]
+    theirs = (case.by_torch(s).to(out.dtype).double() - exact.out).abs()[~blind]
+    floor = rounding + (2 * exact.step + 4 * u) * exact.size
+    if theirs.numel() and float(error.max()) > 2 * float(theirs.max()) + float(floor.max()):
+        return f"error {float(error.max()):.3g}, torch's is {float(theirs.max()):.3g}"
+    weight = UNIT[torch.bfloat16] if spec.dtype == torch.bfloat16 else 0.0
+    allowed = rounding + (weight + 2 * exact.blur + (16 + 2 * spec.lengths[s] ** 0.5) * u) * exact.size
+    if bool((error > allowed).any()):
+        return f"error {float((error / allowed).max()):.3g} times what rounding explains"
+    difference = (lse - exact.lse).abs()[~blind]
+    allowed = (1e-6 + exact.blur.squeeze(-1) + 1e-6 * exact.lse.abs())[~blind]
+    if bool((difference > allowed).any()):
+        return f"lse is off by {float(difference.max()):.3g}"
+    return ""
+
+
+def changed(spec: Spec, **fields: object) -> Spec:
+    return dataclasses.replace(spec, **fields)  # type: ignore[arg-type]

@@ -1,0 +1,320 @@
+"""Attention on the host against float64: errors are those of rounding, and nothing is read that is not asked for.
+
+The law itself is `problems.law`.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+from problems import DTYPES, NAN, Case, Exact, Paged, Result, Spec, attend, changed, law, random_spec
+
+from kvtier.cpu import native
+from kvtier.kernels import reference
+from kvtier.kernels.terms import Terms
+
+CASES = 150  # random specs of each dtype
+
+
+@functools.cache
+def random_case(number: int, dtype: torch.dtype) -> tuple[Case, list[Exact]]:
+    return solved(random_spec(number, dtype))
+
+
+@functools.cache
+def solved(spec: Spec) -> tuple[Case, list[Exact]]:
+    case = Case(spec)
+    return case, [case.exact(s) for s in range(len(spec.lengths))]
+
+
+def broken(case: Case, exact: list[Exact], result: Result) -> list[str]:
+    """Which laws this result breaks, and of which case."""
+    found = [law(case, s, e, result.out[s], result.lse[s]) for s, e in enumerate(exact)]
+    if result.touched_outside():
+        found.append("wrote beside its results")
+    return [f"{what}: {case.spec}" for what in found if what]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_problems_are_as_exact_as_torch_and_read_nothing_else(isa: str, dtype: torch.dtype) -> None:
+    # Lengths, head sizes, groups, queries, blocks, masks, biases and layouts: see `random_spec`.
+    found = []
+    for number in range(CASES):
+        case, exact = random_case(number, dtype)
+        found += broken(case, exact, attend(case))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wherever_a_sequence_begins_and_ends_its_tokens_count_once(isa: str, dtype: torch.dtype) -> None:
+    # The kernel works in tiles of 256 tokens, vectors of 8 to 32, groups of 4, 2 and 1 rows: all edges are near these.
+    r = random.Random(0)
+    found = []
+    for rows in (1, 2, 3, 4, 5, 6, 7):
+        for size in (1, 7, 64, 256, 300):
+            lengths = (r.choice((255, 256, 257)), r.choice((511, 512, 513, 520)), r.randint(257, 600))
+            firsts = (r.choice((0, 1, 7, 249)), r.choice((0, 3, 100, 249)), r.randint(0, 256))
+            dims = {"k_dim": r.choice((8, 64)), "v_dim": r.choice((8, 33, 64))}
+            spec = Spec(dtype, 1, rows, block_size=size, lengths=lengths, firsts=firsts, seed=rows, **dims)
+            for one in (spec, changed(spec, firsts=None)):
+                case, exact = solved(one)
+                found += broken(case, exact, attend(case))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_head_size_is_as_exact(isa: str, dtype: torch.dtype) -> None:
+    found = []
+    sizes = (*range(1, 36), 48, 64, 80, 96, 128, 160, 192, 256)
+    for k_dim, v_dim in (*((size, size) for size in sizes), (192, 128), (576, 512)):
+        case, exact = solved(Spec(dtype, 1, 3, 1, k_dim, v_dim, 5, (1, 10 + k_dim % 17), seed=k_dim))
+        found += broken(case, exact, attend(case))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(kv_heads=1, lengths=(70_000,), block_size=256),
+        Spec(kv_heads=1, group=4, lengths=(66_001, 1, 5), block_size=300, k_dim=32, v_dim=32, sharpness=8.0),
+        Spec(kv_heads=2, group=2, lengths=(20_011, 8_190), block_size=16, firsts=(9_000, 0), sinks=True, slopes=True),
+        Spec(kv_heads=8, group=1, lengths=(9_001,), block_size=64, queries=3, causal=True, window=5_000),
+        Spec(kv_heads=1, group=5, lengths=(30_003,), block_size=7, k_dim=96, v_dim=96, softcap=20.0, mask=torch.bool),
+    ],
+    ids=lambda spec: "-".join(map(str, spec.lengths)),
+)
+def test_long_sequences_are_as_exact(isa: str, dtype: torch.dtype, spec: Spec) -> None:
+    case, exact = solved(changed(spec, dtype=dtype))
+    assert not broken(case, exact, attend(case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_of_sequences_merge_to_the_whole(isa: str, dtype: torch.dtype) -> None:
+    # The blocks of a sequence lie on host and device in any proportion, in any pattern.
+    found = []
+    for number in range(0, CASES, 3):
+        case, exact = random_case(number, dtype)
+        paged, r = Paged(case), random.Random(number)
+        where = [[r.choice((0, 0, 1, 2)) for _ in row] for row in paged.addresses]
+        parts = []
+        for part in range(3):
+            chosen = [[i for i, x in enumerate(row) if x == part] for row in where]
+            terms = case.terms if part == 1 else without_sinks(case.terms)  # counted once in all
+            result = Result(changed(case.spec, out_dtype=torch.float32))
+            native.attend(
+                paged.shape,
+                case.query,
+                paged.blocks(chosen),
+                terms,
+                threads=1,
+                out=result.out,
+                lse=result.lse,
+            )
+            parts.append((result.out, result.lse))
+        whole = Result(case.spec)
+        out, lse = reference.merge(parts)
+        whole.out.copy_(out)
+        whole.lse.copy_(lse)
+        found += broken(case, exact, whole)
+    assert not found, "\n".join(found)
+
+
+def without_sinks(terms: Terms) -> Terms:
+    return Terms(terms.scale, terms.softcap, terms.window, terms.causal, terms.mask, terms.firsts, None, terms.slopes)
+
+
+def test_a_sequence_without_blocks_gives_zeros_and_minus_infinity(isa: str) -> None:
+    case, exact = solved(Spec(lengths=(40, 30), group=2, seed=1))
+    paged, result = Paged(case), Result(case.spec)
+    everything, nothing = list(range(3)), list[int]()
+    blocks = paged.blocks([nothing, list(range(2))])
+    native.attend(paged.shape, case.query, blocks, case.terms, threads=1, out=result.out, lse=result.lse)
+    assert not result.out[0].count_nonzero()
+    assert bool((result.lse[0] == -torch.inf).all())
+    assert not law(case, 1, exact[1], result.out[1], result.lse[1])
+    # The same, where the sequence itself is empty; but sinks are there all the same.
+    paged.addresses[1], paged.lengths[1] = [], 0
+    terms = Terms(case.terms.scale, sinks=torch.tensor([0.5, -1.0, 2.0, -torch.inf]))
+    native.attend(paged.shape, case.query, paged.blocks(), terms, threads=1, out=result.out, lse=result.lse)
+    assert everything == list(range(len(paged.addresses[0])))
+    assert not result.out[1].count_nonzero()
+    assert torch.equal(result.lse[1, :, 0], terms.sinks)
+
+
+def test_an_empty_batch_is_no_error(isa: str) -> None:
+    shape = native.Shape(torch.float32, 2, 64, 64, 16)
+    out = native.attend(shape, torch.empty(0, 4, 1, 64), native.BlockList([]), Terms(1.0), threads=2)
+    assert out.shape == (0, 4, 1, 64)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-30, 5.0])
+@pytest.mark.parametrize("length", [3, 37, 300])
+def test_any_scale_is_meant(isa: str, scale: float, length: int) -> None:
+    case = Case(Spec(group=3, lengths=(length,), sharpness=1.0))
+    object.__setattr__(case.terms, "scale", scale)
+    exact = case.exact(0)
+    exact.blur.abs_()
+    result = attend(case)
+    assert not law(case, 0, exact, result.out[0], result.lse[0])
+
+
+@pytest.mark.parametrize("kind", [torch.bool, *DTYPES], ids=str)
+def test_any_layout_of_a_mask_and_of_queries_is_meant(isa: str, kind: torch.dtype) -> None:
+    case, exact = solved(Spec(group=2, queries=3, lengths=(50, 70), mask=kind, seed=2))
+    mask = case.terms.mask
+    assert mask is not None
+    plain = attend(case).out
+    apart = torch.empty_strided(mask.shape, (1, 7, 50, 500), dtype=kind).copy_(mask)
+    for other in (apart, mask.mT.contiguous().mT, mask.repeat(1, 1, 1, 2)):
+        object.__setattr__(case.terms, "mask", other)
+        assert torch.equal(attend(case).out, plain)
+    object.__setattr__(case.terms, "mask", mask)
+    case.query = case.query.mT.contiguous().mT  # a stride within a head
+    assert torch.equal(attend(case).out, plain)
+    assert exact
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("where", ["query", "key", "value", "all keys"])
+@pytest.mark.parametrize("length", [1, 20, 300, 21_000])
+def test_nan_and_infinity_show_where_torch_shows_them(isa: str, dtype: torch.dtype, where: str, length: int) -> None:
+    for value in (torch.nan, torch.inf, -torch.inf):
+        case = Case(Spec(dtype, 2, 2, lengths=(length,), k_dim=32, v_dim=32, block_size=64, seed=3))
+        token = length * 2 // 3
+        if where == "query":
+            case.query[0, 1, 0, 5] = value
+        elif where == "key":
+            case.keys[0][1, token, 3] = value
+        elif where == "value":
+            case.values[0][0, token, 3] = value
+        else:
+            case.keys[0][1] = value
+        exact, theirs, result = case.exact(0), case.by_torch(0), attend(case)
+        # In float64 as in torch: finite, infinite and NaN, each where they are.
+        for right in (theirs, exact.out):
+            assert torch.equal(result.out[0].isnan(), right.isnan()), value
+            assert torch.equal(result.out[0].isinf(), right.isinf()), value
+        assert torch.equal(result.lse[0].isfinite(), exact.lse.isfinite()), value
+        sound = exact.out.isfinite()
+        torch.testing.assert_close(result.out[0].double()[sound], exact.out[sound], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_a_number_stays_in_its_sequence_and_its_head(isa: str, dtype: torch.dtype) -> None:
+    case = Case(Spec(dtype, 3, 2, 2, lengths=(100, 333, 7), seed=4))
+    before = attend(case)
+    case.keys[1][2, 50] = torch.nan
+    after = attend(case)
+    assert bool(after.out[1, 4:].isnan().all())
+    for s, heads in ((0, slice(None)), (1, slice(0, 4)), (2, slice(None))):
+        assert torch.equal(after.out[s, heads], before.out[s, heads])
+        assert torch.equal(after.lse[s, heads], before.lse[s, heads])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory_that_earlier_calls_left_behind_does_not_matter(isa: str, dtype: torch.dtype) -> None:
+    # Threads keep their scratch memory: here it is full of NaN from a call in another dtype.
+    cases = [Case(Spec(dtype, 2, 3, lengths=(n,), firsts=(f,), seed=n)) for n, f in ((3, 0), (271, 8), (512, 249))]
+    dirty = Case(Spec(torch.float32, 4, 16, 4, 256, 256, 64, (600,), seed=5))
+    dirty.query.view(torch.uint8).fill_(NAN) if dirty.query.is_contiguous() else dirty.query.fill_(torch.nan)
+    for case in cases:
+        clean = attend(case)
+        attend(dirty)
+        again = attend(case)
+        assert torch.equal(clean.out, again.out)
+        assert torch.equal(clean.lse, again.lse)
+
+
+# The reference in torch
+
+
+def by_reference(case: Case, s: int, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    spec, terms = case.spec, case.terms
+    keys, values = case.keys[s][None], case.values[s][None]
+    if positions is not None:
+        keys, values = keys[:, :, positions], values[:, :, positions]
+    mask = case.mask_of(s)
+    one = Terms(
+        terms.scale,
+        terms.softcap,
+        terms.window,
+        terms.causal,
+        None if mask is None else mask[None],
+        None if terms.firsts is None else terms.firsts[s : s + 1],
+        terms.sinks,
+        terms.slopes,
+    )
+    return reference.attend(case.query[s : s + 1], keys, values, one, length=spec.lengths[s], positions=positions)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_reference_keeps_the_same_law(dtype: torch.dtype) -> None:
+    found = []
+    for number in range(CASES):
+        case, exact = random_case(number, dtype)
+        for s, right in enumerate(exact):
+            out, lse = by_reference(case, s)
+            assert out.dtype == dtype
+            found.append(f"{what}: {case.spec}" if (what := law(case, s, right, out[0], lse[0])) else "")
+    assert not any(found), "\n".join(filter(None, found))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_of_the_reference_merge_to_the_whole(dtype: torch.dtype) -> None:
+    found = []
+    for number in range(1, CASES, 3):
+        case, exact = random_case(number, dtype)
+        if case.terms.sinks is not None:
+            continue
+        query = case.query
+        for s, right in enumerate(exact):
+            place = torch.randint(0, 3, (case.spec.lengths[s],), generator=torch.Generator().manual_seed(number))
+            case.query = query.float()  # so that parts are in fp32
+            parts = [by_reference(case, s, (place == part).nonzero()[:, 0]) for part in range(3)]
+            case.query = query
+            out, lse = reference.merge(parts)
+            found.append(f"{what}: {case.spec}" if (what := law(case, s, right, out[0], lse[0])) else "")
+    assert not any(found), "\n".join(filter(None, found))
+
+
+def test_the_reference_in_float64_is_the_answer() -> None:
+    for number in range(0, CASES, 5):
+        case, exact = random_case(number, torch.float32)
+        wide = Case(case.spec)
+        wide.query, wide.keys = wide.query.double(), [x.double() for x in wide.keys]
+        wide.values = [x.double() for x in wide.values]
+        for s, right in enumerate(exact):
+            out, lse = by_reference(wide, s)
+            torch.testing.assert_close(out[0], right.out, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(lse[0], right.lse, rtol=1e-10, atol=1e-10)
+
+
+def test_a_query_of_the_reference_that_sees_nothing_gives_zeros_and_minus_infinity() -> None:
+    query, keys, values = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 6)
+    unseen = torch.zeros(1, 1, 1, 5, dtype=torch.bool)
+    sinks = torch.tensor([1.0, -2.0, 0.0, -torch.inf])
+    for terms, some in ((Terms(1.0, mask=unseen), slice(None)), (Terms(1.0), slice(0, 0))):
+        out, lse = reference.attend(query, keys[:, :, some], values[:, :, some], terms, length=5)
+        assert out.shape == (1, 4, 2, 6)
+        assert not out.count_nonzero()
+        assert bool((lse == -torch.inf).all())
+        with_sinks = Terms(1.0, mask=terms.mask, sinks=sinks)
+        out, lse = reference.attend(query, keys[:, :, some], values[:, :, some], with_sinks, length=5)
+        assert not out.count_nonzero()
+        assert torch.equal(lse[0], sinks[:, None].expand(4, 2))
+
+
+def test_merging_nothing_changes_nothing() -> None:
+    out, lse = torch.randn(2, 3, 1, 8), torch.randn(2, 3, 1)
+    empty = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+    for parts in ([(out, lse)], [(out, lse), empty], [empty, (out, lse), empty]):
+        merged, together = reference.merge(parts)
+        assert torch.equal(merged, out)
+        torch.testing.assert_close(together, lse, rtol=1e-6, atol=1e-7)
+    nothing, none = reference.merge([empty, empty])
+    assert not nothing.count_nonzero()
+    assert bool((none == -torch.inf).all())

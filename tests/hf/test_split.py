@@ -1,0 +1,265 @@
+"""Attention where the KV lies, at every split between host and device, gives the tokens of ``DynamicCache``."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, attentions, dynamic_cache, prompt_ids, tiny_model
+from placements import (
+    ROOMY,
+    Placement,
+    assert_same_as_dynamic_cache,
+    assert_same_outcome,
+    check_invariants,
+    close,
+    outcome,
+    smallest_budget,
+    tiered_cache,
+    tiered_parts,
+)
+from test_families import greedy, reference
+from test_modes import MODES
+from transformers import Cache
+
+from kvtier import TieredKVCache, split
+from kvtier.cpu import native
+from kvtier.kernels import reference as torch_reference
+from kvtier.storage.transfer import Transfer
+from kvtier.testing import held, with_doubles
+from kvtier.types import Direction
+
+SDPA = [name for name, family in FAMILIES.items() if family.tiered and "sdpa" in attentions(name)]
+MLA = ("deepseek_v3",)  # works on its keys between update and attention: a view must become a tensor
+CASES = ((16, "host"), (1, "host"), (64, "device"), (16, "smallest"), (1, "smallest"), (16, "between"))
+
+
+@pytest.fixture(params=["native", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who attends on the host: the native library, or torch where there is none."""
+    if request.param == "native" and not native.available():
+        pytest.skip("the native library is not compiled")
+    if request.param == "torch":
+        monkeypatch.setattr(native, "available", lambda: False)
+    return request.param
+
+
+@pytest.mark.parametrize(("block_size", "placement"), CASES)
+@pytest.mark.parametrize("name", SDPA)
+def test_any_placement_gives_the_tokens_of_dynamic_cache(
+    name: str, block_size: int, placement: Placement, backend: str
+) -> None:
+    model = tiny_model(name)
+    cache = assert_same_as_dynamic_cache(
+        model,
+        functools.partial(greedy, model),
+        placement,
+        block_size=block_size,
+        host_attention=True,
+        expected=reference(name, "sdpa"),
+    )
+    masked = backend == "torch" and name in ("t5", "falcon")
+    if placement == "host" and name not in MLA and not masked:
+        # The fallback leaves masks to a dense read.
+        assert sum(part.stats.host_attended for part in tiered_parts(cache)) > 0
+
+
+@pytest.mark.parametrize("placement", ["host", "smallest", "between"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_gives_what_dynamic_cache_gives(name: str, family: str, placement: Placement) -> None:
+    model = tiny_model(family)
+    run = functools.partial(MODES[name], model)
+    assert_same_as_dynamic_cache(model, run, placement, block_size=4, host_attention=True)
+
+
+@torch.no_grad()
+def forwards(cache: Cache, steps: tuple[int, ...] = (40, 1, 1, 5, 1, 1, 1), rows: int = 2) -> Iterator[torch.Tensor]:
+    """Logits of forwards of so many tokens each."""
+    model = tiny_model("llama")
+    for i, n in enumerate(steps):
+        yield model(input_ids=prompt_ids(rows=rows, length=n, seed=i), past_key_values=cache).logits
+
+
+def test_at_every_split_point_the_logits_are_those_of_dynamic_cache(backend: str) -> None:
+    """From the smallest budget to all on the device, a block at a time."""
+    model = tiny_model("llama")
+
+    def run(cache: Cache) -> list[torch.Tensor]:
+        return list(forwards(cache))
+
+    def make(budget: int) -> Cache:
+        return tiered_cache(model, budget, block_size=4, host_attention=True)
+
+    expected = run(dynamic_cache(model))
+    smallest = smallest_budget(make, run)
+    roomy = make(ROOMY)
+    run(roomy)
+    block = roomy._runtime.layers[0].layout.nbytes
+    everything = sum(store.count * block for store in roomy._runtime.layers.values())
+    shares = []
+    for budget in range(smallest, everything + 12 * block, block):
+        cache = make(budget)
+        assert close(expected, run(cache))
+        check_invariants(cache)
+        store = cache._runtime.layers[1]
+        shares.append((len(store.missing()), store.count))
+        if backend == "native":
+            assert cache.stats.bytes_up == 0, "what lies on the host is attended there, never fetched"
+    if backend == "torch":
+        return  # a tensor of one layer takes part of the budget
+    missing = [m for m, _ in shares]
+    count = shares[0][1]
+    assert missing[0] >= count - 4, "all but the open tails and little more"
+    assert missing[-1] == 0
+    assert len(set(missing)) > count * 0.8, "hardly a split point is left out"
+
+
+def test_plain_sdpa_decoding_densifies_nothing_and_the_stats_show_who_attended() -> None:
+    model = tiny_model("llama")
+    for budget in (None, ROOMY):
+        cache = tiered_cache(model, budget, host_attention=True)
+        list(forwards(cache))
+        stats = cache.stats
+        assert stats.dense_fallbacks == 0
+        assert stats.device.workspace_bytes == stats.host.workspace_bytes == 0
+        layers = len(cache._runtime.layers)
+        assert stats.views_attended == 6 * layers
+        assert stats.host_attended == (6 * layers if budget is None else 0)
+    # Two rows of 49 tokens at the end, in blocks of 16.
+    cache = tiered_cache(model, None, host_attention=True)
+    list(forwards(cache, (48, 1)))
+    assert cache.stats.host_blocks == layers * 2 * 4
+
+
+def test_a_long_prefill_on_a_warm_cache_is_read_as_one_tensor_and_gives_its_memory_back() -> None:
+    model = tiny_model("llama")
+    steps = (40, 1, split.MOST_QUERIES + 1, 1)
+    cache = tiered_cache(model, None, host_attention=True)
+    expected = list(forwards(dynamic_cache(model), steps))
+    actual = forwards(cache, steps)
+    for i in range(len(steps)):
+        assert close(expected[i], next(actual))
+        assert (cache.stats.host.workspace_bytes > 0) == (i == 2)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_transfers_as_late_as_allowed_and_poisoned_memory_change_nothing(seed: int, late: bool) -> None:
+    model = tiny_model("llama")
+
+    def make(budget: int) -> TieredKVCache:
+        return tiered_cache(model, budget, block_size=4, host_attention=True)
+
+    expected = list(forwards(dynamic_cache(model)))
+    smallest = smallest_budget(make, lambda cache: list(forwards(cache)))
+    for budget in (smallest, int(smallest * 1.5)):
+        cache = with_doubles(make(budget), held(seed, eagerness=0.3 * (seed % 3), late=late))
+        assert close(expected, list(forwards(cache)))
+        check_invariants(cache)
+        assert cache.stats.host_attended > 0
+        assert cache.stats.attention_bytes > 0
+
+
+EDGES = [(Transfer.synchronize, Direction.QUERY), (Transfer.wait, Direction.RESULT)]
+
+
+@pytest.mark.parametrize(("wait", "direction"), EDGES, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_without_one_of_its_waits_it_is_wrong(wait: Any, direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doubles notice a query that is not yet down, and a result that is not yet up."""
+
+    def not_there(transfer: Transfer) -> None:
+        if transfer.direction is not direction:
+            wait(transfer)
+
+    model = tiny_model("llama")
+
+    def make(budget: int) -> TieredKVCache:
+        return tiered_cache(model, budget, block_size=4, host_attention=True)
+
+    expected = list(forwards(dynamic_cache(model)))
+    smallest = smallest_budget(make, lambda cache: list(forwards(cache)))
+    monkeypatch.setattr(Transfer, wait.__name__, not_there)
+    cache = with_doubles(make(smallest), held(0, eagerness=0.0))
+    result = outcome(lambda: list(forwards(cache)))
+    assert isinstance(result, Exception) or not close(expected, result)
+
+
+def test_a_sink_counts_once_however_the_kv_is_split() -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 2, 50, 12), torch.randn(2, 2, 50, 12)
+    query, sinks = torch.randn(2, 4, 1, 12), torch.randn(4) * 3
+    terms = split.Terms(scale=0.3, sinks=sinks, softcap=5.0, window=37, causal=True)
+    expected, _ = torch_reference.attend(query.double(), keys.double(), values.double(), terms)
+    for budget in (None, ROOMY, 6000, 3000):
+        cache = TieredKVCache(device_budget=budget, host_budget=10**7, block_size=4)
+        for i in range(0, 50, 10):
+            cache.update(keys[:, :, i : i + 10], values[:, :, i : i + 10], 0)
+        runtime = cache._runtime
+        store = runtime.layers[0]
+        assert bool(store.missing()) == (budget in (6000, 3000))
+        out = runtime.attend_terms(store, 50, store.epoch, query, terms)
+        assert close(expected.float(), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_near_to_double_as_torch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 2, 300, 64).to(dtype), torch.randn(2, 2, 300, 64).to(dtype)
+    query = torch.randn(2, 4, 1, 64).to(dtype)
+    expected, _ = torch_reference.attend(query.double(), keys.double(), values.double(), split.Terms(64**-0.5))
+    sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, query, enable_gqa=True)
+    allowed = 2 * (sdpa(keys, values).double() - expected).abs().max()
+    for budget in (None, ROOMY, 100_000):
+        cache = TieredKVCache(device_budget=budget, host_budget=10**8, block_size=16)
+        cache.update(keys[:, :, :299], values[:, :, :299], 0)
+        ours = sdpa(*cache.update(keys[:, :, 299:], values[:, :, 299:], 0))
+        assert cache.stats.views_attended == 1
+        assert cache.stats.dense_fallbacks == 0
+        assert (ours.double() - expected).abs().max() <= allowed
+
+
+def test_a_mask_that_nobody_expected_is_still_right() -> None:
+    """Broadcast masks, additive masks in another dtype, and masks with other strides."""
+    torch.manual_seed(0)
+    keys, values, query = torch.randn(3, 2, 40, 16), torch.randn(3, 2, 40, 16), torch.randn(3, 4, 3, 16)
+    cache = TieredKVCache(block_size=8)
+    cache.update(keys[:, :, :33], values[:, :, :33], 0)
+    views = cache.update(keys[:, :, 33:], values[:, :, 33:], 0)
+    seen = torch.rand(3, 4, 3, 40) < 0.7
+    seen[..., 0] = True
+    masks = [
+        seen,
+        seen[:1],
+        seen[:, :1],
+        seen[:1, :1, :1],
+        seen[0, 0],
+        torch.randn(3, 1, 3, 40),
+        torch.randn(3, 1, 3, 80)[..., ::2],
+        torch.randn(40, 3).t(),
+        torch.randn(3, 1, 1, 40).expand(3, 4, 3, 40),
+    ]
+    for mask in masks:
+        for scale in (None, 0.1):
+            sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, query)
+            options: dict[str, Any] = {"attn_mask": mask, "scale": scale, "enable_gqa": True}
+            expected = sdpa(keys, values, **options)
+            assert_same_outcome(expected, outcome(functools.partial(sdpa, *views, **options)), bitwise=False)
+    assert cache.stats.host_attended == 2 * len(masks)
+
+
+def test_dropout_and_gradients_are_left_to_torch() -> None:
+    keys, values = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
+    cache = TieredKVCache()
+    cache.update(keys[:, :, :19], values[:, :, :19], 0)
+    views = cache.update(keys[:, :, 19:], values[:, :, 19:], 0)
+    query = torch.randn(1, 2, 1, 8, requires_grad=True)
+    out = torch.nn.functional.scaled_dot_product_attention(query, *views)
+    out.sum().backward()
+    theirs = query.grad
+    query.grad = None
+    torch.nn.functional.scaled_dot_product_attention(query, keys, values).sum().backward()
+    assert close(query.grad, theirs)
+    torch.nn.functional.scaled_dot_product_attention(query.detach(), *views, dropout_p=0.5)
+    assert cache.stats.host_attended == 0
