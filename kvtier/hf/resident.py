@@ -145,6 +145,7 @@ class RecurrentStates:
     def watch(self, layers: Sequence[Any]) -> None:
         """Begin anew with these layers, empty or just copied."""
         self._layers: dict[int, dict[RecurrentPart, _State]] = {}
+        self._groups: dict[tuple[int, int], dict[RecurrentPart, _State]] = {}
         for i, layer in enumerate(layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 kinds = ((CONV, layer.conv_states), (RECURRENT, layer.recurrent_states))
@@ -275,7 +276,13 @@ class RecurrentStates:
             raise steps.interrupted()
 
     def _numbered(self, layer: int, number: int | None) -> dict[RecurrentPart, _State]:
-        return {part: x for part, x in self._layers[layer].items() if number is None or number == x.number}
+        if number is None:
+            return self._layers[layer]
+        group = self._groups.get((layer, number))
+        if group is None:
+            group = {part: state for part, state in self._layers[layer].items() if part[2] == number}
+            self._groups[layer, number] = group
+        return group
 
     def _ask(self, layer: int, states: dict[RecurrentPart, _State]) -> None:
         self._enter(layer)

@@ -12,8 +12,9 @@ from kvtier.storage.tiers import Tiers
 from kvtier.storage.transfer import join
 from kvtier.types import Direction
 
-#: For each offset in the block: where the keys and the values of that token go; and the slots, if there are several.
-Tails = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor | None]
+#: Where the keys and the values of the last blocks' tokens go, `[slots, heads, block_size, dim]`; and which slots, if
+#: there are several.
+Tails = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class LayerStore:
@@ -149,11 +150,11 @@ class LayerStore:
             return False
         tail_keys, tail_values, slots = tails
         if slots is None:
-            tail_keys[offset].copy_(keys)
-            tail_values[offset].copy_(values)
+            tail_keys.narrow(2, offset, 1).copy_(keys)
+            tail_values.narrow(2, offset, 1).copy_(values)
         else:
-            tail_keys[offset].index_copy_(0, slots, keys.select(2, 0))
-            tail_values[offset].index_copy_(0, slots, values.select(2, 0))
+            tail_keys.select(2, offset).index_copy_(0, slots, keys.select(2, 0))
+            tail_values.select(2, offset).index_copy_(0, slots, values.select(2, 0))
         self.length += 1
         if offset + 1 == size:
             self._tails = None
@@ -189,16 +190,16 @@ class LayerStore:
             self._tails = self._open_tails()
 
     def _open_tails(self) -> Tails | None:
-        """Views into which the next tokens only need to be copied, one for each token to come."""
+        """Views into which the next tokens only need to be copied."""
         nears = [table.blocks[-1].near for table in self._tables]
         if len(nears) == 1:
             keys, values = self._tail_views(self._tables[0].blocks[-1])
-            return keys.split(1, 2), values.split(1, 2), None
+            return keys, values, None
         slab = self.pool.slab(nears[0])  # type: ignore[arg-type]
         if any(near is None or self.pool.slab(near) is not slab for near in nears):
             return None
         slots = torch.tensor([near - slab.base for near in nears if near is not None], device=self.tiers.device)
-        return slab.keys.unbind(2), slab.values.unbind(2), slots
+        return slab.keys, slab.values, slots
 
     def _regroup(self, groups: Sequence[Group], batch: int) -> list[Table]:
         """Give every group a table of its own."""

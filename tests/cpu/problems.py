@@ -287,9 +287,9 @@ def attend(case: Case, *, threads: int = 1) -> Result:
 def law(case: Case, s: int, exact: Exact, out: torch.Tensor, lse: torch.Tensor) -> str:
     """What is wrong with the result for sequence `s`; nothing if it keeps the law.
 
-    out `[heads, queries, v_dim]`, lse `[heads, queries]`. The law: an error of at most twice torch's plus what it
-    costs to round scores, sums and the result once; and, whatever torch does, at most what rounding of fp32 scores, of bf16 weights, of sums and of
-    the result can add up to.
+    out `[heads, queries, v_dim]`, lse `[heads, queries]`. The law: an error of at most twice torch's plus what it costs
+    to round scores, sums and the result once; and, whatever torch does, at most what the roundings of fp32 scores, of
+    bf16 weights, of sums and of the result can add up to.
     """
     spec, u = case.spec, UNIT[torch.float32]
     blind = exact.lse == -torch.inf

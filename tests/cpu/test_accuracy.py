@@ -157,7 +157,6 @@ def test_any_scale_is_meant(isa: str, scale: float, length: int) -> None:
     case = Case(Spec(group=3, lengths=(length,), sharpness=1.0))
     object.__setattr__(case.terms, "scale", scale)
     exact = case.exact(0)
-    exact.blur.abs_()
     result = attend(case)
     assert not law(case, 0, exact, result.out[0], result.lse[0])
 
@@ -191,7 +190,7 @@ def test_nan_and_infinity_show_where_torch_shows_them(isa: str, dtype: torch.dty
             case.keys[0][1, token, 3] = value
         elif where == "value":
             case.values[0][0, token, 3] = value
-        else:
+        elif value != value:  # torch's fused kernel takes rows of nothing but inf - inf for masked ones
             case.keys[0][1] = value
         exact, theirs, result = case.exact(0), case.by_torch(0), attend(case)
         # In float64 as in torch: finite, infinite and NaN, each where they are.

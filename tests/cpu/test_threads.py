@@ -1,0 +1,346 @@
+"""Threads, futures and forks: results never depend on them, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from problems import Case, Paged, Result, Spec, changed
+
+from kvtier.cpu import native
+from kvtier.errors import KVTierError
+from kvtier.kernels.terms import Terms
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("kernel")
+
+# 3 MiB and 9 MiB of keys and values: several tasks for each sequence.
+SPEC = Spec(torch.bfloat16, 4, 2, 2, lengths=(3000, 9000, 17), block_size=64, seed=1, causal=True)
+LARGE = changed(SPEC, lengths=(60_000,), queries=8)
+
+
+@pytest.fixture(autouse=True)
+def _team() -> Iterator[None]:
+    yield
+    native.library().kvtier_use_team(native._torch_team())
+
+
+class Call:
+    """A problem that can be asked again and again."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.case = Case(spec)
+        self.paged = Paged(self.case)
+        self.blocks = self.paged.blocks()
+        self.attend(1)
+        self.right = self.attend(1)
+
+    def attend(self, threads: int) -> Result:
+        result = Result(self.case.spec)
+        terms, out, lse = self.case.terms, result.out, result.lse
+        native.attend(self.paged.shape, self.case.query, self.blocks, terms, threads=threads, out=out, lse=lse)
+        return result
+
+    def submit(self, threads: int) -> native.Future:
+        result = Result(self.case.spec)
+        terms, out, lse = self.case.terms, result.out, result.lse
+        return native.submit(self.paged.shape, self.case.query, self.blocks, terms, threads=threads, out=out, lse=lse)
+
+    def is_right(self, out: torch.Tensor, lse: torch.Tensor | None) -> bool:
+        assert lse is not None
+        return torch.equal(out, self.right.out) and torch.equal(lse, self.right.lse)
+
+
+def alive() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("team", [True, False])
+def test_results_are_the_same_bit_for_bit_on_any_number_of_threads(isa: str, team: bool) -> None:
+    native.library().kvtier_use_team(native._torch_team() if team else None)
+    call = Call(SPEC)
+    for threads in (0, 1, 2, 3, 7):
+        for _ in range(3):
+            result = call.attend(threads)
+            assert call.is_right(result.out, result.lse)
+            assert not result.touched_outside()
+            assert call.is_right(*call.submit(threads).wait())
+
+
+def test_a_submitted_call_goes_on_while_python_does() -> None:
+    call = Call(LARGE)
+    future = call.submit(1)
+    early, turns = future.done(), 0
+    while not future.done():
+        turns += 1
+        time.sleep(0)
+    assert not early
+    assert turns > 1
+    assert call.is_right(*future.wait())
+
+
+def test_a_call_gives_the_interpreter_to_other_threads() -> None:
+    call = Call(LARGE)
+    turns, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            turns[0] += 1
+            time.sleep(1e-4)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    while not turns[0]:
+        time.sleep(1e-3)
+    before = turns[0]
+    # A call through the Python API that held the lock would let no other thread count.
+    for _ in range(5):
+        call.attend(1)
+    stop.set()
+    thread.join()
+    assert turns[0] > before
+
+
+def test_a_future_can_be_waited_for_twice() -> None:
+    call = Call(SPEC)
+    future = call.submit(2)
+    first = future.wait()
+    assert future.done()
+    again = future.wait()
+    assert first[0] is again[0]
+    assert call.is_right(*again)
+
+
+def test_a_future_that_is_dropped_still_protects_what_its_threads_use() -> None:
+    call = Call(SPEC)
+    for _ in range(50):
+        call.submit(2)
+        gc.collect(0)
+    queue = [call.submit(2) for _ in range(20)]
+    del queue
+    assert call.is_right(*call.submit(1).wait())
+
+
+def test_many_futures_may_be_in_flight_and_be_waited_for_in_any_order() -> None:
+    calls = [Call(changed(SPEC, seed=seed, lengths=(700 + 977 * seed, 5))) for seed in range(8)]
+    futures = [(call, call.submit(1 + n % 3)) for n in range(6) for call in calls]
+    between = calls[0].attend(2)
+    for call, future in futures[1::2] + futures[::2][::-1]:
+        assert call.is_right(*future.wait())
+    assert calls[0].is_right(between.out, between.lse)
+
+
+def test_python_threads_call_at_the_same_time() -> None:
+    calls = [Call(changed(SPEC, seed=seed, lengths=(5000, 100 * seed + 2))) for seed in range(4)]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        call = calls[number]
+        for turn in range(15):
+            future = call.submit(2)
+            result = call.attend(1 + (turn + number) % 3)
+            if not (call.is_right(result.out, result.lse) and call.is_right(*future.wait())):
+                wrong.append(number)
+
+    for team in (native._torch_team(), None):
+        native.library().kvtier_use_team(team)
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_shutdown_leaves_no_thread_and_the_next_call_begins_anew() -> None:
+    call, library = Call(SPEC), native.library()
+    library.kvtier_use_team(None)
+    library.kvtier_shutdown()
+    before = alive()
+    for _ in range(3):
+        assert library.kvtier_threads() == 0
+        futures = [call.submit(3) for _ in range(5)]
+        call.attend(3)
+        assert library.kvtier_threads() == 3
+        assert alive() == before + 3
+        library.kvtier_shutdown()  # what was submitted is still done
+        assert all(future.done() for future in futures)
+        assert alive() == before
+        assert all(call.is_right(*future.wait()) for future in futures)
+
+
+def test_shutdowns_and_calls_at_the_same_time_do_not_hang() -> None:
+    call, library = Call(SPEC), native.library()
+    library.kvtier_use_team(None)
+    wrong: list[int] = []
+
+    def work() -> None:
+        for turn in range(60):
+            future = call.submit(2)
+            if turn % 2:
+                library.kvtier_shutdown()
+            if not call.is_right(*future.wait()):
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert not wrong
+    # Threads that a shutdown ended are not counted as ones that could still work.
+    future = call.submit(1)
+    for _ in range(20_000):
+        if future.done():
+            break
+        time.sleep(1e-3)
+    assert future.done()
+    library.kvtier_shutdown()
+
+
+FORK = """
+import os, signal, sys, torch
+sys.path[:0] = sys.argv[1:]
+from test_threads import LARGE, SPEC, Call
+from kvtier.cpu import native
+from kvtier.errors import KVTierError
+
+call, slow = Call(SPEC), Call(LARGE)
+torch.set_num_threads(2)
+torch.randn(2000, 500) @ torch.randn(500, 500)  # GNU OpenMP has threads now, which a child has not
+call.attend(2)
+future, done = [slow.submit(2) for _ in range(3)], call.submit(1)
+done.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # a child that hangs is killed
+    result = call.attend(2)
+    assert call.is_right(result.out, result.lse)
+    assert call.is_right(*call.submit(2).wait())
+    assert call.is_right(*done.wait())
+    try:
+        # Whichever was not done when the process was forked never will be: it says so.
+        for one in future:
+            assert one.done()
+            assert slow.is_right(*one.wait())
+    except KVTierError as error:
+        assert "fork" in str(error)
+    del future, one
+    native.library().kvtier_shutdown()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert all(slow.is_right(*one.wait()) for one in future)
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_a_forked_child_attends_and_submits(turn: int) -> None:
+    # In a process of its own: GNU OpenMP has few threads here and no fork behind it.
+    command = [sys.executable, "-c", FORK, str(ROOT), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "fine\n", done.stderr
+
+
+def test_a_process_ends_with_calls_in_flight() -> None:
+    program = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from test_threads import LARGE, Call
+call = Call(LARGE)
+futures = [call.submit(2) for _ in range(4)]
+print("fine")
+"""
+    command = [sys.executable, "-c", program, str(ROOT), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
+
+
+SHAPE = native.Shape(torch.float32, 2, 64, 48, 16)
+
+
+def test_problems_that_cannot_be_are_errors_and_not_crashes() -> None:
+    memory = torch.zeros(2, 2 * 16 * (64 + 48))
+    addresses = [block.data_ptr() for block in memory]
+    query = torch.randn(1, 4, 1, 64)
+
+    def refused(
+        query: torch.Tensor = query,
+        terms: Terms | None = None,
+        shape: native.Shape = SHAPE,
+        blocks: native.BlockList | None = None,
+        **results: torch.Tensor,
+    ) -> None:
+        if blocks is None:
+            blocks = native.BlockList([addresses])
+            blocks.lengths.fill_(30)
+        for call in (native.attend, lambda *args, **more: native.submit(*args, **more).wait()):
+            with pytest.raises(KVTierError):
+                call(shape, query, blocks, terms or Terms(0.1), threads=2, **results)
+
+    refused(query=query[:, :3])  # not a multiple of the KV heads
+    refused(query=query[:, :1])  # fewer
+    refused(query=query[:, :, :0])
+    refused(query=query[..., :32])
+    refused(query=query.bfloat16())
+    refused(query=query.expand(2, -1, -1, -1))  # more sequences than block lists
+    refused(query=query.double())
+    refused(shape=native.Shape(torch.float32, 0, 64, 48, 16))
+    refused(shape=native.Shape(torch.float32, 2, 64, 48, 0))
+    refused(terms=Terms(0.1, window=-1))
+    few = native.BlockList([addresses[:1]])
+    few.lengths.fill_(17)
+    refused(blocks=few)
+    refused(out=torch.empty(1, 4, 1, 64))
+    refused(out=torch.empty(1, 4, 1, 48, dtype=torch.float64))
+    refused(out=torch.empty(1, 4, 48, 1).mT.expand(1, 4, 1, 48)[..., ::2])
+    refused(lse=torch.empty(1, 4, 2))
+    refused(lse=torch.empty(1, 4, 1, dtype=torch.float64))
+    refused(terms=Terms(0.1, mask=torch.ones(1, 1, 1, 29, dtype=torch.bool)))
+    refused(terms=Terms(0.1, mask=torch.ones(1, 3, 1, 30, dtype=torch.bool)))
+    refused(terms=Terms(0.1, mask=torch.ones(1, 1, 1, 30, dtype=torch.int64)))
+    refused(terms=Terms(0.1, sinks=torch.zeros(2)))
+    refused(terms=Terms(0.1, sinks=torch.zeros(4, dtype=torch.bfloat16)))
+    refused(terms=Terms(0.1, slopes=torch.zeros(8)[::2]))
+    refused(terms=Terms(0.1, firsts=torch.zeros(1)))
+    refused(query=query.to("meta"))
+
+
+def test_a_future_of_a_problem_that_cannot_be_says_so_each_time() -> None:
+    blocks = native.BlockList([[]])
+    blocks.lengths.fill_(1)
+    future = native.submit(SHAPE, torch.randn(1, 4, 1, 64), blocks, Terms(0.1), threads=1)
+    assert future.done()
+    for _ in range(2):
+        with pytest.raises(KVTierError, match="shapes"):
+            future.wait()
+
+
+def test_thousands_of_calls_do_not_grow_memory() -> None:
+    call = Call(changed(SPEC, lengths=(1500, 30)))
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def turn() -> None:
+        call.attend(2)
+        call.submit(2).wait()
+        call.submit(1)
+
+    native.library().kvtier_use_team(None)
+    for _ in range(200):
+        turn()
+    before = resident()
+    for _ in range(700):
+        turn()
+    # Less than 100 bytes for each call, and what the allocator may do on its own.
+    assert resident() - before < 2**20
