@@ -51,8 +51,8 @@ def edit(owner: type, name: str, old: str, new: str) -> Callable[[Patch], None]:
 
 def transfers_take_no_references(patch: Patch) -> None:
     """Both halves go, so that counts still balance and only the protection is missing."""
-    patch.setattr(TransferEngine, "submit", rewritten(TransferEngine, "submit", "pool.retain(slot)", "pass"))
-    patch.setattr(Transfer, "settle", rewritten(Transfer, "settle", "pool.release(slot)", "pass"))
+    patch.setattr(TransferEngine, "submit", rewritten(TransferEngine, "submit", "copy.retain()", "pass"))
+    patch.setattr(Transfer, "settle", rewritten(Transfer, "settle", "copy.release()", "pass"))
     patch.setattr(TransferEngine, "pending_slots", lambda self, pool: 0)
 
 
@@ -63,7 +63,7 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
     "evict_waits_for_no_pending_copy": edit(Tiers, "evict", "block.pending is not None", "False"),
     # references
     "transfers_take_no_references": transfers_take_no_references,
-    "settle_keeps_its_references": edit(Transfer, "settle", "pool.release(slot)", "pass"),
+    "settle_keeps_its_references": edit(Transfer, "settle", "copy.release()", "pass"),
     "fork_counts_no_references": edit(Table, "fork", "block.refs += 1", "pass"),
     "trim_forgets_references": edit(LayerStore, "_trim", "self._unref(block)", "pass"),
     "drop_forgets_references": edit(LayerStore, "_drop", "self._unref(block)", "pass"),

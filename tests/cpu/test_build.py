@@ -1,0 +1,255 @@
+"""Compiling and finding the native library: what is missing or stale is said, never guessed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.cpu import build, native
+from kvtier.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+REAL = build.TARGET
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., bool]]:
+    """`native.available()` as in a new process, with these variables and this library."""
+    before = native.instruction_set() if native._load() is not None else None
+
+    def fresh(forced: str | None = None, target: Path | None = None) -> bool:
+        monkeypatch.setattr(native, "_load", functools.cache(native._load.__wrapped__))
+        monkeypatch.setattr(build, "TARGET", target or tmp_path / "missing.so")
+        if forced is None:
+            monkeypatch.delenv(native.VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(native.VARIABLE, forced)
+        return native.available()
+
+    yield fresh
+    monkeypatch.undo()
+    if before is not None:
+        native.use_instruction_set(before)
+
+
+def stub(folder: Path, source: str) -> Path:
+    """A library that says it was compiled from `source`, and can do nothing else."""
+    try:
+        compiler = build.compiler()
+    except build.BuildError:
+        pytest.skip("there is no C++ compiler here")
+    code, made = folder / "stub.cpp", folder / "stub.so"
+    code.write_text(f'extern "C" const char* kvtier_source(void) {{ return "{source}"; }}\n')
+    subprocess.run([*compiler, "-shared", "-fPIC", str(code), "-o", str(made)], check=True)
+    return made
+
+
+def test_a_missing_library_is_warned_about_once_and_not_used(load: Callable[..., bool]) -> None:
+    with pytest.warns(RuntimeWarning, match=r"not compiled.*python -m kvtier.cpu.build") as caught:
+        assert not load()
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not native.available()
+
+
+@pytest.mark.parametrize("content", [b"", b"no library at all\n"])
+def test_a_library_that_cannot_be_loaded_is_warned_about(
+    load: Callable[..., bool], tmp_path: Path, content: bytes
+) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match="cannot be loaded"):
+        assert not load(target=broken)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load("avx2", target=broken)
+
+
+def test_a_library_from_other_sources_is_refused(load: Callable[..., bool], tmp_path: Path) -> None:
+    other = stub(tmp_path, "0123456789abcdef")
+    assert not build.is_current(other)
+    with pytest.warns(RuntimeWarning, match="compiled from other sources"):
+        assert not load(target=other)
+    with pytest.raises(ConfigError, match="compiled from other sources"):
+        load("portable", target=other)
+
+
+def test_an_instruction_set_that_is_asked_for_and_missing_is_an_error(load: Callable[..., bool]) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"KVTIER_CPU=avx2 asks for.*not compiled"):
+            load("avx2")
+
+
+def test_none_asks_for_torch_without_a_warning(load: Callable[..., bool], kernel: None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not load("none")
+        assert not load("none", target=REAL)
+
+
+def test_a_forced_instruction_set_is_used_or_refused(load: Callable[..., bool], kernel: None) -> None:
+    found = 0
+    for name in ("portable", "avx2", "avx512", "avx512_bf16"):
+        try:
+            assert load(name, target=REAL)
+        except ConfigError as error:
+            assert name in str(error)
+            continue
+        found += 1
+        assert native.instruction_set() == name
+    assert found >= 1
+    for name in ("sse9", "AVX2", " avx2"):
+        with pytest.raises(ConfigError, match="does not have it"):
+            load(name, target=REAL)
+    with pytest.raises(ConfigError, match="sse9"):
+        native.use_instruction_set("sse9")
+
+
+def test_a_process_obeys_the_variable(kernel: None) -> None:
+    program = "from kvtier.cpu import native; print(native.available() and native.instruction_set())"
+    for forced, said in (("portable", "portable\n"), ("none", "False\n")):
+        environment = {**os.environ, native.VARIABLE: forced, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert (done.stdout, done.returncode) == (said, 0), done.stderr
+
+
+def test_the_best_that_this_processor_has_is_used(load: Callable[..., bool], kernel: None) -> None:
+    assert load("portable", target=REAL)
+    best = subprocess.run(
+        [sys.executable, "-c", "from kvtier.cpu import native; print(native.instruction_set())"],
+        env={k: v for k, v in os.environ.items() if k != native.VARIABLE} | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    torchs = torch.backends.cpu.get_cpu_capability()
+    if torchs == "AVX512":
+        assert best.startswith("avx512")
+    elif torchs == "AVX2":
+        assert best == "avx2"
+
+
+# Compiling
+
+
+def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    old = tmp_path / build.LIBRARY
+    old.write_text("an older one")
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    with pytest.raises(build.BuildError, match="/nonexistent/c\\+\\+ cannot be run"):
+        build.build(old)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler: install"):
+        build.build(old)
+    assert [file.name for file in tmp_path.iterdir()] == [build.LIBRARY]
+    assert old.read_text() == "an older one"
+
+
+def compiler_that(folder: Path, does: str) -> str:
+    script = folder / "c++"
+    script.write_text(f"#!/bin/sh\necho \"$@\" >>'{folder}/calls'\n{does}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_an_error_of_the_compilers_is_told_and_leaves_what_was_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    old = tmp_path / build.LIBRARY
+    old.write_text("an older one")
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, "echo 'expected a semicolon' >&2; exit 1"))
+    with pytest.raises(build.BuildError, match="expected a semicolon"):
+        build.build(old)
+    assert old.read_text() == "an older one"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_only_the_unit_of_an_instruction_set_is_compiled_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # What the compiler makes for another unit runs on every processor.
+    makes = 'while [ "$1" != -o ]; do shift; done; echo made >"$2"'
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, makes))
+    assert build.build(tmp_path / "out" / "library.so", extra=("-DEXTRA",)).read_text() == "made\n"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    units = {found.group(1): call for call in calls if (found := re.search(r"-c \S*/(\w+\.cpp)", call))}
+    assert set(units) == {file.name for file in build.SOURCE.glob("*.cpp") if build._units().keys() & {file.name}}
+    assert {"engine.cpp", "isa_portable.cpp"} <= set(units)
+    for unit, call in units.items():
+        for flag in re.findall(r" -m(\S+)", call):
+            allowed = {"isa_avx2.cpp": ("avx2", "fma", "f16c")}.get(unit)
+            assert "avx512" in unit if allowed is None else flag in allowed, call
+        assert "-march" not in call
+        assert "-DEXTRA" in call
+
+
+def test_compiling_what_is_compiled_is_no_work(kernel: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert build.is_current(REAL)
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, "exit 1"))
+    assert not build.update()
+    for quiet in ((), ("--quiet",)):
+        done = subprocess.run([sys.executable, build.__file__, *quiet], capture_output=True, text=True)
+        assert done.returncode == 0
+        assert bool(done.stdout) is not bool(quiet)
+    assert not (tmp_path / "calls").exists()
+
+
+def test_every_source_counts_for_the_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    copy = tmp_path / "src"
+    shutil.copytree(build.SOURCE, copy)
+    right = build.digest()
+    monkeypatch.setattr(build, "SOURCE", copy)
+    assert build.digest() == right
+    for file in sorted(copy.iterdir()):
+        text = file.read_text()
+        file.write_text(text + "\n")
+        assert (build.digest() != right) == (file.suffix in (".h", ".cpp"))
+        file.write_text(text)
+    assert build.digest() == right
+    monkeypatch.setattr(build, "_COMMON", (*build._COMMON, "-g"))
+    assert build.digest() != right
+
+
+@pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump")
+def test_what_runs_on_every_processor_has_no_instruction_of_a_better_one(kernel: None) -> None:
+    # A template of the standard library compiled in two units is kept once, whichever the linker meets: were that the
+    # one with AVX-512, the baseline would crash elsewhere.
+    text = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", str(REAL)], capture_output=True, text=True, check=True
+    ).stdout
+    if "zmm" not in text:
+        pytest.skip("no library for x86-64")
+    function, wrong = "", set()
+    for line in text.splitlines():
+        if line.endswith(">:"):
+            function = line[line.index("<") + 1 : -2]
+        elif re.search(r"[yz]mm\d|\t(v[a-z]+|kmov\w+|[a-z]+x)\s.*%[xyzk]", line) or "\tv" in line:
+            # Mangled: within the namespace of an instruction set, or the entry to it.
+            if not re.search(r"(^|\D)(4avx2|6avx512|11avx512_bf16)|^_Z\d+avx\w+_kernelv", function):
+                wrong.add(function)
+            elif "4avx2" in function and re.search(r"zmm|%k\d", line):
+                wrong.add(function)
+            elif "6avx512" in function and "dpbf16" in line:
+                wrong.add(function)
+    assert not wrong
+
+
+@pytest.mark.skipif(not shutil.which("nm"), reason="needs nm")
+def test_only_the_interface_is_exported(kernel: None) -> None:
+    text = subprocess.run(["nm", "-D", "--defined-only", str(REAL)], capture_output=True, text=True, check=True).stdout
+    header = (build.SOURCE / "attention.h").read_text()
+    declared = set(re.findall(r"KVTIER_API [^(;]*?(\w+)\(", header))
+    exported = {line.split()[-1] for line in text.splitlines()}
+    assert len(declared) == 10
+    assert declared <= exported
+    assert not {name for name in exported - declared if not name.startswith(("_ZNS", "_ZSt", "_ZNKS", "_ZTI", "_ZTS"))}
