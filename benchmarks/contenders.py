@@ -7,8 +7,9 @@ quanto, hqq   QuantizedCache with 4 bits, if the package of that name is install
 offloaded     DynamicCache(offloading=True); CUDA only
 dense         TieredKVCache without attention on the host: each layer's KV is laid out as one tensor
 kvtier        TieredKVCache as it comes: on CUDA all that fits on the device, on a CPU all in the host tier
-kvtier@25%    TieredKVCache with a device budget of 25% of the KV; at 100% everything is resident,
-              the workspace of a layer included. On a CPU the device is emulated in RAM.
+kvtier@25%    TieredKVCache with a device budget of 25% of the KV; at 100% everything is resident. What is not,
+              host threads attend to where it lies. On a CPU the device is emulated in RAM.
+fetch@25%     the same, but what is not on the device is fetched, and laid out as one tensor of a layer
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvtier import TieredKVCache
 from kvtier.config import AUTO, DEVICE_BLOCK
 
 BASELINE = "dynamic"
-_SHARE = re.compile(r"kvtier@(\d+(?:\.\d+)?)%")
+_SHARE = re.compile(r"(kvtier|fetch)@(\d+(?:\.\d+)?)%")
 
 
 class Unavailable(Exception):
@@ -97,18 +98,19 @@ def contender(name: str) -> Contender:
     """The contender of that name. Raises `ValueError` for one that is not known."""
     match = _SHARE.fullmatch(name)
     if match:
-        share = float(match[1]) / 100
+        share = float(match[2]) / 100
         if not 0 < share <= 1:
             raise ValueError(f"contender {name!r}: a share lies above 0% and at most at 100%")
-        return Contender(name, lambda case: _tiered(case, share), share + 0.1, 1.1)
+        host = match[1] == "kvtier"
+        return Contender(name, lambda case: _tiered(case, share, host), share + 0.1, 1.1)
     if name not in _CONTENDERS:
         raise ValueError(f"unknown contender {name!r}; there are {', '.join(_CONTENDERS)} and kvtier@25%")
     return _CONTENDERS[name]
 
 
-def _tiered(case: Case, share: float) -> Cache:
+def _tiered(case: Case, share: float, host: bool) -> Cache:
     budget = case.resident_bytes if share == 1 else max(int(case.kv_bytes * share), 1)
-    return TieredKVCache(case.config, device_budget=budget, block_size=case.block_size or AUTO)
+    return TieredKVCache(case.config, device_budget=budget, block_size=case.block_size or AUTO, host_attention=host)
 
 
 def _dense(case: Case) -> Cache:

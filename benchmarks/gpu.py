@@ -35,7 +35,7 @@ from kvtier.cpu import native
 from kvtier.errors import ConfigError
 
 LLAMA, QWEN = "llama-3.1-8b", "qwen3-0.6b"
-BUDGETS = "dynamic,kvtier@100%,kvtier@50%,kvtier@25%,kvtier@10%"
+BUDGETS = "dynamic,kvtier@100%,kvtier@50%,fetch@50%,kvtier@25%,fetch@25%,kvtier@10%,fetch@10%"
 #: Sizes without CUDA: the same layers, everything else small.
 TINY = {LLAMA: "llama-tiny", QWEN: "qwen3-tiny"}
 #: Seconds that a child gets beyond its share before it is ended: one case may run over.
@@ -105,7 +105,7 @@ PARTS = (
         {
             "--model": LLAMA,
             "--contexts": "128k",
-            "--contenders": "dynamic,kvtier@100%,kvtier@50%,kvtier@10%",
+            "--contenders": "dynamic,kvtier@100%,kvtier@50%,fetch@50%,kvtier@10%,fetch@10%",
             "--rounds": "2",
             "--new-tokens": "8",
         },
@@ -120,7 +120,12 @@ PARTS = (
     Part(
         "update llama",
         15,
-        {"--model": LLAMA, "--contexts": "8k", "--contenders": "dynamic,kvtier@100%,kvtier@25%", "--rounds": "5"},
+        {
+            "--model": LLAMA,
+            "--contexts": "8k",
+            "--contenders": "dynamic,kvtier@100%,kvtier@25%,fetch@25%",
+            "--rounds": "5",
+        },
         {"--contexts": "512"},
     ),
 )

@@ -296,6 +296,7 @@ class Runtime:
     def clear(self) -> None:
         """Drop everything and give all memory back; counters begin anew."""
         for tiers in self._tiers.values():
+            split.dismiss(tiers)
             tiers.close()
         for pool in self._host_pools.values():
             pool.close()

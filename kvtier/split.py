@@ -6,6 +6,7 @@ device, at the same time. On a CPU model without a device tier there is one part
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from kvtier.kernels import reference
 from kvtier.kernels.terms import Terms
 from kvtier.storage.pool import BlockPool
 from kvtier.storage.store import LayerStore
+from kvtier.storage.tiers import Tiers
 from kvtier.storage.transfer import TensorCopy
 from kvtier.types import Direction
 
@@ -45,6 +47,18 @@ class HostPlan:
         self.blocks: native.BlockList | None = None
         self.device: native.BlockList | None = None
         self.distinct = 0
+
+
+#: Caches whose calls may have threads of the library's own at work or asleep.
+_employers: weakref.WeakSet[Tiers] = weakref.WeakSet()
+
+
+def dismiss(tiers: Tiers) -> None:
+    """Told that `tiers` is given up: with the last of them, the library's threads end."""
+    if tiers in _employers:
+        _employers.discard(tiers)
+        if not _employers:
+            native.library().kvtier_shutdown()
 
 
 def serves(layer: LayerStore, query: torch.Tensor, terms: Terms) -> bool:
@@ -118,6 +132,7 @@ def _both(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, pla
     down.synchronize()
     if plan.blocks is not None:
         _set_length(plan.blocks, length)
+        _employers.add(layer.tiers)
         future = native.submit(
             _shape(layer), below, plan.blocks, others, threads=torch.get_num_threads(), out=out, lse=lse
         )

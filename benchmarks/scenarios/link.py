@@ -102,7 +102,7 @@ def run(bench: Bench) -> None:
                 for chunk in CHUNKS:
                     trial = partial(CopySession, settings.device, chunk, total, fetch=fetch)
                     starts[f"{word} {size(chunk)}"] = (None, trial)
-            spilled = contender("kvtier@10%")
+            spilled = contender("fetch@10%")
             for block_size in BLOCK_SIZES:
                 sized: Case = replace(case, block_size=block_size)
                 starts[f"kvtier, blocks of {block_size}"] = (spilled, partial(FetchSession, spilled, sized, steps))

@@ -121,7 +121,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         return Case(config, geometry, device, context, WARM_UP_STEPS + STEPS, job["block_size"])
 
     # For first uses only: a budget that is a share of so little KV may be too small, and says so.
-    warm_up = contender("kvtier@100%") if one.name.startswith("kvtier@") else one
+    warm_up = contender("kvtier@100%") if "@" in one.name else one
     UpdateSession(warm_up, case(WARM_UP_CONTEXT), STEPS).close()
     release_memory()
 

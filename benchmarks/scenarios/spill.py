@@ -7,7 +7,12 @@ from benchmarks.scenarios.decode import compare_decode
 
 SUMMARY = "decode tokens/s at device budgets of 10, 25, 50 and 100% of the KV"
 CONTEXTS = (2048, 8192, 32768)
-CONTENDERS = ("dynamic", "kvtier@100%", "kvtier@50%", "kvtier@25%", "kvtier@10%", "offloaded")
+CONTENDERS = (
+    "dynamic",
+    "kvtier@100%",
+    *(f"{way}@{share}%" for share in (50, 25, 10) for way in ("kvtier", "fetch")),
+    "offloaded",
+)
 
 
 def run(bench: Bench) -> None:

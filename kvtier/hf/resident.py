@@ -160,11 +160,8 @@ class RecurrentStates:
             for part, state in states.items()
         }
         self._counted: set[str] = set()  # kinds that torch was seen to count
-        self._recurrent_seen = any(
-            state.kind == RECURRENT and not state.absent
-            for states in self._layers.values()
-            for state in states.values()
-        )
+        present = [part for states in self._layers.values() for part, state in states.items() if not state.absent]
+        self._recurrent_seen = {number for _, kind, number in present if kind == RECURRENT}
         self._announced = False  # whether the model says when it is about to change a layer
         self.last_read: tuple[int | None, int | None] = (None, None)
         self._runtime.steps.undoable = not self._layers
@@ -233,7 +230,7 @@ class RecurrentStates:
             if kind == RECURRENT:
                 conv = (layer, CONV, number)
                 self._find_conv(conv, states[conv])
-                self._recurrent_seen = True
+                self._recurrent_seen.add(number)
             self._enter(layer)
             self._asked = {x: y for x, y in self._asked.items() if x != part}  # any other change is of no forward
             assumed = self._assumed.pop(part, False)
@@ -264,13 +261,13 @@ class RecurrentStates:
         """Raise where a forward comes to a layer that another left half changed: the model itself may trip over it."""
         steps, states = self._runtime.steps, self._layers[layer]
         conv, recurrent = (layer, CONV, number), (layer, RECURRENT, number)
-        half = conv in steps.began and recurrent not in steps.began
         if not states[recurrent].absent:
-            unfinished = half and not steps.complete
-        elif self._recurrent_seen:
-            unfinished = not states[conv].absent
-        else:  # either the first forward ended here, or the model has only convolutions
-            unfinished = half and not steps.knows_states() and not (steps.expected and steps.complete)
+            unfinished = conv in steps.began and recurrent not in steps.began and not steps.complete
+        elif self._recurrent_seen:  # as far as the first forward got
+            unfinished = number in self._recurrent_seen and not states[conv].absent
+        else:  # either the first forward ended in its first recurrent layer, or the model has only convolutions
+            alone = [part for part in steps.began if type(part) is tuple] == [conv]
+            unfinished = alone and not steps.knows_states() and not (steps.expected and steps.complete)
         if unfinished:
             steps.tear()
             raise steps.interrupted()

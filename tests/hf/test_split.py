@@ -1,7 +1,9 @@
 """Attention where the KV lies, at every split between host and device, gives the tokens of ``DynamicCache``."""
 
 import functools
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,3 +265,32 @@ def test_dropout_and_gradients_are_left_to_torch() -> None:
     assert close(query.grad, theirs)
     torch.nn.functional.scaled_dot_product_attention(query.detach(), *views, dropout_p=0.5)
     assert cache.stats.host_attended == 0
+
+
+def test_ten_thousand_steps_leave_nothing_behind() -> None:
+    """Memory does not grow, and no thread outlives the caches that it worked for."""
+
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    def rss() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    torch.manual_seed(0)
+    one = torch.randn(1, 2, 1, 32)
+    query = torch.randn(1, 4, 1, 32)
+    before, grown = threads(), []
+    caches = [TieredKVCache(host_budget=10**8, device_budget=budget, block_size=16) for budget in (None, 30_000)]
+    for step in range(10_000):
+        for cache in caches:
+            views = cache.update(one, one, 0)
+            torch.nn.functional.scaled_dot_product_attention(query, *views, enable_gqa=True)
+            if step % 300 == 299:
+                cache.crop(50 - cache.get_seq_length())
+        if step in (2_000, 9_999):
+            grown.append(rss())
+    assert grown[1] - grown[0] < 2**20
+    for cache in caches:
+        assert cache.stats.host_attended > 9_000
+        cache.close()
+    assert threads() == before
