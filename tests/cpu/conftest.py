@@ -7,33 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from problems import instruction_sets
 
 from kvtier.cpu import native
-from kvtier.errors import ConfigError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     AVAILABLE = native.available()
 
 
-def instruction_sets() -> list[str]:
-    """Those that this CPU can run."""
-    if not AVAILABLE:
-        return ["missing"]
-    before, found = native.instruction_set(), []
-    for name in ("portable", "avx2", "avx512", "avx512_bf16"):
-        try:
-            native.use_instruction_set(name)
-        except ConfigError:
-            continue
-        found.append(name)
-    native.use_instruction_set(before)
-    return found
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "isa" in metafunc.fixturenames:
-        metafunc.parametrize("isa", instruction_sets(), indirect=True)
+        metafunc.parametrize("isa", instruction_sets() if AVAILABLE else ["missing"], indirect=True)
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,28 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.cpu import native
+from kvtier.errors import ConfigError
 from kvtier.kernels.terms import Terms
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAN = 0xFF  # as every byte of a number, in each of the three dtypes
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a step of the mantissa
 TINY = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-25}
+
+
+def instruction_sets() -> list[str]:
+    """Those that this CPU can run, the best last."""
+    if not native.available():
+        return []
+    before, found = native.instruction_set(), []
+    for name in ("portable", "avx2", "avx512", "avx512_bf16"):
+        try:
+            native.use_instruction_set(name)
+        except ConfigError:
+            continue
+        found.append(name)
+    native.use_instruction_set(before)
+    return found
 
 
 @dataclass(frozen=True)
