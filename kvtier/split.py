@@ -15,6 +15,7 @@ import torch
 from kvtier.cpu import fallback, native
 from kvtier.kernels import reference
 from kvtier.kernels.terms import Terms
+from kvtier.storage.gather import joined
 from kvtier.storage.pool import BlockPool
 from kvtier.storage.store import LayerStore
 from kvtier.storage.tiers import Tiers
@@ -185,15 +186,15 @@ def _tokens(
     layer: LayerStore, slots: Sequence[tuple[int, int]], length: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys `[1, heads, tokens, k_dim]`, values and positions `[tokens]` of some near blocks of one row."""
-    layout, pool = layer.layout, layer.pool
+    layout, pool, size = layer.layout, layer.pool, layer.layout.block_size
     keys = [torch.empty((layout.k_heads, 0, layout.k_dim), dtype=layout.dtype, device=layer.tiers.device)]
     values = [torch.empty((layout.v_heads, 0, layout.v_dim), dtype=layout.dtype, device=layer.tiers.device)]
     positions = [torch.empty(0, dtype=torch.int64)]
-    for index, slot in slots:
-        start = index * layout.block_size
-        n = min(layout.block_size, length - start)
-        keys.append(pool.keys(slot, 1)[0, :, :n])
-        values.append(pool.values(slot, 1)[0, :, :n])
+    for _, index, slot, count in joined((0, index, slot) for index, slot in slots):
+        start = index * size
+        n = min(count * size, length - start)
+        keys.append(pool.keys(slot, count).transpose(0, 1).flatten(1, 2)[:, :n])
+        values.append(pool.values(slot, count).transpose(0, 1).flatten(1, 2)[:, :n])
         positions.append(torch.arange(start, start + n))
     at = torch.cat(positions).to(layer.tiers.device)
     return torch.cat(keys, 1)[None], torch.cat(values, 1)[None], at

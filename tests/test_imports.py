@@ -243,6 +243,11 @@ def test_public_names_are_sorted_and_unique() -> None:
     assert list(kvtier.__all__) == sorted(set(kvtier.__all__))
 
 
+def test_what_is_loaded_lazily_is_what_is_public() -> None:
+    assert list(kvtier._HOME) == list(kvtier.__all__)
+    assert {"disable", "enable", "register_attention"} <= set(kvtier.__all__)
+
+
 @pytest.mark.parametrize("name", kvtier.__all__)
 def test_a_public_name_resolves_and_is_documented(name: str) -> None:
     value = getattr(kvtier, name)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import DynamicCache, LlamaConfig, Qwen3NextConfig
 
 from kvtier import ConcurrentUseError, InterruptedStepError, TieredKVCache
 from kvtier.storage.pool import BlockPool
@@ -241,3 +242,110 @@ def test_a_layer_that_is_new_in_a_second_step_is_refused(make: Callable[..., Tie
     with pytest.raises(InterruptedStepError, match="new to a cache"):
         cache.update(*second[-1], LAYERS - 1)
     check(cache, joined(tokens(3, 1), second)[:-1])
+
+
+HYBRID = Qwen3NextConfig(
+    num_hidden_layers=LAYERS,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=HEADS,
+    layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
+)
+
+
+def announce(cache: TieredKVCache, layer: int) -> None:
+    """What a model asks just before it changes a state in place."""
+    if hasattr(DynamicCache, "is_recording_past"):  # newer than 5.17
+        cache.get_conv_state(layer)
+        cache.is_recording_past(layer)
+    else:
+        cache.has_previous_state(layer)
+
+
+def read(cache: TieredKVCache, layer: int) -> None:
+    """What a model asks that does not say what it is going to do."""
+    if hasattr(DynamicCache, "get_conv_state"):
+        cache.get_conv_state(layer)
+    else:
+        cache.has_previous_state()
+
+
+def events(cache: TieredKVCache, asks: Callable[[TieredKVCache, int], None], fused: bool) -> list[Callable[[], Any]]:
+    """What a model does to a cache that was used before, in order, one token on.
+
+    Args:
+        cache: the cache.
+        asks: how the model asks for a recurrent layer. Its convolution is then changed in place.
+        fused: whether the recurrence, too, is changed in place, as by a fused kernel.
+    """
+
+    def conv(layer: int) -> None:
+        asks(cache, layer)
+        cache.layers[layer].conv_states[0].add_(1)
+
+    def recurrence(layer: int) -> None:
+        if fused:
+            cache.layers[layer].recurrent_states[0].add_(1)
+        else:
+            cache.update_recurrent_state(cache.layers[layer].recurrent_states[0] + 1, layer)
+
+    (k, v), *_ = tokens(1, 7)
+    parts = (conv, recurrence, lambda layer: cache.update(k, v, layer + 1))
+    return [partial(part, layer) for layer in range(0, LAYERS, 2) for part in parts]
+
+
+def prefill_parts(cache: TieredKVCache) -> list[Callable[[], Any]]:
+    """The first forward: the cache is asked for every change."""
+    (k, v), *_ = tokens(5, 6)
+    parts = (
+        lambda layer: cache.update_conv_state(torch.zeros(ROWS, 6, 5), layer, conv_kernel_size=4),
+        lambda layer: cache.update_recurrent_state(torch.zeros(ROWS, 4, 4), layer),
+        lambda layer: cache.update(k, v, layer + 1),
+    )
+    return [partial(part, layer) for layer in range(0, LAYERS, 2) for part in parts]
+
+
+def run(parts: list[Callable[[], Any]]) -> None:
+    for act in parts:
+        act()
+
+
+@pytest.mark.parametrize("asks", [announce, read])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("decoded", [0, 2])
+@pytest.mark.parametrize("done", range(7))
+def test_a_forward_after_part_of_one_is_refused_and_after_a_whole_one_is_not(
+    done: int, decoded: int, mode: Any, fused: bool, asks: Callable[[TieredKVCache, int], None]
+) -> None:
+    if asks is read and (fused or (mode is torch.inference_mode and done == 1)):
+        pytest.skip("nothing tells the cache of it")
+    with mode():
+        cache = TieredKVCache(HYBRID)
+        run(prefill_parts(cache) + events(cache, asks, fused) * decoded + events(cache, asks, fused)[:done])
+        if done in (0, len(events(cache, asks, fused))):
+            run(events(cache, asks, fused) * 2)
+        else:
+            for _ in range(2):
+                with pytest.raises(InterruptedStepError, match=r"reset\(\)"):
+                    run(events(cache, asks, fused))
+            for name in ("reorder", "pickle"):
+                with pytest.raises(InterruptedStepError, match=r"reset\(\)"):
+                    USES[name](cache)
+            with pytest.raises(InterruptedStepError, match=r"reset\(\)"):
+                cache.crop(0)
+        cache.reset()
+        run(prefill_parts(cache) + events(cache, asks, fused) * 2)
+        assert cache.stats.steps == 3
+
+
+@pytest.mark.parametrize("done", range(7))
+def test_a_first_forward_that_ended_early_is_found_out_in_the_second(done: int) -> None:
+    cache = TieredKVCache(HYBRID)
+    run(prefill_parts(cache)[:done])
+    if done in (0, len(prefill_parts(cache))):
+        run(prefill_parts(cache))
+        return
+    for _ in range(2):
+        with pytest.raises(InterruptedStepError, match=r"reset\(\)"):
+            run(prefill_parts(cache))

@@ -204,6 +204,8 @@ class RecurrentStates:
             steps.check_goes_on()
             self._check_begun(layer, number or 0)
             for part, state in self._asked.items():
+                if self._recurrent_seen and state.number not in self._recurrent_seen:
+                    continue  # models ask more than once for the convolutions beside the one that feeds a recurrence
                 if self._uncounted(state) and not (recording and state.kind == CONV):
                     self._touch(part)
                     self._assumed[part] = recording is None or state.kind == RECURRENT

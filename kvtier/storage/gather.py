@@ -171,7 +171,7 @@ def _views(
     parts: Sequence[Part], size: int, blocks: Iterable[tuple[int, int, int]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Destination and source views for `(row, block index, slot)`, neighbours joined."""
-    for row, index, slot, count in _joined(blocks):
+    for row, index, slot, count in joined(blocks):
         start = index * size
         for part in parts:
             out, room = part.out[row], part.out.shape[-2]
@@ -185,7 +185,8 @@ def _views(
                 yield out.narrow(-2, rest, room - rest), part.source(slot + whole, 1)[0].narrow(-2, 0, room - rest)
 
 
-def _joined(blocks: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
+def joined(blocks: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
+    """Join `(row, block index, slot)` that are neighbours in both into `(row, block index, slot, count)`."""
     first: tuple[int, int, int] | None = None
     count = 0
     for block in blocks:

@@ -108,6 +108,7 @@ class Exact:
     size: torch.Tensor  # [heads, queries, v_dim] weighted sum of |values|: errors of weights are relative to it
     blur: torch.Tensor  # [heads, queries, 1] bound of the error of one score in fp32
     step: torch.Tensor  # [heads, queries, 1] error of a score that is right but for its own rounding to fp32
+    theirs: torch.Tensor  # [heads, queries, v_dim] what torch makes of it in the dtype
 
 
 @dataclass
@@ -189,7 +190,7 @@ class Case:
         # A dot product's rounding grows with the root of its terms; scale, cap, bias and mask round once each.
         blur = 2 * u * spec.k_dim**0.5 * products.abs() + 4 * u * scores.abs() + 8 * u * min(spec.softcap, 1e9)
         blur, step = (torch.where(felt, x, 0.0).amax(-1, keepdim=True) for x in (blur, u * scores.abs()))
-        return Exact(weights @ v, lse, weights @ v.abs(), blur, step)
+        return Exact(weights @ v, lse, weights @ v.abs(), blur, step, self.by_torch(s))
 
     def geometry(self, s: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Positions of the queries `[queries, 1]` and keys `[tokens]` of sequence `s`, and which see which."""
@@ -315,7 +316,7 @@ def law(case: Case, s: int, exact: Exact, out: torch.Tensor, lse: torch.Tensor) 
     if bool(error.isnan().any()) or bool(lse.isnan().any()):
         return "NaN"
     rounding = UNIT[out.dtype] * exact.out.abs() + TINY[out.dtype]
-    theirs = (case.by_torch(s).to(out.dtype).double() - exact.out).abs()[~blind]
+    theirs = (exact.theirs.to(out.dtype).double() - exact.out).abs()[~blind]
     floor = rounding + (2 * exact.step + 4 * u) * exact.size
     if theirs.numel() and float(error.max()) > 2 * float(theirs.max()) + float(floor.max()):
         return f"error {float(error.max()):.3g}, torch's is {float(theirs.max()):.3g}"

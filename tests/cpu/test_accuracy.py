@@ -54,7 +54,7 @@ def test_wherever_a_sequence_begins_and_ends_its_tokens_count_once(isa: str, dty
     r = random.Random(0)
     found = []
     for rows in (1, 2, 3, 4, 5, 6, 7):
-        for size in (1, 7, 64, 256, 300):
+        for size in (1, 64, 300):
             lengths = (r.choice((255, 256, 257)), r.choice((511, 512, 513, 520)), r.randint(257, 600))
             firsts = (r.choice((0, 1, 7, 249)), r.choice((0, 3, 100, 249)), r.randint(0, 256))
             dims = {"k_dim": r.choice((8, 64)), "v_dim": r.choice((8, 33, 64))}
@@ -177,24 +177,35 @@ def test_any_layout_of_a_mask_and_of_queries_is_meant(isa: str, kind: torch.dtyp
     assert exact
 
 
+@functools.cache
+def spoilt(dtype: torch.dtype, where: str, length: int, value: float) -> tuple[Case, Exact, torch.Tensor]:
+    """A problem with one number that is none, its answer in float64, and that of torch's plain operations in fp32.
+
+    Torch's fused attention is no measure here: it gives zeros for some rows with an infinite score.
+    """
+    case = Case(Spec(dtype, 2, 2, lengths=(length,), k_dim=32, v_dim=32, block_size=64, seed=3))
+    if where == "query":
+        case.query[0, 1, 0, 5] = value
+    elif where == "key":
+        case.keys[0][1, length * 2 // 3, 3] = value
+    elif where == "value":
+        case.values[0][0, length * 2 // 3, 3] = value
+    else:
+        case.keys[0][1] = value
+    k, v = (x[0].float().repeat_interleave(2, 0) for x in (case.keys, case.values))
+    scores = case.query[0].float() @ k.mT * case.terms.scale
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)  # the same as a query that sees nothing
+    return case, case.exact(0), (scores.softmax(-1) @ v).masked_fill(nothing, 0.0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("where", ["query", "key", "value", "all keys"])
-@pytest.mark.parametrize("length", [1, 20, 300, 21_000])
+@pytest.mark.parametrize("length", [1, 300, 21_000])
 def test_nan_and_infinity_show_where_torch_shows_them(isa: str, dtype: torch.dtype, where: str, length: int) -> None:
     for value in (torch.nan, torch.inf, -torch.inf):
-        case = Case(Spec(dtype, 2, 2, lengths=(length,), k_dim=32, v_dim=32, block_size=64, seed=3))
-        token = length * 2 // 3
-        if where == "query":
-            case.query[0, 1, 0, 5] = value
-        elif where == "key":
-            case.keys[0][1, token, 3] = value
-        elif where == "value":
-            case.values[0][0, token, 3] = value
-        elif value != value:  # torch's fused kernel takes rows of nothing but inf - inf for masked ones
-            case.keys[0][1] = value
-        exact, theirs, result = case.exact(0), case.by_torch(0), attend(case)
-        # In float64 as in torch: finite, infinite and NaN, each where they are.
-        for right in (theirs, exact.out):
+        case, exact, plain = spoilt(dtype, where, length, value)
+        result = attend(case)
+        for right in (plain, exact.out):
             assert torch.equal(result.out[0].isnan(), right.isnan()), value
             assert torch.equal(result.out[0].isinf(), right.isinf()), value
         assert torch.equal(result.lse[0].isfinite(), exact.lse.isfinite()), value

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from families import build_model, prompt_ids
 from torch import nn
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
+import kvtier
 from kvtier import KVView, TieredKVCache, UnsupportedError
 from kvtier.hf import attention
 from kvtier.hf.attention import attention_forward, attention_mask
@@ -134,8 +136,9 @@ def test_groups_are_read_from_the_tensors_and_repeats_made_by_the_model_are_fine
             x[:, :, None, :, :].expand(shape).reshape(BATCH, KV_HEADS * repeats, 13, K_DIM) for x in (keys, values)
         )
         assert isinstance(keys, KVView)
-        for pair in ((keys, values), (k, v)):
-            actual, _ = attention_forward(nn.Module().eval(), q, *pair, None, scaling=0.3)
+        mask = torch.ones(BATCH, 1, 5, 13, dtype=torch.bool).tril(8)
+        for pair, seen in itertools.product(((keys, values), (k, v)), (None, mask)):
+            actual, _ = attention_forward(nn.Module().eval(), q, *pair, seen, scaling=0.3)
             torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -168,12 +171,15 @@ def test_masks_longer_than_the_keys_and_of_fewer_dimensions_are_read_as_torch_re
     q, k, v = tensors(5, 13, 1, K_DIM)
     seen = torch.rand(5, 13, generator=torch.Generator().manual_seed(3)) < 0.7
     seen[:, 0] = True
-    expected = written_out(q, k, v, seen, 0.3, 3.0)
+    some = torch.randn(1, KV_HEADS, 5, 13, generator=torch.Generator().manual_seed(4))
     longer = torch.cat([seen, torch.ones(5, 4, dtype=torch.bool)], 1)
-    for mask, views in itertools.product((seen, seen[None, None], longer[None, None]), (False, True)):
-        keys, values = as_views(k, v, 5) if views else (k, v)
-        actual, _ = attention_forward(Layer(), q, keys, values, mask, scaling=0.3, softcap=3.0)
-        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    for views, softcap, bias in itertools.product((False, True), (None, 3.0), (None, some)):
+        expected = written_out(q, k, v, seen, 0.3, softcap or 0, bias=0 if bias is None else bias)
+        for mask in (seen, seen[None, None], longer[None, None]):
+            keys, values = as_views(k, v, 5) if views else (k, v)
+            options = {"scaling": 0.3, "softcap": softcap, "position_bias": bias}
+            actual, _ = attention_forward(Layer(), q, keys, values, mask, **options)
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["tensors", "views"])
@@ -211,6 +217,29 @@ def test_what_needs_its_gradient_gets_it_on_views_too(frozen: bool) -> None:
     for tensor, view in zip(gradients[:2], gradients[2:], strict=True):
         assert all(x.abs().max() > 0.1 for x in tensor)
         torch.testing.assert_close(tensor, view)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5"])
+def test_training_gives_the_gradients_of_the_models_own_attention(name: str) -> None:
+    model = build_model(name, "eager").train()
+    inputs = {"input_ids": prompt_ids(), "labels": prompt_ids(length=40, seed=5)}
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(**inputs, use_cache=False).loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    for module in model.modules():  # which draws other numbers
+        for attribute in ("p", "dropout"):
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, 0.0)
+    expected = gradients()
+    with kvtier.enable(model):
+        actual = gradients()
+    assert expected.keys() == actual.keys()
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(actual[parameter], gradient, rtol=1e-3, atol=1e-4, msg=lambda m, p=parameter: p + m)
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])

@@ -1,6 +1,7 @@
 """Misuse and interruptions: a clear error, nothing lost, and a way back."""
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -9,6 +10,7 @@ import pytest
 import torch
 from families import build_model, dynamic_cache, prompt_ids, tiny_model
 from placements import ROOMY, outcome, smallest_budget, tiered_cache
+from test_interrupted_hybrids import PulledThePlug, at_module, forward, forwards, in_a_thread, model_of, same
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
@@ -58,10 +60,6 @@ def before_layer(model: PreTrainedModel, index: int, act: Callable[[int], None])
         yield
     finally:
         handle.remove()
-
-
-class PulledThePlug(Exception):
-    """Not an error that any library would catch."""
 
 
 @contextmanager
@@ -274,3 +272,75 @@ def test_a_closed_cache_says_so() -> None:
         generate(model, cache)
     with pytest.raises(ClosedError):
         model(input_ids=PROMPT[:, :1], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_crop_0_asks_for_a_reset_where_a_state_was_changed_and_only_there() -> None:
+    model = model_of("jamba")
+    cache = TieredKVCache(model.config)
+    forwards(model, cache, 5, 6)
+    layer, operator = model.model.layers[0], model.model.layers[0].mamba.x_proj
+    with pytest.raises(PulledThePlug), at_module(layer, "before"):
+        forward(model, cache, 6, 7)
+    cache.crop(0)
+    assert same(forwards(model, cache, 7, begin=6), forwards(model, dynamic_cache(model), 5, 6, 7)[-1:])
+    with pytest.raises(PulledThePlug), at_module(operator, "before"):
+        forward(model, cache, 7, 8)
+    with pytest.raises(InterruptedStepError, match=r"reset\(\)"):
+        cache.crop(0)
+
+
+@torch.no_grad()
+def test_a_step_that_the_budget_refuses_half_way_asks_for_a_reset() -> None:
+    model = model_of("jamba")
+    with pytest.raises(BudgetError) as refusal:
+        forwards(model, TieredKVCache(model.config, host_budget=1, block_size=4), 4)
+    cache = TieredKVCache(model.config, host_budget=refusal.value.needed, block_size=4)
+    forwards(model, cache, 4)
+    with pytest.raises(BudgetError):
+        forward(model, cache, 4, 5)
+    with pytest.raises(InterruptedStepError, match=r"reset\(\)"):
+        forward(model, cache, 4, 5)
+    cache.reset()
+    assert same(forwards(model, cache, 4), forwards(model, dynamic_cache(model), 4))
+
+
+@torch.no_grad()
+def test_an_update_that_raises_before_it_changes_anything_harms_nothing() -> None:
+    model = model_of("qwen3_next")
+    cache = TieredKVCache(model.config)
+    forwards(model, cache, 5, 6)
+    held = cache.layers[0].conv_states[0]
+    with pytest.raises(RuntimeError):
+        cache.update_conv_state(held[:1], 0)  # another batch
+    assert same(forwards(model, cache, 9, begin=6), forwards(model, dynamic_cache(model), 5, 6, 9)[-1:])
+
+
+@pytest.mark.parametrize("index", range(4))
+@torch.no_grad()
+def test_a_second_thread_in_the_middle_of_a_forward_mixes_nothing(index: int) -> None:
+    model = model_of("jamba")
+    cache = TieredKVCache(model.config, block_size=4)
+    forwards(model, cache, 5, 6)
+    intruder: list[Any] = []
+
+    def intrude(*_: Any) -> None:
+        handle.remove()
+        intruder.append(in_a_thread(lambda: forward(model, cache, 6, 7)))
+
+    handle = model.model.layers[index].register_forward_hook(intrude)
+    results = [outcome(lambda: forward(model, cache, 6, 7)), *intruder]
+    refused = [isinstance(result, KVTierError) for result in results]
+    assert any(refused) or index == 3, "after the last layer, the forward has ended for all that a cache can see"
+    expected = forwards(model, dynamic_cache(model), 5, 6, 7)[-1]
+    assert same([results[0]], [expected]) if not refused[0] else refused[1]
+
+
+@torch.no_grad()
+def test_a_cache_that_is_dropped_gives_its_states_back_at_once() -> None:
+    model = model_of("jamba_last")
+    cache = TieredKVCache(model.config)
+    forwards(model, cache, 5, 6)
+    state = weakref.ref(cache.layers[0].recurrent_states[0])
+    del cache
+    assert state() is None
