@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from kvtier.kernels import reference
 from kvtier.kernels.terms import Terms
 from kvtier.storage.gather import dense_kv, own_kv
 from kvtier.storage.store import LayerStore
+
+#: Scores that attention in plain torch makes at once.
+_SCORE_BYTES = 2**28
 
 
 def attend(
@@ -55,7 +59,31 @@ def attend_terms(layer: LayerStore, length: int, query: torch.Tensor, terms: Ter
     """
     if host and split.serves(layer, query, terms):
         return split.attend(layer, length, query, terms)
-    return reference.attend(query, *_dense(layer, length, query, host), terms)[0]
+    keys, values = _dense(layer, length, query, host)
+    batch, heads, queries, _ = query.shape
+    bare = (terms.causal, terms.window, terms.softcap, terms.firsts, terms.sinks, terms.slopes) == (
+        False,
+        0,
+        0,
+        *[None] * 3,
+    )
+    if bare and (terms.mask is None or terms.mask.dtype in (torch.bool, query.dtype)):
+        repeats = heads // keys.shape[1]
+        return F.scaled_dot_product_attention(
+            query, repeat(keys, repeats), repeat(values, repeats), attn_mask=terms.mask, scale=terms.scale
+        )
+    # A few queries at a time: all scores of a long prefill would take more memory than the KV.
+    rows = max(1, _SCORE_BYTES // (batch * heads * length * 4))
+    outs = []
+    for start in range(0, queries, rows):
+        stop = min(start + rows, queries)
+        mask = terms.mask
+        if mask is not None and mask.shape[2] > 1:
+            mask = mask[:, :, start:stop]
+        at = length - queries + stop  # these queries are the last of so many tokens
+        some = replace(terms, mask=mask)
+        outs.append(reference.attend(query[:, :, start:stop], keys, values, some, length=at)[0])
+    return torch.cat(outs, 2)
 
 
 def _dense(layer: LayerStore, length: int, query: torch.Tensor, host: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ from test_families import greedy, reference
 from test_modes import MODES
 from transformers import Cache
 
-from kvtier import TieredKVCache, split
+from kvtier import TieredKVCache, attention, split
 from kvtier.cpu import native
 from kvtier.kernels import reference as torch_reference
 from kvtier.storage.transfer import Transfer
@@ -294,3 +294,29 @@ def test_ten_thousand_steps_leave_nothing_behind() -> None:
         assert cache.stats.host_attended > 9_000
         cache.close()
     assert threads() == before
+
+
+@pytest.mark.parametrize("score_bytes", [2**28, 4 * 2 * 4 * 60 * 7])
+def test_many_queries_with_terms_of_every_kind_are_right_in_any_number_of_chunks(
+    score_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_SCORE_BYTES", score_bytes)
+    torch.manual_seed(0)
+    keys, values, query = torch.randn(2, 2, 60, 8), torch.randn(2, 2, 60, 8), torch.randn(2, 4, 25, 8)
+    mask = torch.rand(2, 1, 25, 60) < 0.8
+    for terms in (
+        split.Terms(0.3),
+        split.Terms(0.3, mask=mask),
+        split.Terms(0.3, causal=True),
+        split.Terms(0.3, causal=True, window=7),
+        split.Terms(0.3, causal=True, softcap=3.0, mask=mask),
+        split.Terms(0.3, causal=True, sinks=torch.randn(4), firsts=torch.tensor([3, 40])),
+        split.Terms(0.3, slopes=torch.rand(4)),
+    ):
+        cache = TieredKVCache(block_size=8)
+        for part in (slice(0, 35), slice(35, 60)):
+            cache.update(keys[:, :, part], values[:, :, part], 0)
+        store = cache._runtime.layers[0]
+        out = cache._runtime.attend_terms(store, 60, store.epoch, query, terms)
+        expected, _ = torch_reference.attend(query.double(), keys.double(), values.double(), terms)
+        assert close(expected.float(), out)
