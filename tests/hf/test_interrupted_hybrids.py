@@ -327,6 +327,8 @@ WAYS: dict[str, Callable[[PreTrainedModel, Cache], Any]] = {
 @pytest.mark.parametrize("name", ["qwen3_next", "jamba", "jamba_last", *KINDS])
 @torch.no_grad()
 def test_forwards_that_end_are_never_taken_for_interrupted(name: str, way: str) -> None:
+    if (name, way) == ("qwen4_exp", "with_a_copy") and not hasattr(DynamicCache, "get_conv_state"):
+        pytest.skip("in 5.17 this model keeps positions on the cache object, which a copy does not have")
     model = model_of(name)
     expected = outcome(lambda: WAYS[way](model, dynamic_cache(model)))
     cache = TieredKVCache(model.config, block_size=4)

@@ -15,9 +15,9 @@ import torch
 from test_random_walk import Walk
 
 from kvtier import TieredKVCache
-from kvtier.storage.gather import dense_kv
 from kvtier.runtime import EngineFactory
 from kvtier.storage.block import Table
+from kvtier.storage.gather import dense_kv
 from kvtier.storage.pool import BlockPool
 from kvtier.storage.staging import StagingArea
 from kvtier.storage.store import LayerStore

@@ -1,0 +1,256 @@
+// What a kernel spends its time with, for one instruction set: products of queries with keys, and weighted sums of values.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "tasks.h"
+
+#define KVTIER_INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 32")
+#define KVTIER_LAMBDA __attribute__((always_inline))
+
+namespace KVTIER_ISA {
+
+constexpr int TILE = 256;     // tokens whose scores are kept at once
+constexpr int ROW = TILE + 16;  // columns of a row: where a tile ends within a vector, that is written whole
+constexpr int SOME = 16;      // tokens of values that all rows pass over before the next
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+inline int up(int x, int to) { return (x + to - 1) / to * to; }
+
+// exp(x) to about 1 ulp for x <= 0; 0 for -inf.
+inline V exp(V x) {
+  x = max(set1(-104.0f), x);  // in this order NaN stays NaN
+  const V n = round(mul(x, set1(1.44269504088896341f)));
+  V r = fma(n, set1(-0.693359375f), x);
+  r = fma(n, set1(2.12194440e-4f), r);
+  V y = set1(1.9875691500e-4f);
+  y = fma(y, r, set1(1.3981999507e-3f));
+  y = fma(y, r, set1(8.3334519073e-3f));
+  y = fma(y, r, set1(4.1665795894e-2f));
+  y = fma(y, r, set1(1.6666665459e-1f));
+  y = fma(y, r, set1(5.0000001201e-1f));
+  y = fma(y, mul(r, r), add(r, set1(1.0f)));
+  return scale2(y, n);
+}
+
+inline V tanh(V x) {
+  // Near 0 the quotient would cancel.
+  const V s = mul(x, x);
+  V small = fma(s, set1(-17.0f / 315.0f), set1(2.0f / 15.0f));
+  small = fma(s, small, set1(-1.0f / 3.0f));
+  small = fma(mul(s, x), small, x);
+  const V e = exp(mul(set1(-2.0f), abs(x)));
+  const V ratio = div(sub(set1(1.0f), e), add(set1(1.0f), e));
+  return where_small(x, 0.2f, small, with_sign(ratio, x));
+}
+
+// How one dtype is multiplied. Weights is what probabilities are held as.
+template <class T>
+struct Widened {  // in fp32, for every dtype
+  using Element = T;
+  using Query = float;
+  using Weight = float;
+  using Vector = V;
+  static constexpr int STEP = W;  // elements of a vector of keys
+  static constexpr int COLUMNS = W;
+  static Vector key(const T* p) { return from(p); }
+  static Vector key(const T* p, int n) { return from(p, n); }
+  static Vector query(const float* p) { return load(p); }
+  static V mac(V acc, Vector key, Vector query) { return fma(key, query, acc); }
+  static void pack(float* p, const T* q, int n) {
+    for (int i = 0; i < n; i++) p[i] = to_float(q[i]);
+  }
+  static void weights(float* p, V x) { store(p, x); }
+};
+
+#ifdef KVTIER_DOT
+struct Dotted {  // bf16 in pairs, added up in fp32
+  using Element = bf16;
+  using Query = bf16;
+  using Weight = bf16;
+  using Vector = D;
+  static constexpr int STEP = DOT;
+  static constexpr int COLUMNS = DOT;
+  static Vector key(const bf16* p) { return load_pairs(p); }
+  static Vector key(const bf16* p, int n) { return load_pairs(p, n); }
+  static Vector query(const bf16* p) { return load_pairs(p); }
+  static V mac(V acc, Vector key, Vector query) { return dot(acc, key, query); }
+  static void pack(bf16* p, const bf16* q, int n) { std::memcpy(p, q, static_cast<size_t>(n) * 2); }
+  static void weights(bf16* p, V x) { to(p, x); }
+};
+#endif
+
+// Dot products of ROWS query rows with one key. The keys are read in rising order, line by line: that is what the
+// hardware prefetches best, and prefetching by hand only disturbed it (see docs/design/host-attention.md).
+template <class M, int ROWS, int DIM>
+KVTIER_INLINE void multiply(V (&acc)[W], int i, const typename M::Query* query, int query_stride,
+                            const typename M::Element* key, int dim) {
+  constexpr int TOKENS = W / ROWS;
+  const auto step = [&](auto k, int c) KVTIER_LAMBDA {
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+      acc[r * TOKENS + i] = M::mac(acc[r * TOKENS + i], k, M::query(query + r * query_stride + c));
+  };
+  if constexpr (DIM != 0) {
+#pragma GCC unroll 4
+    for (int c = 0; c + M::STEP <= DIM; c += M::STEP) step(M::key(key + c), c);
+    if constexpr (DIM % M::STEP != 0) step(M::key(key + DIM / M::STEP * M::STEP, DIM % M::STEP), DIM / M::STEP * M::STEP);
+  } else {
+    int c = 0;
+    for (; c + M::STEP <= dim; c += M::STEP) step(M::key(key + c), c);
+    if (c < dim) step(M::key(key + c, dim - c), c);
+  }
+}
+
+template <class M, int ROWS, int DIM, class At>
+KVTIER_INLINE void score_some(const typename M::Query* query, int query_stride, At at, int dim, float* scores,
+                              int score_stride) {
+  V acc[W];
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) acc[i] = zero();
+#pragma GCC unroll 16
+  for (int i = 0; i < W / ROWS; i++) multiply<M, ROWS, DIM>(acc, i, query, query_stride, at(i), dim);
+  const V s = sums(acc);
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++) store_part<W / ROWS>(scores + r * score_stride, s, r);
+}
+
+// scores[r, t] = query row r . key t, for ROWS rows and n tokens of `dim` elements. Up to W - 1 columns of scores behind
+// n are undefined, wherever the row begins.
+template <class M, int ROWS, int DIM>
+inline void score(const typename M::Element* keys, int dim, int n, const typename M::Query* query, int query_stride,
+                  float* scores, int score_stride) {
+  constexpr int TOKENS = W / ROWS;
+  if constexpr (DIM != 0) dim = DIM;
+  int t = 0;
+  for (; t + TOKENS <= n; t += TOKENS) {
+    const typename M::Element* base = keys + static_cast<ptrdiff_t>(t) * dim;
+    const auto at = [base, dim](int i) KVTIER_LAMBDA { return base + static_cast<ptrdiff_t>(i) * (DIM ? DIM : dim); };
+    score_some<M, ROWS, DIM>(query, query_stride, at, dim, scores + t, score_stride);
+  }
+  if (t < n) {
+    // The last token stands in for those that are not there.
+    const auto at = [=](int i) KVTIER_LAMBDA { return keys + static_cast<ptrdiff_t>(std::min(t + i, n - 1)) * dim; };
+    score_some<M, ROWS, 0>(query, query_stride, at, dim, scores + t, score_stride);
+  }
+}
+
+// out[r, :] += sum over t of weights[r, t] * values[t, :], for ROWS rows, n tokens, and `columns` columns of `dim`.
+template <class T, int ROWS, int VECTORS>
+KVTIER_INLINE void add_columns(const T* values, int dim, int columns, int n, const float* weights, float* out,
+                               int out_stride) {
+  V acc[ROWS][VECTORS];
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < VECTORS; c++) acc[r][c] = load(out + r * out_stride + c * W);
+  const int rest = columns - (VECTORS - 1) * W;
+  const auto token = [&](int t, V last) KVTIER_LAMBDA {
+    const T* v = values + static_cast<ptrdiff_t>(t) * dim;
+    V w[ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++) w[r] = set1(weights[r * ROW + t]);
+    UNROLL for (int c = 0; c < VECTORS; c++) {
+      const V x = c == VECTORS - 1 ? last : from(v + c * W);
+      UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] = fma(w[r], x, acc[r][c]);
+    }
+  };
+  const T* last = values + (VECTORS - 1) * W;
+  if (rest >= W) {
+    for (int t = 0; t < n; t++) token(t, from(last + static_cast<ptrdiff_t>(t) * dim));
+  } else {
+    for (int t = 0; t < n; t++) token(t, from(last + static_cast<ptrdiff_t>(t) * dim, rest));
+  }
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < VECTORS; c++) store(out + r * out_stride + c * W, acc[r][c]);
+}
+
+#ifdef KVTIER_DOT
+template <class T, int ROWS, int VECTORS>
+KVTIER_INLINE void add_columns(const bf16* values, int dim, int columns, int n, const bf16* weights, float* out,
+                               int out_stride) {
+  V low[ROWS][VECTORS], high[ROWS][VECTORS];
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < VECTORS; c++) {
+      low[r][c] = load(out + r * out_stride + c * DOT);
+      high[r][c] = load(out + r * out_stride + c * DOT + W);
+    }
+  const int rest = columns - (VECTORS - 1) * DOT;
+  const auto part = [&](int t, int c) KVTIER_LAMBDA {
+    const bf16* v = values + static_cast<ptrdiff_t>(t) * dim + c * DOT;
+    return c == VECTORS - 1 && rest < DOT ? load_pairs(v, rest) : load_pairs(v);
+  };
+  const auto pair = [&](int t, auto row) KVTIER_LAMBDA {
+    D w[ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++) w[r] = set_pair(weights + r * ROW + t);
+    UNROLL for (int c = 0; c < VECTORS; c++) {
+      const D a = row(t, c), b = row(t + 1, c), first = pairs_low(a, b), second = pairs_high(a, b);
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        low[r][c] = dot(low[r][c], first, w[r]);
+        high[r][c] = dot(high[r][c], second, w[r]);
+      }
+    }
+  };
+  int t = 0;
+  if (rest >= DOT) {
+    const auto whole = [&](int s, int c) KVTIER_LAMBDA {
+      return load_pairs(values + static_cast<ptrdiff_t>(s) * dim + c * DOT);
+    };
+    for (; t + 1 < n; t += 2) pair(t, whole);
+  } else {
+    for (; t + 1 < n; t += 2) pair(t, part);
+  }
+  if (t < n) {
+    // The last token of an odd number: its partner is not there, and must not be read.
+    pair(t, [&](int s, int c) KVTIER_LAMBDA { return s == t ? part(s, c) : zero_pairs(); });
+  }
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < VECTORS; c++) {
+      store(out + r * out_stride + c * DOT, low[r][c]);
+      store(out + r * out_stride + c * DOT + W, high[r][c]);
+    }
+}
+#endif
+
+template <class M>
+struct Shape {
+  static int query_pad(const kvtier_problem& p) { return up(p.k_dim, M::STEP); }
+  static int value_pad(const kvtier_problem& p) { return up(p.v_dim, M::COLUMNS); }
+};
+
+template <class M, int ROWS, int DIM>
+KVTIER_INLINE void add_values(const typename M::Element* values, int dim, int n, const typename M::Weight* weights,
+                              float* out, int out_stride) {
+  constexpr int COLUMNS = M::COLUMNS, WIDE = PANEL * W, HALF = WIDE / 2;
+  using T = typename M::Element;
+  if constexpr (DIM != 0) {
+    static_assert(DIM % HALF == 0 && HALF % COLUMNS == 0);
+    int c = 0;
+    for (; c + WIDE <= DIM; c += WIDE) add_columns<T, ROWS, WIDE / COLUMNS>(values + c, DIM, WIDE, n, weights, out + c, DIM);
+    if constexpr (DIM % WIDE != 0) add_columns<T, ROWS, HALF / COLUMNS>(values + c, DIM, HALF, n, weights, out + c, DIM);
+  } else {
+    int c = 0;
+    for (; c + HALF <= dim; c += HALF)
+      add_columns<T, ROWS, HALF / COLUMNS>(values + c, dim, HALF, n, weights, out + c, out_stride);
+    for (; c < dim; c += COLUMNS)
+      add_columns<T, ROWS, 1>(values + c, dim, std::min(COLUMNS, dim - c), n, weights, out + c, out_stride);
+  }
+}
+
+// All `rows` of one KV head.
+template <class M, int DIM>
+inline void add_rows(const typename M::Element* values, int dim, int n, const typename M::Weight* weights, int rows,
+                     float* out, int out_stride) {
+  if constexpr (DIM != 0) out_stride = DIM;
+  // All rows pass over few tokens before the next: memory is read without a pause, and those tokens stay at hand.
+  const int step = rows > 8 ? TILE : SOME;
+  for (int t = 0; t < n; t += step, values += static_cast<ptrdiff_t>(step) * (DIM ? DIM : dim), weights += step) {
+    const int some = std::min(step, n - t);
+    int row = 0;
+    for (; row + 2 <= rows; row += 2)
+      add_values<M, 2, DIM>(values, dim, some, weights + row * ROW, out + row * out_stride, out_stride);
+    if (row < rows) add_values<M, 1, DIM>(values, dim, some, weights + row * ROW, out + row * out_stride, out_stride);
+  }
+}
+
+}  // namespace KVTIER_ISA
