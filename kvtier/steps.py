@@ -64,6 +64,7 @@ class Steps:
 
     Attributes:
         began: length of each updated layer before the step under way (or the last one); 0 for recurrent states.
+        ended_at: the last part of the step before.
         undoable: whether an unfinished step can be dropped by `crop`.
         pending: set while a recurrent layer may have been changed in place; looks at it and tells what it `saw`.
     """
@@ -76,6 +77,7 @@ class Steps:
         self._even = True
         self.expected: frozenset[Part] | None = expected
         self.began: dict[Part, int] = {}
+        self.ended_at: Part | None = None
         self.undoable = True
         self.pending: Callable[[], None] | None = None
         self._torn = False
@@ -180,6 +182,7 @@ class Steps:
 
     def _begin(self, owner: int) -> None:
         self._learn()
+        self.ended_at = next(reversed(self.began), None)
         self.began = {}
         self._owner = owner
 

@@ -224,7 +224,6 @@ class TieredKVCache(RecurrentFace):
 
     def _end_step(self) -> None:
         self._runtime.steps.end()
-        self._recurrent.forget()
         self._windows.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -165,19 +165,12 @@ class RecurrentStates:
         self._announced = False  # whether the model says when it is about to change a layer
         self.last_read: tuple[int | None, int | None] = (None, None)
         self._runtime.steps.undoable = not self._layers
-        self.forget()
-
-    def forget(self) -> None:
-        """What changed up to now was no forward: rows were reordered, tokens removed."""
         self._at: int | None = None
         self._by = 0  # the thread that reached it
         self._asked: dict[RecurrentPart, _State] = {}  # what of it may be changed in place
         self._assumed: dict[RecurrentPart, bool] = {}  # part -> whether a call may follow that means the same
         self._called: set[RecurrentPart] = set()
         self._runtime.steps.pending = None
-        for states in self._layers.values():
-            for state in states.values():
-                state.mark()
 
     def settle(self) -> None:
         """Tell what was changed in place, and leave the layer reached last."""
@@ -265,8 +258,8 @@ class RecurrentStates:
         conv, recurrent = (layer, CONV, number), (layer, RECURRENT, number)
         if not states[recurrent].absent:
             unfinished = conv in steps.began and recurrent not in steps.began and not steps.complete
-        elif self._recurrent_seen:  # as far as the first forward got
-            unfinished = number in self._recurrent_seen and not states[conv].absent
+        elif self._recurrent_seen:
+            unfinished = number in self._recurrent_seen and steps.ended_at == conv
         else:  # either the first forward ended in its first recurrent layer, or the model has only convolutions
             alone = [part for part in steps.began if type(part) is tuple] == [conv]
             unfinished = alone and not steps.knows_states() and not (steps.expected and steps.complete)

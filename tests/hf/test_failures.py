@@ -1,5 +1,6 @@
 """Misuse and interruptions: a clear error, nothing lost, and a way back."""
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -330,10 +331,21 @@ def test_a_second_thread_in_the_middle_of_a_forward_mixes_nothing(index: int) ->
 
     handle = model.model.layers[index].register_forward_hook(intrude)
     results = [outcome(lambda: forward(model, cache, 6, 7)), *intruder]
-    refused = [isinstance(result, KVTierError) for result in results]
-    assert any(refused) or index == 3, "after the last layer, the forward has ended for all that a cache can see"
-    expected = forwards(model, dynamic_cache(model), 5, 6, 7)[-1]
-    assert same([results[0]], [expected]) if not refused[0] else refused[1]
+    assert same(results[:1], forwards(model, dynamic_cache(model), 5, 6, 7)[-1:]), "the first thread must not notice"
+    # After the last layer, the forward has ended for all that a cache can see.
+    assert isinstance(results[1], ConcurrentUseError) == (index < 3)
+
+
+@torch.no_grad()
+def test_a_copy_notices_an_interruption_as_the_original_does() -> None:
+    model = model_of("jamba_last")
+    cache = TieredKVCache(model.config)
+    forwards(model, cache, 5, 6)
+    for one in (copy.deepcopy(cache), cache):
+        with pytest.raises(PulledThePlug), at_module(model.model.layers[-1], "before"):
+            forward(model, one, 6, 7)
+        with pytest.raises(InterruptedStepError, match=r"reset\(\)"):
+            forward(model, one, 6, 7)
 
 
 @torch.no_grad()

@@ -278,6 +278,11 @@ def assisted(model: PreTrainedModel, cache: Cache) -> Any:
     return model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=8, do_sample=False)
 
 
+def assisted_in_inference_mode(model: PreTrainedModel, cache: Cache) -> Any:
+    with torch.inference_mode():
+        return assisted(model, cache)
+
+
 def with_states_edited_between_forwards(model: PreTrainedModel, cache: Cache) -> Any:
     """Some users put an earlier state back themselves."""
     logits = []
@@ -317,6 +322,7 @@ WAYS: dict[str, Callable[[PreTrainedModel, Cache], Any]] = {
         with_reordered_rows,
         with_a_copy,
         assisted,
+        assisted_in_inference_mode,
         with_states_edited_between_forwards,
         with_questions_between_forwards,
     )
