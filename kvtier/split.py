@@ -137,9 +137,12 @@ def _both(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, pla
         future = native.submit(
             _shape(layer), below, plan.blocks, others, threads=torch.get_num_threads(), out=out, lse=lse
         )
-        if part is None:
-            part = _on_device(layer, length, query, own, plan)
-        future.wait()
+        try:
+            if part is None:
+                part = _on_device(layer, length, query, own, plan)
+        finally:
+            # Whatever happens, nobody gives memory back while threads still read it.
+            future.wait()
     else:
         pool = layer.tiers.far_pools[layer.layout]
         result = fallback.attend(below, _runs(layer, pool, plan.far, length), others)

@@ -52,6 +52,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_any_placement_gives_the_tokens_of_dynamic_cache(
     name: str, block_size: int, placement: Placement, backend: str
 ) -> None:
+    if backend == "torch" and block_size != 16:
+        pytest.skip("block sizes are crossed with the native library only")
     model = tiny_model(name)
     cache = assert_same_as_dynamic_cache(
         model,
