@@ -90,8 +90,8 @@ def _dense(layer: LayerStore, length: int, query: torch.Tensor, host: bool) -> t
     if torch.is_grad_enabled() and query.requires_grad and not layer.carries_graph:
         # The query's gradient is right as long as nobody writes into what its graph remembers.
         return own_kv(layer, length)
-    # Many queries are an exception where host threads serve the few: the workspace need not be kept for them.
-    lasting = not (host and query.shape[2] > split.MOST_QUERIES)
+    # Where host threads serve, this is an exception (a long prefill, all on the device): no room is kept for the next.
+    lasting = not (host and split.able(layer))
     return without_gradient(layer, *dense_kv(layer, length, lasting=lasting))
 
 

@@ -161,7 +161,7 @@ class Runtime:
         coming = new * (sum(x.layout.nbytes for x in todo) + unborn * size)
         held = sum(x.count * x.layout.nbytes for x in tiers.layers)
         batch = sum(len(group.rows) for group in groups)
-        many = self._dense and not self._hosted(tokens)
+        many = self._dense and not self._hosted(store, tokens)
         rooms = [x.workspace_bytes(x.length, batch) for x in done if x.dense or many]
         rooms += [x.workspace_bytes(x.length + tokens, batch) for x in todo if x.dense or many]
         # A first prefill reads nothing: its own keys and values are the answer.
@@ -242,7 +242,7 @@ class Runtime:
             )
 
     def _prefetch_after(self, store: LayerStore, queries: int) -> None:
-        if store.tiers.far is None or (self._hosted(queries) and not store.dense):
+        if store.tiers.far is None or (self._hosted(store, queries) and not store.dense):
             return
         following = self._following.get(store)
         if following is None:
@@ -253,9 +253,9 @@ class Runtime:
             following = self._following[store]
         store.tiers.staging.prefetch(following)
 
-    def _hosted(self, queries: int) -> bool:
+    def _hosted(self, store: LayerStore, queries: int) -> bool:
         """Whether host threads attend to what is not on the device, so that it need not be fetched."""
-        return self.options.host_attention and queries <= split.MOST_QUERIES
+        return self.options.host_attention and queries <= split.MOST_QUERIES and split.able(store)
 
     # Memory
 

@@ -62,6 +62,13 @@ def dismiss(tiers: Tiers) -> None:
             native.library().kvtier_shutdown()
 
 
+def able(layer: LayerStore) -> bool:
+    """Whether host threads serve this layer's decoding, whatever is asked, so that it needs no workspace for it."""
+    layout = layer.layout
+    graph = torch.is_grad_enabled() and layer.carries_graph
+    return not graph and layout.dtype in native.DTYPES and layout.k_heads == layout.v_heads and native.available()
+
+
 def serves(layer: LayerStore, query: torch.Tensor, terms: Terms) -> bool:
     """Whether `attend` can take this call. What it cannot take is read as one tensor."""
     layout = layer.layout
@@ -79,8 +86,11 @@ def serves(layer: LayerStore, query: torch.Tensor, terms: Terms) -> bool:
     if mask is not None and (mask.dtype not in native.MASKS or mask.requires_grad):
         return False
     if layer.tiers.device.type != "cpu" and not layer.missing():
-        return False  # all on the device: nothing to do for the host
-    return native.available() or fallback.serves(queries, terms)
+        # All on the device, where torch's own kernel is the best there is, if one tensor of the layer fits as well.
+        tiers = layer.tiers
+        if layer.workspace_bytes(layer.length) <= tiers.near.budget.free + tiers.workspace.nbytes:
+            return False
+    return native.available() or fallback.serves(queries, layout.k_dim, layout.v_dim, terms)
 
 
 def attend(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms) -> torch.Tensor:
@@ -275,6 +285,7 @@ def _native(
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     _set_length(blocks, length)
+    _employers.add(layer.tiers)  # without an OpenMP team to borrow, this too is work for the library's threads
     return native.attend(_shape(layer), query, blocks, terms, threads=torch.get_num_threads(), out=out, lse=lse)
 
 

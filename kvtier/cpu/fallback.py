@@ -33,10 +33,10 @@ class Run:
     values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-def serves(queries: int, terms: Terms) -> bool:
-    """Whether `attend` can: one query that sees everything. The rest is read as one tensor."""
+def serves(queries: int, k_dim: int, v_dim: int, terms: Terms) -> bool:
+    """Whether `attend` can: one query that sees everything, heads of one size. The rest is read as one tensor."""
     special = terms.mask is not None or terms.firsts is not None or terms.slopes is not None
-    return queries == 1 and not (special or terms.softcap or terms.window or terms.sinks is not None)
+    return queries == 1 and k_dim == v_dim and not (special or terms.softcap or terms.window or terms.sinks is not None)
 
 
 def attend(query: torch.Tensor, rows: Sequence[Sequence[Run]], terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:

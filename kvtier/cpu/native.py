@@ -109,10 +109,11 @@ class BlockList:
 class Future:
     """The result of `submit`. `wait` for it: it holds on to everything that the threads read and write."""
 
-    __slots__ = ("_error", "_handle", "_keep", "lse", "out")
+    __slots__ = ("_error", "_job", "_keep", "lse", "out")
 
-    def __init__(self, handle: int, out: torch.Tensor, lse: torch.Tensor | None, keep: object) -> None:
-        self._handle: int | None = handle
+    def __init__(self, out: torch.Tensor, lse: torch.Tensor | None, keep: object) -> None:
+        # Written and cleared by the library: a Ctrl-C between its return and an assignment here would lose the job.
+        self._job = _pointer()
         self._error = 0
         self._keep = keep
         self.out = out
@@ -120,21 +121,20 @@ class Future:
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._handle is None or bool(library().kvtier_done(self._handle))
+        return not self._job or bool(library().kvtier_done(self._job))
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Help with what is left, wait for the rest, and give (out, lse). May be called again."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._error = library().kvtier_wait(handle)
+        if self._job:
+            self._error = library().kvtier_wait(ctypes.byref(self._job))
             self._keep = None
         _check(self._error)
         return self.out, self.lse
 
     def __del__(self) -> None:
         # The threads would go on to read what this object keeps alive.
-        if self._handle is not None:
-            library().kvtier_wait(self._handle)
+        if self._job:
+            library().kvtier_wait(ctypes.byref(self._job))
 
 
 def attend(
@@ -183,10 +183,9 @@ def submit(
 ) -> Future:
     """Like `attend`, on threads of the library's own; returns at once."""
     problem, out, keep = _problem(shape, query, blocks, terms, out, lse)
-    handle = library().kvtier_submit(ctypes.byref(problem), threads)
-    if not handle:
-        raise KVTierError("The host has no memory left for a call of attention.")
-    return Future(handle, out, lse, (problem, blocks, keep))
+    future = Future(out, lse, (problem, blocks, keep))
+    _check(library().kvtier_submit(ctypes.byref(problem), threads, ctypes.byref(future._job)))
+    return future
 
 
 def _problem(
@@ -304,9 +303,7 @@ def _load() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
-    library.kvtier_submit.restype = _pointer
-    for name in ("kvtier_wait", "kvtier_done"):
-        getattr(library, name).argtypes = [_pointer]
+    library.kvtier_done.argtypes = [_pointer]
     library.kvtier_use_team.argtypes = [_pointer]
     library.kvtier_use_team.restype = library.kvtier_shutdown.restype = None
     library.kvtier_instruction_set.restype = ctypes.c_char_p

@@ -32,6 +32,19 @@ def attend(
         out `[batch, heads, queries, v_dim]` in the query's dtype, zeros where a query sees nothing; lse
         `[batch, heads, queries]`, natural log of the sum of exp, -inf where a query sees nothing.
     """
+    # Autocast would round the scores, and with them the shares of parts that are merged.
+    with torch.autocast(query.device.type, enabled=False):
+        return _attend(query, keys, values, terms, length, positions)
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    terms: Terms,
+    length: int | None,
+    positions: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, queries, k_dim = query.shape
     kv_heads, tokens = keys.shape[1], keys.shape[2]
     length = tokens if length is None else length
@@ -86,6 +99,8 @@ def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Ten
     lses = torch.stack([lse for _, lse in parts])
     lse = torch.logsumexp(lses, 0)
     shares = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0)).unsqueeze(-1)
+    # Scores at the lowest number swallow the logarithm of their count: shares are made to add up.
+    shares = shares / shares.sum(0).clamp(min=torch.finfo(shares.dtype).tiny)
     out = sum(share * part.to(share.dtype) for share, (part, _) in zip(shares, parts, strict=True))
     assert isinstance(out, torch.Tensor)
     return out, lse

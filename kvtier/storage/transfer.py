@@ -255,8 +255,10 @@ class InlineTransfers(TransferEngine):
         try:
             for copy in transfer.copies:
                 copy.run()
-        except Exception as error:
+        except BaseException as error:
             transfer.settle(error)
+            if not isinstance(error, Exception):
+                raise
         else:
             transfer.settle()
         self.counters.stall_seconds += time.perf_counter() - started

@@ -59,10 +59,11 @@ KVTIER_API int kvtier_use_instruction_set(const char* name);  // 0, or KVTIER_IN
 KVTIER_API int kvtier_attend(const kvtier_problem* problem, int32_t threads);
 
 // Attend later on the pool's threads. What `problem` points to must live until the job is done; `problem` itself is
-// copied.
-KVTIER_API kvtier_job* kvtier_submit(const kvtier_problem* problem, int32_t threads);
+// copied. The job is written to and cleared at `*job` from here, so that no signal between a call and what the caller
+// does with its result can lose it; `*job` may be NULL when it is waited for.
+KVTIER_API int kvtier_submit(const kvtier_problem* problem, int32_t threads, kvtier_job** job);
 KVTIER_API int kvtier_done(const kvtier_job* job);  // 1 when finished
-KVTIER_API int kvtier_wait(kvtier_job* job);        // waits, helps with what is left, frees the job
+KVTIER_API int kvtier_wait(kvtier_job** job);       // waits, helps with what is left, frees the job
 
 KVTIER_API int32_t kvtier_threads(void);  // alive in the pool
 KVTIER_API void kvtier_shutdown(void);    // join them; the next submit starts anew

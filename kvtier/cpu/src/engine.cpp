@@ -333,7 +333,8 @@ void kvtier_use_team(void* entry) {
 
 int kvtier_attend(const kvtier_problem* problem, int32_t threads) { return guarded(attend_now, *problem, threads); }
 
-kvtier_job* kvtier_submit(const kvtier_problem* problem, int32_t threads) {
+int kvtier_submit(const kvtier_problem* problem, int32_t threads, kvtier_job** job) {
+  *job = nullptr;
   try {
     auto handle = std::make_unique<kvtier_job>();
     handle->entry.job = pool().fresh();
@@ -342,9 +343,10 @@ kvtier_job* kvtier_submit(const kvtier_problem* problem, int32_t threads) {
       const int useful = static_cast<int>(std::min<size_t>(handle->entry.job->tasks.size(), std::max(threads, 1)));
       pool().add(&handle->entry, useful);
     }
-    return handle.release();
+    *job = handle.release();
+    return KVTIER_OK;
   } catch (const std::exception&) {
-    return nullptr;
+    return KVTIER_MEMORY;
   }
 }
 
@@ -352,8 +354,10 @@ int kvtier_done(const kvtier_job* job) {
   return job->error || job->entry.job->finished() || job->owner != &pool();
 }
 
-int kvtier_wait(kvtier_job* handle) {
-  std::unique_ptr<kvtier_job> owned(handle);
+int kvtier_wait(kvtier_job** job) {
+  if (!*job) return KVTIER_OK;
+  std::unique_ptr<kvtier_job> owned(*job);
+  *job = nullptr;
   if (owned->owner != &pool()) {
     // From before a fork: the threads at work on it are not in this process. What they left locked stays as it is.
     const bool finished = !owned->error && owned->entry.job->finished();
