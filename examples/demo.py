@@ -264,10 +264,13 @@ def report(stats: CacheStats, kv: int, expected: Progress, got: Progress) -> boo
         ("host", f"{stats.host.bytes / MIB:.2f} MiB used"),
         ("device -> host", f"{stats.bytes_down / MIB:.2f} MiB in {stats.copies_down:,} copies"),
         ("host -> device", fetched),
-        ("blocks read", f"{stats.block_hits:,} on the device, {stats.block_fetches:,} fetched"),
+        (
+            "blocks read",
+            f"{stats.block_hits:,} on the device, {stats.host_blocks:,} on the host, {stats.block_fetches:,} fetched",
+        ),
         ("dense fallbacks", f"{stats.dense_fallbacks}"),
         ("decode, tiered", f"{got.rate:.1f} tokens/s"),
-        ("decode, DynamicCache", f"{expected.rate:.1f} tokens/s ({got.rate / expected.rate:.2f} of it reached)"),
+        ("decode, DynamicCache", f"{expected.rate:.1f} tokens/s ({got.rate / expected.rate:.2f} times that)"),
     ]
     if stats.resident_bytes:
         rows.insert(3, ("never tiered", f"{stats.resident_bytes / MIB:.2f} MiB in layers that keep no whole context"))
