@@ -57,7 +57,7 @@ def attend(query: torch.Tensor, rows: Sequence[Sequence[Run]], terms: Terms) -> 
 
 def _row(query: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     _, heads, _, dim = query.shape
-    parts = []
+    outs, lses = [], []
     for run in runs:
         kv_heads = run.keys.shape[1]
         # The query heads of one KV head are so many queries: its keys are read once for all of them.
@@ -65,10 +65,11 @@ def _row(query: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             grouped, run.keys, run.values, 0.0, False, scale=scale
         )
-        parts += [(out[i].float(), lse[i].float()) for i in range(run.count)]
-    if not parts:
+        outs.append(out)
+        lses.append(lse)
+    if not outs:
         return query.new_zeros((1, heads, 1, dim), dtype=torch.float32), query.new_full(
             (1, heads, 1), -torch.inf, dtype=torch.float32
         )
-    out, lse = reference.merge(parts)
+    out, lse = reference.merge_stacked(torch.cat(outs), torch.cat(lses))
     return out.reshape(1, heads, 1, out.shape[-1]), lse.reshape(1, heads, 1)

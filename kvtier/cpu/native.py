@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from kvtier.cpu import build
+from kvtier.cpu.blocks import BlockList as BlockList
+from kvtier.cpu.blocks import Shape as Shape
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.kernels.terms import Terms
 
@@ -59,61 +61,19 @@ class _Problem(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What stays the same from call to call.
-
-    Attributes:
-        dtype: of queries, keys and values: fp32, bf16 or fp16.
-        kv_heads, k_dim, v_dim, block_size: of the blocks, keys `[kv_heads, block_size, k_dim]`, then values
-            `[kv_heads, block_size, v_dim]`.
-    """
-
-    dtype: torch.dtype
-    kv_heads: int
-    k_dim: int
-    v_dim: int
-    block_size: int
-
-
-class BlockList:
-    """The blocks of a batch of sequences, as addresses.
-
-    Args:
-        blocks: for each sequence, the addresses of its blocks in host memory.
-        indices: for each sequence, which of its blocks these are, rising; None: all from the first on.
-
-    Attributes:
-        lengths: `[sequences]` int64, tokens of each sequence; whoever calls `attend` sets them.
-        length: what they were last set to, where all are equal.
-    """
-
-    __slots__ = ("begins", "blocks", "indices", "length", "lengths", "sequences")
-
-    def __init__(self, blocks: list[list[int]], indices: list[list[int]] | None = None) -> None:
-        with torch.inference_mode(False):
-            self.sequences = len(blocks)
-            counts = [0]
-            for row in blocks:
-                counts.append(counts[-1] + len(row))
-            self.begins = torch.tensor(counts, dtype=torch.int64)
-            # Never empty: a tensor without elements has no address, which would be taken for no list at all.
-            self.blocks = torch.tensor([x for row in blocks for x in row] or [0], dtype=torch.int64)
-            self.indices = None
-            if indices is not None:
-                self.indices = torch.tensor([x for row in indices for x in row] or [0], dtype=torch.int32)
-            self.lengths = torch.zeros(self.sequences, dtype=torch.int64)
-            self.length = 0
-
-
 class Future:
-    """The result of `submit`. `wait` for it: it holds on to everything that the threads read and write."""
+    """The result of `submit`. `wait` for it: it holds on to everything that the threads read and write.
 
-    __slots__ = ("_error", "_job", "_keep", "lse", "out")
+    Any thread may wait, several at once too.
+    """
+
+    __slots__ = ("_error", "_job", "_keep", "_lock", "lse", "out")
 
     def __init__(self, out: torch.Tensor, lse: torch.Tensor | None, keep: object) -> None:
         # Written and cleared by the library: a Ctrl-C between its return and an assignment here would lose the job.
         self._job = _pointer()
+        # Waiting frees the job. A signal handler may wait again on the thread that waits.
+        self._lock = threading.RLock()
         self._error = 0
         self._keep = keep
         self.out = out
@@ -121,13 +81,19 @@ class Future:
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return not self._job or bool(library().kvtier_done(self._job))
+        if not self._lock.acquire(blocking=False):
+            return False  # somebody waits still
+        try:
+            return not self._job or bool(library().kvtier_done(self._job))
+        finally:
+            self._lock.release()
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Help with what is left, wait for the rest, and give (out, lse). May be called again."""
-        if self._job:
-            self._error = library().kvtier_wait(ctypes.byref(self._job))
-            self._keep = None
+        with self._lock:
+            if self._job:
+                self._error = library().kvtier_wait(ctypes.byref(self._job)) or self._error
+                self._keep = None
         _check(self._error)
         return self.out, self.lse
 
@@ -166,9 +132,61 @@ def attend(
     Raises:
         KVTierError: shapes that do not fit each other, or no memory left.
     """
-    problem, out, _keep = _problem(shape, query, blocks, terms, out, lse)
+    # Between two calls a model reads all of its weights, so that none of this is in a cache when it runs: what a step
+    # repeats from the one before is looked up at once instead of being checked and converted again.
+    if not (out is None and lse is None and terms.plain and query.stride(-1) == 1):
+        return Call(shape, query, blocks, terms, out, lse).run(threads)
+    key = (shape, query.shape, query.stride(), query.dtype, query.device, terms.scale, terms.causal, terms.window)
+    # Taken out while it is in use: another thread finds none, and makes its own.
+    found = blocks.prepared.pop(0, None)
+    if found is not None and found[0] == key:
+        problem = found[1]
+        batch, heads, queries, _ = query.shape
+        out = query.new_empty((batch, queries, heads, shape.v_dim)).transpose(1, 2)
+        problem.query = query.data_ptr()
+        problem.out = out.data_ptr()
+    else:
+        problem, out, _keep = _problem(shape, query, blocks, terms, None, None)
     _check(library().kvtier_attend(ctypes.byref(problem), threads))
+    blocks.prepared[0] = (key, problem)
     return out
+
+
+class Call:
+    """A call over blocks, checked and converted once, that may be repeated with other numbers in the same tensors.
+
+    Args: as for `attend`.
+
+    Attributes:
+        out, lse: what is written.
+        blocks: what is read.
+    """
+
+    __slots__ = ("_keep", "blocks", "lse", "out", "problem")
+
+    def __init__(
+        self,
+        shape: Shape,
+        query: torch.Tensor,
+        blocks: BlockList,
+        terms: Terms,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        self.problem, self.out, self._keep = _problem(shape, query, blocks, terms, out, lse)
+        self.blocks = blocks
+        self.lse = lse
+
+    def run(self, threads: int) -> torch.Tensor:
+        """Attend now, with up to so many threads, the caller's among them. Returns `out`."""
+        _check(library().kvtier_attend(ctypes.byref(self.problem), threads))
+        return self.out
+
+    def submit(self, threads: int) -> Future:
+        """Attend on threads of the library's own; returns at once. Not again before that future was waited for."""
+        future = Future(self.out, self.lse, self)
+        _check(library().kvtier_submit(ctypes.byref(self.problem), threads, ctypes.byref(future._job)))
+        return future
 
 
 def submit(
@@ -182,10 +200,7 @@ def submit(
     lse: torch.Tensor | None = None,
 ) -> Future:
     """Like `attend`, on threads of the library's own; returns at once."""
-    problem, out, keep = _problem(shape, query, blocks, terms, out, lse)
-    future = Future(out, lse, (problem, blocks, keep))
-    _check(library().kvtier_submit(ctypes.byref(problem), threads, ctypes.byref(future._job)))
-    return future
+    return Call(shape, query, blocks, terms, out, lse).submit(threads)
 
 
 def _problem(

@@ -42,7 +42,7 @@ def broken(case: Case, exact: list[Exact], result: Result) -> list[str]:
 def test_random_problems_are_as_exact_as_torch_and_read_nothing_else(isa: str, dtype: torch.dtype) -> None:
     # Lengths, head sizes, groups, queries, blocks, masks, biases and layouts: see `random_spec`.
     found = []
-    for number in range(CASES):
+    for number in range(0, CASES, 2 if isa == "portable" else 1):  # the same templates, many times as slow
         case, exact = random_case(number, dtype)
         found += broken(case, exact, attend(case))
     assert not found, "\n".join(found)
@@ -79,11 +79,12 @@ def test_every_head_size_is_as_exact(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
+        # As many tasks as one sequence is ever split into, in fp32; the others are split into a few of 1 MiB.
         Spec(kv_heads=1, lengths=(70_000,), block_size=256),
-        Spec(kv_heads=1, group=4, lengths=(66_001, 1, 5), block_size=300, k_dim=32, v_dim=32, sharpness=8.0),
-        Spec(kv_heads=2, group=2, lengths=(20_011, 8_190), block_size=16, firsts=(9_000, 0), sinks=True, slopes=True),
-        Spec(kv_heads=8, group=1, lengths=(9_001,), block_size=64, queries=3, causal=True, window=5_000),
-        Spec(kv_heads=1, group=5, lengths=(30_003,), block_size=7, k_dim=96, v_dim=96, softcap=20.0, mask=torch.bool),
+        Spec(kv_heads=1, group=4, lengths=(20_001, 1, 5), block_size=300, k_dim=32, v_dim=32, sharpness=8.0),
+        Spec(kv_heads=2, group=2, lengths=(10_011, 4_190), block_size=16, firsts=(4_500, 0), sinks=True, slopes=True),
+        Spec(kv_heads=4, group=1, lengths=(9_001,), block_size=64, queries=3, causal=True, window=5_000),
+        Spec(kv_heads=1, group=5, lengths=(9_003,), block_size=7, k_dim=96, v_dim=96, softcap=20.0, mask=torch.bool),
     ],
     ids=lambda spec: "-".join(map(str, spec.lengths)),
 )

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -74,6 +74,36 @@ def test_results_are_the_same_bit_for_bit_on_any_number_of_threads(isa: str, tea
             assert call.is_right(result.out, result.lse)
             assert not result.touched_outside()
             assert call.is_right(*call.submit(threads).wait())
+
+
+def test_a_team_whose_threads_come_late_is_left_alone_for_a_while() -> None:
+    """As when another process is busy on a core: the team waits for a thread that has nothing left to do."""
+    late, used = [False], [0]
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+    @ctypes.CFUNCTYPE(None, function, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def team(run: Callable[[int], None], data: int, threads: int, flags: int) -> None:
+        used[0] += 1
+        run(data)
+        if late[0]:
+            time.sleep(0.05)
+
+    call = Call(SPEC)
+
+    def uses(calls: int) -> int:
+        before = used[0]
+        for _ in range(calls):
+            result = call.attend(2)
+            assert call.is_right(result.out, result.lse)
+        return used[0] - before
+
+    library = native.library()
+    library.kvtier_use_team(team)
+    assert uses(10) == 10
+    late[0] = True
+    assert uses(50) == 2, "once, and after 16 calls again"
+    late[0] = False
+    assert uses(100) > 50, "it comes back"
 
 
 def test_a_submitted_call_goes_on_while_python_does() -> None:
@@ -219,33 +249,33 @@ call, slow = Call(SPEC), Call(LARGE)
 torch.set_num_threads(2)
 torch.randn(2000, 500) @ torch.randn(500, 500)  # GNU OpenMP has threads now, which a child has not
 call.attend(2)
-future, done = [slow.submit(2) for _ in range(3)], call.submit(1)
-done.wait()
-child = os.fork()
-if child == 0:
-    signal.alarm(60)  # a child that hangs is killed
-    result = call.attend(2)
-    assert call.is_right(result.out, result.lse)
-    assert call.is_right(*call.submit(2).wait())
-    assert call.is_right(*done.wait())
-    try:
-        # Whichever was not done when the process was forked never will be: it says so.
-        for one in future:
-            assert one.done()
-            assert slow.is_right(*one.wait())
-    except KVTierError as error:
-        assert "fork" in str(error)
-    del future, one
-    native.library().kvtier_shutdown()
-    os._exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert all(slow.is_right(*one.wait()) for one in future)
+for turn in range(3):
+    future, done = [slow.submit(2) for _ in range(3)], call.submit(1)
+    done.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a child that hangs is killed
+        result = call.attend(2)
+        assert call.is_right(result.out, result.lse)
+        assert call.is_right(*call.submit(2).wait())
+        assert call.is_right(*done.wait())
+        try:
+            # Whichever was not done when the process was forked never will be: it says so.
+            for one in future:
+                assert one.done()
+                assert slow.is_right(*one.wait())
+        except KVTierError as error:
+            assert "fork" in str(error)
+        del future, one
+        native.library().kvtier_shutdown()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all(slow.is_right(*one.wait()) for one in future)
 print("fine")
 """
 
 
-@pytest.mark.parametrize("turn", range(3))
-def test_a_forked_child_attends_and_submits(turn: int) -> None:
+def test_a_forked_child_attends_and_submits() -> None:
     # In a process of its own: GNU OpenMP has few threads here and no fork behind it.
     command = [sys.executable, "-c", FORK, str(ROOT), str(Path(__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -1,16 +1,15 @@
 // Problems cut into tasks, the threads that run them, and the choice of an instruction set.
 #include <pthread.h>
-#include <sched.h>
 
-#include <algorithm>
 #include <condition_variable>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <mutex>
 #include <new>
 #include <thread>
 
+#include "patience.h"
+#include "phases.h"
 #include "tasks.h"
 
 char* Scratch::take(size_t bytes) {
@@ -92,6 +91,7 @@ struct Job {
   size_t scratch_bytes = 0;
   int64_t bytes = 0;  // of keys and values
   std::atomic<size_t> next{0}, done{0};
+  Clock::time_point ended;  // when the last task was done
   std::atomic<int> error{KVTIER_OK};
 
   // Cut into tasks. Memory is kept from call to call.
@@ -155,7 +155,10 @@ struct Job {
       } else {
         error = KVTIER_MEMORY;
       }
-      if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks.size()) last = true;
+      if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks.size()) {
+        ended = Clock::now();
+        last = true;
+      }
     }
   }
 };
@@ -190,10 +193,14 @@ class Pool {
   }
 
   void add(Entry* entry, int threads) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    entry->helpers = threads;
-    while (static_cast<int>(threads_.size()) < threads) threads_.emplace_back([this, mine = shut_downs_] { work(mine); });
-    queue_.push_back(entry);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      entry->helpers = threads;
+      while (static_cast<int>(threads_.size()) < threads)
+        threads_.emplace_back([this, mine = shut_downs_] { work(mine); });
+      queue_.push_back(entry);
+    }
+    // Not under the lock, on which whoever wakes would only wait again.
     for (int i = 0; i < threads; i++) wake_.notify_one();
   }
 
@@ -255,6 +262,8 @@ class Pool {
 using Team = void (*)(void (*f)(void*), void* data, unsigned threads, unsigned flags);
 std::atomic<Team> team{nullptr};
 
+Patience patience;
+
 // Never destroyed: threads may still sleep in it when the process ends. Threads do not live on in a forked child: it
 // begins with a new pool, and without GNU OpenMP, which would wait for those that it had for ever.
 Pool* pool_ = nullptr;
@@ -287,8 +296,10 @@ int attend_now(const kvtier_problem& p, int32_t threads) {
     const Team borrowed = team.load(std::memory_order_acquire);
     if (useful == 1 || job->bytes <= ALONE) {
       job->run(own_scratch());
-    } else if (borrowed) {
+    } else if (borrowed && !patience.lost()) {
+      const auto began = Clock::now();
       borrowed([](void* data) { static_cast<Job*>(data)->run(own_scratch()); }, job.get(), static_cast<unsigned>(useful), 0);
+      patience.observe(began, job->ended, Clock::now());
     } else {
       Entry entry;
       entry.job = std::move(job);
@@ -329,6 +340,7 @@ int kvtier_use_instruction_set(const char* name) {
 void kvtier_use_team(void* entry) {
   pool();  // from now on a fork is noticed
   team.store(reinterpret_cast<Team>(entry), std::memory_order_release);
+  patience.forget();
 }
 
 int kvtier_attend(const kvtier_problem* problem, int32_t threads) { return guarded(attend_now, *problem, threads); }
@@ -377,5 +389,12 @@ int kvtier_wait(kvtier_job** job) {
 int32_t kvtier_threads(void) { return pool().threads(); }
 
 void kvtier_shutdown(void) { pool().shut_down(); }
+
+#ifdef KVTIER_PHASES
+// Ticks of all threads since the last call: keys, softmax, values, and the rest of the tasks.
+__attribute__((visibility("default"))) void kvtier_phases(uint64_t ticks[4]) {
+  for (int i = 0; i < 4; i++) ticks[i] = phase_ticks[i].exchange(0, std::memory_order_relaxed);
+}
+#endif
 
 }  // extern "C"

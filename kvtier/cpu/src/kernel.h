@@ -5,6 +5,7 @@
 // All query heads of a KV head, and all its queries, share the one pass over its keys and values.
 #pragma once
 
+#include "phases.h"
 #include "products.h"
 
 namespace KVTIER_ISA {
@@ -139,9 +140,9 @@ class Attention {
   }
 
   template <int ROWS>
-  void score_rows(const Segment& s, int g, int row) {
+  void score_rows(const Segment& s, int g, int row, int slot) {
     const auto* q = query_ + (static_cast<size_t>(g) * up(rows_, 4) + row) * query_pad_;
-    float* scores = scores_ + row * ROW + s.column;
+    float* scores = scores_ + (slot + row) * ROW + s.column;
     switch (p_.k_dim) {
       case 64: return score<M, ROWS, 64>(keys_of(s, g), 64, s.n, q, query_pad_, scores, ROW);
       case 128: return score<M, ROWS, 128>(keys_of(s, g), 128, s.n, q, query_pad_, scores, ROW);
@@ -150,28 +151,36 @@ class Attention {
     }
   }
 
+  void score_tokens(const Segment& s, int g, int slot) {
+    for (int row = 0; row < rows_; row += 4) {
+      const int left = rows_ - row;
+      if (left >= 3) score_rows<4>(s, g, row, slot);
+      else if (left == 2) score_rows<2>(s, g, row, slot);
+      else score_rows<1>(s, g, row, slot);
+    }
+  }
+
+  // Heads of a block lie behind each other: a block's keys of all heads are one run through memory, then its values
+  // are. The shorter blocks are, the more this counts: a head after the other, each through all blocks of a tile, was a
+  // fifth slower where a block has 64 tokens (docs/design/host-attention.md).
   void attend_tile(const Segment* tile, int count, int columns) {
     const int at_once = heads_at_once(p_), padded = up(rows_, 4);
     for (int first = 0; first < p_.kv_heads; first += at_once) {
       const int last = std::min(first + at_once, p_.kv_heads);
-      for (int g = first; g < last; g++) {
-        for (int i = 0; i < count; i++)
-          for (int row = 0; row < rows_; row += 4) {
-            const int left = rows_ - row;
-            if (left >= 3) score_rows<4>(tile[i], g, row);
-            else if (left == 2) score_rows<2>(tile[i], g, row);
-            else score_rows<1>(tile[i], g, row);
-          }
-        // Softmax reads nothing from memory: meanwhile what comes next is brought nearer.
-        const char* ahead = g + 1 < last ? reinterpret_cast<const char*>(keys_of(tile[0], g + 1))
-                                         : reinterpret_cast<const char*>(values_of(tile[0], first));
+      for (int i = 0; i < count; i++)
+        for (int g = first; g < last; g++) score_tokens(tile[i], g, (g - first) * padded);
+      clock_.end(Phase::keys);
+      // Softmax reads nothing from memory: meanwhile what comes next is brought nearer.
+      const char* ahead = reinterpret_cast<const char*>(values_of(tile[0], first));
+      for (int g = first; g < last; g++)
         for (int row = 0; row < rows_; row++) {
           for (int line = 0; line < AHEAD; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
           soften(tile, count, columns, g, row, (g - first) * padded + row);
         }
-      }
+      clock_.end(Phase::softmax);
       for (int i = 0; i < count; i++)
         for (int g = first; g < last; g++) add_tokens(tile[i], g, (g - first) * padded);
+      clock_.end(Phase::values);
     }
   }
 
@@ -188,21 +197,16 @@ class Attention {
 
   // Scores of one row become weights; what was added up before is scaled down where the highest score rises.
   void soften(const Segment* tile, int count, int columns, int g, int row, int slot) {
-    float* s = scores_ + row * ROW;
+    float* s = scores_ + slot * ROW;
     const int padded = up(columns, W);
-    const V scale = set1(p_.scale);
     V top = set1(NEVER);
     for (int i = columns; i < padded; i++) s[i] = NEVER;
-    if (special_ || p_.softcap > 0) {
-      adjust(tile, count, columns, g, row, s);
-      for (int i = 0; i < padded; i += W) top = max(top, load(s + i));
-    } else {
-      for (int i = 0; i < padded; i += W) {
-        const V x = mul(load(s + i), scale);
-        store(s + i, x);
-        top = max(top, x);
-      }
-    }
+    const bool adjusted = special_ || p_.softcap > 0;
+    if (adjusted) adjust(tile, count, columns, g, row, s);
+    for (int i = 0; i < padded; i += W) top = max(top, load(s + i));
+    // Scaled below, with the weights; the highest stays the highest.
+    const V scale = set1(adjusted ? 1.0f : p_.scale);
+    top = mul(top, scale);
     const size_t at = static_cast<size_t>(g) * rows_ + row;
     const float before = out_.highest[at], now = std::max(before, highest(top));
     typename M::Weight* weights = weights_ + slot * ROW;
@@ -210,7 +214,7 @@ class Attention {
     // Where nothing is seen yet all weights are 0, but a score that is not a number shows.
     const V m = set1(now == NEVER ? 0.0f : now);
     for (int i = 0; i < padded; i += W) {
-      const V w = exp(sub(load(s + i), m));
+      const V w = exp(sub(mul(load(s + i), scale), m));
       M::weights(weights + i, w);
       total = add(total, w);
     }
@@ -341,6 +345,7 @@ class Attention {
   const int64_t length_;
   int64_t first_seen_, lowest_;
   bool special_;
+  PhaseClock clock_;
   typename M::Query* query_;
   float* scores_;
   typename M::Weight* weights_;

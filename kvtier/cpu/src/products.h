@@ -118,6 +118,36 @@ KVTIER_INLINE void score_some(const typename M::Query* query, int query_stride, 
   for (int r = 0; r < ROWS; r++) store_part<W / ROWS>(scores + r * score_stride, s, r);
 }
 
+#ifdef KVTIER_HELD
+// How many of four query rows of DIM elements stay in registers beside what is added up: all if they are short; three
+// where the fourth can be loaded with each key. Either way keys are converted once and read in one pass.
+template <class M, int ROWS, int DIM>
+constexpr int held = ROWS != 4 || DIM == 0 || DIM % M::STEP != 0 ? 0 : DIM / M::STEP <= 4 ? 4 : DIM / M::STEP <= 8 ? 3 : 0;
+
+template <class M, int DIM>
+inline void score_held(const typename M::Element* keys, int n, const typename M::Query* query, int query_stride,
+                       float* scores, int score_stride) {
+  constexpr int N = DIM / M::STEP, HELD = held<M, 4, DIM>;
+  typename M::Vector q[HELD][N];
+  UNROLL for (int r = 0; r < HELD; r++)
+    UNROLL for (int c = 0; c < N; c++) q[r][c] = M::query(query + r * query_stride + c * M::STEP);
+  for (int t = 0; t + 4 <= n; t += 4, keys += 4 * DIM) {
+    V parts[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+      V acc[4] = {zero(), zero(), zero(), zero()};
+      UNROLL for (int c = 0; c < N; c++) {
+        const auto key = M::key(keys + i * DIM + c * M::STEP);
+        UNROLL for (int r = 0; r < HELD; r++) acc[r] = M::mac(acc[r], key, q[r][c]);
+        if constexpr (HELD == 3) acc[3] = M::mac(acc[3], key, M::query(query + 3 * query_stride + c * M::STEP));
+      }
+      parts[i] = sums_of_4(acc[0], acc[1], acc[2], acc[3]);
+    }
+    const V s = sums_of_parts(parts);
+    UNROLL for (int r = 0; r < 4; r++) store_part<4>(scores + r * score_stride + t, s, r);
+  }
+}
+#endif
+
 // scores[r, t] = query row r . key t, for ROWS rows and n tokens of `dim` elements. Up to W - 1 columns of scores behind
 // n are undefined, wherever the row begins.
 template <class M, int ROWS, int DIM>
@@ -126,6 +156,12 @@ inline void score(const typename M::Element* keys, int dim, int n, const typenam
   constexpr int TOKENS = W / ROWS;
   if constexpr (DIM != 0) dim = DIM;
   int t = 0;
+#ifdef KVTIER_HELD
+  if constexpr (held<M, ROWS, DIM> != 0) {
+    score_held<M, DIM>(keys, n, query, query_stride, scores, score_stride);
+    t = n / TOKENS * TOKENS;
+  }
+#endif
   for (; t + TOKENS <= n; t += TOKENS) {
     const typename M::Element* base = keys + static_cast<ptrdiff_t>(t) * dim;
     const auto at = [base, dim](int i) KVTIER_LAMBDA { return base + static_cast<ptrdiff_t>(i) * (DIM ? DIM : dim); };

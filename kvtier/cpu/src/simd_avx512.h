@@ -9,6 +9,7 @@ namespace KVTIER_ISA {
 
 constexpr int W = 16;
 constexpr int PANEL = 8;  // vectors of values that are added up at once, for two rows
+#define KVTIER_HELD 1     // there are registers for queries, too: `score_held`
 using V = __m512;
 
 inline V zero() { return _mm512_setzero_ps(); }
@@ -69,25 +70,24 @@ inline void to(f16* p, V x, int n) {
   _mm256_mask_storeu_epi16(p, first_n(n), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// The sums of 16 vectors as one vector, in their order: each step halves what is left to add of two vectors.
+// The sums of 4 vectors, still four parts of each: 128-bit lanes belong to vectors 0, 2, 1 and 3.
+inline __attribute__((always_inline)) V sums_of_4(const V& a, const V& b, const V& c, const V& d) {
+  const V e = _mm512_add_ps(_mm512_shuffle_f32x4(a, c, 0x44), _mm512_shuffle_f32x4(a, c, 0xee));
+  const V f = _mm512_add_ps(_mm512_shuffle_f32x4(b, d, 0x44), _mm512_shuffle_f32x4(b, d, 0xee));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(e, f, 0x88), _mm512_shuffle_f32x4(e, f, 0xdd));
+}
+// The rest of the way for four of those: element 4 * i + j is the sum of vector i of a[j].
+inline __attribute__((always_inline)) V sums_of_parts(const V (&a)[4]) {
+  const V b = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[2]), _mm512_unpackhi_ps(a[0], a[2]));
+  const V c = _mm512_add_ps(_mm512_unpacklo_ps(a[1], a[3]), _mm512_unpackhi_ps(a[1], a[3]));
+  const V d = _mm512_add_ps(_mm512_unpacklo_ps(b, c), _mm512_unpackhi_ps(b, c));
+  return _mm512_shuffle_f32x4(d, d, 0xd8);
+}
+// The sums of 16 vectors as one vector, in their order.
 inline __attribute__((always_inline)) V sums(const V (&a)[16]) {
-  __m512 b[8], c[4], d[2];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) {
-    // b[i]: vector i in the low half, vector i + 8 in the high half
-    b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 8], 0x44), _mm512_shuffle_f32x4(a[i], a[i + 8], 0xee));
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    // lanes of c[i]: vectors i, i + 8, i + 4, i + 12
-    c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[i], b[i + 4], 0x88), _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd));
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; i++) {
-    d[i] = _mm512_add_ps(_mm512_unpacklo_ps(c[i], c[i + 2]), _mm512_unpackhi_ps(c[i], c[i + 2]));
-  }
-  const V e = _mm512_add_ps(_mm512_unpacklo_ps(d[0], d[1]), _mm512_unpackhi_ps(d[0], d[1]));
-  return _mm512_shuffle_f32x4(e, e, 0xd8);
+  const V parts[4] = {sums_of_4(a[0], a[4], a[8], a[12]), sums_of_4(a[1], a[5], a[9], a[13]),
+                      sums_of_4(a[2], a[6], a[10], a[14]), sums_of_4(a[3], a[7], a[11], a[15])};
+  return sums_of_parts(parts);
 }
 
 template <int N>
