@@ -96,11 +96,15 @@ def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Ten
     """
     if len(parts) == 1:
         return parts[0]
-    lses = torch.stack([lse for _, lse in parts])
+    wide = torch.promote_types(parts[0][1].dtype, torch.float32)
+    return merge_stacked(torch.stack([out.to(wide) for out, _ in parts]), torch.stack([lse for _, lse in parts]))
+
+
+def merge_stacked(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge` of parts that lie in one tensor each: `[parts, ..., queries, v_dim]` and `[parts, ..., queries]`."""
+    lses = lses.to(torch.promote_types(lses.dtype, torch.float32))
     lse = torch.logsumexp(lses, 0)
     shares = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0)).unsqueeze(-1)
     # Scores at the lowest number swallow the logarithm of their count: shares are made to add up.
     shares = shares / shares.sum(0).clamp(min=torch.finfo(shares.dtype).tiny)
-    out = sum(share * part.to(share.dtype) for share, (part, _) in zip(shares, parts, strict=True))
-    assert isinstance(out, torch.Tensor)
-    return out, lse
+    return (outs.to(shares.dtype) * shares).sum(0), lse

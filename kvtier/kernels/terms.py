@@ -31,3 +31,9 @@ class Terms:
     firsts: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing beside the scale, a causal limit and a window."""
+        extras = (self.mask, self.firsts, self.sinks, self.slopes)
+        return not self.softcap and all(x is None for x in extras)

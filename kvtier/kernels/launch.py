@@ -1,0 +1,238 @@
+"""What is launched: whether Triton runs at all, the tiles of its programs, how many share a context, alignments."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier.kernels.tables import Layout
+
+#: Chooses what runs: "triton" (also in Triton's interpreter, on a CPU), "torch" (the reference); unset: what there is.
+VARIABLE = "KVTIER_KERNELS"
+
+#: Programs per multiprocessor that a call of few tiles is split into, about, where that was not measured.
+PROGRAMS = 4
+#: Parts of a context at most, and tokens of one at least.
+MOST_PARTS, _LEAST_TOKENS = 128, 256
+
+
+def available(device: torch.device) -> bool:
+    """Whether the Triton programs run on `device`: CUDA of capability 8.0, or a CPU with Triton's interpreter.
+
+    The interpreter (`TRITON_INTERPRET=1`) is slow and serves tests: it is used where KVTIER_KERNELS is "triton" only.
+
+    Raises:
+        ConfigError: KVTIER_KERNELS is none of "triton" and "torch", or is "triton" and Triton is not installed.
+    """
+    # Asked several times for each layer and step: answered once.
+    return _available(device, os.environ.get(VARIABLE, ""), os.environ.get("TRITON_INTERPRET", ""), _installed())
+
+
+@functools.cache
+def _available(device: torch.device, wish: str, interpreted: str, installed: bool) -> bool:
+    if wish not in ("", "triton", "torch"):
+        raise ConfigError(f"{VARIABLE}={wish!r}: it is 'triton' or 'torch', or not set.")
+    if wish == "torch":
+        return False
+    if not installed:
+        if wish:
+            raise ConfigError(f"{VARIABLE}=triton, but Triton is not installed: pip install 'kvtier[cuda]'.")
+        return False
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0) and (bool(wish) or _runs(device))
+    return device.type == "cpu" and wish == "triton" and interpreted == "1"
+
+
+def _runs(device: torch.device) -> bool:
+    """Whether a small program can be compiled and launched; says why not, once."""
+    try:
+        from kvtier.kernels import copy_programs
+
+        source, target = torch.zeros((2, 4), dtype=torch.int32, device=device)
+        at = [torch.tensor([x.data_ptr()], device=device) for x in (source, target)]
+        with on(device):
+            copy_programs.copy[(1,)](*at, 1, 1, 1, 1, WORDS=4096, num_warps=4)
+    except Exception as error:  # whatever Triton, its compiler or its driver raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        warnings.warn(
+            f"kvtier's Triton kernels are not used: a trial failed ({reason[0]}). Attention on {device} runs on torch, "
+            f"slower. Triton needs a C compiler, such as gcc. {VARIABLE}=torch asks for that, without a warning.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def machine(device: torch.device) -> str:
+    """The device and the versions that a value measured on `device` depends on, as `kvtier.measured` is asked."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        name = f"{torch.cuda.get_device_name(device)}, capability {major}.{minor}, {_processor()}"
+    else:
+        name = f"{device.type}, {_processor()}"
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    # A plain source tree has no metadata, and what imports this has imported the package.
+    return f"{name}; kvtier {sys.modules['kvtier'].__version__}, torch {torch.__version__}, triton {triton}"
+
+
+def _processor() -> str:
+    """What launches and copies are issued by: their cost is part of what is measured."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            said = dict(line.split(":", 1) for line in file if line.startswith("model name") and ":" in line)
+    except OSError:
+        said = {}
+    name = next(iter(said.values()), "").strip()
+    return f"{name or platform.machine()}, {os.cpu_count()} CPUs"
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make `device` that."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured there: then nothing can be measured, and what is launched is replayed."""
+    if device.type != "cuda":
+        return False
+    with on(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+class Launcher:
+    """A Triton program and what is compiled into it: after its first launch, without what Triton does for each.
+
+    Triton finds the compiled program of a launch by looking at all arguments, which takes longer than everything else.
+    Here whoever keeps a launcher answers for that: its launches differ in numbers and addresses only, not in dtypes,
+    nor in what is None, nor in what is compiled in.
+    """
+
+    __slots__ = ("_compiled", "_constants", "_options", "_program", "_values")
+
+    def __init__(self, program: Any, constants: dict[str, Any], **options: int) -> None:
+        self._program = program
+        self._constants = constants
+        self._options = options
+        self._compiled: Any = None
+        self._values: tuple[Any, ...] = ()
+
+    def __call__(self, count: int, *args: Any) -> None:
+        """Launch `count` programs on the current stream of the current device, always the same device."""
+        if self._compiled is not None:
+            self._compiled[(count, 1, 1)](*args, *self._values)
+            return
+        compiled = self._program[(count,)](*args, **self._constants, **self._options)
+        if hasattr(compiled, "packed_metadata"):  # the interpreter returns nothing
+            self._values = tuple(self._constants[x] for x in self._program.arg_names if x in self._constants)
+            self._compiled = compiled
+
+
+# Tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The tile of a program: ROWS (query, head) rows by TOKENS tokens, and how Triton lays it out."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+    few: bool
+
+
+def configuration(k_dim: int, v_dim: int, itemsize: int, rows: int) -> Configuration:
+    """The tile for so many (query, head of a group) rows of a KV head.
+
+    Tiles of keys and values fill some 64 KiB of shared memory, so that two programs fit a multiprocessor.
+    """
+    widest = max(sum(chunks(k_dim)), sum(chunks(v_dim)))
+    # Products in fp32 are made without tensor cores, and take registers by the width of a head.
+    tokens = (32 if widest <= 128 else 16) if itemsize == 4 else 64 if widest <= 128 else 32 if widest <= 256 else 16
+    if rows <= 16 or (itemsize == 4 and widest > 128):
+        return Configuration(16, tokens, 4 if widest <= 256 else 8, 5 if widest <= 256 else 4, rows <= 16)
+    if rows <= 32 or widest > 256 or itemsize == 4:
+        tokens = 16 if itemsize == 4 and widest > 96 else tokens
+        return Configuration(32, tokens, 8 if itemsize == 4 or widest > 256 else 4, 3, rows <= 32)
+    if rows <= 64 or widest > 128:
+        return Configuration(64, tokens, 4 if widest <= 128 else 8, 3, rows <= 64)
+    return Configuration(128, tokens, 8, 3, False)
+
+
+def width(rows: int) -> int:
+    """Of calls with so many (query, head of a group) rows, one that stands for all that get the same tile."""
+    return min(power_of_two(max(rows, 16)), 128)
+
+
+def chunks(dim: int) -> tuple[int, int]:
+    """Two powers of two that hold `dim` columns, the second possibly 0; tensor cores want 16 at least.
+
+    A head of 80 is 64 and 16, of 96 is 64 and 32, of 576 is 512 and 64: nothing is computed in vain.
+    """
+    main = 1 << (dim.bit_length() - 1)
+    if main == dim or main < 16:
+        return max(16, power_of_two(dim)), 0
+    rest = max(16, power_of_two(dim - main))
+    return (2 * main, 0) if rest == main else (main, rest)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least `n`."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def alignment(x: torch.Tensor) -> int:
+    """Bytes, at most 16, that every row of `x` along its last dimension begins at a multiple of."""
+    strides = 0
+    for stride in x.stride()[:-1]:
+        strides |= stride
+    return factor(x.data_ptr() | strides * x.element_size())
+
+
+def block_alignment(layout: Layout) -> dict[str, int]:
+    """K_ALIGN and V_ALIGN: what the address of every key and value is a multiple of, if blocks begin at ones of 16."""
+    size = layout.dtype.itemsize
+    return {"K_ALIGN": factor(layout.k_dim * size), "V_ALIGN": factor((layout.v_dim | layout.k_numel) * size)}
+
+
+def factor(n: int) -> int:
+    """The greatest power of two, at most 16, that `n` is a multiple of."""
+    return (n | 16) & -(n | 16)
+
+
+def parts_of(busy: int, tokens: int, device: torch.device, programs: int = PROGRAMS) -> int:
+    """Parts of a context for a call of `busy` programs over at most so many tokens; a power of two.
+
+    Args:
+        programs: wanted for each multiprocessor.
+    """
+    wanted = min(MOST_PARTS, programs * _processors(device) // busy, tokens // _LEAST_TOKENS)
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

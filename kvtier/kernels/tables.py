@@ -1,0 +1,224 @@
+"""Blocks named by address: the table that kernels read, and in plain torch whatever the Triton programs do with it.
+
+Every function here has the signature and the results of its namesake in `paged` or `copies`, which say what they are.
+They read addresses on the host, so on a CUDA device they wait for it: they are for machines and tests without Triton.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from kvtier.errors import MismatchError
+from kvtier.kernels import reference
+from kvtier.kernels.terms import Terms
+
+
+class Layout(Protocol):
+    """How a block lies in memory: keys `[k_heads, block_size, k_dim]`, values `[v_heads, block_size, v_dim]` behind."""
+
+    @property
+    def k_heads(self) -> int: ...
+    @property
+    def v_heads(self) -> int: ...
+    @property
+    def k_dim(self) -> int: ...
+    @property
+    def v_dim(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def k_numel(self) -> int:
+        """Elements from the begin of the keys to that of the values."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddressTable:
+    """Some blocks of each sequence of a batch, on the device that reads them.
+
+    Attributes:
+        addresses: `[rows, blocks]` int64, where the blocks begin, in memory that the device can read: its own, or
+            page-locked memory of the host. Multiples of 16.
+        counts: `[rows]` int32, how many of a row's addresses count; None: all. The others are not looked at.
+        positions: `[rows, blocks]` int32, which block of its sequence each is, rising: token `t` of a block at
+            position `i` is token `i * block_size + t` of the sequence. None: 0, 1, 2, ...
+    """
+
+    addresses: torch.Tensor
+    counts: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        a = self.addresses
+        if a.dim() != 2 or a.dtype != torch.int64 or (a.numel() and a.stride(1) != 1):
+            raise MismatchError(f"Addresses are [rows, blocks] int64 with rows contiguous, not {_said(a)}.")
+        for name, shape in (("counts", a.shape[:1]), ("positions", a.shape)):
+            x = getattr(self, name)
+            if x is None:
+                continue
+            if x.shape != shape or x.dtype != torch.int32 or x.device != a.device or (x.numel() and x.stride(-1) != 1):
+                raise MismatchError(
+                    f"{name.capitalize()} are {list(shape)} int32 on {a.device} with rows contiguous, not {_said(x)}."
+                )
+
+
+def attend(
+    query: torch.Tensor,
+    table: AddressTable,
+    layout: Layout,
+    lengths: torch.Tensor | int,
+    terms: Terms,
+    *,
+    cu_queries: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `paged.attend`."""
+    rows = table.addresses.shape[0]
+    ragged = cu_queries is not None
+    bounds = cu_queries.tolist() if cu_queries is not None else None
+    shape = (*query.shape[:-1], layout.v_dim)
+    out = torch.empty(shape, dtype=torch.float32, device=query.device) if out is None else out
+    lse = torch.empty(shape[:-1], dtype=torch.float32, device=query.device) if lse is None else lse
+    for row in range(rows):
+        length = int(lengths if isinstance(lengths, int) else lengths[row])
+        own = slice(None) if bounds is None else slice(bounds[row], bounds[row + 1])
+        q = query[own].transpose(0, 1) if ragged else query[row]
+        keys, values, positions = _tokens(table, layout, row, length, query.device)
+        result = reference.attend(
+            q[None].float(), keys, values, _of_row(terms, row, q.shape[1]), length=length, positions=positions
+        )
+        for target, part in zip((out, lse), result, strict=True):
+            if ragged:
+                target[own].copy_(part[0].transpose(0, 1))
+            else:
+                target[row].copy_(part[0])
+    return out, lse
+
+
+def append(
+    keys: torch.Tensor, values: torch.Tensor, addresses: torch.Tensor, layout: Layout, starts: torch.Tensor | int
+) -> None:
+    """See `copies.append`."""
+    for row, blocks in enumerate(addresses.tolist()):
+        start = int(starts if isinstance(starts, int) else starts[row])
+        for token, index, inner, count in _spans(start, keys.shape[2], layout.block_size):
+            if blocks[index]:
+                k, v = block_at(blocks[index], layout, addresses.device)
+                k[:, inner : inner + count] = keys[row, :, token : token + count]
+                v[:, inner : inner + count] = values[row, :, token : token + count]
+
+
+def gather(table: AddressTable, layout: Layout, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """See `copies.gather`."""
+    size, tokens = layout.block_size, keys.shape[2]
+    for row, blocks in enumerate(_blocks(table)):
+        for position, address in blocks:
+            count = min(size, tokens - position * size)
+            if count > 0 and address:
+                k, v = block_at(address, layout, keys.device)
+                span = slice(position * size, position * size + count)
+                keys[row, :, span], values[row, :, span] = k[:, :count], v[:, :count]
+
+
+def copy_blocks(
+    sources: torch.Tensor, targets: torch.Tensor, nbytes: int, *, device: torch.device | None = None
+) -> None:
+    """See `copies.copy_blocks`."""
+    device = sources.device if device is None else device
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        memory_at(target, nbytes, device).copy_(memory_at(source, nbytes, device))
+
+
+# Memory
+
+
+def memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """The `nbytes` bytes at an address of the host, or of a CUDA device, `uint8`; whoever asks keeps them alive."""
+    if device.type == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+    return torch.as_tensor(_CudaMemory(address, nbytes), device=device)
+
+
+def block_at(address: int, layout: Layout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys `[k_heads, block_size, k_dim]` and values `[v_heads, block_size, v_dim]` of the block there, no copies."""
+    v_numel = layout.v_heads * layout.block_size * layout.v_dim
+    data = memory_at(address, (layout.k_numel + v_numel) * layout.dtype.itemsize, device).view(layout.dtype)
+    keys = data[: layout.k_heads * layout.block_size * layout.k_dim]
+    values = data[layout.k_numel : layout.k_numel + v_numel]
+    return keys.view(layout.k_heads, -1, layout.k_dim), values.view(layout.v_heads, -1, layout.v_dim)
+
+
+class _CudaMemory:
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+# Tables
+
+
+def _blocks(table: AddressTable) -> Iterator[list[tuple[int, int]]]:
+    """For each row, (position, address) of its blocks."""
+    counts = None if table.counts is None else table.counts.tolist()
+    positions = None if table.positions is None else table.positions.tolist()
+    for row, addresses in enumerate(table.addresses.tolist()):
+        count = len(addresses) if counts is None else counts[row]
+        where = range(count) if positions is None else positions[row][:count]
+        yield list(zip(where, addresses[:count], strict=True))
+
+
+def _tokens(
+    table: AddressTable, layout: Layout, row: int, length: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys `[1, heads, tokens, k_dim]`, values and positions `[tokens]` of the blocks of one row."""
+    size = layout.block_size
+    one = AddressTable(
+        table.addresses[row : row + 1],
+        None if table.counts is None else table.counts[row : row + 1],
+        None if table.positions is None else table.positions[row : row + 1],
+    )
+    options: dict[str, Any] = {"dtype": layout.dtype, "device": device}
+    keys = [torch.empty((layout.k_heads, 0, layout.k_dim), **options)]
+    values = [torch.empty((layout.v_heads, 0, layout.v_dim), **options)]
+    positions = [torch.empty(0, dtype=torch.int64, device=device)]
+    for position, address in next(_blocks(one)):
+        count = min(size, length - position * size)
+        if count > 0:
+            k, v = block_at(address, layout, device)
+            keys.append(k[:, :count])
+            values.append(v[:, :count])
+            positions.append(torch.arange(position * size, position * size + count, device=device))
+    return torch.cat(keys, 1)[None], torch.cat(values, 1)[None], torch.cat(positions)
+
+
+def _of_row(terms: Terms, row: int, queries: int) -> Terms:
+    mask = terms.mask
+    if mask is not None:
+        mask = mask if mask.shape[0] == 1 else mask[row : row + 1]
+        mask = mask if mask.shape[2] == 1 else mask[:, :, :queries]
+    return replace(terms, mask=mask, firsts=None if terms.firsts is None else terms.firsts[row : row + 1])
+
+
+def _spans(start: int, count: int, size: int) -> Iterator[tuple[int, int, int, int]]:
+    """Tokens [0, count) put at slot `start` on, by block: (first token, block, slot within it, tokens)."""
+    done = 0
+    while done < count:
+        block, inner = divmod(start + done, size)
+        here = min(size - inner, count - done)
+        yield done, block, inner, here
+        done += here
+
+
+def _said(x: torch.Tensor) -> str:
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}, strides {list(x.stride())}"

@@ -1,0 +1,41 @@
+"""Where the kernels run: in Triton's interpreter on the CPU, or compiled, with KVTIER_TEST_DEVICE=cuda.
+
+A process either interprets Triton programs or compiles them, as it is told when the programs are first imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cpu"))  # `problems`
+
+DEVICE = torch.device("cuda" if os.environ.get("KVTIER_TEST_DEVICE") == "cuda" else "cpu")
+
+if DEVICE.type == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+    if "triton" in sys.modules and importlib.util.find_spec("triton"):
+        # Other tests had it imported: Triton's own library (`tl.sum`, ...) is made for the interpreter after the fact.
+        importlib.reload(sys.modules["triton.language.standard"])
+        importlib.reload(sys.modules["triton.language"])
+
+
+@pytest.fixture(autouse=True)
+def _problems_are_made_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    monkeypatch.setenv("KVTIER_KERNELS", "triton")
+    with torch.device("cpu"):
+        yield
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
