@@ -17,6 +17,10 @@ SLABS_PER_BUDGET = 16
 WANTED_SHARE = 8
 #: Staging may take this share of the device slots.
 STAGING_SHARE = 8
+#: A layer that takes at most this share of the device passes through the workspace as a whole.
+STREAM_SHARE = 8
+#: So many bytes of a layer pass through the workspace of a host at a time: enough for torch's kernel, little to hold.
+STREAM_BYTES = 32 * 2**20
 
 
 def slab_slots(budget: int, slot_bytes: int, held: int, wanted: int = 1) -> int:
@@ -83,3 +87,18 @@ def keep_fetched(free: int, reserve: int, tails: int, missing: int, others: int)
         others: the most that another layer misses.
     """
     return free > 2 * reserve + tails and missing >= others
+
+
+def stream_blocks(budget: int, block_bytes: int, batch: int, *, device: bool) -> int:
+    """Blocks of each row that pass through the workspace at a time when a layer is read by many queries.
+
+    Args:
+        budget: bytes of the memory that the workspace lies in.
+        block_bytes: bytes of a block.
+        batch: rows.
+        device: whether that memory is a device's.
+    """
+    bound = budget // STREAM_SHARE
+    if not device:
+        bound = min(bound, STREAM_BYTES)
+    return max(bound // (block_bytes * max(batch, 1)), 1)

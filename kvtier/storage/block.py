@@ -54,11 +54,11 @@ class BlockLayout:
                 "[batch, heads, tokens, dim] of the same batch and tokens."
             )
         k, v = keys.shape, values.shape
-        if (
-            keys.dtype != self.dtype
-            or values.dtype != self.dtype
-            or (k[1], k[3], v[1], v[3]) != (self.k_heads, self.k_dim, self.v_heads, self.v_dim)
-        ):
+        if keys.dtype != values.dtype:
+            raise MismatchError(
+                f"Layer {layer}: keys in {keys.dtype} and values in {values.dtype}. Give both in one dtype."
+            )
+        if keys.dtype != self.dtype or (k[1], k[3], v[1], v[3]) != (self.k_heads, self.k_dim, self.v_heads, self.v_dim):
             raise MismatchError(
                 f"Layer {layer} holds {self.k_heads} heads of {self.k_dim}/{self.v_dim} in "
                 f"{self.dtype}, but was given keys {tuple(keys.shape)} in {keys.dtype} and values "
@@ -111,6 +111,18 @@ class BlockLayout:
         return keys, values
 
 
+def in_one_dtype(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values in the smallest dtype that holds both exactly: autocast gives them apart, where a norm or a
+    rotation makes one of them fp32. `DynamicCache` widens the values likewise."""
+    if keys.dtype == values.dtype or not {keys.dtype, values.dtype} <= _FLOATS:
+        return keys, values
+    wide = torch.promote_types(keys.dtype, values.dtype)
+    return keys.to(wide), values.to(wide)
+
+
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+
+
 class Block:
     """`block_size` tokens of one layer, in at most one slot per tier.
 
@@ -119,6 +131,7 @@ class Block:
 
     Attributes:
         layer: whose block it is.
+        index: its place in every table that holds it.
         near: slot in the near pool, or None.
         far: slot in the far pool, or None; its bytes are valid once `pending` is None.
         pending: the write-back under way into `far`.
@@ -126,11 +139,12 @@ class Block:
         sealed: full, and never written again.
     """
 
-    __slots__ = ("far", "layer", "near", "pending", "refs", "sealed")
+    __slots__ = ("far", "index", "layer", "near", "pending", "refs", "sealed")
 
-    def __init__(self, layer: LayerStore, near: int) -> None:
+    def __init__(self, layer: LayerStore, index: int) -> None:
         self.layer = layer
-        self.near: int | None = near
+        self.index = index
+        self.near: int | None = None
         self.far: int | None = None
         self.pending: Transfer | None = None
         self.refs = 1

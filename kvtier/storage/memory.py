@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -47,12 +48,26 @@ class Budget:
         assert self.used >= 0, "more bytes given back than taken"
 
 
+class Holder(Protocol):
+    """Who holds memory that it can do without."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+
+    def release(self) -> None:
+        """Give them back."""
+
+
 class Memory:
     """Where slabs come from: one device or the host, under one budget.
 
     Host memory is mapped, not allocated: exactly the size asked (torch's pinned allocator rounds up to powers of two),
     on huge pages where the kernel grants them, resident only where touched, and given back to the system at once.
     With `page_lock`, it is page-locked by registration, so that copies to an accelerator run asynchronously.
+
+    Attributes:
+        yielding: who holds memory that it can do without; see `make_way`.
     """
 
     def __init__(self, device: torch.device, budget: Budget, *, page_lock: bool = False) -> None:
@@ -61,6 +76,12 @@ class Memory:
         self.page_lock = page_lock
         self._mapped = device.type == "cpu"
         self._locked: dict[int, int] = {}
+        self.yielding: list[Holder] = []
+
+    @property
+    def page_locked(self) -> int:
+        """Bytes that are page-locked now."""
+        return sum(self._locked.values())
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """A `uint8` tensor of `nbytes`, counted; None if the budget does not allow it.
@@ -89,11 +110,24 @@ class Memory:
             self.budget.release(nbytes)
             raise
 
+    def make_way(self, nbytes: int) -> bool:
+        """Have everything given back that its holders can do without, if `nbytes` are free then. Whether they are."""
+        held = sum(holder.nbytes for holder in self.yielding)
+        if not held or self.budget.free + held < nbytes:
+            return False
+        for holder in self.yielding:
+            holder.release()
+        return True
+
     def release(self, slab: torch.Tensor) -> None:
         """Give a slab back. The caller drops its own references to it."""
         if self._locked.pop(slab.data_ptr(), None) is not None:
             _check_cuda(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()), "unlock host memory")
         self.budget.release(slab.numel())
+
+    def is_locked(self, slab: torch.Tensor) -> bool:
+        """Whether this slab is page-locked; one from before `page_lock` was set is not."""
+        return slab.data_ptr() in self._locked
 
     def _map(self, nbytes: int) -> torch.Tensor:
         # Aligned to a huge page when it is worth one; the surplus is address space only and never touched.

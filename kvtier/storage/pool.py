@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from kvtier.kernels import copies, launch
 from kvtier.storage.block import BlockLayout
 from kvtier.storage.memory import Memory
 
@@ -60,6 +62,8 @@ class BlockPool:
         self._partial: dict[int, None] = {}
         self._extent_free: dict[int, int] = {}
         self._extent_size: dict[int, int] = {}
+        # What is added to `slot * nbytes` to have its address, by extent: an extent lies in one slab.
+        self._origins: dict[int, int] = {}
 
     # What there is
 
@@ -118,6 +122,7 @@ class BlockPool:
             size = min(EXTENT, base + slots - start)
             self._extent_free[start] = self._extent_size[start] = size
             self._whole[start] = None
+            self._origins[start // EXTENT] = data.data_ptr() - base * self.layout.nbytes
         return slots
 
     def shrink(self, slab: Slab) -> None:
@@ -129,7 +134,7 @@ class BlockPool:
         for start in range(slab.base, slab.base + slab.slots, EXTENT):
             self._whole.pop(start, None)
             self._partial.pop(start, None)
-            del self._extent_free[start], self._extent_size[start]
+            del self._extent_free[start], self._extent_size[start], self._origins[start // EXTENT]
         data = slab.data
         self._nbytes -= data.numel()
         slab.keys = slab.values = slab.data = None  # type: ignore[assignment]
@@ -208,8 +213,12 @@ class BlockPool:
 
     def address(self, slot: int) -> int:
         """Where `slot` lies in memory."""
-        slab = self.slab(slot)
-        return slab.data.data_ptr() + (slot - slab.base) * self.layout.nbytes
+        return self._origins[slot // EXTENT] + slot * self.layout.nbytes
+
+    def addresses(self, slots: Sequence[int]) -> list[int]:
+        """Where slots lie in memory."""
+        origins, nbytes = self._origins, self.layout.nbytes
+        return [origins[slot // EXTENT] + slot * nbytes for slot in slots]
 
     def bytes(self, start: int, count: int) -> torch.Tensor:
         """The bytes of `count` neighbouring slots, `uint8`, contiguous."""
@@ -243,8 +252,8 @@ class BlockPool:
         for table in (self._slabs, self._bases, self._free, self._refs, self.owner, self._whole, self._partial):
             table.clear()
         self._nbytes = 0
-        self._extent_free.clear()
-        self._extent_size.clear()
+        for extents in (self._extent_free, self._extent_size, self._origins):
+            extents.clear()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free + used == total and every count agrees."""
@@ -258,9 +267,62 @@ class BlockPool:
             assert slab.free == sum(s in self._free for s in inside), "a slab miscounts its free slots"
         for start, size in self._extent_size.items():
             free = sum(s in self._free for s in range(start, start + size))
+            assert self.address(start) == self.bytes(start, 1).data_ptr(), "a slot lies elsewhere"
             assert self._extent_free[start] == free, "an extent miscounts its free slots"
             assert (start in self._whole) == (free == size)
             assert (start in self._partial) == (0 < free < size)
+
+
+@dataclass(frozen=True, slots=True)
+class Tails:
+    """The last blocks of some rows, into which the next tokens only need to be written.
+
+    Attributes:
+        keys, values: `[slots, heads, block_size, dim]`, these blocks and possibly others.
+        slots: which of these they are, `[rows]`; None: there is only one.
+        addresses: `[rows, 1]`, where the device has a kernel that writes them all in one launch.
+        layout: of each.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor | None
+    addresses: torch.Tensor | None
+    layout: BlockLayout
+
+    @classmethod
+    def of(cls, pool: BlockPool, slots: Sequence[int | None], device: torch.device) -> Tails | None:
+        """Slots of each row, all different; None if they must be written one by one."""
+        found = [slot for slot in slots if slot is not None]
+        if len(found) < len(slots):
+            return None
+        keys, values = pool.keys(found[0], 1), pool.values(found[0], 1)
+        if len(found) == 1:
+            return cls(keys, values, None, None, pool.layout)
+        # Made outside of inference mode: later calls may be.
+        with torch.inference_mode(False):
+            if launch.available(device):
+                addresses = torch.tensor([[pool.address(slot)] for slot in found], device="cpu")
+                if device.type != "cpu":
+                    # From page-locked memory, so that nothing waits for the device.
+                    addresses = addresses.pin_memory().to(device, non_blocking=True)
+                return cls(keys, values, None, addresses, pool.layout)
+            slab = pool.slab(found[0])
+            if any(pool.slab(slot) is not slab for slot in found):
+                return None
+            inside = torch.tensor([slot - slab.base for slot in found], device=device)
+        return cls(slab.keys, slab.values, inside, None, pool.layout)
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> None:
+        """Write a token of each row, `[rows, heads, 1, dim]`, as number `offset` of its block."""
+        if self.addresses is not None:
+            copies.append(keys, values, self.addresses, self.layout, offset)
+        elif self.slots is None:
+            self.keys.narrow(2, offset, 1).copy_(keys)
+            self.values.narrow(2, offset, 1).copy_(values)
+        else:
+            self.keys.select(2, offset).index_copy_(0, self.slots, keys.select(2, 0))
+            self.values.select(2, offset).index_copy_(0, self.slots, values.select(2, 0))
 
 
 def runs(slots: list[int]) -> Iterator[tuple[int, int, int]]:

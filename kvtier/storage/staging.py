@@ -1,10 +1,12 @@
-"""What attention reads through: fetched copies of far blocks, and one layer's KV as one tensor. Both near, both
-counted."""
+"""What attention reads through: fetched copies of far blocks and one layer's KV as one tensor, both near; and what its
+queries and results pass through on their way to host threads and back. All of it counted."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -119,7 +121,7 @@ class StagingArea:
                 block.near = slot
                 pool.owner[slot] = block
                 layer.resident[block] = None
-                layer.version += 1
+                layer.block_moved(block)
                 self._tiers.counters.promotions += 1
             else:
                 pool.release(slot)
@@ -166,7 +168,10 @@ class Workspace:
         if roomy > self._tiers.near.budget.free:
             roomy = nbytes
             self._tiers.reclaim(nbytes, None)
-        data = self._tiers.near.allocate(roomy)
+        near = self._tiers.near
+        data = near.allocate(roomy)
+        if data is None and near.make_way(roomy):
+            data = near.allocate(roomy)
         if data is None:
             raise self._tiers.near_shortage(nbytes - self._tiers.near.budget.free)
         self._data = data
@@ -201,3 +206,105 @@ class Workspace:
             for layer in self._tiers.layers:
                 layer.forget_plan()
             self._tiers.near.release(data)
+
+
+class Handover:
+    """Host memory through which a query comes down and a result goes up: page-locked for a CUDA device.
+
+    One call after the other uses it; a call's copies have ended when the next one's query has arrived, for that comes
+    down behind the compute stream, which waited for them.
+
+    Args:
+        data: `uint8`, `nbytes` of the shape at least.
+        shape: (batch, heads, queries, k_dim, v_dim) of the call.
+        dtype: of the query.
+
+    Attributes:
+        query: `[batch, heads, queries, k_dim]`.
+        out, lse: `[batch, heads, queries, v_dim]` and `[batch, heads, queries]`, fp32.
+        calls: by layer, what its last call was made for and the call, to be repeated.
+        last: the last copy from or to it, behind all others.
+    """
+
+    __slots__ = ("_shape", "calls", "data", "last", "lse", "out", "query")
+
+    def __init__(self, data: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.data = data
+        self.calls: dict[int, tuple[object, Any]] = {}
+        self.last: Transfer | None = None
+        self._shape: object = None
+        self.fit(shape, dtype)
+
+    def fit(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Lay the tensors out for another shape."""
+        if self._shape == (shape, dtype):
+            return
+        ends = _ends(shape, dtype)
+        with torch.inference_mode(False):  # the next call may be outside it
+            self.query = self.data[: ends[0]].view(dtype)[: math.prod(shape[:4])].view(shape[:4])
+            out = self.data[ends[0] : ends[1]].view(torch.float32)
+            self.out = out[: math.prod(shape[:3]) * shape[4]].view(*shape[:3], shape[4])
+            self.lse = self.data[ends[1] : ends[2]].view(torch.float32)[: math.prod(shape[:3])].view(shape[:3])
+        self.calls.clear()
+        self._shape = (shape, dtype)
+
+
+def _ends(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int, int]:
+    """Where query, result and its weights end, each begun at a multiple of 64 bytes."""
+    batch, heads, queries, k_dim, v_dim = shape
+    rows = batch * heads * queries
+    query, out, lse = (-(-n // 64) * 64 for n in (rows * k_dim * dtype.itemsize, rows * v_dim * 4, rows * 4))
+    return query, query + out, query + out + lse
+
+
+class HandoverArea:
+    """Keeps one `Handover` for the calls of a device, as large as the largest, in the host budget.
+
+    Blocks come first: it is given back when one of them needs the room, and where there is none, a call gets memory of
+    its own, which is as any activation.
+    """
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._kept: Handover | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host budget that are kept for it."""
+        return 0 if self._kept is None else self._kept.data.numel()
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Handover:
+        """What the next call's query, `[batch, heads, queries, k_dim]` of `dtype`, and result pass through.
+
+        Args:
+            shape: (batch, heads, queries, k_dim, v_dim).
+            dtype: of the query.
+        """
+        nbytes = _ends(shape, dtype)[-1]
+        if self._kept is not None and self._kept.data.numel() >= nbytes:
+            self._kept.fit(shape, dtype)
+            return self._kept
+        far = self._tiers.far
+        assert far is not None, "without a tier below, queries have nowhere to go"
+        data = None
+        if nbytes <= far.budget.free + self.nbytes:
+            self.release()
+            with contextlib.suppress(BudgetError):  # the machine has none that could be page-locked
+                data = far.allocate(nbytes)
+        if data is not None:
+            self._kept = Handover(data, shape, dtype)
+            return self._kept
+        self._tiers.counters.handover_misses += 1
+        with torch.inference_mode(False):
+            return Handover(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), shape, dtype)
+
+    def release(self) -> None:
+        """Give it back, if there is one."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        if kept.last is not None:
+            with contextlib.suppress(TransferError):
+                kept.last.synchronize()  # it is still at work in what is given back
+        assert self._tiers.far is not None
+        self._tiers.far.release(kept.data)

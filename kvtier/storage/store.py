@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 
 from kvtier.errors import MismatchError
 from kvtier.storage.block import Block, BlockLayout, Group, Table, blocks_needed, group_rows
+from kvtier.storage.pool import Tails
 from kvtier.storage.tiers import Tiers
 from kvtier.storage.transfer import join
 from kvtier.types import Direction
-
-#: Where the keys and the values of the last blocks' tokens go, `[slots, heads, block_size, dim]`; and which slots, if
-#: there are several.
-Tails = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class LayerStore:
@@ -29,6 +27,9 @@ class LayerStore:
         length: tokens per row.
         count: distinct blocks.
         version: changes whenever a slot that a reader would use changes.
+        host_plan: what split attention remembers of where the blocks lie. Dropped when tables change otherwise than by
+            blocks behind their last; it then follows what moved.
+        moved: indices of blocks that got or lost a near slot since the reader of `host_plan` cleared this.
         epoch: changes whenever tokens are dropped, replaced or reordered; views of an older epoch are stale.
         resident: sealed blocks with a near slot, oldest first.
         unwritten: those of them without a far copy, oldest first.
@@ -52,11 +53,12 @@ class LayerStore:
         self.unwritten: dict[Block, None] = {}
         self.plan: object = None
         self.host_plan: object = None
+        self.moved: set[int] = set()
         self.last_far: int | None = None
         self.carries_graph = False
         self.attended = False
-        self._missing: list[Block] = []
-        self._missing_version = -1
+        self._missing: tuple[int, list[Block]] = (-1, [])
+        self._missing_count = (-1, 0)
         self._token_shapes: tuple[tuple[int, ...], ...] = ((), ())
         self._rows: list[Table] = []
         self._tables: list[Table] = []
@@ -85,12 +87,17 @@ class LayerStore:
 
     def missing(self) -> list[Block]:
         """Distinct blocks without a near slot, in table order."""
-        if self.tiers.far is None:
-            return []
-        if self._missing_version != self.version:
-            self._missing = [block for block in self.distinct_blocks() if block.near is None]
-            self._missing_version = self.version
-        return self._missing
+        if self._missing[0] != self.version:
+            self._missing = (self.version, [block for block in self.distinct_blocks() if block.near is None])
+        return self._missing[1]
+
+    def missing_count(self) -> int:
+        """How many these are, found without looking at more than the last of each table."""
+        if self._missing_count[0] != self.version:
+            last = {table.blocks[-1] for table in self._tables if table.blocks}
+            unsealed = sum(not block.sealed for block in last)
+            self._missing_count = (self.version, self.count - len(self.resident) - unsealed)
+        return self._missing_count[1]
 
     def missing_estimate(self) -> int:
         """Blocks without a near slot, counted without looking at them."""
@@ -148,13 +155,7 @@ class LayerStore:
         tails = self._tails
         if tails is None or not offset:
             return False
-        tail_keys, tail_values, slots = tails
-        if slots is None:
-            tail_keys.narrow(2, offset, 1).copy_(keys)
-            tail_values.narrow(2, offset, 1).copy_(values)
-        else:
-            tail_keys.select(2, offset).index_copy_(0, slots, keys.select(2, 0))
-            tail_values.select(2, offset).index_copy_(0, slots, values.select(2, 0))
+        tails.write(keys, values, offset)
         self.length += 1
         if offset + 1 == size:
             self._tails = None
@@ -187,19 +188,7 @@ class LayerStore:
             raise
         self.length += tokens
         if self.length % self.layout.block_size and len(self._tables) == self.batch:
-            self._tails = self._open_tails()
-
-    def _open_tails(self) -> Tails | None:
-        """Views into which the next tokens only need to be copied."""
-        nears = [table.blocks[-1].near for table in self._tables]
-        if len(nears) == 1:
-            keys, values = self._tail_views(self._tables[0].blocks[-1])
-            return keys, values, None
-        slab = self.pool.slab(nears[0])  # type: ignore[arg-type]
-        if any(near is None or self.pool.slab(near) is not slab for near in nears):
-            return None
-        slots = torch.tensor([near - slab.base for near in nears if near is not None], device=self.tiers.device)
-        return slab.keys, slab.values, slots
+            self._tails = Tails.of(self.pool, [table.blocks[-1].near for table in self._tables], self.tiers.device)
 
     def _regroup(self, groups: Sequence[Group], batch: int) -> list[Table]:
         """Give every group a table of its own."""
@@ -250,7 +239,7 @@ class LayerStore:
             self.tiers.prepare(self.layout, count)
         previous = table.blocks[-1].near if table.blocks else None
         while len(blocks) < count and (not blocks or self.tiers.obtainable(self.layout)):
-            block = Block(self, -1)
+            block = Block(self, len(table.blocks))
             slot = self.tiers.take(self, previous, block)
             if blocks and slot != previous + 1:  # type: ignore[operator]
                 # Not a neighbour: this run ends here, the next call begins with a slot like it.
@@ -277,16 +266,18 @@ class LayerStore:
         if block.refs == 1 and not block.sealed:
             return block
         if block.refs > 1:
-            copy = Block(self, -1)
+            copy = Block(self, block.index)
             copy.near = self._copy_of(block, copy)
             self.count += 1
             block.refs -= 1
             table.blocks[-1] = copy
-            self.version += 1
+            self.block_moved(copy)
             return copy
         if block.near is None:
             block.near = self._copy_of(block, block)
-            self.version += 1
+            self.block_moved(block)
+        if block.pending is not None:
+            block.pending.wait()  # it reads what is about to be written over
         # A fetch on its way would later pass for the block's new contents.
         self.tiers.staging.drop(self)
         self.resident.pop(block, None)
@@ -357,33 +348,48 @@ class LayerStore:
 
     def forget_plan(self) -> None:
         """Drop what readers and the writer remember of where blocks lie: slots moved."""
-        self.plan = self.host_plan = self._tails = None
+        self.plan = self._tails = None
+        self._changed()
+
+    def block_moved(self, block: Block) -> None:
+        """Told that a block in the tables has another near slot, or none any more."""
         self.version += 1
+        if self.host_plan is not None:
+            self.moved.add(block.index)
+
+    def _changed(self) -> None:
+        """The tables are not what they were, up to blocks behind their last."""
+        self.version += 1
+        self.host_plan = None
+        self.moved.clear()
 
     def _set_rows(self, rows: list[Table]) -> None:
+        self._tails = None
+        if len(rows) == len(self._rows) and all(map(operator.is_, rows, self._rows)):
+            return
         self._rows = rows
         self._tables = list(dict.fromkeys(rows))
         layout, batch = self.layout, len(rows)
         self._token_shapes = ((batch, layout.k_heads, 1, layout.k_dim), (batch, layout.v_heads, 1, layout.v_dim))
-        self._tails = None
-        self.version += 1
+        self._changed()
 
     def _trim(self, length: int) -> None:
         """Drop the blocks behind `length` tokens."""
         keep = -(-length // self.layout.block_size)
-        for table in self._tables:
-            for block in table.blocks[keep:]:
-                self._unref(block)
-            del table.blocks[keep:]
         self._tails = None
-        self.version += 1
+        for table in self._tables:
+            if len(table.blocks) > keep:
+                for block in table.blocks[keep:]:
+                    self._unref(block)
+                del table.blocks[keep:]
+                self._changed()
 
     def _drop(self, tables: Sequence[Table]) -> None:
         for table in tables:
             for block in table.blocks:
                 self._unref(block)
             table.blocks = []
-        self.version += 1
+        self._changed()
 
     def _unref(self, block: Block) -> None:
         block.refs -= 1

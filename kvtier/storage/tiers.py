@@ -17,7 +17,7 @@ from kvtier.storage import compaction
 from kvtier.storage.block import Block, BlockLayout
 from kvtier.storage.memory import Memory
 from kvtier.storage.pool import EXTENT, BlockPool
-from kvtier.storage.staging import StagingArea, Workspace
+from kvtier.storage.staging import HandoverArea, StagingArea, Workspace
 from kvtier.storage.transfer import State, Transfer, TransferEngine, join
 from kvtier.types import Direction
 
@@ -61,6 +61,9 @@ class Tiers:
         self.layers: list[LayerStore] = []
         self.staging = StagingArea(self)
         self.workspace = Workspace(self)
+        self.handover = HandoverArea(self)
+        if far is not None:
+            far.yielding.append(self.handover)
 
     # Pools
 
@@ -108,7 +111,7 @@ class Tiers:
     def _make_room(self, pool: BlockPool, keep: LayerStore | None, *, reading: bool) -> bool:
         """Free at least one slot of `pool`, the cheapest way first. False if there is none left."""
         self.engine.poll()
-        if pool.free or self._grow(pool):
+        if pool.free or self._grow(pool) or self._outgrow_handovers(pool):
             return True
         if not reading and self.workspace.release_surplus() and self._grow(pool):
             return True
@@ -123,10 +126,11 @@ class Tiers:
         return self.drop_staged()
 
     def drop_staged(self) -> bool:
-        """Forget every prefetch and wait until its slots are free. True if there was any."""
+        """Forget every prefetch, wait until nothing is in flight, forgotten or not. True if there was any of either."""
         dropped = self.staging.drop()
+        in_flight = bool(self.engine.in_flight())
         self.engine.drain()
-        return dropped
+        return dropped or in_flight
 
     def near_shortage(self, missing: int) -> BudgetError:
         """The error for a near tier that is short of `missing` bytes."""
@@ -200,7 +204,7 @@ class Tiers:
         pool = self.near_pool(block.layer.layout)
         slot, block.near = block.near, None
         block.layer.resident.pop(block, None)
-        block.layer.version += 1
+        block.layer.block_moved(block)
         pool.release(slot)
         self.counters.evictions += 1
 
@@ -295,11 +299,15 @@ class Tiers:
     def _far_slot(self, far: BlockPool, layer: LayerStore, block: Block, required: bool) -> int | None:
         self._grow_run(far, layer.last_far)
         slot = far.allocate(layer.last_far, block)
-        if slot is None and self._grow(far):
+        if slot is None and (self._grow(far) or (required and self._outgrow_handovers(far))):
             slot = far.allocate(layer.last_far, block)
         if slot is None and required and self._forget_copy(layer.layout):
             slot = far.allocate(layer.last_far, block)
         return slot
+
+    def _outgrow_handovers(self, pool: BlockPool) -> bool:
+        """Grow a pool of host memory at the cost of what queries of any device pass through."""
+        return pool.memory.make_way(pool.layout.nbytes) and self._grow(pool) > 0
 
     def _forget_copy(self, layout: BlockLayout) -> bool:
         """Free one far slot whose block is on the device too. The block will be written anew if it must leave."""
@@ -358,6 +366,7 @@ class Tiers:
         for layer in self.layers:
             layer.forget_plan()
         self.workspace.release()
+        self.handover.release()
         for pool in self.near_pools.values():
             pool.close()
         self.near_pools.clear()

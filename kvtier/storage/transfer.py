@@ -19,92 +19,20 @@ import torch
 
 from kvtier.errors import TransferError
 from kvtier.metrics import Counters
+from kvtier.storage.links import Batch, Copy, Launches, TensorCopy, join
 from kvtier.storage.pool import BlockPool
 from kvtier.types import Direction
 
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """`count` neighbouring slots from one pool to as many neighbouring slots of another of the same layout."""
-
-    src: BlockPool
-    src_slot: int
-    dst: BlockPool
-    dst_slot: int
-    count: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that move."""
-        return self.count * self.src.layout.nbytes
-
-    def run(self, non_blocking: bool = False) -> None:
-        """Move the bytes, on the current stream."""
-        self.dst.bytes(self.dst_slot, self.count).copy_(
-            self.src.bytes(self.src_slot, self.count), non_blocking=non_blocking
-        )
-
-    def retain(self) -> None:
-        """Protect both ends."""
-        for pool, first in ((self.src, self.src_slot), (self.dst, self.dst_slot)):
-            for slot in range(first, first + self.count):
-                pool.retain(slot)
-
-    def release(self) -> None:
-        """Drop the protection."""
-        for pool, first in ((self.src, self.src_slot), (self.dst, self.dst_slot)):
-            for slot in range(first, first + self.count):
-                pool.release(slot)
-
-    def references(self, pool: BlockPool) -> int:
-        """How many references on slots of `pool` this copy holds."""
-        return self.count * ((self.src is pool) + (self.dst is pool))
-
-    def destination(self) -> torch.Tensor:
-        """The bytes that it writes."""
-        return self.dst.bytes(self.dst_slot, self.count)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorCopy:
-    """One tensor into another of the same shape. The caller keeps both until the transfer has ended."""
-
-    source: torch.Tensor
-    target: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that move."""
-        return self.target.nbytes
-
-    def run(self, non_blocking: bool = False) -> None:
-        """Move the bytes, on the current stream."""
-        self.target.copy_(self.source, non_blocking=non_blocking)
-
-    def retain(self) -> None:
-        """Nothing to count: the tensors are the caller's."""
-
-    def release(self) -> None:
-        """Nothing to count."""
-
-    def references(self, pool: BlockPool) -> int:
-        """None."""
-        return 0
-
-    def destination(self) -> torch.Tensor:
-        """What it writes."""
-        return self.target
-
-
-def join(src: BlockPool, src_slots: Sequence[int], dst: BlockPool, dst_slots: Sequence[int]) -> list[Copy]:
-    """Pair slots one to one and join pairs that are neighbours at both ends into one copy each."""
-    copies: list[Copy] = []
-    start = 0
-    for i in range(1, len(src_slots) + 1):
-        if i == len(src_slots) or src_slots[i] != src_slots[i - 1] + 1 or dst_slots[i] != dst_slots[i - 1] + 1:
-            copies.append(Copy(src, src_slots[start], dst, dst_slots[start], i - start))
-            start = i
-    return copies if src_slots else []
+__all__ = [
+    "Copy",
+    "CudaTransfers",
+    "InlineTransfers",
+    "State",
+    "TensorCopy",
+    "Transfer",
+    "TransferEngine",
+    "join",
+]
 
 
 class State(enum.Enum):
@@ -113,6 +41,19 @@ class State(enum.Enum):
     PENDING = "pending"
     DONE = "done"
     FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Where a transfer is on a device.
+
+    Attributes:
+        ended: recorded behind its last copy.
+        batches: what it launched; their addresses are read until then.
+    """
+
+    ended: torch.cuda.Event
+    batches: list[Batch]
 
 
 class Transfer:
@@ -145,7 +86,7 @@ class Transfer:
         self._on_failed = on_failed
         self.state = State.PENDING
         self.error: BaseException | None = None
-        self.ticket: object = None  # what the engine needs to find its copy again (an event)
+        self.ticket: Ticket | None = None  # what a CUDA engine needs to find its copies again
 
     def wait(self) -> None:
         """Order all later work of the compute stream behind this transfer. Raises `TransferError` if it failed."""
@@ -281,8 +222,8 @@ class CudaTransfers(TransferEngine):
     Ordering, both ways: a copy begins behind an event recorded on the compute stream at submission, so that it sees
     what was written and does not overwrite what is still being read; whoever reads the copy makes the compute stream
     wait for the copy's event. The fetch stream has the higher priority: what a layer needs soon goes before what is
-    written back for later (Pensieve, section 5.1). Events and streams are made once and re-used; nothing here blocks
-    the CPU but `synchronize` and `drain`.
+    written back for later (Pensieve, section 5.1). Events, streams and the memory of addresses are made once and
+    re-used; nothing here blocks the CPU but `synchronize`, `drain` and what `Launches.divide` measures once.
     """
 
     def __init__(self, device: torch.device, counters: Counters) -> None:
@@ -298,37 +239,48 @@ class CudaTransfers(TransferEngine):
             }
         self._in_flight: deque[Transfer] = deque()
         self._spare: list[torch.cuda.Event] = []
+        self._launches = Launches(device)
 
     def _start(self, transfer: Transfer) -> None:
         stream = self._streams[transfer.direction]
         began, ended = self._event(), self._event()
-        transfer.ticket = ended
+        ticket = transfer.ticket = Ticket(ended, [])
         self._in_flight.append(transfer)  # first: whatever cuts this short, `drain` still waits for the copies
         try:
+            alone, together = self._launches.divide(transfer.copies, transfer.direction)
+            for copies in together:
+                ticket.batches.append(self._launches.prepare(copies))
             began.record(torch.cuda.current_stream(self.device))
             stream.wait_event(began)
             for earlier in transfer.after:
-                stream.wait_event(earlier.ticket)  # type: ignore[arg-type]
+                stream.wait_event(_ended(earlier))
             with torch.cuda.stream(stream):
-                for copy in transfer.copies:
+                for copy in alone:
                     copy.run(non_blocking=True)
+                for batch in ticket.batches:
+                    self._launches.launch(batch)
             ended.record(stream)
         except Exception as error:
             # Copies before the failing one may still run: their slots must not be re-used under them.
             self._in_flight.remove(transfer)
             try:
                 stream.synchronize()
+                self._launches.release(ticket.batches)
             finally:
                 transfer.settle(error)
+        except BaseException:
+            # An interrupt. What was begun goes on, and ends before this: `poll` must not take it to have ended.
+            ended.record(stream)
+            raise
         finally:
             # An event may be recorded anew as soon as the waits on it are enqueued.
             self._spare.append(began)
 
     def _wait(self, transfer: Transfer) -> None:
-        torch.cuda.current_stream(self.device).wait_event(transfer.ticket)  # type: ignore[arg-type]
+        torch.cuda.current_stream(self.device).wait_event(_ended(transfer))
 
     def _synchronize(self, transfer: Transfer) -> None:
-        transfer.ticket.synchronize()  # type: ignore[attr-defined]
+        _ended(transfer).synchronize()
         self._in_flight.remove(transfer)
         self._end(transfer)
 
@@ -338,7 +290,7 @@ class CudaTransfers(TransferEngine):
         blocked: set[Direction] = set()
         while self._in_flight:
             transfer = self._in_flight.popleft()
-            if transfer.direction in blocked or not transfer.ticket.query():  # type: ignore[attr-defined]
+            if transfer.direction in blocked or not _ended(transfer).query():
                 blocked.add(transfer.direction)
                 still.append(transfer)
             else:
@@ -361,14 +313,22 @@ class CudaTransfers(TransferEngine):
             self._end(self._in_flight.popleft(), error)
 
     def close(self) -> None:
-        """Drain; streams and events go with this object."""
+        """Drain; streams, events and the memory of addresses go with this object."""
         self.drain()
         self._spare.clear()
+        self._launches.close()
 
     def _end(self, transfer: Transfer, error: Exception | None = None) -> None:
-        self._spare.append(transfer.ticket)  # type: ignore[arg-type]
-        transfer.ticket = None
+        ticket, transfer.ticket = transfer.ticket, None
+        assert ticket is not None
+        self._spare.append(ticket.ended)
+        self._launches.release(ticket.batches)
         transfer.settle(error)
 
     def _event(self) -> torch.cuda.Event:
         return self._spare.pop() if self._spare else torch.cuda.Event()
+
+
+def _ended(transfer: Transfer) -> torch.cuda.Event:
+    assert transfer.ticket is not None, "it was not submitted, or has been seen to end"
+    return transfer.ticket.ended

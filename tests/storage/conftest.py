@@ -1,12 +1,8 @@
-"""Storage tests move tiny blocks: more than one thread only costs time."""
+"""Storage tests move tiny blocks."""
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def _tiny(one_thread: None) -> None:
+    """All of them are."""

@@ -77,7 +77,7 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
     "an_opened_tail_stays_resident": edit(LayerStore, "_open_tail", "self.resident.pop(block, None)", "pass"),
     "a_copied_tail_keeps_its_reference": edit(LayerStore, "_open_tail", "block.refs -= 1", "pass"),
     # what readers remember
-    "evict_changes_no_version": edit(Tiers, "evict", "block.layer.version += 1", "pass"),
+    "evict_changes_no_version": edit(Tiers, "evict", "block.layer.block_moved(block)", "pass"),
     "trim_keeps_the_open_tails": edit(LayerStore, "_trim", "self._tails = None", "pass"),
     # failures
     "failed_fetches_are_kept": edit(StagingArea, "finish", "is not State.FAILED", "is not None"),
