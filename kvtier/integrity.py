@@ -20,6 +20,7 @@ def check(devices: Collection[Tiers], host_pools: Collection[BlockPool], host: M
     taken = sum(pool.nbytes for pool in host_pools)
     taken += sum(p.nbytes for t in devices if t.far is None for p in t.near_pools.values())
     taken += sum(t.workspace.nbytes for t in devices if t.far is None)
+    taken += sum(t.handover.nbytes for t in devices)
     assert host.budget.used == taken, "host bytes are counted wrong"
     assert taken <= host.budget.limit, "the host budget is exceeded"
     for pool in host_pools:

@@ -14,6 +14,7 @@ class Counters:
     host_attended: int = 0
     host_blocks: int = 0
     attention_bytes: int = 0
+    handover_misses: int = 0
     dense_fallbacks: int = 0
     dense_fallback_bytes: int = 0
     dense_fallback_ops: dict[str, int] = field(default_factory=dict)
@@ -37,9 +38,12 @@ class TierStats:
 
     Attributes:
         budget: bytes it may use (0: there is no such tier).
-        bytes: bytes it has allocated now: slabs of blocks and, where attention runs, the workspace.
+        bytes: bytes it has allocated now: slabs of blocks; where attention runs, the workspace; and in the host tier
+            what queries and results pass through.
         peak_bytes: the most it has had allocated.
         workspace_bytes: the part of `bytes` in which one layer's KV is laid out for torch's attention.
+        handover_bytes: the part of `bytes` through which queries and results of attention on the host pass.
+        page_locked_bytes: the part of `bytes` that is page-locked, so that an accelerator copies it in the background.
         used_blocks: slots in use; staging included.
         free_blocks: slots allocated and free.
     """
@@ -48,6 +52,8 @@ class TierStats:
     bytes: int
     peak_bytes: int
     workspace_bytes: int
+    handover_bytes: int
+    page_locked_bytes: int
     used_blocks: int
     free_blocks: int
 
@@ -66,6 +72,8 @@ class CacheStats:
         host_attended: of those, calls that host threads served, wholly or together with the device.
         host_blocks: blocks that host threads read where they lie, in total.
         attention_bytes: bytes of queries and results copied between device and host for it.
+        handover_misses: calls for which `host_budget` had no room left to keep memory that these pass through, so that
+            they took their own, not page-locked: slower, and as an activation.
         dense_fallbacks: views that another operation forced into a dense tensor of the model's own.
         dense_fallback_bytes: bytes of those tensors, in total.
         dense_fallback_ops: which operations, how often.
@@ -91,6 +99,7 @@ class CacheStats:
     host_attended: int
     host_blocks: int
     attention_bytes: int
+    handover_misses: int
     dense_fallbacks: int
     dense_fallback_bytes: int
     dense_fallback_ops: dict[str, int]

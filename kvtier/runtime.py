@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from kvtier import attention, integrity, split
+from kvtier import integrity
+from kvtier.attention import calls, split, streamed
 from kvtier.config import (
     DEVICE_BLOCK,
     DEVICE_RESERVE,
@@ -21,9 +22,10 @@ from kvtier.config import (
 from kvtier.errors import BudgetError, ClosedError, StaleViewError
 from kvtier.kernels.terms import Terms
 from kvtier.metrics import CacheStats, Counters, TierStats
+from kvtier.planning import admission
 from kvtier.steps import Steps
 from kvtier.storage import gather
-from kvtier.storage.block import BlockLayout, Group, likely_groups
+from kvtier.storage.block import BlockLayout, Group, in_one_dtype, likely_groups
 from kvtier.storage.memory import Budget, Memory, free_device_memory, free_host_memory
 from kvtier.storage.pool import BlockPool
 from kvtier.storage.store import LayerStore
@@ -89,6 +91,8 @@ class Runtime:
         graph = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
+        if keys.dtype is not values.dtype:
+            keys, values = in_one_dtype(keys, values)
         if store is None:
             store = self._new_layer(index, keys, values)
         store.carries_graph |= graph
@@ -122,10 +126,19 @@ class Runtime:
             store.tiers.layers.remove(store)
             self._following.clear()
 
+    def undo_first(self) -> None:
+        """After a refusal: take back what it was the first forward of, where nobody knows yet which layers there are,
+        so that `crop(0)` could not tell it from one that is finished."""
+        if self.steps.expected is None and not any(self.steps.began.values()):
+            # The layer that refused began nothing, but it may have a store by now.
+            for index in [i for i, x in self.layers.items() if i in self.steps.began or not x.length]:
+                self._remove(index)
+            self.steps.began = {}
+
     def early(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Make the store of a layer from tensors that may have no tokens."""
         if index not in self.layers:
-            self._new_layer(index, keys, values)
+            self._new_layer(index, *in_one_dtype(keys, values))
 
     def _new_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerStore:
         tiers = self._tiers_for(keys.device)
@@ -162,29 +175,30 @@ class Runtime:
         held = sum(x.count * x.layout.nbytes for x in tiers.layers)
         batch = sum(len(group.rows) for group in groups)
         many = self._dense and not self._hosted(store, tokens)
-        rooms = [x.workspace_bytes(x.length, batch) for x in done if x.dense or many]
-        rooms += [x.workspace_bytes(x.length + tokens, batch) for x in todo if x.dense or many]
+        rooms = [self._room(x, x.length, batch) for x in done if x.dense or many]
+        rooms += [self._room(x, x.length + tokens, batch) for x in todo if x.dense or many]
         # A first prefill reads nothing: its own keys and values are the answer.
         room = max(rooms, default=0) if store.length else 0
-        near = tiers.near.budget
-        if tiers.far is None:
-            needed = held + coming + room
-            if needed > near.limit:
-                raise self._too_small(near, needed, store, tokens)
-            return
-        # The workspace, one unsealed block for each sequence and layer, one more where there are sealed ones.
         size_in_tokens, total = store.layout.block_size, store.length + tokens
         unsealed = store.length % size_in_tokens or total % size_in_tokens
         tails = len(groups) * (sum(x.layout.nbytes for x in tiers.layers) + unborn * size) if unsealed else 0
-        needed = room + tails + (size if total >= size_in_tokens else 0)
+        step = admission.Step(held, coming, room, tails, size, seals=total >= size_in_tokens)
+        near = tiers.near.budget
+        needed = step.alone() if tiers.far is None else step.near()
         if needed > near.limit:
             raise self._too_small(near, needed, store, tokens)
-        kept = (near.limit - room) // size * size - size
+        if tiers.far is None:
+            return
         far = tiers.far.budget
-        others = sum(t.far_bytes() for t in self._tiers.values() if t is not tiers)
-        needed = held + coming - kept + others
-        if needed > far.limit // size * size:
+        needed = step.far(near.limit) + sum(t.far_bytes() for t in self._tiers.values() if t is not tiers)
+        if needed > admission.whole_slots(far.limit, size):
             raise self._too_small(far, needed, store, tokens)
+
+    def _room(self, store: LayerStore, tokens: int, batch: int) -> int:
+        """Bytes of workspace in which a layer is read."""
+        if self.options.host_attention and not store.dense and streamed.able(store):
+            return streamed.workspace_bytes(store, tokens, batch)
+        return store.workspace_bytes(tokens, batch)
 
     def _too_small(self, budget: Budget, needed: int, store: LayerStore, tokens: int) -> BudgetError:
         return BudgetError(
@@ -206,9 +220,10 @@ class Runtime:
         self._check_view(store, length, epoch)
         with self.steps.changing():
             self.counters.views_attended += 1
-            out = attention.attend(store, length, repeats, query, options, host=self.options.host_attention)
+            query, dtype = calls.under_autocast(store, query)
+            out = calls.attend(store, length, repeats, query, options, host=self.options.host_attention)
             self._prefetch_after(store, query.shape[2])
-        return out
+        return out.to(dtype)
 
     def attend_terms(
         self, store: LayerStore, length: int, epoch: int, query: torch.Tensor, terms: Terms
@@ -217,9 +232,10 @@ class Runtime:
         self._check_view(store, length, epoch)
         with self.steps.changing():
             self.counters.views_attended += 1
-            out = attention.attend_terms(store, length, query, terms, host=self.options.host_attention)
+            query, dtype = calls.under_autocast(store, query)
+            out = calls.attend_terms(store, length, query, terms, host=self.options.host_attention)
             self._prefetch_after(store, query.shape[2])
-        return out
+        return out.to(dtype)
 
     def densify(self, store: LayerStore, length: int, epoch: int, operation: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a view as tensors of the caller's own."""
@@ -232,7 +248,7 @@ class Runtime:
             counters.dense_fallback_ops[operation] = counters.dense_fallback_ops.get(operation, 0) + 1
             store.dense = store.attended
             self._prefetch_after(store, split.MOST_QUERIES + 1)
-        return attention.without_gradient(store, keys, values)
+        return calls.without_gradient(store, keys, values)
 
     def _check_view(self, store: LayerStore, length: int, epoch: int) -> None:
         self.check_open()
@@ -337,6 +353,7 @@ class Runtime:
                 [self._host] if self._host else [],
                 [*self._host_pools.values(), *(p for t in host_near for p in t.near_pools.values())],
                 host_near,
+                sum(t.handover.nbytes for t in device),
             ),
             resident_bytes=resident_bytes,
             **values,
@@ -359,12 +376,16 @@ class Runtime:
         integrity.check(self._tiers.values(), self._host_pools.values(), self._host)
 
 
-def _tier_stats(memories: Sequence[Memory], pools: Sequence[BlockPool], tiers: Sequence[Tiers]) -> TierStats:
+def _tier_stats(
+    memories: Sequence[Memory], pools: Sequence[BlockPool], tiers: Sequence[Tiers], handover: int = 0
+) -> TierStats:
     return TierStats(
         budget=sum(m.budget.limit for m in memories),
         bytes=sum(m.budget.used for m in memories),
         peak_bytes=sum(m.budget.peak for m in memories),
         workspace_bytes=sum(t.workspace.nbytes for t in tiers),
+        handover_bytes=handover,
+        page_locked_bytes=sum(m.page_locked for m in memories),
         used_blocks=sum(p.used for p in pools),
         free_blocks=sum(p.free for p in pools),
     )

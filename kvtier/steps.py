@@ -23,22 +23,22 @@ class Guard:
         broken: a change was cut short and did not undo itself.
     """
 
-    __slots__ = ("_holder", "_lock", "broken")
+    __slots__ = ("_inside", "broken")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holder = 0
+        # Under 0, who is inside: taken and signed in one step, so that a signal finds no lock without a holder.
+        self._inside: dict[int, list[int]] = {}
         self.broken = False
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        if not self._lock.acquire(blocking=False):
-            if self._holder == me:  # a signal came between two lines of this class
+        me = [threading.get_ident()]
+        holder = self._inside.setdefault(0, me)
+        if holder is not me:
+            if holder == me:  # a signal came between two lines of this class
                 raise InterruptedStepError(_CUT_SHORT)
             raise ConcurrentUseError("Two threads use one TieredKVCache at once. Give each its own cache.")
-        self._holder = me
         if self.broken:
-            self._lock.release()
+            self._inside.clear()
             raise InterruptedStepError(_CUT_SHORT)
         self.broken = True
 
@@ -47,7 +47,7 @@ class Guard:
     ) -> None:
         # A change that raises an Exception has undone itself. A signal may come anywhere: nothing is known after one.
         self.broken = kind is not None and not issubclass(kind, Exception)
-        self._lock.release()
+        self._inside.clear()
 
 
 class Steps:

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from kvtier.attention import repeat
+from kvtier.attention.calls import repeat
 from kvtier.errors import UnsupportedError
 from kvtier.hf.view import KVView, Snapshot
 from kvtier.kernels.terms import Terms

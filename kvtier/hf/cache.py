@@ -173,12 +173,15 @@ class TieredKVCache(RecurrentFace):
         tokens_to_remove = int(tokens_to_remove)  # 5.17 passes a tensor after assisted decoding
         self._runtime.steps.check_sound()
         self._runtime.steps.settle()
-        if not self._runtime.steps.complete:
+        unfinished = not self._runtime.steps.complete
+        if unfinished:
             self._drop_unfinished()
         if tokens_to_remove:
             self._change("crop", tokens_to_remove)
             return
         for layer in self.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer) and not layer.get_seq_length():
+                continue  # it would look at keys that it does not have
             # Transformers trims what was recorded of the past and refuses where nothing was: no error, nothing to undo.
             past_gone = isinstance(layer, LinearAttentionCacheLayerMixin) or (
                 isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window

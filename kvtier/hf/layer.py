@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from kvtier.errors import MismatchError
+from kvtier.errors import BudgetError, MismatchError
 from kvtier.hf.view import KVView, Snapshot
 from kvtier.runtime import Runtime
+from kvtier.storage.block import in_one_dtype
 from kvtier.storage.store import LayerStore
 
 
@@ -88,7 +89,8 @@ class TieredLayer(DynamicLayer):
             value_states: `[batch, heads, tokens, v_dim]`, copied.
 
         Returns:
-            The arguments, contiguous, if the layer was empty; else two `KVView`s of `[batch, heads, all tokens, dim]`.
+            The arguments, contiguous and in one dtype, if the layer was empty; else two `KVView`s of `[batch, heads,
+            all tokens, dim]`.
 
         Raises:
             MismatchError, BudgetError, TransferError, InterruptedStepError, ConcurrentUseError, ClosedError.
@@ -103,12 +105,15 @@ class TieredLayer(DynamicLayer):
             runtime.counters.steps += begins
             try:
                 store = runtime.append(self.index, key_states, value_states)
-            except BaseException:
+            except BaseException as error:
                 if self.get_seq_length() == before:
                     steps.undo(self.index)
+                if isinstance(error, BudgetError):
+                    runtime.undo_first()
                 raise
         if before == 0:
             # Contiguous as the product of `DynamicCache`'s concatenation is: kernels round differently on strides.
+            key_states, value_states = in_one_dtype(key_states, value_states)
             return key_states.contiguous(), value_states.contiguous()
         return Snapshot(runtime, store).views()
 

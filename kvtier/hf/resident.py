@@ -65,8 +65,13 @@ def check_resident(index: int, layer: Any, keys: torch.Tensor, values: torch.Ten
     for new, held in ((keys, getattr(layer, "keys", None)), (values, getattr(layer, "values", None))):
         if not isinstance(held, torch.Tensor) or held.dim() != 4 or new.dim() != 4:
             continue
-        same = (new.shape[:2], new.shape[3], new.dtype) == (held.shape[:2], held.shape[3], held.dtype)
-        if not same or new.device != held.device:
+        same = (new.shape[:2], new.shape[3]) == (held.shape[:2], held.shape[3])
+        if torch.is_autocast_enabled(new.device.type):
+            # Keys and values may come in two dtypes: Transformers keeps both in the wider one.
+            fits = torch.promote_types(new.dtype, held.dtype) == held.dtype
+        else:
+            fits = new.dtype == held.dtype
+        if not same or not fits or new.device != held.device:
             raise MismatchError(
                 f"Layer {index} holds {tuple(held.shape)} in {held.dtype} on {held.device}, but was given "
                 f"{tuple(new.shape)} in {new.dtype} on {new.device}. A cache serves one model, dtype and batch; "

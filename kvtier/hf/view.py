@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from kvtier.attention import repeat
+from kvtier.attention.calls import repeat
 from kvtier.errors import UnsupportedError
 from kvtier.runtime import Runtime
 from kvtier.storage.store import LayerStore

@@ -3,17 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 from transformers.utils import logging
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors only lose by threads, badly so on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(autouse=True)
+def _tiny(one_thread: None) -> None:
+    """All models are."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,8 @@
 """Where a run's KV lies, and the comparison of a run on a tiered cache with the same run on ``DynamicCache``."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,6 +10,7 @@ from families import dynamic_cache, for_architecture
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
 from kvtier import BudgetError, TieredKVCache, UnsupportedError
+from kvtier.cpu import native
 
 #: host: no device tier at all. device: everything fits. smallest: the budget a `BudgetError` names. between: halfway.
 Placement = Literal["host", "device", "smallest", "between"]
@@ -55,21 +57,6 @@ def smallest_budget(make: Callable[[int], Cache], run: Run, tier: Literal["devic
         assert refusal.needed > budget, "a refusal must name a budget that is larger than the one refused"
         budget = refusal.needed
     return budget
-
-
-def budget_of(placement: Placement, make: Callable[[int], Cache], run: Run) -> int | None:
-    """The device budget that puts the KV of `run` at `placement`."""
-    if placement == "host":
-        return None
-    if placement == "device":
-        return ROOMY
-    smallest = smallest_budget(make, run)
-    if placement == "smallest":
-        return smallest
-    roomy = make(ROOMY)
-    outcome(lambda: run(roomy))
-    everything = max(part.stats.device.bytes for part in tiered_parts(roomy))
-    return smallest + max(everything - smallest, 0) // 2
 
 
 def outcome(run: Callable[[], Any]) -> Any:
@@ -122,9 +109,83 @@ def assert_same_outcome(expected: Any, actual: Any, *, bitwise: bool = True) -> 
         assert (same_bits if bitwise else close)(expected, actual)
 
 
+@dataclass(frozen=True)
+class Runs:
+    """Runs of one function on one model, each done once: tests that differ in the placement share them.
+
+    Attributes
+    ----------
+    model, run:
+        ``run(model, cache)`` is called several times: it seeds whatever it draws.
+    block_size, with_config, host_attention:
+        Of the tiered caches.
+    backend:
+        Who attends on the host, which some tests change.
+    """
+
+    model: PreTrainedModel
+    run: Callable[[PreTrainedModel, Any], Any]
+    block_size: int
+    with_config: bool
+    host_attention: bool
+    backend: bool
+
+    def make(self, device_budget: int | None) -> Cache:
+        return tiered_cache(
+            self.model,
+            device_budget,
+            block_size=self.block_size,
+            with_config=self.with_config,
+            host_attention=self.host_attention,
+        )
+
+
+# Only as many as the placements of one case are kept: caches hold memory.
+@lru_cache(maxsize=2)
+def _expected(model: PreTrainedModel, run: Callable[[PreTrainedModel, Any], Any], with_config: bool) -> Any:
+    return outcome(lambda: run(model, dynamic_cache(model, with_config=with_config)))
+
+
+@lru_cache(maxsize=4)
+def _with_budget(runs: Runs, device_budget: int | None) -> tuple[Any, Cache]:
+    cache = runs.make(device_budget)
+    return outcome(lambda: runs.run(runs.model, cache)), cache
+
+
+@lru_cache(maxsize=2)
+def _smallest(runs: Runs) -> tuple[int, Any, Cache]:
+    """The smallest budget, and the run that passed with it."""
+    made: list[tuple[Any, Cache]] = []
+
+    def make(budget: int) -> Cache:
+        made[:] = [(None, runs.make(budget))]
+        return made[0][1]
+
+    def run(cache: Cache) -> Any:
+        made[0] = (outcome(lambda: runs.run(runs.model, cache)), cache)
+        if isinstance(made[0][0], Exception):
+            raise made[0][0]
+
+    return smallest_budget(make, run), *made[0]
+
+
+def _at(placement: Placement, runs: Runs) -> tuple[Any, Cache]:
+    """The outcome of the run with its KV at `placement`, and the cache."""
+    if placement == "host":
+        return _with_budget(runs, None)
+    if placement == "device":
+        return _with_budget(runs, ROOMY)
+    smallest, *passed = _smallest(runs)
+    if placement == "smallest":
+        return passed[0], passed[1]
+    _, roomy = _with_budget(runs, ROOMY)
+    everything = max(part.stats.device.bytes for part in tiered_parts(roomy))
+    return _with_budget(runs, smallest + max(everything - smallest, 0) // 2)
+
+
 def assert_same_as_dynamic_cache(
     model: PreTrainedModel,
-    run: Run,
+    run: Callable[[PreTrainedModel, Any], Any],
     placement: Placement,
     *,
     block_size: int = 16,
@@ -132,12 +193,12 @@ def assert_same_as_dynamic_cache(
     host_attention: bool = False,
     expected: Any = None,
 ) -> Cache:
-    """Assert that `run(cache)` has one outcome on ``DynamicCache`` and on a tiered cache at `placement`.
+    """Assert that ``run(model, cache)`` has one outcome on ``DynamicCache`` and on a tiered cache at `placement`.
 
     Parameters
     ----------
     run:
-        A function of the cache alone, to be called several times: it seeds whatever it draws.
+        Called several times, though not once for each test: it seeds whatever it draws.
     host_attention:
         Let host threads attend; the outcome is then compared up to rounding.
     expected:
@@ -145,17 +206,12 @@ def assert_same_as_dynamic_cache(
 
     Returns
     -------
-    The tiered cache after the run, its invariants checked.
+    The tiered cache after the run, its invariants checked. Only read it: another test may be given the same.
     """
-
-    def make(device_budget: int | None) -> Cache:
-        return tiered_cache(
-            model, device_budget, block_size=block_size, with_config=with_config, host_attention=host_attention
-        )
-
+    runs = Runs(model, run, block_size, with_config, host_attention, native.available())
     if expected is None:
-        expected = outcome(lambda: run(dynamic_cache(model, with_config=with_config)))
-    cache = make(budget_of(placement, make, run))
-    assert_same_outcome(expected, outcome(lambda: run(cache)), bitwise=not host_attention)
+        expected = _expected(model, run, with_config)
+    actual, cache = _at(placement, runs)
+    assert_same_outcome(expected, actual, bitwise=not host_attention)
     check_invariants(cache)
     return cache

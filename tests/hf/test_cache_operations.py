@@ -4,7 +4,6 @@ A scenario is a function ``(model, cache) -> result`` that runs forwards and ope
 """
 
 import copy
-import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +19,19 @@ from kvtier import UnsupportedError
 Scenario = Callable[[PreTrainedModel, Cache], Any]
 
 SCENARIOS: dict[str, Scenario] = {}
-CASES: tuple[tuple[int, Placement], ...] = ((4, "host"), (1, "smallest"), (4, "smallest"), (4, "between"))
-FAMILIES = (("llama", "sdpa"), ("llama", "eager"), ("gemma3", "sdpa"), ("deepseek_v3", "sdpa"))
+#: Block sizes are crossed with one family; eager attention differs only in that it makes tensors of the views.
+CASES: tuple[tuple[str, str, int, Placement], ...] = (
+    ("llama", "sdpa", 4, "host"),
+    ("llama", "sdpa", 4, "smallest"),
+    ("llama", "sdpa", 4, "between"),
+    ("llama", "sdpa", 1, "smallest"),
+    ("llama", "eager", 4, "smallest"),
+    ("gemma3", "sdpa", 4, "host"),
+    ("gemma3", "sdpa", 4, "smallest"),
+    ("gemma3", "sdpa", 4, "between"),
+    ("deepseek_v3", "sdpa", 4, "host"),
+    ("deepseek_v3", "sdpa", 4, "smallest"),
+)
 
 
 def scenario(function: Scenario) -> Scenario:
@@ -164,7 +174,7 @@ def operations_on_an_empty_cache(model: PreTrainedModel, cache: Cache) -> Any:
     cache.reorder_cache(torch.tensor([0, 0]))
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0]))
-    cache.crop(0)
+    # Not `crop(0)`: DynamicCache's sliding layers look at keys that they do not have; see `test_failures`.
     cache.reset()
     return cache.get_seq_length(), feed(model, cache, rows=2, length=5)
 
@@ -185,14 +195,20 @@ def pickled_copy_continues(model: PreTrainedModel, cache: Cache) -> Any:
     return decode(model, twin, rows=2), decode(model, cache, rows=2), decode(model, twin, rows=2)
 
 
-@pytest.mark.parametrize(("block_size", "placement"), CASES)
-@pytest.mark.parametrize(("family", "attention"), FAMILIES)
+@pytest.mark.parametrize(("family", "attention", "block_size", "placement"), CASES)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_operation_does_what_it_does_to_dynamic_cache(
     name: str, family: str, attention: str, block_size: int, placement: Placement
 ) -> None:
     model = tiny_model(family, attention)
-    assert_same_as_dynamic_cache(model, functools.partial(SCENARIOS[name], model), placement, block_size=block_size)
+    assert_same_as_dynamic_cache(model, SCENARIOS[name], placement, block_size=block_size)
+
+
+def again_after_a_reset(model: PreTrainedModel, cache: Cache) -> Any:
+    feed(model, cache, rows=3, length=9, seed=9)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    return plain_loop(model, cache)
 
 
 @pytest.mark.parametrize("placement", ["host", "smallest", "between"])
@@ -201,14 +217,7 @@ def test_reset_then_again_gives_the_same_as_a_new_cache(family: str, placement: 
     """Against a new ``DynamicCache``: its own reset is broken in 5.17."""
     model = tiny_model(family)
     expected = plain_loop(model, dynamic_cache(model))
-
-    def again(cache: Cache) -> Any:
-        feed(model, cache, rows=3, length=9, seed=9)
-        cache.reset()
-        assert cache.get_seq_length() == 0
-        return plain_loop(model, cache)
-
-    assert_same_as_dynamic_cache(model, again, placement, block_size=4, expected=expected)
+    assert_same_as_dynamic_cache(model, again_after_a_reset, placement, block_size=4, expected=expected)
 
 
 def test_reset_gives_every_block_back() -> None:

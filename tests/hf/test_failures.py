@@ -356,3 +356,27 @@ def test_a_cache_that_is_dropped_gives_its_states_back_at_once() -> None:
     state = weakref.ref(cache.layers[0].recurrent_states[0])
     del cache
     assert state() is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral_sliding", "llama"])
+def test_crop_0_of_an_empty_cache_changes_nothing(name: str) -> None:
+    """It is what an error's message names, wherever the error came."""
+    cache = TieredKVCache(tiny_model(name).config)
+    cache.crop(0)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_a_first_forward_that_does_not_fit_is_dropped_where_sliding_layers_hold_nothing_yet(name: str) -> None:
+    model = tiny_model(name, "eager")
+    ids = prompt_ids(rows=1, length=100)
+    cache = TieredKVCache(model.config, host_budget=20_000, block_size=16)
+    with torch.no_grad():
+        with pytest.raises(BudgetError):
+            model(ids, past_key_values=cache)
+        cache.crop(0)
+        assert cache.get_seq_length() == 0
+        expected = model(ids[:, :10], past_key_values=dynamic_cache(model)).logits
+        actual = model(ids[:, :10], past_key_values=cache).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    cache.check_integrity()

@@ -3,6 +3,7 @@
 A mode is a function ``(model, cache) -> result``. Where Transformers itself refuses a mode, the same refusal is asked.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -78,14 +79,19 @@ def prompt_lookup(model: PreTrainedModel, cache: Cache) -> Any:
     return generate(model, cache, input_ids=torch.cat([ids, ids, ids], dim=1), prompt_lookup_num_tokens=3)
 
 
+@functools.cache
+def assistant(**options: int) -> PreTrainedModel:
+    return build_model("llama", "sdpa", **options)
+
+
 @mode
 def assisted_by_another_model(model: PreTrainedModel, cache: Cache) -> Any:
-    return generate(model, cache, assistant_model=build_model("llama", "sdpa", seed=2, num_hidden_layers=1))
+    return generate(model, cache, assistant_model=copy.deepcopy(assistant(seed=2, num_hidden_layers=1)))
 
 
 @mode
 def assisted_by_an_agreeing_model(model: PreTrainedModel, cache: Cache) -> Any:
-    return generate(model, cache, assistant_model=build_model("llama", "sdpa"))
+    return generate(model, cache, assistant_model=copy.deepcopy(assistant()))
 
 
 @mode
@@ -144,36 +150,39 @@ def a_prompt_that_is_covered_already(model: PreTrainedModel, cache: Cache) -> An
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_gives_what_dynamic_cache_gives(name: str, family: str, placement: Placement) -> None:
     model = tiny_model(family)
-    assert_same_as_dynamic_cache(model, functools.partial(MODES[name], model), placement, block_size=BLOCK_SIZE)
+    assert_same_as_dynamic_cache(model, MODES[name], placement, block_size=BLOCK_SIZE)
+
+
+@functools.cache
+def half_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    return build_model(family, "sdpa").to(dtype)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
 def test_half_precision_gives_the_bits_of_dynamic_cache(family: str, dtype: torch.dtype, placement: Placement) -> None:
-    model = build_model(family, "sdpa").to(dtype)
-    assert_same_as_dynamic_cache(model, functools.partial(greedy, model), placement, block_size=BLOCK_SIZE)
+    assert_same_as_dynamic_cache(half_model(family, dtype), greedy, placement, block_size=BLOCK_SIZE)
+
+
+def attention_weights(model: PreTrainedModel, cache: Cache) -> Any:
+    output = model.generate(
+        prompt_ids(rows=2, length=21),
+        past_key_values=cache,
+        max_new_tokens=4,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_attentions=True,
+    )
+    if model.config.is_encoder_decoder:
+        return output.decoder_attentions, output.cross_attentions
+    return output.attentions
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "t5"])
 def test_attention_weights_are_those_of_dynamic_cache(family: str, placement: Placement) -> None:
-    model = tiny_model(family, "eager")
-
-    def attentions(cache: Cache) -> Any:
-        output = model.generate(
-            prompt_ids(rows=2, length=21),
-            past_key_values=cache,
-            max_new_tokens=4,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_attentions=True,
-        )
-        if model.config.is_encoder_decoder:
-            return output.decoder_attentions, output.cross_attentions
-        return output.attentions
-
-    assert_same_as_dynamic_cache(model, attentions, placement, block_size=BLOCK_SIZE)
+    assert_same_as_dynamic_cache(tiny_model(family, "eager"), attention_weights, placement, block_size=BLOCK_SIZE)
 
 
 def _word_tokenizer(vocabulary: int = 128) -> PreTrainedTokenizerFast:
@@ -182,16 +191,20 @@ def _word_tokenizer(vocabulary: int = 128) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w0")
 
 
+def written_by_a_pipeline(model: PreTrainedModel, cache: Cache) -> Any:
+    writer = pipeline("text-generation", model=model, tokenizer=_word_tokenizer(), device="cpu")
+    prompt = " ".join(f"w{i}" for i in prompt_ids(rows=1, length=21)[0].tolist())
+    return writer(prompt, past_key_values=cache, max_new_tokens=10, do_sample=False)
+
+
+@functools.cache
+def model_for_a_pipeline() -> PreTrainedModel:
+    return build_model("llama", "sdpa")  # its own, for a pipeline changes generation settings
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_text_generation_pipeline_takes_the_cache(placement: Placement) -> None:
-    model = build_model("llama", "sdpa")
-    writer = pipeline("text-generation", model=model, tokenizer=_word_tokenizer(), device="cpu")
-
-    def write(cache: Cache) -> Any:
-        prompt = " ".join(f"w{i}" for i in prompt_ids(rows=1, length=21)[0].tolist())
-        return writer(prompt, past_key_values=cache, max_new_tokens=10, do_sample=False)
-
-    assert_same_as_dynamic_cache(model, write, placement, block_size=BLOCK_SIZE)
+    assert_same_as_dynamic_cache(model_for_a_pipeline(), written_by_a_pipeline, placement, block_size=BLOCK_SIZE)
 
 
 def test_it_is_never_compiled_as_a_static_cache() -> None:

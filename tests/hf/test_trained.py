@@ -27,23 +27,30 @@ def source(tokens: int) -> torch.Tensor:
     return AutoTokenizer.from_pretrained(PYLM)(text, return_tensors="pt").input_ids[:, :tokens]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("block_size", [1, 16, 64])
+def written(model: PreTrainedModel, past: object, tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    out = model.generate(
+        source(tokens).to(torch.get_default_device()),
+        past_key_values=past,
+        max_new_tokens=16,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences, out.logits
+
+
+def written_after_little(model: PreTrainedModel, past: object) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    return written(model, past, 40)
+
+
+def written_after_much(model: PreTrainedModel, past: object) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    return written(model, past, 500)
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("block_size", "attention"), [(1, "sdpa"), (16, "sdpa"), (64, "sdpa"), (16, "eager")])
 def test_a_trained_model_writes_what_it_writes_with_dynamic_cache(
     placement: Placement, block_size: int, attention: str
 ) -> None:
-    model, prompt = trained(attention), source(100 if block_size == 1 else 500).to(torch.get_default_device())
-
-    def run(past: object) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        out = model.generate(
-            prompt,
-            past_key_values=past,
-            max_new_tokens=16,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        return out.sequences, out.logits
-
-    assert_same_as_dynamic_cache(model, run, placement, block_size=block_size)
+    run = written_after_little if block_size == 1 else written_after_much
+    assert_same_as_dynamic_cache(trained(attention), run, placement, block_size=block_size)

@@ -1,22 +1,17 @@
-"""Attention over a layer's KV: where its blocks lie, if that serves the call, else dense, with torch's own kernel."""
+"""Attention over a layer's KV: where its blocks lie, or streamed, or else dense with torch's own kernel."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from kvtier import split
+from kvtier.attention import split, streamed
 from kvtier.errors import UnsupportedError
-from kvtier.kernels import reference
 from kvtier.kernels.terms import Terms
 from kvtier.storage.gather import dense_kv, own_kv
 from kvtier.storage.store import LayerStore
-
-#: Scores that attention in plain torch makes at once.
-_SCORE_BYTES = 2**28
 
 
 def attend(
@@ -40,8 +35,18 @@ def attend(
         terms = _terms(layer, length, repeats, query, options)
         if terms is not None and split.serves(layer, query, terms):
             return split.attend(layer, length, query, terms)
+        if terms is not None and streamed.serves(layer, length, query, terms):
+            return streamed.attend(layer, length, query, terms)
     keys, values = _dense(layer, length, query, host)
     return F.scaled_dot_product_attention(query, repeat(keys, repeats), repeat(values, repeats), **options)
+
+
+def under_autocast(layer: LayerStore, query: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+    """A query as its keys are kept, where autocast would narrow both, and the dtype of the answer."""
+    wide, kind = layer.layout.dtype, query.device.type
+    if not torch.is_autocast_enabled(kind) or torch.float64 in (wide, query.dtype):
+        return query, query.dtype
+    return query.to(wide), torch.get_autocast_dtype(kind)
 
 
 def attend_terms(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, *, host: bool) -> torch.Tensor:
@@ -59,8 +64,10 @@ def attend_terms(layer: LayerStore, length: int, query: torch.Tensor, terms: Ter
     """
     if host and split.serves(layer, query, terms):
         return split.attend(layer, length, query, terms)
+    if host and streamed.serves(layer, length, query, terms):
+        return streamed.attend(layer, length, query, terms)
     keys, values = _dense(layer, length, query, host)
-    batch, heads, queries, _ = query.shape
+    heads = query.shape[1]
     bare = (terms.causal, terms.window, terms.softcap, terms.firsts, terms.sinks, terms.slopes) == (
         False,
         0,
@@ -72,26 +79,17 @@ def attend_terms(layer: LayerStore, length: int, query: torch.Tensor, terms: Ter
         return F.scaled_dot_product_attention(
             query, repeat(keys, repeats), repeat(values, repeats), attn_mask=terms.mask, scale=terms.scale
         )
-    # A few queries at a time: all scores of a long prefill would take more memory than the KV.
-    rows = max(1, _SCORE_BYTES // (batch * heads * length * 4))
-    outs = []
-    for start in range(0, queries, rows):
-        stop = min(start + rows, queries)
-        mask = terms.mask
-        if mask is not None and mask.shape[2] > 1:
-            mask = mask[:, :, start:stop]
-        at = length - queries + stop  # these queries are the last of so many tokens
-        some = replace(terms, mask=mask)
-        outs.append(reference.attend(query[:, :, start:stop], keys, values, some, length=at)[0])
-    return torch.cat(outs, 2)
+    return streamed.in_plain_torch(query, keys, values, terms, 0, length)[0].to(query.dtype)
 
 
 def _dense(layer: LayerStore, length: int, query: torch.Tensor, host: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if torch.is_grad_enabled() and query.requires_grad and not layer.carries_graph:
         # The query's gradient is right as long as nobody writes into what its graph remembers.
         return own_kv(layer, length)
-    # Where host threads serve, this is an exception (a long prefill, all on the device): no room is kept for the next.
-    lasting = not (host and split.able(layer))
+    # Where host threads serve, this is an exception (a short past, all on the device): no room is kept for the next;
+    # but what takes more than a step is admitted for has to be counted from now on.
+    counted = layer.workspace_bytes(length) <= streamed.workspace_bytes(layer, length, layer.batch)
+    lasting = not (host and split.able(layer) and counted)
     return without_gradient(layer, *dense_kv(layer, length, lasting=lasting))
 
 
@@ -127,7 +125,7 @@ def without_gradient(layer: LayerStore, keys: torch.Tensor, values: torch.Tensor
     """Let a backward pass that would need the graph of cached keys and values raise instead of being wrong."""
     if not (torch.is_grad_enabled() and layer.carries_graph):
         return keys, values
-    keys, values = NoGradientThroughCache.apply(torch.zeros((), requires_grad=True), keys, values)
+    keys, values = NoGradientThroughCache.apply(torch.zeros((), device=keys.device, requires_grad=True), keys, values)
     return keys, values
 
 

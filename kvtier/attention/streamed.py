@@ -1,0 +1,218 @@
+"""Attention of many queries over KV that need not fit the device: the layer passes through a bounded workspace, some
+blocks at a time, and the parts are merged by log-sum-exp (FlashAttention's recurrence, over tiers).
+
+A second prompt on a long conversation, or a prompt given in chunks, reads all that came before. Laid out as one tensor
+that would take a layer's KV beside the KV itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+
+import torch
+
+from kvtier.kernels import launch, paged, reference
+from kvtier.kernels.terms import Terms
+from kvtier.planning import placement
+from kvtier.storage.gather import address_table, stream_kv, stream_slots
+from kvtier.storage.store import LayerStore
+
+#: Scores that attention in plain torch makes at once.
+_SCORE_BYTES = 2**28
+
+
+def able(layer: LayerStore) -> bool:
+    """Whether this layer can pass through the workspace in parts, whatever is asked."""
+    return layer.layout.k_heads == layer.layout.v_heads and not (torch.is_grad_enabled() and layer.carries_graph)
+
+
+def serves(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms) -> bool:
+    """Whether `attend` can take this call, and has to: a layer that is little beside the budget is read as a whole."""
+    return (
+        able(layer)
+        and -(-length // layer.layout.block_size) > _blocks(layer, layer.batch)
+        and query.dtype is layer.layout.dtype
+        and query.shape[1] % layer.layout.k_heads == 0
+        and not (torch.is_grad_enabled() and (query.requires_grad or _requires_grad(terms)))
+    )
+
+
+def workspace_bytes(layer: LayerStore, tokens: int, batch: int) -> int:
+    """Bytes through which `tokens` of each of `batch` rows pass."""
+    count = -(-tokens // layer.layout.block_size)
+    if count > _blocks(layer, batch) and launch.available(layer.tiers.device) and layer.layout.dtype in paged.DTYPES:
+        return 0  # kernels read the blocks where they lie
+    return layer.workspace_bytes(min(tokens, _blocks(layer, batch) * layer.layout.block_size), batch)
+
+
+def _blocks(layer: LayerStore, batch: int) -> int:
+    tiers = layer.tiers
+    return placement.stream_blocks(tiers.near.budget.limit, layer.layout.nbytes, batch, device=tiers.far is not None)
+
+
+def _requires_grad(terms: Terms) -> bool:
+    return any(x is not None and x.requires_grad for x in (terms.mask, terms.sinks, terms.slopes))
+
+
+def attend(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """Attention of `query` over the first `length` tokens of a layer, some blocks at a time.
+
+    Args:
+        layer: whose KV.
+        length: tokens.
+        query: `[batch, heads, queries, k_dim]`, on the layer's device.
+        terms: scale, masks and biases.
+
+    Returns:
+        `[batch, heads, queries, v_dim]` in the query's dtype.
+
+    Raises:
+        BudgetError: not even one block of each row fits. TransferError: a fetch failed.
+    """
+    if launch.available(query.device) and query.dtype in paged.DTYPES:
+        return _where_they_lie(layer, length, query, terms)
+    batch, heads, queries, _ = query.shape
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    out = torch.zeros((batch, heads, queries, layer.layout.v_dim), dtype=wide, device=query.device)
+    lse = torch.full((batch, heads, queries), -torch.inf, dtype=wide, device=query.device)
+    with torch.no_grad(), closing(stream_kv(layer, length, _blocks(layer, layer.batch))) as parts:
+        for start, keys, values in parts:
+            # Causal queries before this part see nothing of it.
+            first = max(start - (length - queries), 0) if terms.causal else 0
+            if first < queries:
+                some = _of_queries(terms, first)
+                part = _attend_part(query[:, :, first:], keys, values, some, start, length)
+                merged = reference.merge([(out[:, :, first:], lse[:, :, first:]), part])
+                out[:, :, first:], lse[:, :, first:] = merged
+            # Sinks belong to the whole, and are counted with the first part, which every query sees.
+            terms = _without_sinks(terms)
+    return out.to(query.dtype)
+
+
+def _where_they_lie(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """The same by the device's kernels, which need no tensor of keys: only what lies elsewhere is staged."""
+    result: tuple[torch.Tensor, torch.Tensor] | None = None
+    with torch.no_grad(), closing(stream_slots(layer, length, _blocks(layer, layer.batch))) as parts:
+        for slots in parts:
+            part = paged.attend(query, address_table(layer, slots), layer.layout, length, terms)
+            result = part if result is None else paged.merge([result, part])
+            terms = _without_sinks(terms)
+    assert result is not None
+    return result[0].to(query.dtype)
+
+
+def _without_sinks(terms: Terms) -> Terms:
+    return terms if terms.sinks is None else replace(terms, sinks=None)
+
+
+def _of_queries(terms: Terms, first: int) -> Terms:
+    mask = terms.mask
+    if not first or mask is None or mask.shape[2] == 1:
+        return terms
+    return replace(terms, mask=mask[:, :, first:])
+
+
+def _attend_part(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, terms: Terms, start: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of queries, the last of `length` tokens, over the tokens from `start` on."""
+    special = terms.softcap or terms.sinks is not None or terms.slopes is not None
+    if query.device.type == "cpu" and keys.shape[3] == values.shape[3] and not special:
+        return _flash_on_cpu(query, keys, values, terms, start, length)
+    return in_plain_torch(query, keys, values, terms, start, length)
+
+
+def in_plain_torch(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, terms: Terms, start: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.attend`, a few queries at a time: all scores of a long prompt would take more memory than the KV.
+
+    Args:
+        query: `[batch, heads, queries, k_dim]`, the last of `length` tokens.
+        keys, values: `[batch, kv_heads, tokens, k_dim]` and `[..., v_dim]` of the tokens from `start` on.
+        terms: scale, masks and biases.
+
+    Returns:
+        out `[batch, heads, queries, v_dim]` in fp32 (fp64 for fp64) and lse `[batch, heads, queries]`.
+    """
+    batch, heads, queries, _ = query.shape
+    positions = torch.arange(start, start + keys.shape[2], device=query.device)
+    rows = max(1, _SCORE_BYTES // (batch * heads * keys.shape[2] * 4))
+    outs, lses = [], []
+    for first in range(0, queries, rows):
+        last = min(first + rows, queries)
+        mask = terms.mask
+        if mask is not None and mask.shape[2] > 1:
+            mask = mask[:, :, first:last]
+        out, lse = reference.attend(
+            query[:, :, first:last].to(torch.promote_types(query.dtype, torch.float32)),
+            keys,
+            values,
+            replace(terms, mask=mask),
+            length=length - queries + last,
+            positions=positions,
+        )
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _flash_on_cpu(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, terms: Terms, start: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same through torch's own kernel, row by row, so that no key is repeated for the query heads that share it."""
+    batch, heads, queries, dim = query.shape
+    kv_heads, tokens = keys.shape[1], keys.shape[2]
+    group = heads // kv_heads
+    bias = _bias(query, terms, start, tokens, length)
+    out = query.new_empty((batch, heads, queries, dim))
+    lse = query.new_empty((batch, heads, queries), dtype=torch.promote_types(query.dtype, torch.float32))
+    for row in range(batch):
+        mask = None
+        if bias is not None:
+            mask = bias[row if bias.shape[0] > 1 else 0]
+            mask = mask.view(kv_heads, group, *mask.shape[1:]) if mask.shape[0] > 1 else mask[None]
+        some, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query[row].view(kv_heads, group, queries, dim),
+            keys[row, :, None].expand(kv_heads, group, tokens, dim),
+            values[row, :, None].expand(kv_heads, group, tokens, dim),
+            0.0,
+            False,
+            attn_mask=mask,
+            scale=terms.scale,
+        )
+        out[row] = some.reshape(heads, queries, dim)
+        lse[row] = weight.reshape(heads, queries)
+    if bias is not None:
+        # That kernel answers 0 for a query that sees nothing.
+        lse.masked_fill_(bias.amax(-1) == -torch.inf, -torch.inf)
+    return out, lse
+
+
+def _bias(query: torch.Tensor, terms: Terms, start: int, tokens: int, length: int) -> torch.Tensor | None:
+    """What is added to the scores of the tokens from `start` on: `[batch or 1, heads or 1, queries, tokens]`, or None
+    if nothing is."""
+    queries = query.shape[2]
+    mask = terms.mask
+    bias = None
+    if mask is not None:
+        bias = mask[..., start : start + tokens]
+        bias = bias.expand(-1, -1, queries, -1)
+        if bias.dtype == torch.bool:
+            bias = query.new_zeros(()).masked_fill(~bias, -torch.inf)
+        elif bias.dtype is not query.dtype:
+            bias = bias.to(query.dtype)
+    at = torch.arange(length - queries, length, device=query.device)[:, None]
+    positions = torch.arange(start, start + tokens, device=query.device)
+    hidden = query.new_zeros((1, 1, queries, tokens), dtype=torch.bool)
+    if terms.causal and start + tokens > length - queries + 1:
+        hidden = hidden | (positions > at)
+    if terms.window and start <= length - 1 - terms.window:
+        hidden = hidden | (positions <= at - terms.window)
+    if terms.firsts is not None and start < int(terms.firsts.max()):
+        hidden = hidden | (positions < terms.firsts[:, None, None, None])
+    if not bool(hidden.any()):
+        return bias
+    bias = query.new_zeros(()) if bias is None else bias
+    return bias.masked_fill(hidden, -torch.inf)
