@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -23,7 +23,7 @@ from kvtier import KVTierError
 
 
 def all_scenarios() -> dict[str, ModuleType]:
-    """The modules of `benchmarks/scenarios`, each with `SUMMARY`, and `run(bench)`, by name."""
+    """The scenarios by name: modules with `SUMMARY`, `run(bench)` and, if it has parts, `CASES`."""
     names = sorted(module.name for module in pkgutil.iter_modules(scenarios.__path__))
     return {name: importlib.import_module(f"benchmarks.scenarios.{name}") for name in names}
 
@@ -37,7 +37,12 @@ def parse_tokens(text: str) -> int:
     return value
 
 
-def parse_args(argv: Sequence[str] | None, known: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
+def cases_of(module: ModuleType) -> tuple[str, ...]:
+    """The parts of a scenario that can be run alone."""
+    return getattr(module, "CASES", ())
+
+
+def parse_args(argv: Sequence[str] | None, known: Mapping[str, ModuleType]) -> tuple[argparse.Namespace, Settings]:
     """Read the command line; ends the program with status 2 if it is wrong."""
 
     def contexts(text: str) -> tuple[int, ...]:
@@ -63,6 +68,12 @@ def parse_args(argv: Sequence[str] | None, known: Sequence[str]) -> tuple[argpar
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help="default: all; see --list")
     parser.add_argument("--list", action="store_true", help="list the scenarios and end")
     parser.add_argument(
+        "--cases",
+        type=lambda text: tuple(part.strip() for part in text.split(",")),
+        metavar="NAME,NAME",
+        help="only these parts of the scenarios; see --list",
+    )
+    parser.add_argument(
         "--model", help=f"pylm (the example model), {', '.join(SHAPES)} (random weights), a folder, or a hub model"
     )
     parser.add_argument("--contexts", type=contexts, metavar="N,N", help="tokens of context, such as 1k,8k,32k")
@@ -71,6 +82,9 @@ def parse_args(argv: Sequence[str] | None, known: Sequence[str]) -> tuple[argpar
     parser.add_argument("--new-tokens", type=count, default=0, metavar="N", help="tokens decoded in one turn")
     parser.add_argument(
         "--block-size", type=count, default=0, metavar="N", help="tokens per block (default: the cache's)"
+    )
+    parser.add_argument(
+        "--batch", type=count, default=1, metavar="N", help="sequences that decode together (default: 1)"
     )
     parser.add_argument("--threads", type=count, metavar="N", help="CPU threads of torch")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", help="default: cuda if there is one")
@@ -83,12 +97,18 @@ def parse_args(argv: Sequence[str] | None, known: Sequence[str]) -> tuple[argpar
     unknown = sorted(set(args.scenarios) - set(known))
     if unknown:
         parser.error(f"no scenario {', '.join(unknown)}; there are {', '.join(known)}")
+    parts = {case for name in args.scenarios or known for case in cases_of(known[name])}
+    unknown = sorted(set(args.cases or ()) - parts)
+    if unknown:
+        parser.error(f"argument --cases: no {', '.join(unknown)} here; there are {', '.join(sorted(parts)) or 'none'}")
     try:
         device = torch.device(args.device)
     except RuntimeError as error:
         parser.error(f"argument --device: {str(error).splitlines()[0]}")
-    if device.type == "cuda" and not cuda:
-        parser.error("argument --device: torch sees no CUDA device")
+    if device.type not in ("cpu", "cuda"):
+        parser.error(f"argument --device: {args.device}: benchmarks run on cpu and cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        parser.error(f"argument --device: {args.device}: torch sees {torch.cuda.device_count() or 'no'} CUDA devices")
     settings = Settings(
         model=args.model,
         contexts=args.contexts,
@@ -96,6 +116,8 @@ def parse_args(argv: Sequence[str] | None, known: Sequence[str]) -> tuple[argpar
         rounds=args.rounds,
         new_tokens=args.new_tokens,
         block_size=args.block_size,
+        cases=args.cases,
+        batch=args.batch,
         device=device,
         dtype=getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16")),
         out=args.out,
@@ -110,11 +132,13 @@ def parse_args(argv: Sequence[str] | None, known: Sequence[str]) -> tuple[argpar
 def main(argv: Sequence[str] | None = None) -> int:
     """Run scenarios. Returns 0; 1 if a contender failed; 2 for a wrong option; 130 after Ctrl-C."""
     found = all_scenarios()
-    args, settings = parse_args(argv, list(found))
+    args, settings = parse_args(argv, found)
     if args.list:
         width = max(map(len, found))
         for name, module in found.items():
             print(f"  {name:<{width}}  {module.SUMMARY}")
+            if cases_of(module):
+                print(f"  {'':<{width}}    cases: {', '.join(cases_of(module))}")
         return 0
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -19,13 +19,14 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from transformers import Cache, DynamicCache, PretrainedConfig, QuantizedCache, StaticCache
 
 from benchmarks.models import Geometry
 from kvtier import TieredKVCache
-from kvtier.config import AUTO, DEVICE_BLOCK
+from kvtier.config import DEVICE_BLOCK
 
 BASELINE = "dynamic"
 _SHARE = re.compile(r"(kvtier|fetch)@(\d+(?:\.\d+)?)%")
@@ -46,6 +47,7 @@ class Case:
         context: tokens before the measurement.
         new_tokens: at most so many are added by it.
         block_size: of the tiered caches, in tokens; 0: as they come.
+        batch: sequences of that context.
     """
 
     config: PretrainedConfig
@@ -54,18 +56,24 @@ class Case:
     context: int
     new_tokens: int
     block_size: int
+    batch: int = 1
+
+    @property
+    def blocks(self) -> int | Literal["auto"]:
+        """The block size, as an option of the tiered cache."""
+        return self.block_size or "auto"
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of all keys and values at the end."""
-        return self.geometry.kv_bytes(self.context + self.new_tokens)
+        return self.batch * self.geometry.kv_bytes(self.context + self.new_tokens)
 
     @property
     def resident_bytes(self) -> int:
         """A device budget that surely holds everything: whole blocks, one layer's workspace, slabs not quite used."""
         size = self.block_size or DEVICE_BLOCK
         blocks = math.ceil((self.context + self.new_tokens) / size) + 1
-        layer = blocks * size * self.geometry.token_bytes
+        layer = self.batch * blocks * size * self.geometry.token_bytes
         return int((self.geometry.layers + 1) * layer * 1.05)
 
 
@@ -110,11 +118,11 @@ def contender(name: str) -> Contender:
 
 def _tiered(case: Case, share: float, host: bool) -> Cache:
     budget = case.resident_bytes if share == 1 else max(int(case.kv_bytes * share), 1)
-    return TieredKVCache(case.config, device_budget=budget, block_size=case.block_size or AUTO, host_attention=host)
+    return TieredKVCache(case.config, device_budget=budget, block_size=case.blocks, host_attention=host)
 
 
 def _dense(case: Case) -> Cache:
-    return TieredKVCache(case.config, block_size=case.block_size or AUTO, host_attention=False)
+    return TieredKVCache(case.config, block_size=case.blocks, host_attention=False)
 
 
 def _static(case: Case) -> Cache:
@@ -146,16 +154,16 @@ _CONTENDERS = {
         Contender("hqq", _quantized("hqq", "hqq"), 0.8, 0),
         Contender("offloaded", _offloaded, 0.3, 1.2),
         Contender("dense", _dense, 1.3, 0),
-        Contender("kvtier", lambda case: TieredKVCache(case.config, block_size=case.block_size or AUTO), 1.2, 0),
+        Contender("kvtier", lambda case: TieredKVCache(case.config, block_size=case.blocks), 1.2, 0),
     )
 }
 
 
 def random_kv(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one layer, `[1, kv_heads, context, head_dim]`, the same at every call."""
+    """Keys and values of one layer, `[batch, kv_heads, context, head_dim]`, the same at every call."""
     g = case.geometry
     random = torch.Generator(case.device).manual_seed(0)
-    shape = (2, 1, g.kv_heads, case.context, g.head_dim)
+    shape = (2, case.batch, g.kv_heads, case.context, g.head_dim)
     both = torch.randn(shape, generator=random, dtype=g.dtype, device=case.device)
     return both[0], both[1]
 

@@ -4,40 +4,40 @@ First the native library is compiled, if that is not done; then come the tests t
 Each part has processes of its own and a time limit, so that no failure takes others with it. Records go to
 benchmarks/results/gpu-<gpu>.jsonl; a table of everything is printed.
 
-Without CUDA the same code runs at tiny sizes on an emulated device. Its records are marked and go to a temporary
-folder: they show that the command works and say nothing about speed.
+Without CUDA the same code runs at tiny sizes on an emulated device, in a minute or two. Its records are marked and go
+to a temporary folder: they show that the command works and say nothing about speed.
 
-Exit status: 0 if every part passed, 1 if not, 130 after Ctrl-C.
+Exit status: 0 if every part passed, 1 if not, 2 for a wrong option, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import re
-import signal
-import subprocess
+import importlib.util
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.records import RESULTS, ROOT, Recorder, number, read, short, size, table
+from benchmarks.children import Children
+from benchmarks.gpu_tests import run_tests
+from benchmarks.records import RESULTS, Recorder, number, read, short, size, table
 from kvtier.cpu import build as native_build
 from kvtier.cpu import native
 from kvtier.errors import ConfigError
 
 LLAMA, QWEN = "llama-3.1-8b", "qwen3-0.6b"
 BUDGETS = "dynamic,kvtier@100%,kvtier@50%,fetch@50%,kvtier@25%,fetch@25%,kvtier@10%,fetch@10%"
-#: Sizes without CUDA: the same layers, everything else small.
+#: Sizes without CUDA: the same layers, everything else small, and each line of the tables once.
 TINY = {LLAMA: "llama-tiny", QWEN: "qwen3-tiny"}
+#: Threads of torch that wait for each other over tiny tensors take tens of times as long on a busy machine.
+EMULATED = {"OMP_NUM_THREADS": "1"}
+TINY_OPTIONS = {"--block-size": "16", "--new-tokens": "2", "--rounds": "1"}
 #: Seconds that a child gets beyond its share before it is ended: one case may run over.
 GRACE = 40.0
 
@@ -62,8 +62,9 @@ class Part:
         """The command line of a benchmark."""
         options = dict(self.arguments)
         if not cuda:
-            options |= {"--block-size": "16", "--new-tokens": "4"} | self.tiny
-            options["--model"] = TINY[options["--model"]]
+            options |= TINY_OPTIONS | self.tiny
+            if "--model" in options:
+                options["--model"] = TINY[options["--model"]]
         command = [sys.executable, "-m", "benchmarks", self.name.split()[0]]
         command += [f"{name}={value}" for name, value in options.items()]
         command += ["--dtype=bfloat16", f"--out={out}", f"--time-limit={seconds:.0f}"]
@@ -72,13 +73,15 @@ class Part:
 
 PARTS = (
     Part("build", 30),
-    Part("tests", 150),
+    Part("tests", 165),
+    Part("kernels", 40),
     Part("link", 20, {"--model": LLAMA, "--contexts": "32k"}, {"--contexts": "4k"}),
     Part(
         "decode llama",
         110,
         {
             "--model": LLAMA,
+            "--cases": "loop",
             "--contexts": "32k,8k,64k,16k",
             "--contenders": f"{BUDGETS},offloaded,static",
             "--rounds": "3",
@@ -91,12 +94,13 @@ PARTS = (
         45,
         {
             "--model": QWEN,
+            "--cases": "loop",
             "--contexts": "32k,8k",
             "--contenders": f"{BUDGETS},offloaded,static",
             "--rounds": "3",
             "--new-tokens": "16",
         },
-        {"--contexts": "512,256"},
+        {"--contexts": "512"},
     ),
     # Host memory holds not all contenders at this context.
     Part(
@@ -104,86 +108,43 @@ PARTS = (
         60,
         {
             "--model": LLAMA,
+            "--cases": "loop",
             "--contexts": "128k",
             "--contenders": "dynamic,kvtier@100%,kvtier@50%,fetch@50%,kvtier@10%,fetch@10%",
             "--rounds": "2",
             "--new-tokens": "8",
         },
-        {"--contexts": "1k"},
+        {"--contexts": "512"},
     ),
     Part(
         "memory llama",
-        45,
-        {"--model": LLAMA, "--contexts": "32k", "--contenders": f"{BUDGETS},static", "--rounds": "1"},
-        {"--contexts": "512"},
+        40,
+        {
+            "--model": LLAMA,
+            "--cases": "caches",
+            "--contexts": "32k",
+            "--contenders": f"{BUDGETS},static",
+            "--rounds": "1",
+        },
+        # Each is a process of its own, which takes seconds whatever it measures.
+        {"--contexts": "256", "--contenders": "dynamic,kvtier@100%,kvtier@10%,fetch@10%,static"},
     ),
     Part(
         "update llama",
         15,
         {
             "--model": LLAMA,
+            "--cases": "attend",
             "--contexts": "8k",
             "--contenders": "dynamic,kvtier@100%,kvtier@25%,fetch@25%",
             "--rounds": "5",
         },
-        {"--contexts": "512"},
+        {"--contexts": "256"},
     ),
+    Part("share llama", 25, {"--model": LLAMA, "--contexts": "16k", "--rounds": "3"}, {"--contexts": "256"}),
+    # Shares are fixed here. With a planner come two more parts: the errors of what it predicts, and what adapts against
+    # the best fixed share.
 )
-
-# ------------------------------------------------------------------------------------------ children
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a child ended: `code` is None if it ran past its limit. `tail` is the end of what it printed, if kept."""
-
-    code: int | None
-    tail: str
-
-
-class Children:
-    """The processes of this run. Each is the head of a group of its own, and all end when the `with` block does."""
-
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen[str]] = set()
-
-    def __enter__(self) -> Children:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for child in list(self._running):
-            _end_group(child)
-
-    def run(self, command: Sequence[str], seconds: float, *, keep: bool, **environment: str) -> Ended:
-        """Run a command to its end, but not longer than so many seconds."""
-        child = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | environment,
-            stdout=subprocess.PIPE if keep else None,
-            stderr=subprocess.STDOUT if keep else None,
-            text=True,
-            start_new_session=True,
-        )
-        self._running.add(child)
-        try:
-            output, _ = child.communicate(timeout=max(seconds, 1.0))
-            return Ended(child.returncode, output or "")
-        except subprocess.TimeoutExpired:
-            _end_group(child)
-            output, _ = child.communicate()
-            return Ended(None, output or "")
-        finally:
-            _end_group(child)
-            self._running.discard(child)
-
-
-def _end_group(child: subprocess.Popen[str]) -> None:
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-
 
 # --------------------------------------------------------------------------------- build and tests
 
@@ -215,58 +176,6 @@ def run_build(children: Children, recorder: Recorder, seconds: float) -> list[st
     return [] if status in ("ok", "skipped") else [f"build: {short(reason or status)}"]
 
 
-def pytest_jobs(*, cuda: bool) -> dict[str, list[str]]:
-    """Arguments of pytest by what they are called: one process for each file, and one for everything marked `cuda`."""
-    jobs = {"marked cuda": ["-m", "cuda", "tests"]}
-    for folder in ("tests/storage", "tests/hf"):
-        for file in sorted((ROOT / folder).glob("test_*.py")):
-            path = file.relative_to(ROOT).as_posix()
-            # Without CUDA `make test` runs them: here it is enough that they can be collected.
-            jobs[path] = [path] if cuda else ["--collect-only", path]
-    return jobs
-
-
-def run_tests(children: Children, recorder: Recorder, seconds: float, *, cuda: bool) -> list[str]:
-    """Run the tests, several files at a time with CUDA. Returns what failed."""
-    device = "cuda" if cuda else "cpu"
-    deadline = time.monotonic() + seconds
-    failures: list[str] = []
-
-    def run_job(item: tuple[str, list[str]]) -> tuple[str, Ended]:
-        name, arguments = item
-        if time.monotonic() > deadline:
-            return name, Ended(None, "not begun")
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *arguments]
-        return name, children.run(command, deadline - time.monotonic(), keep=True, KVTIER_TEST_DEVICE=device)
-
-    if not cuda:
-        print("  Without CUDA most tests are only collected here; `make test` runs them.\n")
-    jobs = pytest_jobs(cuda=cuda)
-    workers = max(min((os.cpu_count() or 1) // 2, 6), 1) if cuda else 1
-    pool = ThreadPoolExecutor(workers)
-    try:
-        for name, ended in pool.map(run_job, jobs.items()):
-            counts = {
-                word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|errors?|xfailed)\b", ended.tail)
-            }
-            no_tests = 5
-            passed = ended.code in (0, no_tests)
-            status = "ok" if passed else "failed" if ended.code is not None else "out of time"
-            summary = ", ".join(f"{n} {word}" for word, n in counts.items()) or _last_line(ended.tail) or "no output"
-            print(f"  {name:<40} {summary if passed else f'{status}: {summary}'}", flush=True)
-            recorder.add("tests", status=status, tests=name, counts=counts, workload={"device": device})
-            if not passed:
-                failures.append(f"tests: {name}: {status}")
-                print("\n".join(f"    | {line}" for line in ended.tail.splitlines()[-30:]), flush=True)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-    return failures
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1]
-
-
 # ------------------------------------------------------------------------------------------- the run
 
 
@@ -294,10 +203,22 @@ def run_parts(
             soft = max(share - 10, 5)
             known = len(read(records))
             command = part.command(cuda=cuda, out=records, seconds=soft)
-            ended = children.run(command, min(share + GRACE, left), keep=False)
+            environment = {} if cuda else dict(EMULATED)
+            if not cuda and part.name == "kernels" and importlib.util.find_spec("triton"):
+                # Triton's interpreter stands in where Triton itself is measured.
+                environment |= {"TRITON_INTERPRET": "1", "KVTIER_KERNELS": "triton"}
+            ended = children.run(command, min(share + GRACE, left), keep=False, **environment)
             if ended.code is None:
                 failures.append(f"{part.name}: ended after its time limit; what it had recorded is kept")
-            ill = [r for r in read(records)[known:] if r["status"] in ("failed", "refused")]
+            made = read(records)[known:]
+            if not made and ended.code == 0:
+                recorder.add(
+                    part.name.split()[0],
+                    status="skipped",
+                    reason="nothing was measured: above it says why",
+                    workload={"model": "", "context": 0},
+                )
+            ill = [r for r in made if r["status"] in ("failed", "refused")]
             failures += [
                 f"{part.name}: {r['contender']} at {r['workload']['context']:,}: {r['status']}: {short(r['reason'])}"
                 for r in ill
@@ -314,9 +235,9 @@ def print_table(records: Sequence[dict[str, Any]]) -> None:
     rows = []
     before: tuple[str, ...] = ()
     for record in records:
-        if record["scenario"] in ("build", "tests"):
+        workload = record.get("workload", {})
+        if record["scenario"] in ("build", "tests") or workload.get("summary"):
             continue
-        workload = record["workload"]
         context = f"{workload['context']:,}"
         group = (record["scenario"], workload["model"], context)
         shown = ["", "", ""] if group == before else list(group)
@@ -360,8 +281,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--time-limit", type=float, default=460, metavar="S", help="seconds in all (default: 460)")
     parser.add_argument("--only", type=parts, default=list(PARTS), metavar="PART,PART", help="such as tests,decode")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the records made with CUDA")
-    return parser.parse_args(argv)
+    parser.add_argument("--out", type=Path, help="folder for the records (default: benchmarks/results with CUDA)")
+    args = parser.parse_args(argv)
+    if args.time_limit <= 0:
+        parser.error(f"argument --time-limit: {args.time_limit:g} is not a positive number of seconds")
+    return args
+
+
+def open_records(out: Path | None, cuda: bool) -> tuple[Recorder, int]:
+    """Where records go, and how many are there. Raises OSError if none can be written, before anything is measured."""
+    if out is None:
+        out = RESULTS if cuda else Path(tempfile.mkdtemp(prefix="kvtier-gpu-"))
+    recorder = Recorder(out, torch.device("cuda" if cuda else "cpu"), emulated=not cuda)
+    recorder.out = out / f"gpu-{recorder.machine['kind']}.jsonl"
+    out.mkdir(parents=True, exist_ok=True)
+    recorder.out.open("a", encoding="utf-8").close()
+    return recorder, len(read(recorder.out))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -369,17 +304,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     args = parse_args(argv)
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    out = args.out if cuda else Path(tempfile.mkdtemp(prefix="kvtier-gpu-"))
-    recorder = Recorder(out, device, emulated=not cuda)
-    records = out / f"gpu-{recorder.machine['kind']}.jsonl"
-    recorder.out = records
+    try:
+        recorder, known = open_records(args.out, cuda)
+    except OSError as error:
+        print(f"benchmarks.gpu: no records can be written: {error}", file=sys.stderr)
+        return 2
+    records = recorder.out
     if cuda:
         print(f"{recorder.machine['gpu']}, torch {torch.__version__}, at most {args.time_limit:.0f} s")
     else:
         print("torch sees no CUDA device. The same code runs at tiny sizes on an EMULATED device: what follows")
-        print(f"shows that it works, and is no measurement. Records go to {out}.")
-    known = len(read(records))
+        print(f"shows that it works, and is no measurement. Records go to {records.parent}.")
     interrupted = False
     failures: list[str] = []
     try:

@@ -1,164 +1,24 @@
-"""How things are measured: contenders in one process, in turns, with their ratio taken turn by turn.
-
-A machine drifts (clocks, other loads) more than contenders differ. So nobody runs all of its rounds at once: each round
-gives every contender one turn, begins with another of them, and a ratio is the median of the ratios within rounds.
-"""
+"""What a scenario works with: the command line, the models, and comparisons that are printed and recorded."""
 
 from __future__ import annotations
 
-import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from benchmarks import models
-from benchmarks.contenders import BASELINE, Case, Contender, Unavailable, contender, first_line
+from benchmarks.contenders import BASELINE, Case, Contender, contender
 from benchmarks.models import Geometry
 from benchmarks.records import Recorder, number, short, size, table
-from kvtier import BudgetError
+from benchmarks.turns import Outcome, Spread, Start, compare, release_memory
 
-
-class Trial(Protocol):
-    """One contender at work on one case. Making it does all that is not measured, warming up included."""
-
-    def measure(self) -> float:
-        """One turn; returns its value."""
-
-    def facts(self) -> dict[str, Any]:
-        """What else is worth recording, asked after the last turn."""
-
-    def close(self) -> None:
-        """Give all memory back."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The middle of some values, and how far they lie apart."""
-
-    n: int
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
-        return cls(len(values), statistics.median(values), min(values), max(values))
-
-    def fields(self) -> dict[str, float]:
-        """For a record."""
-        return {"n": self.n, "median": self.median, "min": self.low, "max": self.high}
-
-    def __str__(self) -> str:
-        return f"{number(self.low)} .. {number(self.high)}"
-
-
-@dataclass
-class Outcome:
-    """What became of one contender.
-
-    Attributes:
-        values: by round; a contender that used up its time sits out the later ones.
-        status: `ok`; `unavailable`, it cannot be built here; `refused`, its budget is too small; `skipped`, memory is
-            short; `failed`.
-        reason: of anything but `ok`.
-        facts: from its trial.
-    """
-
-    values: dict[int, float] = field(default_factory=dict)
-    status: str = "ok"
-    reason: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def end(self, error: Exception) -> None:
-        """Note why it cannot go on."""
-        self.status = (
-            "unavailable"
-            if isinstance(error, Unavailable)
-            else "refused"
-            if isinstance(error, BudgetError)
-            else "failed"
-        )
-        name = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "
-        self.reason = name + first_line(error)
-
-    def ratio(self, base: Outcome) -> Spread | None:
-        """To another, within the rounds that both ran; None if there is none."""
-        both = [self.values[i] / base.values[i] for i in self.values if base.values.get(i)]
-        return Spread.of(both) if both else None
-
-
-Start = Callable[[], Trial]
-
-
-def compare(
-    starts: Mapping[str, Start], *, rounds: int, together: bool, allowance: float, tell: Callable[[str], None]
-) -> dict[str, Outcome]:
-    """Give every contender its turn in each round.
-
-    Args:
-        starts: begin a trial, by name.
-        rounds: turns of each.
-        together: keep all trials from round to round; else each turn has a trial of its own.
-        allowance: seconds that one contender may measure in all; beyond, it sits out.
-        tell: is told what is going on.
-    """
-    outcomes = {name: Outcome() for name in starts}
-    trials: dict[str, Trial] = {}
-    spent = dict.fromkeys(starts, 0.0)
-    names = list(starts)
-
-    def end(name: str) -> None:
-        trial = trials.pop(name, None)
-        if trial is not None:
-            trial.close()
-            del trial
-            release_memory()
-
-    try:
-        for turn in range(rounds):
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
-                outcome = outcomes[name]
-                if outcome.status != "ok" or spent[name] > allowance:
-                    continue
-                tell(f"round {turn + 1} of {rounds}: {name}")
-                try:
-                    if name not in trials:
-                        trials[name] = starts[name]()
-                    began = time.perf_counter()
-                    outcome.values[turn] = trials[name].measure()
-                    spent[name] += time.perf_counter() - began
-                    outcome.facts = trials[name].facts()
-                except Exception as error:
-                    outcome.end(error)
-                    outcome.values.clear()
-                if outcome.status != "ok" or not together:
-                    end(name)
-    finally:
-        for name in names:
-            end(name)
-        tell("")
-    return outcomes
-
-
-def release_memory() -> None:
-    """Return what nobody refers to any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+Note = Callable[[dict[str, Any]], str]
+Bases = str | Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -167,6 +27,8 @@ class Settings:
 
     Attributes:
         model, contexts, contenders, rounds, new_tokens, block_size: what to measure, and how often.
+        cases: parts of the scenarios to run; None: all.
+        batch: sequences that decode together.
         device, dtype: where and in what.
         quick: small sizes, to see that everything runs.
         deadline: `time.monotonic()` at which no further case begins.
@@ -180,6 +42,8 @@ class Settings:
     rounds: int
     new_tokens: int
     block_size: int
+    cases: tuple[str, ...] | None
+    batch: int
     device: torch.device
     dtype: torch.dtype
     out: Path
@@ -220,6 +84,10 @@ class Bench:
         """`--new-tokens`, or what is usual, in one turn."""
         return self.settings.new_tokens or (4 if self.settings.quick else usual)
 
+    def selected(self, name: str) -> bool:
+        """Whether this part of a scenario, one of its `CASES`, is asked for."""
+        return self.settings.cases is None or name in self.settings.cases
+
     def model(self, name: str) -> PreTrainedModel:
         """A model, loaded once; the one before it is dropped."""
         if name not in self._models:
@@ -240,15 +108,17 @@ class Bench:
         config = models.config_of(model)
         geometry = Geometry.of(config, settings.dtype)
         for context in contexts:
-            if time.monotonic() >= settings.deadline:
-                print(f"{scenario} · {models.label(model)} · {context:,} tokens: not reached in time", flush=True)
-                self._recorder.add(
-                    scenario,
-                    status="not reached in time",
-                    workload={"model": models.label(model), "context": context},
-                )
-                continue
-            yield Case(config, geometry, settings.device, context, new_tokens, settings.block_size)
+            title = f"{scenario} · {models.label(model)} · {context:,} tokens"
+            if self.in_time(scenario, title, {"model": models.label(model), "context": context}):
+                yield Case(config, geometry, settings.device, context, new_tokens, settings.block_size, settings.batch)
+
+    def in_time(self, scenario: str, title: str, workload: Mapping[str, Any]) -> bool:
+        """Whether another case may begin. If not, that is said and recorded."""
+        if time.monotonic() < self.settings.deadline:
+            return True
+        print(f"{title}: not reached in time", flush=True)
+        self._recorder.add(scenario, status="not reached in time", workload=dict(workload))
+        return False
 
     # Measuring
 
@@ -261,8 +131,10 @@ class Bench:
         *,
         unit: str,
         rounds: int,
-        base: str = BASELINE,
-        note: Callable[[dict[str, Any]], str] = lambda facts: "",
+        base: Bases = BASELINE,
+        note: Note = lambda facts: "",
+        each: Mapping[str, Mapping[str, Any]] | None = None,
+        detail: str = "",
         **workload: Any,
     ) -> dict[str, Outcome]:
         """Compare, print a table and record a line for each contender.
@@ -272,8 +144,10 @@ class Bench:
             starts: for each name the contender whose memory it takes, if any, and what begins its trial.
             unit: of the values.
             rounds: turns of each.
-            base: whom ratios refer to.
+            base: whom ratios refer to; or, for each name, whom its ratio refers to.
             note: a few words on what a trial's facts say.
+            each: fields of the workload in which single contenders differ.
+            detail: for the table's title, what case this is.
             workload: more fields for the records.
         """
         fitting, skipped = self._fitting(case, {name: c for name, (c, _) in starts.items()})
@@ -291,13 +165,14 @@ class Bench:
             "model": models.label(model),
             "dtype": str(case.geometry.dtype).removeprefix("torch."),
             "context": case.context,
-            "batch": 1,
+            "batch": case.batch,
             "block_size": case.block_size,
             "kv_bytes": case.kv_bytes,
         } | workload
-        title = f"{scenario} · {workload['model']} · {workload['dtype']} · {case.context:,} tokens"
-        self._print(title, unit, outcomes, base, note)
-        self._record(scenario, unit, outcomes, base, workload)
+        rows = f"{case.batch} x " if case.batch > 1 else ""
+        title = f"{scenario} · {workload['model']} · {workload['dtype']} · {rows}{case.context:,} tokens"
+        self._print(f"{title} · {detail}" if detail else title, unit, outcomes, base, note)
+        self._record(scenario, unit, outcomes, base, workload, each or {})
         return outcomes
 
     def compare_plain(
@@ -308,10 +183,17 @@ class Bench:
         *,
         unit: str,
         rounds: int,
-        base: str,
+        base: Bases,
         workload: dict[str, Any],
+        note: Note = lambda facts: "",
+        each: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, Outcome]:
-        """Compare what needs no model and no cache; print a table and record a line for each contender."""
+        """Compare what needs no model and no cache; print a table and record a line for each contender.
+
+        Once time is up, it only says so, and returns nothing.
+        """
+        if not self.in_time(scenario, f"{scenario} · {title}", workload):
+            return {}
         outcomes = compare(
             starts,
             rounds=rounds,
@@ -319,15 +201,26 @@ class Bench:
             allowance=60.0,
             tell=lambda text: self.tell(text and f"{scenario}, {title}, {text}"),
         )
-        self._print(f"{scenario} · {title}", unit, outcomes, base, lambda facts: "")
-        self._record(scenario, unit, outcomes, base, workload)
+        self._print(f"{scenario} · {title}", unit, outcomes, base, note)
+        self._record(scenario, unit, outcomes, base, workload, each or {})
         return outcomes
 
+    def record(self, scenario: str, **fields: Any) -> None:
+        """Append a record that is no turn's: what was found over several comparisons."""
+        self._recorder.add(scenario, status="ok", **fields)
+
     def _record(
-        self, scenario: str, unit: str, outcomes: Mapping[str, Outcome], base: str, workload: dict[str, Any]
+        self,
+        scenario: str,
+        unit: str,
+        outcomes: Mapping[str, Outcome],
+        base: Bases,
+        workload: dict[str, Any],
+        each: Mapping[str, Mapping[str, Any]],
     ) -> None:
         for name, outcome in outcomes.items():
-            ratio = outcome.ratio(outcomes[base]) if base in outcomes else None
+            to = _base_of(base, name)
+            ratio = outcome.ratio(outcomes[to]) if to in outcomes else None
             self._recorder.add(
                 scenario,
                 contender=name,
@@ -335,8 +228,8 @@ class Bench:
                 unit=unit,
                 **({"reason": outcome.reason} if outcome.reason else {}),
                 **(Spread.of(list(outcome.values.values())).fields() if outcome.values else {"n": 0}),
-                ratio=None if ratio is None else {"to": base} | ratio.fields(),
-                workload=workload,
+                ratio=None if ratio is None else {"to": to} | ratio.fields(),
+                workload=workload | dict(each.get(name, {})),
                 facts=outcome.facts,
             )
             self.failed += outcome.status == "failed"
@@ -370,26 +263,27 @@ class Bench:
             print("\r" + text.ljust(self._line), end="\r" if not text else "", flush=True)
             self._line = len(text)
 
-    def _print(
-        self,
-        title: str,
-        unit: str,
-        outcomes: Mapping[str, Outcome],
-        base: str,
-        note: Callable[[dict[str, Any]], str],
-    ) -> None:
+    def _print(self, title: str, unit: str, outcomes: Mapping[str, Outcome], base: Bases, note: Note) -> None:
         rows = []
         for name, outcome in outcomes.items():
             if not outcome.values:
                 rows.append([name, "-", "", "-", "", short(f"{outcome.status}: {outcome.reason}")])
                 continue
             spread = Spread.of(list(outcome.values.values()))
-            ratio = outcome.ratio(outcomes[base]) if base in outcomes else None
+            to = _base_of(base, name)
+            ratio = outcome.ratio(outcomes[to]) if to in outcomes else None
             ratios = ["-", ""] if ratio is None else [f"{ratio.median:.2f}", f"{ratio.low:.2f} .. {ratio.high:.2f}"]
+            if ratio is not None and not isinstance(base, str):
+                ratios[0] += f" x {to}"
             rows.append([name, number(spread.median), str(spread), *ratios, note(outcome.facts)])
         print(title)
-        print(table(["", unit, "min .. max", f"x {base}", "min .. max", ""], rows))
+        ratio_header = f"x {base}" if isinstance(base, str) else "ratio"
+        print(table(["", unit, "min .. max", ratio_header, "min .. max", ""], rows))
         print(flush=True)
+
+
+def _base_of(base: Bases, name: str) -> str:
+    return base if isinstance(base, str) else base[name]
 
 
 def free_host_memory() -> int:

@@ -17,4 +17,4 @@ CONTENDERS = (
 
 def run(bench: Bench) -> None:
     """Run the scenario."""
-    compare_decode(bench, "spill", CONTEXTS, CONTENDERS, "pylm")
+    compare_decode(bench, "spill", CONTEXTS, CONTENDERS, "loop", "pylm")

@@ -1,0 +1,64 @@
+"""Processes that measure or test: each has a time limit, and none outlives the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.records import ROOT
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended: `code` is None if it ran past its limit. `tail` is the end of what it printed, if kept."""
+
+    code: int | None
+    tail: str
+
+
+class Children:
+    """The processes of this run. Each is the head of a group of its own, and all end when the `with` block does."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for child in list(self._running):
+            _end_group(child)
+
+    def run(self, command: Sequence[str], seconds: float, *, keep: bool, **environment: str) -> Ended:
+        """Run a command to its end, but not longer than so many seconds."""
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | environment,
+            stdout=subprocess.PIPE if keep else None,
+            stderr=subprocess.STDOUT if keep else None,
+            text=True,
+            start_new_session=True,
+        )
+        self._running.add(child)
+        try:
+            output, _ = child.communicate(timeout=max(seconds, 1.0))
+            return Ended(child.returncode, output or "")
+        except subprocess.TimeoutExpired:
+            _end_group(child)
+            output, _ = child.communicate()
+            return Ended(None, output or "")
+        finally:
+            _end_group(child)
+            self._running.discard(child)
+
+
+def _end_group(child: subprocess.Popen[str]) -> None:
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()

@@ -1,0 +1,103 @@
+"""Decode attention on the host: GB/s of keys and values, as a share of the best streaming read of the same bytes.
+
+shapes    numbers of heads, contexts, batches, dtypes, head sizes, block sizes and instruction sets, on one thread
+threads   one thread against several, and how far memory itself goes along
+busy      all cores against one core less, while another process is busy on one core
+submit    how soon `submit` returns, and how much Python gets done meanwhile
+phases    how the kernel's time is split over keys, softmax and values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from benchmarks.harness import Bench
+from benchmarks.scenarios.host import phases, submit, threads
+from benchmarks.scenarios.host.arena import Arena, Call, Ceiling, Make, Shape
+from benchmarks.scenarios.host.calls import ours, sdpa, torch_blocks, transformers_path
+from benchmarks.turns import Start
+from kvtier.cpu import native
+
+SUMMARY = "decode attention on the host, as a share of the memory's speed"
+CEILING = "ceiling"
+
+
+def run(bench: Bench) -> None:
+    """Run the scenario."""
+    if not native.available():
+        print("host: the native library is not compiled", flush=True)
+        return
+    arena = Arena()
+    try:
+        for name, case in _CASES.items():
+            if bench.selected(name):
+                case(bench, arena)
+    finally:
+        arena.close()
+
+
+def run_shapes(bench: Bench, arena: Arena) -> None:
+    """Compare the kernel with the ceiling and with torch."""
+    for shape, contenders in problems(quick=bench.settings.quick):
+        starts: dict[str, Start] = {name: partial(Call, arena, shape, one) for name, one in contenders.items()}
+        bench.compare_plain(
+            "host",
+            f"{shape}, one thread",
+            {CEILING: partial(Ceiling, arena, shape)} | starts,
+            unit="GB/s",
+            rounds=bench.rounds(9),
+            base=CEILING,
+            workload=shape.fields(),
+        )
+
+
+_CASES: dict[str, Callable[[Bench, Arena], None]] = {
+    "shapes": run_shapes,
+    "threads": threads.run_threads,
+    "busy": threads.run_busy,
+    "submit": submit.run_submit,
+    "phases": phases.run_phases,
+}
+CASES = tuple(_CASES)
+
+
+def problems(*, quick: bool) -> Iterator[tuple[Shape, dict[str, Make]]]:
+    """What is measured on one thread, and who takes part."""
+    usual = Shape(torch.bfloat16, 32, 8, 128, (4096,))
+    kernel: dict[str, Make] = {"kvtier": ours()}
+    torches: dict[str, Make] = {"sdpa": sdpa, "transformers": transformers_path, "kvtier, torch": torch_blocks}
+    if quick:
+        yield replace(usual, lengths=(1024,)), kernel | torches
+        return
+    heads = ((32, 8), (16, 8), (32, 32))
+    for query_heads, kv_heads in heads:
+        for tokens in (1024, 4096, 16384, 65536):
+            some = torches if tokens in (1024, 16384) else {}
+            yield replace(usual, heads=query_heads, kv_heads=kv_heads, lengths=(tokens,)), kernel | some
+    for batch, tokens in ((2, 4096), (4, 4096), (8, 4096), (16, 4096), (4, 16384), (16, 16384)):
+        yield replace(usual, lengths=(tokens,) * batch), kernel
+    ragged = (1024, 2048, 3072, 4096, 6000, 1500, 1024, 2500, 65536, 5000, 1024, 8192, 1024, 12000, 1024, 2048)
+    even = (sum(ragged) // 16,) * 16
+    yield replace(usual, lengths=ragged), kernel
+    yield replace(usual, lengths=even), kernel
+    for dtype in (torch.float16, torch.float32):
+        for query_heads, kv_heads in heads:
+            shape = replace(usual, dtype=dtype, heads=query_heads, kv_heads=kv_heads, lengths=(16384,))
+            yield shape, kernel | {"sdpa": sdpa}
+    sets = {f"kvtier, {name}": ours(name) for name in ("avx512_bf16", "avx512", "avx2", "portable") if _has(name)}
+    yield replace(usual, lengths=(16384,)), kernel | sets
+    for dim in (64, 80, 96, 256):
+        yield replace(usual, dim=dim, lengths=(8192,)), kernel
+    for block_size in (16, 64, 128, 512):
+        yield replace(usual, block_size=block_size, lengths=(16384,)), kernel
+
+
+def _has(name: str) -> bool:
+    best = native.instruction_set()
+    found = native.library().kvtier_use_instruction_set(name.encode()) == 0
+    native.use_instruction_set(best)
+    return found

@@ -1,0 +1,106 @@
+"""Who takes part: each makes calls on as many copies of a problem as the arena holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.scenarios.host.arena import ARENA, Arena, Make, Shape
+from kvtier.cpu import fallback, native
+from kvtier.kernels.terms import Terms
+
+
+def random_query(shape: Shape) -> torch.Tensor:
+    """`[batch, heads, 1, dim]`."""
+    return torch.randn(len(shape.lengths), shape.heads, 1, shape.dim).to(shape.dtype)
+
+
+def tables(arena: Arena, shape: Shape) -> Iterator[native.BlockList]:
+    """The blocks of every copy of the problem."""
+    size = sum(shape.blocks) * shape.block_bytes
+    base = arena.data.data_ptr()
+    for start in range(base, base + max(ARENA - size, 0) + 1, size):
+        lists, at = [], start
+        for count in shape.blocks:
+            lists.append([at + i * shape.block_bytes for i in range(count)])
+            at += count * shape.block_bytes
+        table = native.BlockList(lists)
+        table.lengths.copy_(torch.tensor(shape.lengths))
+        yield table
+
+
+def native_shape(shape: Shape) -> native.Shape:
+    """The same for the kernel."""
+    return native.Shape(shape.dtype, shape.kv_heads, shape.dim, shape.dim, shape.block_size)
+
+
+def ours(instruction_set: str | None = None, *, own_threads: bool = False) -> Make:
+    """The native kernel, on as many threads as the shape says: those that it borrows, or the library's own."""
+
+    def make(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
+        blocks, query, terms = native_shape(shape), random_query(shape), Terms(shape.dim**-0.5)
+
+        def call(table: native.BlockList) -> None:
+            native.attend(blocks, query, table, terms, threads=shape.threads)
+
+        def forced(table: native.BlockList) -> None:
+            assert instruction_set is not None
+            native.use_instruction_set(instruction_set)
+            call(table)
+            native.use_instruction_set(arena.best)
+
+        def own(table: native.BlockList) -> None:
+            # Whoever waits helps.
+            native.submit(blocks, query, table, terms, threads=shape.threads - 1).wait()
+
+        chosen = own if own_threads else forced if instruction_set else call
+        for table in tables(arena, shape):
+            yield partial(chosen, table)
+
+    return make
+
+
+def _dense(arena: Arena, shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    batch, tokens = len(shape.lengths), shape.lengths[0]
+    numbers = arena.data.view(shape.dtype)
+    half = batch * shape.kv_heads * tokens * shape.dim
+    for start in range(0, numbers.numel() - 2 * half + 1, 2 * half):
+        views = (numbers[x : x + half].view(batch, shape.kv_heads, tokens, shape.dim) for x in (start, start + half))
+        yield tuple(views)  # type: ignore[misc]
+
+
+def sdpa(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
+    """torch's own kernel on dense tensors, with its grouped heads."""
+    query = random_query(shape)
+    for keys, values in _dense(arena, shape):
+        yield partial(F.scaled_dot_product_attention, query, keys, values, enable_gqa=shape.heads != shape.kv_heads)
+
+
+def transformers_path(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
+    """What Transformers does where there is a mask: heads repeated, then torch's kernel."""
+    query, repeats = random_query(shape), shape.heads // shape.kv_heads
+    mask = torch.ones(1, 1, 1, shape.lengths[0], dtype=torch.bool)
+
+    def call(keys: torch.Tensor, values: torch.Tensor) -> None:
+        keys, values = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (keys, values))
+        F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+
+    for keys, values in _dense(arena, shape):
+        yield partial(call, keys, values)
+
+
+def torch_blocks(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
+    """kvtier without its native library: torch's kernel, block by block."""
+    query, terms = random_query(shape), Terms(shape.dim**-0.5)
+    numbers = arena.data.view(shape.dtype)
+    slot = shape.block_bytes // shape.dtype.itemsize
+    blocks = numbers[: numbers.numel() // slot * slot].view(-1, 2, shape.kv_heads, shape.block_size, shape.dim)
+    count = shape.blocks[0]
+    for start in range(0, blocks.shape[0] - count + 1, count):
+        some = blocks[start : start + count]
+        run = fallback.Run(0, shape.block_size, count, some[:, 0], some[:, 1])
+        yield partial(fallback.attend, query, [[run]] * len(shape.lengths), terms)
