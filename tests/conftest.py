@@ -1,18 +1,63 @@
-"""Where the tests run: on the CPU, or with KVTIER_TEST_DEVICE=cuda everything that torch makes is made there."""
+"""Where the tests run: on the CPU, or with KVTIER_TEST_DEVICE=cuda everything that torch makes is made there.
+
+KVTIER_TEST_SHARE=1/3 runs every third test, beginning with the second.
+"""
 
 import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+
+
+class DrawnOnTheHost(TorchFunctionMode):
+    """Random numbers from a host's generator are drawn there and then moved, whatever the default device: so they are
+    the same numbers on every device, and a device refuses such a generator."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = torch.device(device)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Every call of a torch function comes by here."""
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        drawn_here = generator is not None and generator.device.type == "cpu" and kwargs.get("device") is None
+        if drawn_here and not any(isinstance(x, torch.Tensor) for x in args):
+            return func(*args, **(kwargs | {"device": "cpu"})).to(self.device)
+        return func(*args, **kwargs)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # No test may measure for the user, or depend on what was measured.
+    os.environ["KVTIER_MEASURED"] = "off"
     # Before collection, so that tensors made at import time follow too.
     if device := os.environ.get("KVTIER_TEST_DEVICE"):
         torch.set_default_device(device)
+        DrawnOnTheHost(device).__enter__()  # to the end of the process
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny tensors only lose by threads, badly so on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if share := os.environ.get("KVTIER_TEST_SHARE"):
+        first, step = map(int, share.split("/"))
+        items[:] = items[first::step]
     if torch.cuda.is_available():
         return
     for item in items:

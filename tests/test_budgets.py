@@ -200,6 +200,28 @@ def test_the_host_budget_that_is_named_is_exactly_what_the_step_needs(device: in
         assert outcome(host + more) is None
 
 
+@pytest.mark.parametrize(("device", "host"), [(None, 7_000), (1_600, 10**6), (4_000, 6_000)])
+def test_without_a_config_a_first_forward_that_is_refused_changes_nothing_whichever_layer_finds_out(
+    device: int | None, host: int
+) -> None:
+    """How many layers will come is not known then: the first ones pass."""
+    cache = TieredKVCache(device_budget=device, host_budget=host, block_size=4)
+    driven = Driven(cache)
+    with pytest.raises(BudgetError, match="Nothing was changed"):
+        driven.forward(1, 23)
+    assert driven.layers_done > 0, "a later layer is refused"
+    assert cache.get_seq_length() == 0
+    assert cache.layers[0].get_seq_length() == 0
+    assert cache.stats.host.used_blocks == cache.stats.device.used_blocks == 0
+    cache.check_integrity()
+    for index in range(driven.layers_done + 1):  # also in another dtype: no layer remembers
+        keys = torch.randn(1, 2, 3, 8, dtype=torch.bfloat16)
+        cache.update(keys, keys, index)
+    cache.reset()
+    driven.forward(1, 3)
+    driven.check()
+
+
 # Out of host memory
 
 

@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # A new part must be given its row.
 ROWS: tuple[set[str], ...] = (
     {"errors", "types"},
-    {"config", "metrics"},
+    {"config", "measured", "metrics"},
     {"planning"},
     {"kernels", "cpu"},
     {"storage"},
-    {"runtime", "attention", "split", "integrity", "steps"},
+    {"runtime", "attention", "integrity", "steps"},
     {"conversation"},
     {"hf"},
     {"serving"},
@@ -36,7 +36,7 @@ ROWS: tuple[set[str], ...] = (
 ROW = {part: row for row, parts in enumerate(ROWS) for part in parts}
 
 # Deciding needs numbers and a clock: these never import what moves bytes.
-PURE = {"errors", "types", "config", "planning"}
+PURE = {"errors", "types", "config", "measured", "planning"}
 BARRED_FROM_PURE = ("torch", "transformers", "kvtier.storage", "kvtier.hf")
 
 MAX_LINES = 400

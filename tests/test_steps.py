@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, Qwen3NextConfig
 
 from kvtier import ConcurrentUseError, InterruptedStepError, TieredKVCache
+from kvtier.steps import Guard
 from kvtier.storage.pool import BlockPool
 
 LAYERS, ROWS, HEADS, DIM, BLOCK_SIZE = 4, 2, 2, 8, 4
@@ -348,3 +350,51 @@ def test_a_first_forward_that_ended_early_is_found_out_in_the_second(done: int) 
     for _ in range(2):
         with pytest.raises(InterruptedStepError, match=r"reset\(\)"):
             run(prefill_parts(cache))
+
+
+@pytest.mark.parametrize("strange_thread", [False, True])
+def test_a_signal_between_any_two_instructions_leaves_a_guard_that_knows(strange_thread: bool) -> None:
+    """A change that was cut short is refused, and nobody is told of a second thread that there is not."""
+
+    def change(guard: Guard, done: list[str]) -> None:
+        with guard:
+            done.append("began")
+            done.append("ended")
+
+    def interrupted(at: int) -> bool:
+        """Raise at the instruction `at` of the change and of what it calls; False if there are not so many."""
+        guard, done, seen = Guard(), list[str](), 0
+        if strange_thread:  # whoever came before leaves no name behind
+            thread = threading.Thread(target=change, args=(guard, []))
+            thread.start()
+            thread.join()
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal seen
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                seen += 1
+                if seen == at:
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            change(guard, done)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        again: list[str] = []
+        try:
+            change(guard, again)
+        except InterruptedStepError:
+            assert not again
+        else:
+            assert done != ["began"], "a change that was cut short passes for whole"
+        return seen >= at
+
+    at = 1
+    while interrupted(at):
+        at += 1
+    assert at > 30
