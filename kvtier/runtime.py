@@ -278,7 +278,7 @@ class Runtime:
     def _tiers_for(self, device: torch.device) -> Tiers:
         if device not in self._tiers:
             size = self.options.device_size(str(device))
-            host = self._host_memory(page_lock=device.type == "cuda")
+            host = self._host_memory(device)
             near, far = host, None
             if device.type != "cpu" or size is not None:
                 limit = resolve_size(
@@ -288,7 +288,7 @@ class Runtime:
                     DEVICE_RESERVE,
                     DEVICE_RESERVE_SHARE,
                 )
-                near, far = Memory(device, Budget("device", limit)), host
+                near, far = Memory(device, Budget("device", limit), elastic=True), host
             self._tiers[device] = Tiers(
                 near,
                 far,
@@ -300,13 +300,15 @@ class Runtime:
             )
         return self._tiers[device]
 
-    def _host_memory(self, *, page_lock: bool) -> Memory:
+    def _host_memory(self, device: torch.device) -> Memory:
+        lock_for = device if device.type == "cuda" else None
         if self._host is None:
             limit = resolve_size(
                 "host_budget", self.options.host_budget, free_host_memory(), HOST_RESERVE, HOST_RESERVE_SHARE
             )
-            self._host = Memory(torch.device("cpu"), Budget("host", limit), page_lock=page_lock)
-        self._host.page_lock |= page_lock
+            self._host = Memory(torch.device("cpu"), Budget("host", limit), lock_for=lock_for)
+        elif self._host.lock_for is None:
+            self._host.lock_for = lock_for
         return self._host
 
     def clear(self) -> None:

@@ -3,6 +3,7 @@
 KVTIER_TEST_SHARE=1/3 runs every third test, beginning with the second.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -43,6 +44,54 @@ def pytest_configure(config: pytest.Config) -> None:
     if device := os.environ.get("KVTIER_TEST_DEVICE"):
         torch.set_default_device(device)
         DrawnOnTheHost(device).__enter__()  # to the end of the process
+
+
+class PageLocking:
+    """Page-locking without CUDA.
+
+    Attributes:
+        locked: bytes by address.
+        code: what every call answers; nothing is done unless it is 0.
+        devices: the current one of each call.
+    """
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.code = 0
+        self.devices: list[object] = []
+        self._current: object = None
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        """Lock."""
+        assert flags == 3, "portable and mapped"
+        self.devices.append(self._current)
+        if not self.code:
+            assert address not in self.locked
+            self.locked[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        """Unlock."""
+        self.devices.append(self._current)
+        if not self.code:
+            del self.locked[address]
+        return self.code
+
+    @contextlib.contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        """Make a device current."""
+        before, self._current = self._current, device
+        yield
+        self._current = before
+
+
+@pytest.fixture
+def page_locking(monkeypatch: pytest.MonkeyPatch) -> PageLocking:
+    """Stands in for what torch knows of page-locking."""
+    stand_in = PageLocking()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: stand_in)
+    monkeypatch.setattr(torch.cuda, "device", stand_in.device)
+    return stand_in
 
 
 @pytest.fixture

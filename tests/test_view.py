@@ -93,6 +93,7 @@ OPS: dict[str, Op] = {
     "reduce": lambda x: (x.sum(), x.mean(-1), x.max(), x.amax(2), x.norm(), x.std(), x.any(), x.argmax(-1)),
     "softmax": lambda x: (F.softmax(x, -1), F.layer_norm(x, (DIM,)), F.linear(x, torch.ones(3, DIM))),
     "cast": lambda x: (x.to(torch.float16), x.half(), x.double(), x.to("cpu"), x.type(torch.float64), x.bfloat16()),
+    "to_like": lambda x: (x.to(torch.ones(1)), x.to(torch.ones(1, dtype=torch.float64)), x.to(device="cpu"), x.to()),
     "copy": lambda x: (x.clone(), x.contiguous(), x.detach(), x.cpu(), x.data),
     "like": lambda x: (torch.zeros_like(x), x.new_ones(2), torch.empty_like(x).shape, x.new_tensor([1.0])),
     "where": lambda x: (torch.where(x > 0, x, 0.0), x.masked_fill(x > 0, 1.0), x.clamp(0), x.tril()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -112,10 +113,11 @@ def _both(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, pla
     engine = layer.tiers.engine
     batch, heads, queries, k_dim = query.shape
     hand = layer.tiers.handover.take((batch, heads, queries, k_dim, layer.layout.v_dim), layer.layout.dtype)
-    down = hand.last = engine.submit([TensorCopy(query, hand.query)], Direction.QUERY)
-    others = _terms_on(terms, torch.device("cpu"))
+    here, others = _terms_down(terms, query.device)
+    copies = [TensorCopy(query, hand.query), *(TensorCopy(here[name], x) for name, x in others.items())]
+    down = hand.last = engine.submit(copies, Direction.QUERY)
     # Sinks belong to the whole, and are counted in one part only.
-    own = replace(terms, sinks=None)
+    own = replace(terms, **(here | {"sinks": None}))
     part = None
     if layer.tiers.device.type != "cpu":
         part = _on_device(layer, length, query, own, plan)  # launched before the CPU waits for the query
@@ -125,7 +127,7 @@ def _both(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, pla
     if plan.blocks is not None:
         _set_length(plan.blocks, length)
         _employers.add(layer.tiers)
-        call = _call(layer, hand, plan.blocks, others)
+        call = _call(layer, hand, plan.blocks, replace(terms, **others) if others else terms)
         # This thread goes on to launch the device's part, and helps when it waits.
         future = call.submit(max(torch.get_num_threads() - 1, 1))
         try:
@@ -136,7 +138,7 @@ def _both(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, pla
             future.wait()
     else:
         pool = layer.tiers.far_pools[layer.layout]
-        result = fallback.attend(hand.query, _runs(layer, pool, plan.slots(layer)[1], length), others)
+        result = fallback.attend(hand.query, _runs(layer, pool, plan.slots(layer)[1], length), replace(terms, **others))
         hand.out.copy_(result[0])
         hand.lse.copy_(result[1])
         part = part or _on_device(layer, length, query, own, plan)
@@ -177,13 +179,23 @@ def _on_device(
     )
 
 
+def _tensors(terms: Terms) -> dict[str, Any]:
+    found = {name: getattr(terms, name) for name in ("mask", "firsts", "sinks", "slopes")}
+    return {name: x for name, x in found.items() if x is not None}
+
+
 def _terms_on(terms: Terms, device: torch.device) -> Terms:
-    moved = {
-        name: getattr(terms, name).to(device)
-        for name in ("mask", "firsts", "sinks", "slopes")
-        if getattr(terms, name) is not None
-    }
+    moved = {name: x.to(device) for name, x in _tensors(terms).items() if x.device != device}
     return replace(terms, **moved) if moved else terms
+
+
+def _terms_down(terms: Terms, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Masks, sinks and biases on the device, and memory on the host for each, to come down with the query: a copy of
+    its own would wait for all that the device has to do."""
+    here = {name: x.detach().to(device).contiguous() for name, x in _tensors(terms).items()}
+    pinned = device.type == "cuda"
+    below = {name: torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned) for name, x in here.items()}
+    return here, below
 
 
 @functools.lru_cache(maxsize=64)

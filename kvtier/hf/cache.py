@@ -17,6 +17,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from kvtier.config import CacheOptions, Size
 from kvtier.errors import ConfigError, MismatchError
+from kvtier.hf import dynamo
 from kvtier.hf.layer import TieredLayer
 from kvtier.hf.resident import (
     WINDOW,
@@ -86,6 +87,7 @@ class TieredKVCache(RecurrentFace):
         self._setup()
 
     def _setup(self, engine: EngineFactory = default_engine, *, poison: bool = False) -> None:
+        dynamo.keep_out()
         layers = transformers_layers(self._config)
         tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
         self._runtime = Runtime(
@@ -242,7 +244,8 @@ class TieredKVCache(RecurrentFace):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`."""
         self._check_whole()
-        self._change("batch_select_indices", indices)
+        # To the host once, not once for each layer.
+        self._change("batch_select_indices", indices.to("cpu") if isinstance(indices, torch.Tensor) else indices)
 
     def _check_whole(self) -> None:
         self._runtime.check_open()

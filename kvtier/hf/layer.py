@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from kvtier.errors import BudgetError, MismatchError
+from kvtier.errors import BudgetError, MismatchError, UnsupportedError
 from kvtier.hf.view import KVView, Snapshot
+from kvtier.kernels import launch
 from kvtier.runtime import Runtime
 from kvtier.storage.block import in_one_dtype
 from kvtier.storage.store import LayerStore
@@ -94,6 +95,7 @@ class TieredLayer(DynamicLayer):
 
         Raises:
             MismatchError, BudgetError, TransferError, InterruptedStepError, ConcurrentUseError, ClosedError.
+            UnsupportedError: a CUDA graph is being captured.
         """
         runtime = self._runtime
         runtime.check_open()
@@ -104,6 +106,11 @@ class TieredLayer(DynamicLayer):
             begins = steps.update(self.index, before)  # which may count a step that a recurrent layer began
             runtime.counters.steps += begins
             try:
+                if begins and launch.capturing(key_states.device):
+                    raise UnsupportedError(
+                        "A CUDA graph is being captured. Its replays would write and read where this step does, "
+                        "whatever the cache holds by then: leave forwards with a TieredKVCache out of graphs."
+                    )
                 store = runtime.append(self.index, key_states, value_states)
             except BaseException as error:
                 if self.get_seq_length() == before:

@@ -221,9 +221,15 @@ def _to(view: Any, *args: Any, **named: Any) -> KVView | None:
     named.pop("non_blocking", None)
     if len(args) + len(named) != 1:
         return None
-    target = args[0] if args else next(iter(named.values()))
-    same = target == view.dtype if isinstance(target, torch.dtype) else torch.device(target) == view.device
-    return view if same else None
+    target: Any = args[0] if args else next(iter(named.values()))
+    if isinstance(target, torch.dtype):
+        return view if target == view.dtype else None
+    if not isinstance(target, str | int | torch.device):
+        return None  # another tensor, whose dtype counts as well
+    device = torch.device(target)
+    if str(device) == "cuda":  # the current one
+        device = torch.device("cuda", torch.cuda.current_device())
+    return view if device == view.device else None
 
 
 _LAZY: dict[Any, Callable[..., KVView | None]] = {

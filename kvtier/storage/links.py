@@ -371,7 +371,7 @@ def scattered_pools(device: torch.device, nbytes: int, total: int) -> tuple[Bloc
     """
     layout = BlockLayout(1, 1, nbytes // 2, nbytes // 2, 1, torch.uint8)
     near = BlockPool(layout, Memory(device, Budget("device", total)))
-    host = Memory(torch.device("cpu"), Budget("host", total), page_lock=device.type == "cuda")
+    host = Memory(torch.device("cpu"), Budget("host", total), lock_for=device if device.type == "cuda" else None)
     far = BlockPool(layout, host)
     try:
         for pool in (near, far):

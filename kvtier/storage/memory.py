@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import warnings
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from kvtier.errors import BudgetError, TransferError
 
 _HUGE_PAGE = 2 * 2**20
+#: `cudaHostRegisterPortable | cudaHostRegisterMapped`: every device copies from it, and reads it by address.
+_FOR_ALL_DEVICES = 1 | 2
+#: `cudaErrorMemoryAllocation`.
+_OUT_OF_MEMORY = 2
 
 
 class Budget:
@@ -64,30 +70,37 @@ class Memory:
 
     Host memory is mapped, not allocated: exactly the size asked (torch's pinned allocator rounds up to powers of two),
     on huge pages where the kernel grants them, resident only where touched, and given back to the system at once.
-    With `page_lock`, it is page-locked by registration, so that copies to an accelerator run asynchronously.
 
     Attributes:
+        lock_for: a CUDA device; memory from now on is page-locked by registration, for all of them, so that copies run
+            asynchronously and programs read it by address. None: it is not, or cannot be on this machine.
+        elastic: what its budget allows but the machine does not have is as what the budget does not allow, and the
+            budget shrinks: for a tier with another one below.
         yielding: who holds memory that it can do without; see `make_way`.
     """
 
-    def __init__(self, device: torch.device, budget: Budget, *, page_lock: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, budget: Budget, *, lock_for: torch.device | None = None, elastic: bool = False
+    ) -> None:
         self.device = device
         self.budget = budget
-        self.page_lock = page_lock
+        self.lock_for = lock_for
+        self.elastic = elastic
+        self._shrunk = False
         self._mapped = device.type == "cpu"
-        self._locked: dict[int, int] = {}
+        self._locked: dict[int, _Locked] = {}
         self.yielding: list[Holder] = []
 
     @property
     def page_locked(self) -> int:
         """Bytes that are page-locked now."""
-        return sum(self._locked.values())
+        return sum(locked.nbytes for locked in self._locked.values())
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """A `uint8` tensor of `nbytes`, counted; None if the budget does not allow it.
 
         Raises:
-            BudgetError: the budget allows it but the machine does not have it.
+            BudgetError: the budget allows it but the machine does not have it, and this memory is not elastic.
         """
         if nbytes <= 0 or not self.budget.reserve(nbytes):
             return None
@@ -99,6 +112,9 @@ class Memory:
                 return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except (OSError, MemoryError, torch.OutOfMemoryError, TransferError) as error:
             self.budget.release(nbytes)
+            if self.elastic:
+                self._shrink(nbytes)
+                return None
             raise BudgetError(
                 f"The {self.budget.tier} budget of {self.budget.limit} bytes allows {nbytes} more, but the machine "
                 f"does not have them: {error}. Give a smaller {self.budget.tier}_budget.",
@@ -109,6 +125,19 @@ class Memory:
         except BaseException:
             self.budget.release(nbytes)
             raise
+
+    def _shrink(self, nbytes: int) -> None:
+        """The machine did not have `nbytes` more: from now on less is asked of it, for asking in vain is slow."""
+        was, self.budget.limit = self.budget.limit, self.budget.used + nbytes // 2
+        if not self._shrunk:
+            self._shrunk = True
+            warnings.warn(
+                f"{self.device} does not have the {was} bytes of the {self.budget.tier} budget: the cache goes on with "
+                f"the {self.budget.used} that it holds, and little more. Give a smaller {self.budget.tier}_budget to "
+                "leave room for the model's activations.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def make_way(self, nbytes: int) -> bool:
         """Have everything given back that its holders can do without, if `nbytes` are free then. Whether they are."""
@@ -121,12 +150,16 @@ class Memory:
 
     def release(self, slab: torch.Tensor) -> None:
         """Give a slab back. The caller drops its own references to it."""
-        if self._locked.pop(slab.data_ptr(), None) is not None:
-            _check_cuda(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()), "unlock host memory")
         self.budget.release(slab.numel())
+        locked = self._locked.pop(slab.data_ptr(), None)
+        if locked is not None:
+            # Refused only where CUDA has failed for good, or was never begun (a forked child): the error that the user
+            # has to see is another.
+            with contextlib.suppress(RuntimeError), torch.cuda.device(locked.device):
+                _succeeded(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
 
     def is_locked(self, slab: torch.Tensor) -> bool:
-        """Whether this slab is page-locked; one from before `page_lock` was set is not."""
+        """Whether this slab is page-locked; one from before `lock_for` was set is not."""
         return slab.data_ptr() in self._locked
 
     def _map(self, nbytes: int) -> torch.Tensor:
@@ -134,23 +167,58 @@ class Memory:
         align = _HUGE_PAGE if nbytes >= _HUGE_PAGE else 0
         # Private: a forked child must not write into its parent's KV.
         region = mmap.mmap(-1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if align and hasattr(mmap, "MADV_HUGEPAGE"):
-            region.madvise(mmap.MADV_HUGEPAGE)
+        if align:
+            _advise(region, "MADV_HUGEPAGE")
+        if self.lock_for is not None:
+            # At a fork the kernel copies what is page-locked, all of it, into a child that cannot use CUDA anyway.
+            _advise(region, "MADV_DONTFORK")
         whole = torch.frombuffer(region, dtype=torch.uint8)
         start = -whole.data_ptr() % align if align else 0
         slab = whole[start : start + nbytes]
-        if self.page_lock:
-            _check_cuda(
-                torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), nbytes, 0),
-                f"page-lock {nbytes} bytes of host memory (see `ulimit -l`)",
-            )
-            self._locked[slab.data_ptr()] = nbytes
+        if self.lock_for is not None:
+            self._lock(slab, self.lock_for)
         return slab
 
+    def _lock(self, slab: torch.Tensor, device: torch.device) -> None:
+        # Within the device's own context: elsewhere it would make one, some hundred MiB on a device nobody uses.
+        with torch.cuda.device(device):
+            code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), _FOR_ALL_DEVICES)
+            if _succeeded(code):
+                self._locked[slab.data_ptr()] = _Locked(device, slab.numel())
+                return
+        if int(code) == _OUT_OF_MEMORY:
+            raise TransferError(f"CUDA could not page-lock {slab.numel()} bytes of it (see `ulimit -l`)")
+        self.lock_for = None
+        warnings.warn(
+            f"Host memory cannot be page-locked on this machine (CUDA error {int(code)}): it serves as it is, and "
+            "copies wait for each other.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
-def _check_cuda(code: object, what: str) -> None:
-    if int(code) != 0:  # type: ignore[call-overload]
-        raise TransferError(f"CUDA could not {what} (error {int(code)}).")  # type: ignore[call-overload]
+
+class _Locked(NamedTuple):
+    """Page-locked memory: in which device's context, and how much."""
+
+    device: torch.device
+    nbytes: int
+
+
+def _succeeded(code: Any) -> bool:
+    """Whether a call of CUDA's runtime on the current device did; if not, torch does not hear of it any more."""
+    if int(code) == 0:
+        return True
+    # CUDA keeps the error for whoever asks next, which is the check behind torch's next launch: let that be this one.
+    with contextlib.suppress(Exception):
+        torch.empty(1, device="cuda").fill_(1)
+    return False
+
+
+def _advise(region: mmap.mmap, name: str) -> None:
+    """Advise the kernel, which need not know what is meant."""
+    if hasattr(mmap, name):
+        with contextlib.suppress(OSError):
+            region.madvise(getattr(mmap, name))
 
 
 def free_host_memory() -> int:

@@ -13,7 +13,7 @@ import torch
 from kvtier.errors import BudgetError, TransferError
 from kvtier.planning import placement
 from kvtier.storage.block import Block
-from kvtier.storage.transfer import State, Transfer, join
+from kvtier.storage.transfer import Transfer, join
 from kvtier.types import Direction
 
 if TYPE_CHECKING:
@@ -36,6 +36,14 @@ class Staging:
         self.blocks = blocks
         self.slots = slots
         self.transfer = transfer
+
+    def arrives(self) -> bool:
+        """Order what the compute stream does from now on behind the fetch. False if that failed."""
+        try:
+            self.transfer.wait()
+        except TransferError:
+            return False
+        return True
 
 
 class StagingArea:
@@ -111,13 +119,17 @@ class StagingArea:
     def finish(self, layer: LayerStore, staging: Staging) -> None:
         """After the last use of staged blocks: keep them on the device if there is ample room, else free the slots."""
         pool = self._tiers.near_pool(layer.layout)
-        good = staging.transfer.state is not State.FAILED
+        good: bool | None = None  # not known before somebody wants to keep one
         tails = sum(len(x.tables()) for x in self._tiers.layers)
         reserve = self._tiers.reserve(layer.layout)
         others = max((x.missing_estimate() for x in self._tiers.layers if x is not layer), default=0)
         for block, slot in zip(staging.blocks, staging.slots, strict=True):
-            live = good and block.refs > 0 and block.near is None and block.sealed
-            if live and self._keeps(layer, reserve, tails, others):
+            live = block.refs > 0 and block.near is None and block.sealed
+            keep = live and good is not False and self._keeps(layer, reserve, tails, others)
+            if keep and good is None:
+                # Who reads the block from now on waits for nothing; and if it was fetched ahead in vain, nobody has.
+                keep = good = staging.arrives()
+            if keep:
                 block.near = slot
                 pool.owner[slot] = block
                 layer.resident[block] = None
@@ -165,13 +177,13 @@ class Workspace:
         self.release()
         # A sixteenth more than asked, if it is free for the taking, saves re-making it at every block.
         roomy = nbytes + nbytes // 16 // 64 * 64
-        if roomy > self._tiers.near.budget.free:
-            roomy = nbytes
-            self._tiers.reclaim(nbytes, None)
         near = self._tiers.near
         data = near.allocate(roomy)
-        if data is None and near.make_way(roomy):
-            data = near.allocate(roomy)
+        if data is None:
+            self._tiers.reclaim(nbytes, None)
+            data = near.allocate(nbytes)
+        if data is None and near.make_way(nbytes):
+            data = near.allocate(nbytes)
         if data is None:
             raise self._tiers.near_shortage(nbytes - self._tiers.near.budget.free)
         self._data = data

@@ -288,14 +288,20 @@ class CudaTransfers(TransferEngine):
         """Settle what has ended. Within a stream, transfers end in the order of submission."""
         still: deque[Transfer] = deque()
         blocked: set[Direction] = set()
-        while self._in_flight:
-            transfer = self._in_flight.popleft()
-            if transfer.direction in blocked or not _ended(transfer).query():
-                blocked.add(transfer.direction)
-                still.append(transfer)
-            else:
-                self._end(transfer)
-        self._in_flight = still
+        try:
+            while self._in_flight:
+                transfer = self._in_flight[0]
+                ended = transfer.direction not in blocked and _ended(transfer).query()
+                self._in_flight.popleft()
+                if ended:
+                    self._end(transfer)
+                else:
+                    blocked.add(transfer.direction)
+                    still.append(transfer)
+        finally:
+            # A device that has failed may refuse to say: nothing is forgotten for that.
+            still.extend(self._in_flight)
+            self._in_flight = still
 
     def in_flight(self) -> Sequence[Transfer]:
         """Submitted and not yet seen to end."""

@@ -76,23 +76,14 @@ def test_the_host_budget_pays_for_it_and_the_stats_show_it() -> None:
     assert budget.used == 0
 
 
-def test_what_is_page_locked_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    locked: dict[int, int] = {}
-
-    class Cudart:
-        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-            locked[address] = nbytes
-            return 0
-
-        def cudaHostUnregister(self, address: int) -> int:
-            del locked[address]
-            return 0
-
-    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+def test_what_is_page_locked_is_shown(monkeypatch: pytest.MonkeyPatch, page_locking: Any) -> None:
     make = Memory.__init__
     monkeypatch.setattr(
-        Memory, "__init__", lambda self, device, budget, page_lock=False: make(self, device, budget, page_lock=True)
+        Memory,
+        "__init__",
+        lambda self, *args, **kwargs: make(self, *args, **(kwargs | {"lock_for": torch.device("cuda", 0)})),
     )
+    locked = page_locking.locked
     cache = spilled()
     attend(cache)
     stats = cache.stats
@@ -233,3 +224,26 @@ def test_it_is_given_back_only_when_the_last_result_is_up(monkeypatch: pytest.Mo
     tiers.handover.release()
     assert len(given) == 1
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_a_mask_comes_down_with_the_query_and_not_by_a_copy_that_waits(dtype: torch.dtype) -> None:
+    """Whoever copies it alone waits for all that the device still has to do."""
+    cache = TieredKVCache(device_budget=8 * SLOT, host_budget=10**6, block_size=SIZE)
+    with_doubles(cache, held(0, eagerness=0.0, late=True))
+    for n in (64, 1):
+        x = torch.randn(2, HEADS, n, DIM)
+        keys, values = cache.update(x, x, 0)
+    tokens = keys.shape[2]
+    seen = torch.rand(2, 1, 1, tokens) < 0.7
+    mask = seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    query = torch.randn(2, 2 * HEADS, 1, DIM)
+    before = cache.stats.attention_bytes
+    got = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+    assert cache.stats.host_attended == 1
+    out_and_lse = 2 * 2 * HEADS * (DIM + 1) * 4
+    assert cache.stats.attention_bytes - before == query.nbytes + mask.nbytes + out_and_lse
+    dense = [y.dense() for y in (keys, values)]
+    torch.testing.assert_close(
+        got, F.scaled_dot_product_attention(query, *dense, attn_mask=mask, enable_gqa=True), rtol=1e-5, atol=1e-5
+    )

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kvtier import TieredKVCache
+from kvtier import TieredKVCache, TransferError
 from kvtier.metrics import Counters
 from kvtier.storage.block import BlockLayout
 from kvtier.storage.memory import Budget, Memory
@@ -23,7 +23,7 @@ LAYOUT = BlockLayout(8, 8, 128, 128, 64, torch.bfloat16)
 def pools(slots: int) -> tuple[BlockPool, BlockPool]:
     """A device pool and a page-locked host pool of `slots` slots each."""
     near = BlockPool(LAYOUT, Memory(torch.device("cuda", 0), Budget("device", 10**9)))
-    far = BlockPool(LAYOUT, Memory(torch.device("cpu"), Budget("host", 10**9), page_lock=True))
+    far = BlockPool(LAYOUT, Memory(torch.device("cpu"), Budget("host", 10**9), lock_for=torch.device("cuda", 0)))
     near.grow(slots)
     far.grow(slots)
     return near, far
@@ -82,7 +82,7 @@ def test_a_pending_transfer_keeps_its_slots() -> None:
 
 
 def test_host_slabs_are_page_locked_at_exactly_their_size() -> None:
-    memory = Memory(torch.device("cpu"), Budget("host", 10**8), page_lock=True)
+    memory = Memory(torch.device("cpu"), Budget("host", 10**8), lock_for=torch.device("cuda", 0))
     slab = memory.allocate(3 * 2**20 + 4096)
     assert slab is not None
     assert slab.is_pinned()
@@ -113,3 +113,14 @@ def test_decoding_under_pressure_gives_the_numbers_of_a_dense_cache(budget: int)
     cache.check_integrity()
     assert cache.stats.device.peak_bytes <= budget
     cache.close()
+
+
+def test_a_refused_page_lock_leaves_no_error_for_the_next_launch() -> None:
+    memory = Memory(torch.device("cpu"), Budget("host", 2**20), lock_for=torch.device("cuda", 0))
+    slab = memory.allocate(2**16)
+    assert slab is not None
+    with pytest.raises(TransferError, match="page-lock"):
+        memory._lock(slab, torch.device("cuda", 0))  # it is locked already
+    assert int(torch.ones(1000, device="cuda").sum()) == 1000
+    memory.release(slab)
+    assert memory.page_locked == 0

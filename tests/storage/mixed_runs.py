@@ -27,7 +27,9 @@ def make_pools(device: torch.device, layout: BlockLayout) -> tuple[BlockPool, Bl
     """A pool of a device and one of the host, of `SLOTS` slots in two slabs each, filled with random bytes."""
     found = []
     for place, tier in ((device, "device"), (torch.device("cpu"), "host")):
-        memory = Memory(place, Budget(tier, 10**8), page_lock=tier == "host" and device.type == "cuda")
+        memory = Memory(
+            place, Budget(tier, 10**8), lock_for=device if tier == "host" and device.type == "cuda" else None
+        )
         pool = BlockPool(layout, memory)
         for _ in range(2):
             pool.grow(SLOTS // 2)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import mmap
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +67,146 @@ def test_a_slab_has_exactly_the_size_asked_for_and_large_ones_begin_at_a_huge_pa
     slab.fill_(1)
     memory.release(slab)
     assert memory.budget.used == 0
+
+
+def test_elastic_memory_asks_for_less_once_the_machine_has_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(torch.device("cpu"), Budget("device", 100_000), elastic=True)
+    first = memory.allocate(30_000)
+    assert first is not None
+    real = memory._map
+
+    def refuse(nbytes: int) -> torch.Tensor:
+        if nbytes > 4_000:
+            raise MemoryError
+        return real(nbytes)
+
+    monkeypatch.setattr(memory, "_map", refuse)
+    with pytest.warns(RuntimeWarning, match=r"does not have the 100000 bytes of the device budget.*30000"):
+        assert memory.allocate(20_000) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        assert [memory.allocate(n) is None for n in (10_000, 5_000, 2_500)] == [True, True, False]
+    assert (memory.budget.limit, memory.budget.used) == (32_500, 32_500)
+
+
+@pytest.mark.parametrize("host_attention", [True, False])
+def test_a_device_that_is_full_before_its_budget_is_used_up_does_with_less(
+    monkeypatch: pytest.MonkeyPatch, host_attention: bool
+) -> None:
+    """A prompt's activations take what was free when the budget was set."""
+    layers, slot = 3, 2 * 2 * 8 * 4 * 16
+    cache = TieredKVCache(
+        device_budget=400 * slot, host_budget=2**22, block_size=16, host_attention=host_attention, write_through=1.0
+    )
+    rng = torch.Generator().manual_seed(0)
+    expected: list[list[torch.Tensor]] = [[] for _ in range(layers)]
+    has = 120 * slot
+
+    def mapped(near: Memory, real: Callable[[int], torch.Tensor], nbytes: int) -> torch.Tensor:
+        if near.budget.used > has:  # `nbytes` are counted by now
+            raise MemoryError
+        return real(nbytes)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(60):
+            for layer in range(layers):
+                x = torch.randn(1, 2, 16, 8, generator=rng)
+                views = cache.update(x, x, layer)
+                near = cache._runtime.layers[layer].tiers.near
+                if not step and not layer:
+                    monkeypatch.setattr(near, "_map", functools.partial(mapped, near, near._map))
+                expected[layer].append(x)
+                whole = torch.cat(expected[layer], 2)
+                query = torch.randn(1, 2, 1, 8, generator=rng)
+                torch.testing.assert_close(
+                    F.scaled_dot_product_attention(query, *views), F.scaled_dot_product_attention(query, whole, whole)
+                )
+            cache.check_integrity()
+    assert [w for w in said if "device_budget" in str(w.message)][1:] == [], "said once"
+    stats = cache.stats
+    assert stats.evictions > 0
+    assert has - 16 * slot <= stats.device.budget <= has + slot
+    assert stats.device.bytes <= stats.device.budget
+    cache.close()
+
+
+def test_memory_is_locked_in_the_context_of_the_device_that_uses_it(page_locking: Any) -> None:
+    memory = Memory(torch.device("cpu"), Budget("host", 2**30), lock_for=torch.device("cuda", 3))
+    small, large = memory.allocate(4096), memory.allocate(HUGE_PAGE + 64)
+    assert small is not None
+    assert large is not None
+    assert page_locking.locked == {small.data_ptr(): 4096, large.data_ptr(): HUGE_PAGE + 64}
+    assert memory.page_locked == HUGE_PAGE + 4160
+    memory.release(small)
+    assert not memory.is_locked(small)
+    assert memory.is_locked(large)
+    memory.release(large)
+    assert page_locking.locked == {}
+    assert page_locking.devices == [torch.device("cuda", 3)] * 4
+
+
+def test_a_limit_on_locked_memory_is_a_budget_error_and_nothing_is_counted(page_locking: Any) -> None:
+    page_locking.code = 2
+    memory = Memory(torch.device("cpu"), Budget("host", 2**30), lock_for=torch.device("cuda", 0))
+    with pytest.raises(BudgetError, match=r"page-lock 4096 bytes.*ulimit -l"):
+        memory.allocate(4096)
+    assert (memory.budget.used, memory.page_locked) == (0, 0)
+    page_locking.code = 0
+    assert memory.allocate(4096) is not None
+
+
+def test_where_nothing_can_be_locked_memory_serves_as_it_is_and_it_is_said_once(page_locking: Any) -> None:
+    page_locking.code = 801
+    memory = Memory(torch.device("cpu"), Budget("host", 2**30), lock_for=torch.device("cuda", 0))
+    with pytest.warns(RuntimeWarning, match="cannot be page-locked on this machine .CUDA error 801.") as said:
+        slabs = [memory.allocate(4096) for _ in range(3)]
+    assert len(said) == 1
+    assert memory.budget.used == 3 * 4096
+    for slab in slabs:
+        assert slab is not None
+        assert not memory.is_locked(slab)
+        memory.release(slab)
+    assert memory.budget.used == 0
+
+
+@pytest.mark.parametrize("how", ["refused", "raises"])
+def test_a_device_that_failed_for_good_keeps_nobody_from_giving_memory_back(
+    page_locking: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    memory = Memory(torch.device("cpu"), Budget("host", 2**30), lock_for=torch.device("cuda", 0))
+    slab = memory.allocate(4096)
+    assert slab is not None
+    if how == "refused":
+        page_locking.code = 700
+    else:
+
+        def dead(device: torch.device) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(torch.cuda, "device", dead)
+    memory.release(slab)
+    assert (memory.budget.used, memory.page_locked) == (0, 0)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="Linux only")
+def test_locked_memory_is_not_copied_into_forked_children(page_locking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    advice: list[int] = []
+
+    class Region(mmap.mmap):
+        def madvise(self, option: int, *args: int) -> None:
+            advice.append(option)
+            raise OSError(22, "a kernel that does not know it")
+
+    monkeypatch.setattr(mmap, "mmap", Region)
+    for lock_for, expected in ((None, []), (torch.device("cuda", 0), [mmap.MADV_DONTFORK])):
+        memory = Memory(torch.device("cpu"), Budget("host", 2**30), lock_for=lock_for)
+        for nbytes, first in ((4096, []), (HUGE_PAGE, [mmap.MADV_HUGEPAGE])):
+            advice.clear()
+            slab = memory.allocate(nbytes)
+            assert slab is not None
+            assert advice == first + expected
+            memory.release(slab)
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()])

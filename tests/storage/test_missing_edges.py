@@ -21,7 +21,7 @@ from kvtier import TieredKVCache
 from kvtier.attention import split
 from kvtier.cpu import native
 from kvtier.metrics import Counters
-from kvtier.storage.gather import Reader
+from kvtier.storage.gather import Reader, dense_kv, stream_slots
 from kvtier.storage.links import Launches
 from kvtier.storage.staging import StagingArea
 from kvtier.storage.store import LayerStore
@@ -273,6 +273,31 @@ def test_a_dropped_prefetch_keeps_its_slots_until_it_ends(
         dropped_prefetch(model)
     assert pair in model.pairs if pair else not model.pairs
     assert (model.launches > 0) == launches
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@torch.no_grad()
+def test_what_was_fetched_in_vain_has_arrived_when_it_is_kept(waits: bool, monkeypatch: Patch) -> None:
+    """Somebody stops reading a layer while the next part is on its way; there is room to keep that."""
+    if not waits:
+        edit(StagingArea, "finish", "staging.arrives()", "True")(monkeypatch)
+    pair = ("fetch writes", "compute reads")
+    with StreamModel(0, monkeypatch, eagerness=0.0, strict=False) as model:
+        cache = TieredKVCache(device_budget=100 * SLOT, host_budget=100 * SLOT, block_size=BLOCK, host_attention=False)
+        with_doubles(cache, model.engine)
+        tokens = torch.randn(1, HEADS, 16 * BLOCK, DIM)
+        cache.update(tokens, tokens, 0)
+        store = cache._runtime.layers[0]
+        for block in list(store.resident):
+            store.tiers.evict(block)
+        parts = stream_slots(store, store.length, 4)
+        next(parts)
+        parts.close()
+        assert cache.stats.promotions > 4, "some of what nobody read"
+        keys, _ = dense_kv(store, store.length)
+        assert waits <= torch.equal(keys, tokens)
+        cache.close()
+    assert model.pairs == (set() if waits else {pair})
 
 
 @pytest.mark.parametrize("launches", [False, True], ids=["copies", "launches"])

@@ -80,7 +80,7 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
     "evict_changes_no_version": edit(Tiers, "evict", "block.layer.block_moved(block)", "pass"),
     "trim_keeps_the_open_tails": edit(LayerStore, "_trim", "self._tails = None", "pass"),
     # failures
-    "failed_fetches_are_kept": edit(StagingArea, "finish", "is not State.FAILED", "is not None"),
+    "failed_fetches_are_kept": edit(StagingArea, "finish", "staging.arrives()", "True"),
     "a_failed_write_back_counts_as_written": edit(
         Tiers, "write_back", "if transfer.state is State.FAILED:\n", "if transfer.state is None:\n"
     ),
