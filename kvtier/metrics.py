@@ -86,7 +86,7 @@ class CacheStats:
         prefetched: of those, blocks whose fetch was submitted ahead of need.
         evictions: device slots given up because a host copy exists.
         promotions: fetched blocks that stayed on the device.
-        moved_blocks: blocks moved within a tier to give a slab back.
+        moved_blocks: blocks moved within a tier, to give a slab back or to bring together what is free.
         failed_transfers: transfers that failed.
         stall_seconds: seconds in which the CPU waited for a transfer.
     """

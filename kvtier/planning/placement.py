@@ -21,6 +21,8 @@ STAGING_SHARE = 8
 STREAM_SHARE = 8
 #: So many bytes of a layer pass through the workspace of a host at a time: enough for torch's kernel, little to hold.
 STREAM_BYTES = 32 * 2**20
+#: A fetch in more runs than this, of fewer blocks each on average, finds what is free scattered.
+MOST_RUNS, SHORT_RUN = 8, 16
 
 
 def slab_slots(budget: int, slot_bytes: int, held: int, wanted: int = 1) -> int:
@@ -87,6 +89,11 @@ def keep_fetched(free: int, reserve: int, tails: int, missing: int, others: int)
         others: the most that another layer misses.
     """
     return free > 2 * reserve + tails and missing >= others
+
+
+def scattered(runs: int, blocks: int) -> bool:
+    """Whether blocks fetched in so many runs are worth to be brought into order: a copy costs some microseconds."""
+    return runs > MOST_RUNS and blocks < SHORT_RUN * runs
 
 
 def stream_blocks(budget: int, block_bytes: int, batch: int, *, device: bool) -> int:

@@ -235,6 +235,18 @@ class BlockPool:
         slab = self.slab(start)
         return slab.values[start - slab.base : start - slab.base + count]
 
+    def is_free(self, slot: int) -> bool:
+        """Whether nobody holds a slot."""
+        return slot in self._free
+
+    def free_slots(self) -> list[int]:
+        """Slots that nobody holds, rising."""
+        return sorted(self._free)
+
+    def owned_slots(self) -> list[int]:
+        """Slots that belong to somebody, rising."""
+        return sorted(slot for slot, owner in self.owner.items() if owner is not None)
+
     def has_run(self, near: int | None) -> bool:
         """Whether the next slot would continue a run, or begin one with room behind it."""
         return (near is not None and near + 1 in self._free) or bool(self._whole)

@@ -72,6 +72,8 @@ class StagingArea:
         assert far is not None
         tiers, slots = self._tiers, list[int]()
         tiers.engine.poll()
+        tidying = tiers.tidying(layer.layout)
+        tidying.step(keep=layer)
         try:
             slots.append(self._first_slot(layer, ahead))
             while len(slots) < len(blocks) and tiers.obtainable(layer.layout):
@@ -86,6 +88,7 @@ class StagingArea:
         if not slots:
             return None
         slots.sort()  # neighbours at both ends are one copy
+        tidying.fetched(slots)
         chosen = list(blocks[: len(slots)])
         after = [b.pending for b in chosen if b.pending is not None]
         sources = [b.far for b in chosen if b.far is not None]

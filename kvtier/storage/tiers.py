@@ -59,6 +59,7 @@ class Tiers:
         self.near_pools: dict[BlockLayout, BlockPool] = {}
         self.far_pools = {} if far_pools is None else far_pools
         self.layers: list[LayerStore] = []
+        self._tidying: dict[BlockLayout, compaction.Tidying] = {}
         self.staging = StagingArea(self)
         self.workspace = Workspace(self)
         self.handover = HandoverArea(self)
@@ -80,6 +81,12 @@ class Tiers:
         if layout not in self.far_pools:
             self.far_pools[layout] = BlockPool(layout, self.far, poison=self.poison)
         return self.far_pools[layout]
+
+    def tidying(self, layout: BlockLayout) -> compaction.Tidying:
+        """What keeps the near slots of one layout in order."""
+        if layout not in self._tidying:
+            self._tidying[layout] = compaction.Tidying(self, self.near_pool(layout))
+        return self._tidying[layout]
 
     def obtainable(self, layout: BlockLayout) -> int:
         """Near slots to be had without evicting anything."""
@@ -370,4 +377,5 @@ class Tiers:
         for pool in self.near_pools.values():
             pool.close()
         self.near_pools.clear()
+        self._tidying.clear()
         self.layers.clear()
