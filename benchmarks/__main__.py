@@ -89,6 +89,11 @@ def parse_args(argv: Sequence[str] | None, known: Mapping[str, ModuleType]) -> t
     parser.add_argument("--threads", type=count, metavar="N", help="CPU threads of torch")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", help="default: cuda if there is one")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: float32 on a CPU")
+    parser.add_argument(
+        "--no-cudnn-attention",
+        action="store_true",
+        help="keep torch's attention off cuDNN, which plans anew for every length of the keys",
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder, or one .jsonl file")
     parser.add_argument("--time-limit", type=float, metavar="S", help="begin no further case after so many seconds")
@@ -107,6 +112,8 @@ def parse_args(argv: Sequence[str] | None, known: Mapping[str, ModuleType]) -> t
         parser.error(f"argument --device: {str(error).splitlines()[0]}")
     if device.type not in ("cpu", "cuda"):
         parser.error(f"argument --device: {args.device}: benchmarks run on cpu and cuda")
+    if device.type == "cuda" and device.index is None and cuda:
+        device = torch.device("cuda", torch.cuda.current_device())  # as tensors name it
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         parser.error(f"argument --device: {args.device}: torch sees {torch.cuda.device_count() or 'no'} CUDA devices")
     settings = Settings(
@@ -144,8 +151,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     if args.threads:
         torch.set_num_threads(args.threads)
-    bench = Bench(settings)
+    if args.no_cudnn_attention:
+        # Otherwise whoever hands torch one key more at each step pays for a plan each time: the caches that are
+        # compared with, but not split attention, which would look the better for it.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     try:
+        bench = Bench(settings)
         with torch.inference_mode():
             for name in args.scenarios or found:
                 found[name].run(bench)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -25,11 +26,13 @@ class Children:
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()
+        self._closed = False
 
     def __enter__(self) -> Children:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._closed = True
         for child in list(self._running):
             _end_group(child)
 
@@ -43,8 +46,11 @@ class Children:
             stderr=subprocess.STDOUT if keep else None,
             text=True,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         self._running.add(child)
+        if self._closed:  # by another thread, meanwhile
+            _end_group(child)
         try:
             output, _ = child.communicate(timeout=max(seconds, 1.0))
             return Ended(child.returncode, output or "")
@@ -55,6 +61,17 @@ class Children:
         finally:
             _end_group(child)
             self._running.discard(child)
+
+
+#: Linux only. Looked up here: between fork and exec as little as possible is done.
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when its parent is killed, which then cannot: none may stay on the device."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_group(child: subprocess.Popen[str]) -> None:

@@ -27,6 +27,8 @@ from transformers import Cache, DynamicCache, PretrainedConfig, QuantizedCache, 
 from benchmarks.models import Geometry
 from kvtier import TieredKVCache
 from kvtier.config import DEVICE_BLOCK
+from kvtier.storage.links import least_runs
+from kvtier.types import Direction
 
 BASELINE = "dynamic"
 _SHARE = re.compile(r"(kvtier|fetch)@(\d+(?:\.\d+)?)%")
@@ -94,6 +96,7 @@ class Contender:
 
     def build(self, case: Case) -> Cache:
         """An empty cache. Raises `Unavailable`."""
+        measure_links(case.device)
         try:
             return self.make(case)
         except Unavailable:
@@ -152,7 +155,7 @@ _CONTENDERS = {
         Contender("fp8", _quantized("fp8"), 0.8, 0),
         Contender("quanto", _quantized("quanto", "optimum-quanto"), 0.8, 0),
         Contender("hqq", _quantized("hqq", "hqq"), 0.8, 0),
-        Contender("offloaded", _offloaded, 0.3, 1.2),
+        Contender("offloaded", _offloaded, 0.3, 3.2),
         Contender("dense", _dense, 1.3, 0),
         Contender("kvtier", lambda case: TieredKVCache(case.config, block_size=case.blocks), 1.2, 0),
     )
@@ -191,6 +194,21 @@ def _tensor_bytes(value: object) -> int:
     return 0
 
 
+def measure_links(device: torch.device) -> None:
+    """What kvtier measures at the first transfer that asks for it: that shall not be in somebody's turn."""
+    if device.type == "cuda":
+        for direction in (Direction.FETCH, Direction.WRITE_BACK):
+            least_runs(device, direction)
+
+
+def host_share(cache: Cache, case: Case) -> float:
+    """Of a cache with a device budget, the share of the blocks that have no place on the device."""
+    assert isinstance(cache, TieredKVCache)
+    tiered = [x for x in cache.residency().layers if x.kind == "tiered"]
+    blocks = sum(-(-x.tokens // (case.block_size or DEVICE_BLOCK)) * case.batch for x in tiered)
+    return (blocks - sum(x.device_blocks for x in tiered)) / max(blocks, 1)
+
+
 def tier_facts(cache: Cache) -> dict[str, float]:
     """What a tiered cache says about itself; nothing of others."""
     if not isinstance(cache, TieredKVCache):
@@ -202,6 +220,7 @@ def tier_facts(cache: Cache) -> dict[str, float]:
         "device_budget": stats.device.budget,
         "device_peak_bytes": stats.device.peak_bytes,
         "host_peak_bytes": stats.host.peak_bytes,
+        "page_locked_bytes": stats.host.page_locked_bytes,
         "device_blocks": device,
         "host_blocks": host,
         "bytes_up": stats.bytes_up,

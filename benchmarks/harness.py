@@ -16,9 +16,13 @@ from benchmarks.contenders import BASELINE, Case, Contender, contender
 from benchmarks.models import Geometry
 from benchmarks.records import Recorder, number, short, size, table
 from benchmarks.turns import Outcome, Spread, Start, compare, release_memory
+from kvtier.cpu import native
+from kvtier.kernels import launch
 
 Note = Callable[[dict[str, Any]], str]
 Bases = str | Mapping[str, str]
+#: A case that has begun may begin further turns until so many seconds behind the deadline.
+LATE = 15.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,9 @@ class Bench:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.failed = 0
-        self._recorder = Recorder(settings.out, settings.device, emulated=settings.emulated)
+        self._recorder = Recorder(
+            settings.out, settings.device, emulated=settings.emulated, **computing(settings.device)
+        )
         self._models: dict[str, PreTrainedModel] = {}
         self._line = 0
 
@@ -150,6 +156,16 @@ class Bench:
             detail: for the table's title, what case this is.
             workload: more fields for the records.
         """
+        workload = {
+            "model": models.label(model),
+            "dtype": str(case.geometry.dtype).removeprefix("torch."),
+            "context": case.context,
+            "batch": case.batch,
+            "block_size": case.block_size,
+            "layers": case.geometry.layers,
+            "kv_bytes": case.kv_bytes,
+            "token_bytes": case.batch * case.geometry.kv_bytes(1),
+        } | workload
         fitting, skipped = self._fitting(case, {name: c for name, (c, _) in starts.items()})
         together = self._fits(case, [starts[name][0] for name in fitting])
         left = max(self.settings.deadline - time.monotonic(), 5.0)
@@ -159,16 +175,10 @@ class Bench:
             together=together,
             allowance=min(60.0, left / max(len(fitting), 1)),
             tell=lambda text: self.tell(text and f"{scenario}, {case.context:,} tokens, {text}"),
+            until=self.settings.deadline + LATE,
+            made=self._keep_turns(scenario, unit, workload),
         )
         outcomes = {name: found.get(name) or skipped[name] for name in starts}
-        workload = {
-            "model": models.label(model),
-            "dtype": str(case.geometry.dtype).removeprefix("torch."),
-            "context": case.context,
-            "batch": case.batch,
-            "block_size": case.block_size,
-            "kv_bytes": case.kv_bytes,
-        } | workload
         rows = f"{case.batch} x " if case.batch > 1 else ""
         title = f"{scenario} · {workload['model']} · {workload['dtype']} · {rows}{case.context:,} tokens"
         self._print(f"{title} · {detail}" if detail else title, unit, outcomes, base, note)
@@ -200,6 +210,8 @@ class Bench:
             together=True,
             allowance=60.0,
             tell=lambda text: self.tell(text and f"{scenario}, {title}, {text}"),
+            until=self.settings.deadline + LATE,
+            made=self._keep_turns(scenario, unit, workload),
         )
         self._print(f"{scenario} · {title}", unit, outcomes, base, note)
         self._record(scenario, unit, outcomes, base, workload, each or {})
@@ -208,6 +220,17 @@ class Bench:
     def record(self, scenario: str, **fields: Any) -> None:
         """Append a record that is no turn's: what was found over several comparisons."""
         self._recorder.add(scenario, status="ok", **fields)
+
+    def _keep_turns(self, scenario: str, unit: str, workload: Mapping[str, Any]) -> Callable[[str, int, Outcome], None]:
+        """What keeps each turn as soon as it is made. Once all have their record, `_record` drops them."""
+        self._recorder.begin_turns(scenario)
+
+        def keep(name: str, turn: int, outcome: Outcome) -> None:
+            value = outcome.values[turn]
+            fields = {"unit": unit, "value": value, "workload": dict(workload), "facts": outcome.facts}
+            self._recorder.turn(scenario, contender=name, turn=turn, **fields)
+
+        return keep
 
     def _record(
         self,
@@ -228,11 +251,13 @@ class Bench:
                 unit=unit,
                 **({"reason": outcome.reason} if outcome.reason else {}),
                 **(Spread.of(list(outcome.values.values())).fields() if outcome.values else {"n": 0}),
+                rounds={str(turn): value for turn, value in outcome.values.items()},
                 ratio=None if ratio is None else {"to": to} | ratio.fields(),
                 workload=workload | dict(each.get(name, {})),
                 facts=outcome.facts,
             )
             self.failed += outcome.status == "failed"
+        self._recorder.drop_turns(scenario)
 
     def _fitting(self, case: Case, contenders: Mapping[str, Contender | None]) -> tuple[list[str], dict[str, Outcome]]:
         """Who fits into memory alone; and an outcome for those who do not."""
@@ -267,7 +292,8 @@ class Bench:
         rows = []
         for name, outcome in outcomes.items():
             if not outcome.values:
-                rows.append([name, "-", "", "-", "", short(f"{outcome.status}: {outcome.reason}")])
+                why = ": ".join(filter(None, (outcome.status, outcome.reason)))
+                rows.append([name, "-", "", "-", "", short(why)])
                 continue
             spread = Spread.of(list(outcome.values.values()))
             to = _base_of(base, name)
@@ -284,6 +310,19 @@ class Bench:
 
 def _base_of(base: Bases, name: str) -> str:
     return base if isinstance(base, str) else base[name]
+
+
+def computing(device: torch.device) -> dict[str, Any]:
+    """Which code computes here, for records: nothing that stands in for another may pass for it.
+
+    Raises:
+        ConfigError: an environment variable asks for what there is not.
+    """
+    return {
+        "kernels": "triton" if launch.available(device) else "torch",
+        "instruction_set": native.instruction_set() if native.available() else None,
+        "cudnn_attention": device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled(),
+    }
 
 
 def free_host_memory() -> int:

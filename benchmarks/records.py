@@ -5,8 +5,10 @@ A line names neither paths nor the host.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -32,10 +34,12 @@ class Recorder:
         out: a folder, in which each scenario has its file for each kind of machine; or one `.jsonl` file for all.
         device: where models run.
         emulated: mark the records as made on an emulated device.
+        more: for every record.
     """
 
-    def __init__(self, out: Path, device: torch.device, *, emulated: bool) -> None:
+    def __init__(self, out: Path, device: torch.device, *, emulated: bool, **more: Any) -> None:
         self.out = out
+        self._turns_before = 0
         self.machine = machine(device)
         self.common = {
             "commit": commit(),
@@ -43,6 +47,7 @@ class Recorder:
             "machine": self.machine,
             "versions": versions(),
             "emulated": emulated,
+            **more,
         }
 
     def file(self, scenario: str) -> Path:
@@ -51,21 +56,50 @@ class Recorder:
             return self.out
         return self.out / f"{scenario}-{self.machine['kind']}.jsonl"
 
+    def begin_turns(self, scenario: str) -> None:
+        """A comparison begins."""
+        file = turns_of(self.file(scenario))
+        self._turns_before = file.stat().st_size if file.is_file() else 0
+
+    def turn(self, scenario: str, **fields: Any) -> None:
+        """Append a turn to a file beside the records: all that is left of a comparison that is cut off."""
+        self._append(turns_of(self.file(scenario)), {"scenario": scenario} | fields)
+
+    def drop_turns(self, scenario: str) -> None:
+        """Drop the turns since the last begin, for records have it all. Those of earlier runs stay."""
+        file = turns_of(self.file(scenario))
+        if file.is_file():
+            os.truncate(file, self._turns_before)
+            if not self._turns_before:
+                file.unlink()
+
     def add(self, scenario: str, **fields: Any) -> None:
         """Append one line, whole or not at all."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        line = json.dumps({"scenario": scenario, "time": now} | fields | self.common | {"load": _load()})
-        file = self.file(scenario)
+        record = {"scenario": scenario, "time": now} | fields | self.common | {"load": _load()}
+        self._append(self.file(scenario), record)
+
+    @staticmethod
+    def _append(file: Path, record: Mapping[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+        with file.open("ab", buffering=0) as stream:  # one write: whoever is killed leaves no half of it behind
+            stream.write((json.dumps(record) + "\n").encode())
+
+
+def turns_of(file: Path) -> Path:
+    """Where single turns go, as they are made."""
+    return file.with_name(file.stem + ".turns.jsonl")
 
 
 def read(file: Path) -> list[dict[str, Any]]:
     """The records of a file; none if there is no file."""
     if not file.is_file():
         return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):  # a writer may be killed even so, or the disk be full
+            found.append(json.loads(line))
+    return found
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -88,7 +122,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | int | None]:
     """Of everything that computes."""
     return {
         "kvtier": kvtier.__version__,
@@ -96,11 +130,22 @@ def versions() -> dict[str, str | None]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "triton": _version("triton"),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def commit() -> str:
     """The commit of this tree, with `+` if files differ from it; `unknown` outside a repository."""
+    if told := os.environ.get("KVTIER_COMMIT"):  # a copy of the tree may come without its repository
+        return told
     head = _git("rev-parse", "HEAD")
     if head is None or not (ROOT / ".git").exists():
         return "unknown"

@@ -6,7 +6,9 @@ gives every contender one turn, begins with another of them, and a ratio is the 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +64,7 @@ class Outcome:
     Attributes:
         values: by round; a contender that used up its time sits out the later ones.
         status: `ok`; `unavailable`, it cannot be built here; `refused`, its budget is too small; `skipped`, memory is
-            short; `failed`.
+            short; `not reached in time`; `failed`.
         reason: of anything but `ok`.
         facts: from its trial.
     """
@@ -94,7 +96,14 @@ Start = Callable[[], Trial]
 
 
 def compare(
-    starts: Mapping[str, Start], *, rounds: int, together: bool, allowance: float, tell: Callable[[str], None]
+    starts: Mapping[str, Start],
+    *,
+    rounds: int,
+    together: bool,
+    allowance: float,
+    tell: Callable[[str], None],
+    until: float = math.inf,
+    made: Callable[[str, int, Outcome], None] = lambda name, turn, outcome: None,
 ) -> dict[str, Outcome]:
     """Give every contender its turn in each round.
 
@@ -104,6 +113,8 @@ def compare(
         together: keep all trials from round to round; else each turn has a trial of its own.
         allowance: seconds that one contender may measure in all; beyond, it sits out.
         tell: is told what is going on.
+        until: `time.monotonic()` at which no further turn begins.
+        made: is told of each turn as soon as it is made: whatever comes later may be cut off.
     """
     outcomes = {name: Outcome() for name in starts}
     trials: dict[str, Trial] = {}
@@ -113,9 +124,12 @@ def compare(
     def end(name: str) -> None:
         trial = trials.pop(name, None)
         if trial is not None:
-            trial.close()
+            # Where a device is broken, giving back fails too: the values of others are kept all the same.
+            with contextlib.suppress(Exception):
+                trial.close()
             del trial
-            release_memory()
+            with contextlib.suppress(Exception):
+                release_memory()
 
     try:
         for turn in range(rounds):
@@ -123,6 +137,10 @@ def compare(
             for name in names[first:] + names[:first]:
                 outcome = outcomes[name]
                 if outcome.status != "ok" or spent[name] > allowance:
+                    continue
+                if time.monotonic() > until:
+                    if not outcome.values:
+                        outcome.status = "not reached in time"
                     continue
                 tell(f"round {turn + 1} of {rounds}: {name}")
                 try:
@@ -132,9 +150,12 @@ def compare(
                     outcome.values[turn] = trials[name].measure()
                     spent[name] += time.perf_counter() - began
                     outcome.facts = trials[name].facts()
+                    made(name, turn, outcome)
                 except Exception as error:
                     outcome.end(error)
                     outcome.values.clear()
+                    if _broken():
+                        return outcomes  # nobody can go on; what was measured before stays
                 if outcome.status != "ok" or not together:
                     end(name)
     finally:
@@ -142,6 +163,16 @@ def compare(
             end(name)
         tell("")
     return outcomes
+
+
+def _broken() -> bool:
+    """Whether the device answers no more: after an error in a kernel, CUDA refuses a process everything."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
 
 
 def release_memory() -> None:

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.gpu import PARTS
-from benchmarks.gpu_tests import SANITIZED, pytest_jobs
 from benchmarks.models import SHAPES
 from benchmarks.neighbour import Neighbour
-from benchmarks.records import read
+from benchmarks.records import Recorder, read, turns_of
 from benchmarks.scenarios.decode import fit
+from benchmarks.turns import Outcome, compare
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = 6
@@ -41,7 +40,7 @@ def _few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def records(out: Path, *arguments: str) -> list[dict[str, Any]]:
     """Of a run of `python -m benchmarks`."""
-    assert main([*arguments, *TINY, f"--out={out}"]) == 0
+    assert main([*TINY, *arguments, f"--out={out}"]) == 0
     return read(out)
 
 
@@ -93,6 +92,95 @@ def test_a_part_that_no_scenario_has_is_refused(capsys: pytest.CaptureFixture[st
     assert "no busy here; there are alone, attend" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_few_layers")
+def test_what_is_written_back_is_counted_over_whole_blocks_only(tmp_path: Path) -> None:
+    arguments = ("decode", "--cases=loop", "--contexts=128", "--contenders=kvtier@50%,fetch@25%")
+    geometry = LAYERS * 2 * 2 * 16 * 4
+    for tokens in (2, 4):  # two turns make half a block, and a whole one
+        out = tmp_path / f"{tokens}.jsonl"
+        found = records(out, *arguments, "--block-size=8", f"--new-tokens={tokens}")
+        assert {r["workload"]["token_bytes"] for r in found} == {geometry}
+        facts = [r["facts"] for r in found]
+        if tokens == 2:
+            assert [f["bytes_down_per_token"] for f in facts] == [None, None]
+        else:
+            assert [f["bytes_down_per_token"] - f["backlog_bytes_per_token"] for f in facts] == [geometry] * 2
+        away = [f["host_bytes"] / r["workload"]["kv_bytes"] for f, r in zip(facts, found, strict=True)]
+        assert 0.4 < away[0] < 0.6
+        assert 0.75 <= away[1] < 1  # what is fetched has its place in the budget too
+        assert not turns_of(out).exists()
+
+
+def test_a_record_says_what_computed(tmp_path: Path) -> None:
+    found = records(tmp_path / "r.jsonl", "update", "--cases=attend", "--contexts=16", "--no-cudnn-attention")
+    assert {r["kernels"] for r in found} == {"torch"}
+    assert {r["cudnn_attention"] for r in found} == {False}
+    assert all("instruction_set" in r and "cudnn" in r["versions"] and "triton" in r["versions"] for r in found)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+class Counting:
+    """A trial that counts its turns, and fails where it is told to."""
+
+    def __init__(self, fails: int = -1) -> None:
+        self.fails = fails
+        self.turns = 0
+
+    def measure(self) -> float:
+        """How many turns there were before."""
+        self.turns += 1
+        if self.turns > self.fails >= 0:
+            raise RuntimeError("measuring fails")
+        return float(self.turns)
+
+    def facts(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def close(self) -> None:
+        """Fails too: the device may be broken."""
+        if self.fails >= 0:
+            raise RuntimeError("closing fails")
+
+
+def test_a_contender_that_fails_in_its_end_too_leaves_the_others_their_values() -> None:
+    told: list[tuple[str, int]] = []
+
+    def made(name: str, turn: int, outcome: Outcome) -> None:
+        told.append((name, turn))
+
+    starts = {"well": Counting, "ill": lambda: Counting(1)}
+    found = compare(starts, rounds=3, together=True, allowance=60.0, tell=lambda text: None, made=made)
+    assert found["well"].values == {0: 1.0, 1: 2.0, 2: 3.0}
+    assert (found["ill"].status, found["ill"].values) == ("failed", {})
+    assert sorted(told) == [("ill", 0), ("well", 0), ("well", 1), ("well", 2)]
+
+
+def test_no_turn_begins_when_time_is_up() -> None:
+    starts = {"one": Counting}
+    found = compare(starts, rounds=3, together=True, allowance=60.0, tell=lambda text: None, until=time.monotonic() - 1)
+    assert found["one"].status == "not reached in time"
+
+
+def test_turns_stay_until_their_comparison_has_its_records(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "r.jsonl", torch.device("cpu"), emulated=True)
+    recorder.begin_turns("decode")
+    recorder.turn("decode", turn=0)  # cut off
+    recorder.begin_turns("decode")
+    recorder.turn("decode", turn=1)
+    recorder.turn("decode", turn=2)
+    file = turns_of(tmp_path / "r.jsonl")
+    assert [turn["turn"] for turn in read(file)] == [0, 1, 2]
+    recorder.drop_turns("decode")
+    assert [turn["turn"] for turn in read(file)] == [0]
+
+
+def test_half_a_line_is_no_record(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    file.write_text('{"a": 1}\n{"b": \n{"c": 3}\n{"d"')
+    assert read(file) == [{"a": 1}, {"c": 3}]
+
+
 def ended(pid: int, seconds: float = 10.0) -> bool:
     """Whether a process is gone, or is so within some seconds."""
     deadline = time.monotonic() + seconds
@@ -132,16 +220,3 @@ def test_a_busy_neighbour_ends_when_its_parent_is_killed() -> None:
     parent.kill()
     parent.communicate()
     assert ended(pid)
-
-
-def test_a_gpu_run_tests_the_device_and_the_host_and_fits_its_limit() -> None:
-    jobs = pytest_jobs(cuda=True)
-    assert jobs["tests/hf/test_modes.py"].device == "cuda"
-    assert jobs["tests/cpu/test_accuracy.py"].device == jobs["tests/test_budgets.py"].device == "cpu"
-    assert all((ROOT / x.split("::")[0]).exists() for job in jobs.values() for x in job.arguments if "/" in x)
-    assert all((ROOT / x.split("::")[0]).exists() for x in SANITIZED)
-    files = {job.arguments[0] for name, job in jobs.items() if name != "marked cuda" and not job.under}
-    assert set(pytest_jobs(cuda=False)["all others"].arguments[1:]) == files
-    shares = [job.share for job in jobs.values() if job.arguments == ("tests/kernels/test_paged.py",)]
-    assert shares == [f"{i}/{len(shares)}" for i in range(len(shares))]
-    assert sum(part.seconds for part in PARTS) < 1.2 * 460  # shares of the limit, near enough to seconds

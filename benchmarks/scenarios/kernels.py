@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from benchmarks.harness import Bench
 from benchmarks.records import size
@@ -27,8 +28,9 @@ from kvtier.storage.block import BlockLayout
 
 SUMMARY = "GB/s of the device's kernels: paged decode, merges, block copies over the link"
 COPY = "copy on the device"
-#: A turn goes through at least so many bytes: more than any cache holds.
-TURN_BYTES = 4 * 2**30
+#: A turn goes through so many bytes, some 10 ms of a device's memory; what is slower, for about so many seconds.
+TURN_BYTES = 32 * 2**30
+TURN_SECONDS = 0.05
 LINK_BYTES = 256 * 2**20
 
 
@@ -84,10 +86,15 @@ class Repeated:
         self._facts = facts or {}
         self.calls = calls
         self.nbytes = nbytes
-        self.turns = max(1, turn_bytes // nbytes)
+        for call in calls:  # tiles are chosen, programs compiled
+            call()
+        synchronize(device)
+        began = time.perf_counter()
         for call in calls:
             call()
         synchronize(device)
+        each = (time.perf_counter() - began) / len(calls)
+        self.turns = max(1, min(turn_bytes // nbytes, int(TURN_SECONDS / each)))
 
     def measure(self) -> float:
         """GB/s."""
@@ -99,7 +106,7 @@ class Repeated:
         return self.turns * self.nbytes / (time.perf_counter() - began) / 1e9
 
     def facts(self) -> dict[str, Any]:
-        """Bytes of a call; for ours also its tile, and the microseconds that others took when it was chosen."""
+        """Bytes of a call; of ours its tile, and the microseconds that others took; of torch's its backend."""
         return {**self._facts, "nbytes": self.nbytes}
 
     def close(self) -> None:
@@ -117,7 +124,18 @@ def run(bench: Bench) -> None:
         print(f"kernels: Triton does not run here{how}\n", flush=True)
         return
     tiny = not cuda or settings.quick
-    # First what compiles one small program: time may run out.
+    turn = 2**16 if tiny else TURN_BYTES
+    # Time may run out: first the shape that matters most, and what compiles one small program.
+    first, *others = _tiny_shapes() if tiny else _shapes()
+    run_attention(bench, first, turn)
+    run_link(bench, tiny=tiny)
+    for shape in others:
+        run_attention(bench, shape, turn)
+
+
+def run_link(bench: Bench, *, tiny: bool) -> None:
+    """Copies over the link by chunk size: one by one, and by one launch."""
+    device = bench.settings.device
     total = 2**16 if tiny else LINK_BYTES
     for chunk in (2**12, 2**14) if tiny else (2**14, 2**16, 2**18, 2**20, 2**22):
         links: dict[str, Start] = {}
@@ -138,26 +156,29 @@ def run(bench: Bench) -> None:
             base="copies, up",
             workload=workload,
         )
-    turn = 2**16 if tiny else TURN_BYTES
-    for shape in _tiny_shapes() if tiny else _shapes():
-        ours: dict[str, Start] = {
-            COPY: partial(_copy, device, shape, turn),
-            "paged": partial(_paged, device, shape, turn),
-            # Without the time that Python takes to launch.
-            **({"paged, as a graph": partial(_paged_graph, device, shape, turn)} if cuda else {}),
-            "paged, one part": partial(_paged, device, shape, turn, parts=1),
-            "sdpa, dense": partial(_sdpa, device, shape, turn),
-        }
-        bench.compare_plain(
-            "kernels",
-            str(shape),
-            ours,
-            unit="GB/s",
-            rounds=bench.rounds(5),
-            base=COPY,
-            workload=shape.fields(),
-            note=lambda facts: facts.get("tile", ""),
-        )
+
+
+def run_attention(bench: Bench, shape: Shape, turn: int) -> None:
+    """One shape: paged attention beside a copy of as many bytes and torch's attention on dense tensors."""
+    device = bench.settings.device
+    ours: dict[str, Start] = {
+        COPY: partial(_copy, device, shape, turn),
+        "paged": partial(_paged, device, shape, turn),
+        # Without the time that Python takes to launch.
+        **({"paged, as a graph": partial(_paged_graph, device, shape, turn)} if device.type == "cuda" else {}),
+        "paged, one part": partial(_paged, device, shape, turn, parts=1),
+        "sdpa, dense": partial(_sdpa, device, shape, turn),
+    }
+    bench.compare_plain(
+        "kernels",
+        str(shape),
+        ours,
+        unit="GB/s",
+        rounds=bench.rounds(5),
+        base=COPY,
+        workload=shape.fields(),
+        note=lambda facts: facts.get("tile") or facts.get("backend", ""),
+    )
 
 
 def _shapes() -> list[Shape]:
@@ -187,11 +208,9 @@ def _sets(shape: Shape) -> int:
 
 
 def _copy(device: torch.device, shape: Shape, turn: int) -> Repeated:
-    half = shape.nbytes // 2
-    pairs = [
-        (torch.zeros(half, dtype=torch.uint8, device=device), torch.zeros(half, dtype=torch.uint8, device=device))
-        for _ in range(_sets(shape))
-    ]
+    # Random as keys and values are: memory may be quicker with zeros.
+    random = partial(torch.randint, 256, (shape.nbytes // 2,), dtype=torch.uint8, device=device)
+    pairs = [(random(), random()) for _ in range(_sets(shape))]
     return Repeated(device, [partial(a.copy_, b) for a, b in pairs], shape.nbytes, turn)
 
 
@@ -249,7 +268,9 @@ def _sdpa(device: torch.device, shape: Shape, turn: int) -> Repeated:
             for _ in range(2)
         )
         calls.append(partial(F.scaled_dot_product_attention, query, keys, values, attn_mask=mask, enable_gqa=group > 1))
-    return Repeated(device, calls, shape.nbytes, turn)
+    # A mask, or groups of heads, may leave torch only its slowest way.
+    chosen = torch._fused_sdp_choice(query, keys, values, mask, 0.0, False, enable_gqa=group > 1)
+    return Repeated(device, calls, shape.nbytes, turn, {"backend": SDPBackend(chosen).name.lower()})
 
 
 def _link(device: torch.device, chunk: int, total: int, *, kernel: bool, up: bool) -> Repeated:

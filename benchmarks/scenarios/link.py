@@ -193,7 +193,6 @@ def run_scattered(bench: Bench) -> None:
 
 def run(bench: Bench) -> None:
     """Run the scenario."""
-    run_scattered(bench)
     settings = bench.settings
     steps, rounds = bench.tokens(4), bench.rounds(5)
     total = QUICK_BUFFER_BYTES if settings.quick else BUFFER_BYTES
@@ -209,3 +208,4 @@ def run(bench: Bench) -> None:
                 sized: Case = replace(case, block_size=block_size)
                 starts[f"kvtier, blocks of {block_size}"] = (spilled, partial(FetchSession, spilled, sized, steps))
             bench.compare("link", model, case, starts, unit="GB/s", rounds=rounds, base=BASE, note=note)
+    run_scattered(bench)  # last, for time may run out: there are many

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks.contenders import BASELINE, Case, Contender, contender
+from benchmarks.contenders import BASELINE, Case, Contender, contender, host_share
 from benchmarks.harness import Bench
 from benchmarks.models import label
 from benchmarks.records import number, table
@@ -32,12 +32,7 @@ class ShareSession(UpdateSession):
 
     def facts(self) -> dict[str, Any]:
         """With the share of the blocks that have no place on the device, in percent."""
-        found = super().facts()
-        tiered = [x for x in self.cache.residency().layers if x.kind == "tiered"]
-        size = self.case.block_size or DEVICE_BLOCK
-        blocks = sum(-(-x.tokens // size) * self.case.batch for x in tiered)
-        away = blocks - sum(x.device_blocks for x in tiered)
-        return found | {"host_percent": 100 * away / max(blocks, 1)}
+        return super().facts() | {"host_percent": 100 * host_share(self.cache, self.case)}
 
 
 def with_least_budget(way: str, case: Case, steps: int) -> ShareSession:

@@ -49,6 +49,7 @@ class UpdateSession:
         self.case = case
         self.steps = steps
         self.done = 0
+        self.issued = 0.0
         g = case.geometry
         random = torch.Generator(case.device).manual_seed(1)
         shape = (case.batch, g.query_heads + 2 * g.kv_heads, 1, g.head_dim)
@@ -88,6 +89,7 @@ class UpdateSession:
         began = time.perf_counter()
         for _ in range(self.steps):
             self.step()
+        self.issued = time.perf_counter() - began
         synchronize(self.case.device)
         return time.perf_counter() - began
 
@@ -96,8 +98,10 @@ class UpdateSession:
         return self.run_turn() / self.steps / self.case.geometry.layers * 1e6
 
     def facts(self) -> dict[str, Any]:
-        """Bytes held, and what a tiered cache says."""
-        return {"held_bytes": held_bytes(self.cache)} | tier_facts(self.cache)
+        """Bytes held, what Python takes, and what a tiered cache says."""
+        # Until everything is launched: unless the CPU waits for the device, that is Python's own time.
+        issued = self.issued / self.steps / self.case.geometry.layers * 1e6
+        return {"held_bytes": held_bytes(self.cache), "issue_us_per_layer": issued} | tier_facts(self.cache)
 
     def close(self) -> None:
         """Drop the cache."""

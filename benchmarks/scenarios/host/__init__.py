@@ -1,5 +1,6 @@
 """Decode attention on the host: GB/s of keys and values, as a share of the best streaming read of the same bytes.
 
+llama     a layer of Llama 3.1 8B at 32k tokens, on as many threads as torch uses
 shapes    numbers of heads, contexts, batches, dtypes, head sizes, block sizes and instruction sets, on one thread
 threads   one thread against several, and how far memory itself goes along
 busy      all cores against one core less, while another process is busy on one core
@@ -40,6 +41,21 @@ def run(bench: Bench) -> None:
         arena.close()
 
 
+def run_llama(bench: Bench, arena: Arena) -> None:
+    """What attention on the host reads in a decode step of that model."""
+    tokens = 1024 if bench.settings.quick else 32768
+    shape = Shape(torch.bfloat16, 32, 8, 128, (tokens,), threads=torch.get_num_threads())
+    bench.compare_plain(
+        "host",
+        f"{shape}, {threads.words(shape.threads)}",
+        {CEILING: partial(Ceiling, arena, shape), "kvtier": partial(Call, arena, shape, ours())},
+        unit="GB/s",
+        rounds=bench.rounds(9),
+        base=CEILING,
+        workload=shape.fields() | {"model": "llama-3.1-8b", "context": tokens},
+    )
+
+
 def run_shapes(bench: Bench, arena: Arena) -> None:
     """Compare the kernel with the ceiling and with torch."""
     for shape, contenders in problems(quick=bench.settings.quick):
@@ -56,6 +72,7 @@ def run_shapes(bench: Bench, arena: Arena) -> None:
 
 
 _CASES: dict[str, Callable[[Bench, Arena], None]] = {
+    "llama": run_llama,
     "shapes": run_shapes,
     "threads": threads.run_threads,
     "busy": threads.run_busy,
