@@ -8,7 +8,7 @@ import torch
 
 from kvtier.errors import MismatchError
 from kvtier.kernels import tables
-from kvtier.kernels.launch import Launcher, alignment, available, block_alignment, on, power_of_two
+from kvtier.kernels.launch import Launcher, alignment, available, block_alignment, numbered, on, power_of_two
 from kvtier.kernels.tables import AddressTable, Layout
 
 #: Programs that `copy_blocks` takes at most: few fill a link, and leave the device to others.
@@ -140,7 +140,7 @@ def copy_blocks(
     for x in (sources, targets):
         if x.dim() != 1 or x.dtype != torch.int64 or x.shape != sources.shape or not x.is_contiguous():
             raise MismatchError(f"Sources and targets are [n] int64, not {list(x.shape)} {x.dtype}.")
-    device = sources.device if device is None else device
+    device = sources.device if device is None else numbered(device)
     if sources.device != targets.device or sources.device not in (device, _HOST):
         raise MismatchError(f"Sources are on {sources.device}, targets on {targets.device}, for copies by {device}.")
     if nbytes % 16 or nbytes < 0:

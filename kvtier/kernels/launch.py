@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.kernels.tables import Layout
 
 #: Chooses what runs: "triton" (also in Triton's interpreter, on a CPU), "torch" (the reference); unset: what there is.
@@ -26,21 +26,28 @@ PROGRAMS = 4
 #: Parts of a context at most, and tokens of one at least.
 MOST_PARTS, _LEAST_TOKENS = 128, 256
 
+#: What Triton takes for a yes.
+_YES = ("1", "true", "on", "yes", "y")
+
 
 def available(device: torch.device) -> bool:
     """Whether the Triton programs run on `device`: CUDA of capability 8.0, or a CPU with Triton's interpreter.
 
-    The interpreter (`TRITON_INTERPRET=1`) is slow and serves tests: it is used where KVTIER_KERNELS is "triton" only.
+    The interpreter (`TRITON_INTERPRET=1`) is slow and serves tests: it is used where KVTIER_KERNELS is "triton" only,
+    and never on CUDA, whose memory it cannot read.
 
     Raises:
-        ConfigError: KVTIER_KERNELS is none of "triton" and "torch", or is "triton" and Triton is not installed.
+        ConfigError: KVTIER_KERNELS is none of "triton" and "torch", or is "triton" where Triton is not installed, or
+            interprets for CUDA.
+        UnsupportedError: a CUDA graph is being captured, and nothing was tried before.
     """
+    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in _YES
     # Asked several times for each layer and step: answered once.
-    return _available(device, os.environ.get(VARIABLE, ""), os.environ.get("TRITON_INTERPRET", ""), _installed())
+    return _available(device, os.environ.get(VARIABLE, ""), interpreted, _installed())
 
 
 @functools.cache
-def _available(device: torch.device, wish: str, interpreted: str, installed: bool) -> bool:
+def _available(device: torch.device, wish: str, interpreted: bool, installed: bool) -> bool:
     if wish not in ("", "triton", "torch"):
         raise ConfigError(f"{VARIABLE}={wish!r}: it is 'triton' or 'torch', or not set.")
     if wish == "torch":
@@ -49,9 +56,33 @@ def _available(device: torch.device, wish: str, interpreted: str, installed: boo
         if wish:
             raise ConfigError(f"{VARIABLE}=triton, but Triton is not installed: pip install 'kvtier[cuda]'.")
         return False
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0) and (bool(wish) or _runs(device))
-    return device.type == "cpu" and wish == "triton" and interpreted == "1"
+    if device.type != "cuda":
+        return device.type == "cpu" and bool(wish) and interpreted
+    if interpreted:
+        reason = "TRITON_INTERPRET is set: interpreted programs cannot read a CUDA device's memory."
+        if wish:
+            raise ConfigError(reason)
+        _warn_of_torch(device, reason)
+        return False
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    if wish:
+        return True
+    if capturing(device):  # an error is not kept: the next call asks again
+        raise UnsupportedError(
+            "Whether Triton's programs run here is found out by a trial, which the CUDA graph being captured cannot "
+            f"hold: make one step before the capture, or set {VARIABLE}=triton."
+        )
+    return _runs(device)
+
+
+def _warn_of_torch(device: torch.device, reason: str) -> None:
+    warnings.warn(
+        f"kvtier's Triton kernels are not used: {reason} Attention on {device} runs on torch, slower. "
+        f"{VARIABLE}=torch asks for that, without a warning.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def _runs(device: torch.device) -> bool:
@@ -65,12 +96,7 @@ def _runs(device: torch.device) -> bool:
             copy_programs.copy[(1,)](*at, 1, 1, 1, 1, WORDS=4096, num_warps=4)
     except Exception as error:  # whatever Triton, its compiler or its driver raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        warnings.warn(
-            f"kvtier's Triton kernels are not used: a trial failed ({reason[0]}). Attention on {device} runs on torch, "
-            f"slower. Triton needs a C compiler, such as gcc. {VARIABLE}=torch asks for that, without a warning.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _warn_of_torch(device, f"a trial failed ({reason[0]}). Triton needs a C compiler, such as gcc.")
         return False
     return True
 
@@ -107,6 +133,13 @@ def _processor() -> str:
     return f"{name or platform.machine()}, {os.cpu_count()} CPUs"
 
 
+def numbered(device: torch.device) -> torch.device:
+    """The same device with its index: "cuda" alone is the current one, but equal to none and no key for it."""
+    if device == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device: make `device` that."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
@@ -135,7 +168,8 @@ class Launcher:
     def __init__(self, program: Any, constants: dict[str, Any], **options: int) -> None:
         self._program = program
         self._constants = constants
-        self._options = options
+        # Otherwise a later Triton would make two roundings of a product and a sum, where there is one now.
+        self._options = {"enable_fp_fusion": True} | options
         self._compiled: Any = None
         self._values: tuple[Any, ...] = ()
 
@@ -144,10 +178,27 @@ class Launcher:
         if self._compiled is not None:
             self._compiled[(count, 1, 1)](*args, *self._values)
             return
-        compiled = self._program[(count,)](*args, **self._constants, **self._options)
+        compiled = self._first(count, args)
         if hasattr(compiled, "packed_metadata"):  # the interpreter returns nothing
             self._values = tuple(self._constants[x] for x in self._program.arg_names if x in self._constants)
             self._compiled = compiled
+
+    def _first(self, count: int, args: tuple[Any, ...]) -> Any:
+        """A launch by Triton itself; with fewer stages where the device has no shared memory for all of them.
+
+        How much they take depends on the device, and on what is asked for: a mask has its tiles, too. Stages are read
+        ahead, and change no order of sums.
+        """
+        from kvtier.kernels import programs
+
+        while True:
+            try:
+                return self._program[(count,)](*args, **self._constants, **self._options)
+            except programs.OutOfResources:
+                stages = self._options.get("num_stages", 1)
+                if stages <= 1:
+                    raise
+                self._options["num_stages"] = max(1, stages - 2)
 
 
 # Tiles
@@ -167,19 +218,23 @@ class Configuration:
 def configuration(k_dim: int, v_dim: int, itemsize: int, rows: int) -> Configuration:
     """The tile for so many (query, head of a group) rows of a KV head.
 
-    Tiles of keys and values fill some 64 KiB of shared memory, so that two programs fit a multiprocessor.
+    Keys and values wait for the address of their block, whose load takes half of the stages: of five, the next tile is
+    read while one is computed on, of three or four, none is. Where five do not fit, `Launcher` takes fewer.
     """
     widest = max(sum(chunks(k_dim)), sum(chunks(v_dim)))
     # Products in fp32 are made without tensor cores, and take registers by the width of a head.
     tokens = (32 if widest <= 128 else 16) if itemsize == 4 else 64 if widest <= 128 else 32 if widest <= 256 else 16
     if rows <= 16 or (itemsize == 4 and widest > 128):
-        return Configuration(16, tokens, 4 if widest <= 256 else 8, 5 if widest <= 256 else 4, rows <= 16)
+        # In fp32 even one buffer for such heads is more than the smallest devices have room for.
+        stages = 1 if itemsize == 4 and widest > 256 else 5
+        return Configuration(16, tokens, 4 if widest <= 256 else 8, stages, rows <= 16)
     if rows <= 32 or widest > 256 or itemsize == 4:
         tokens = 16 if itemsize == 4 and widest > 96 else tokens
-        return Configuration(32, tokens, 8 if itemsize == 4 or widest > 256 else 4, 3, rows <= 32)
+        stages = 3 if itemsize == 4 else 5
+        return Configuration(32, tokens, 8 if itemsize == 4 or widest > 256 else 4, stages, rows <= 32)
     if rows <= 64 or widest > 128:
-        return Configuration(64, tokens, 4 if widest <= 128 else 8, 3, rows <= 64)
-    return Configuration(128, tokens, 8, 3, False)
+        return Configuration(64, tokens, 4 if widest <= 128 else 8, 5, rows <= 64)
+    return Configuration(128, tokens, 8, 5, False)
 
 
 def width(rows: int) -> int:

@@ -50,8 +50,8 @@ def attend(
             in a ragged batch for `max_queries` queries, each row's from the first on. Sinks are counted once: in one
             of several calls over parts of the same sequences only.
         cu_queries: `[rows + 1]` int32, where each row's queries begin and end; rows may have none.
-        max_queries: with `cu_queries`, the most queries of a row: those beyond are not answered. None: taken to be
-            all of them.
+        max_queries: with `cu_queries`, the most queries of a row: those beyond are not answered, and what their
+            results hold means nothing. None: taken to be all of them.
         out: where to write, `[rows, heads, queries, v_dim]` or `[total_queries, heads, v_dim]`, fp32, bf16 or fp16,
             contiguous in the last dimension; None: a new fp32 tensor.
         lse: the same for `[rows, heads, queries]` or `[total_queries, heads]`, fp32.
@@ -76,10 +76,13 @@ def attend(
         raise MismatchError(f"lse is {list(shape[:-1])} float32, not {list(lse.shape)} {lse.dtype}.")
     if not out.numel():
         return out, lse
-    if not available(query.device):
-        return tables.attend(query, table, layout, lengths, terms, cu_queries=cu_queries, out=out, lse=lse)
-
     most = shape[2] if cu_queries is None else max(1, min(shape[0], shape[0] if max_queries is None else max_queries))
+    if terms.mask is not None and 1 < terms.mask.shape[2] < most:
+        raise MismatchError(f"A mask for {terms.mask.shape[2]} queries, where a row may have {most}.")
+    if not available(query.device):
+        return tables.attend(
+            query, table, layout, lengths, terms, cu_queries=cu_queries, max_queries=most, out=out, lse=lse
+        )
     group = shape[1] // layout.k_heads
     kind = _kind(layout, query.device, group, launch.width(most * group))
     _launch(kind, query, table, layout, lengths, terms, cu_queries, most, parts, out, lse)
@@ -111,8 +114,6 @@ def _launch(
         parts = launch.parts_of(busy, blocks * layout.block_size, device, kind.programs)
     parts = max(1, min(parts, launch.MOST_PARTS))
     if mask is not None:
-        if 1 < mask.shape[2] < most:
-            raise MismatchError(f"A mask for {mask.shape[2]} queries, where a row may have {most}.")
         mask = mask.expand(rows, heads, most if mask.shape[2] == 1 else -1, -1)
 
     # Parts are as the result is, one behind the other, in fp32.
@@ -145,7 +146,7 @@ def _launch(
             terms.sinks,
             terms.slopes,
             lengths if fixed is None else 0,
-            0 if ragged else most,
+            most,
             blocks,
             tiles,
             parts,
@@ -318,9 +319,10 @@ def _merge(
         columns = min(128, launch.power_of_two(v_dim))
         constants = {
             **{"V_DIM": v_dim, "ALIGN": align, "O_ALIGN": alignment(out), "COLUMNS": columns},
-            **{"MOST": 2 if few else launch.MOST_PARTS, "STEP": 2 if few else 16},
+            # All that are read at a time are under way together: many take two rounds at most.
+            **{"MOST": 2 if few else launch.MOST_PARTS, "STEP": 2 if few else 64},
         }
-        program = launch.Launcher(programs().merge, constants, num_warps=1 if few else 4)
+        program = launch.Launcher(programs().merge, constants, num_warps=1 if few else 8)
         found = _merges[key] = program, -(-v_dim // columns)
     merge, pieces = found
     numbers = (parts, out_step, lse_step, second, third)

@@ -5,12 +5,12 @@ of the functions that launch these: `paged` and `copies`. Names in capitals are 
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: SIM108
 
 import inspect
 
 import triton
 import triton.language as tl
+from triton import OutOfResources as OutOfResources  # raised where a device has less than a program takes
 
 #: Triton's interpreter multiplies the bits of bf16 numbers as integers: there, products are made in fp32.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -115,6 +115,7 @@ def _walk(
     pointer: tl.constexpr = tl.pointer_type(dtype)
     for start in range(bound(lo), bound(hi), TOKENS):
         slot = start + tl.arange(0, TOKENS)
+        position = slot
         if SIZE % TOKENS == 0:
             # The tile lies in one block: one address, and tokens in a row.
             block = start // SIZE
@@ -124,8 +125,6 @@ def _walk(
             v_at = tl.multiple_of((address + value_offset).to(pointer), V_ALIGN) + inner * V_DIM
             if positions is not None:
                 position = tl.load(positions + block) * SIZE + inner
-            else:
-                position = slot
         else:
             # Short blocks make one tile, token by token.
             block = slot // SIZE
@@ -136,8 +135,6 @@ def _walk(
             v_at = tl.multiple_of((address + value_offset + inner * (V_DIM * BYTES)).to(pointer), V_ALIGN)
             if positions is not None:
                 position = tl.load(positions + block, mask=there, other=0) * SIZE + inner
-            else:
-                position = slot
         # What lies behind a sequence may be NaN, which not even a weight of zero removes: it is not read.
         live = (slot < hi) & (position >= floor) & (position < limit)
 
@@ -188,7 +185,7 @@ def _walk(
 )
 def attend(
     query, out, lse, addresses, counts, positions, lengths, cu_queries, mask, firsts, sinks, slopes,
-    # of every sequence, where there are no `lengths`, `cu_queries`, `counts`
+    # of every sequence, where there are no `lengths`, `counts`; with `cu_queries`, the most queries that are answered
     length, queries, blocks,
     tiles, parts,
     # strides
@@ -224,10 +221,12 @@ def attend(
     row = (pid // (tiles * KV_HEADS * parts)).to(tl.int64)
 
     begin = 0
+    answered = queries
     if cu_queries is not None:
         begin = tl.load(cu_queries + row)
         queries = tl.load(cu_queries + row + 1) - begin
-    if tile * ROWS >= queries * GROUP:
+        answered = tl.minimum(answered, queries)  # a mask has no rows for the others
+    if tile * ROWS >= answered * GROUP:
         return
     if lengths is not None:
         length = tl.load(lengths + row).to(tl.int32)
@@ -240,10 +239,10 @@ def attend(
     r = tile * ROWS + tl.arange(0, ROWS)
     i = r // GROUP
     head = (kv_head * GROUP + r % GROUP).to(tl.int64)
-    live_row = i < queries
+    live_row = i < answered
     at = length - queries + i
     first_at = length - queries + tile * ROWS // GROUP
-    last_at = length - queries + tl.minimum((tile * ROWS + ROWS - 1) // GROUP, queries - 1)
+    last_at = length - queries + tl.minimum((tile * ROWS + ROWS - 1) // GROUP, answered - 1)
 
     # Tokens [floor, limit) are seen by some query of the tile, [all_floor, all_limit) by every one.
     floor = 0

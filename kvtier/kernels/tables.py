@@ -76,6 +76,7 @@ def attend(
     terms: Terms,
     *,
     cu_queries: torch.Tensor | None = None,
+    max_queries: int | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,11 +89,16 @@ def attend(
     lse = torch.empty(shape[:-1], dtype=torch.float32, device=query.device) if lse is None else lse
     for row in range(rows):
         length = int(lengths if isinstance(lengths, int) else lengths[row])
-        own = slice(None) if bounds is None else slice(bounds[row], bounds[row + 1])
+        own, left = slice(None), 0
+        if bounds is not None:
+            begin, end = bounds[row], bounds[row + 1]
+            answered = end if max_queries is None else min(end, begin + max_queries)
+            own, left = slice(begin, answered), end - answered
         q = query[own].transpose(0, 1) if ragged else query[row]
         keys, values, positions = _tokens(table, layout, row, length, query.device)
+        # To the reference, a length says where the queries stand: `left` tokens before the end.
         result = reference.attend(
-            q[None].float(), keys, values, _of_row(terms, row, q.shape[1]), length=length, positions=positions
+            q[None].float(), keys, values, _of_row(terms, row, q.shape[1]), length=length - left, positions=positions
         )
         for target, part in zip((out, lse), result, strict=True):
             if ragged:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import statistics
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -29,12 +30,15 @@ PROGRAMS = (launch.PROGRAMS, 2, 8)
 #: Another tile must take at most so much of the explicit one's time.
 GAIN = 0.95
 
-#: Bytes of keys and values that are read: more than a device's caches hold; and the share of free memory at most.
-_BYTES, _LEAST_BYTES, _SHARE = 128 * 2**20, 16 * 2**20, 8
+#: Bytes of keys and values that are read, at most and at least: more than a device's caches hold, and than it reads
+#: while a call is launched; and the share of free memory at most.
+_BYTES, _LEAST_BYTES, _SHARE = 256 * 2**20, 128 * 2**20, 8
 #: The same for tiles of many queries, which compute more than they read; and how many rows those get.
 _MANY_BYTES, _MANY_ROWS = 32 * 2**20, 4096
 #: Rounds at most and at least; between them it ends when so many seconds were spent.
-_ROUNDS, _LEAST_ROUNDS, _SECONDS = 7, 3, 0.1
+_ROUNDS, _LEAST_ROUNDS, _SECONDS = 31, 3, 0.1
+#: Seconds of calls before the first round, and clock cycles of a device that wait for the launches of a round.
+_WARM_SECONDS, _WAIT_CYCLES = 0.02, 1_000_000
 
 #: Seconds that a call takes, from some repetitions.
 Clock = Callable[[Callable[[], object], int], float]
@@ -105,7 +109,8 @@ Prepare = Callable[[Trial, Option], Callable[[], object]]
 def candidates(explicit: Configuration, k_dim: int, v_dim: int, itemsize: int) -> list[Configuration]:
     """At most three tiles, the explicit one first: others with fewer tokens, rows, warps or stages.
 
-    None spills in bf16 and fp16, and all fit the shared memory of the smallest devices; fp32 has the explicit one only.
+    They take fewer registers or less shared memory: more programs share a multiprocessor, and smaller devices have room
+    for all stages. fp32 has the explicit one only.
     """
     rows, tokens, warps, stages, few = astuple(explicit)
     half = max(16, tokens // 2)
@@ -113,7 +118,7 @@ def candidates(explicit: Configuration, k_dim: int, v_dim: int, itemsize: int) -
     if itemsize == 4:
         return [explicit]
     if few and rows == 16:
-        # At 128 columns fewer stages spill.
+        # At 128 columns fewer stages spill on some devices.
         other = (rows, tokens, 2, stages) if max(k_dim, v_dim) == 128 else (rows, tokens, warps, stages - 2)
         others = [(rows, half, max(2, warps // 2), stages), other]
     elif few:
@@ -261,8 +266,9 @@ def _trial(layout: Layout, device: torch.device, group: int, width: int, *, few:
     made = Blocks(heads, heads, layout.k_dim, layout.v_dim, layout.block_size, layout.dtype)
     numel = made.k_numel + heads * made.block_size * made.v_dim
     step = -(-numel * made.dtype.itemsize // 64) * 64
-    wanted = min(_BYTES if few else _MANY_BYTES, _free(device) // _SHARE)
-    if wanted < _LEAST_BYTES:
+    most = _BYTES if few else _MANY_BYTES
+    wanted = min(most, _free(device) // _SHARE)
+    if wanted < min(most, _LEAST_BYTES):
         raise torch.OutOfMemoryError(f"{wanted} bytes are too few to measure on.")
     count = max(1, wanted // step)
     generator = torch.Generator(device)  # the user's random numbers stay what they would have been
@@ -294,6 +300,7 @@ def _seconds(trial: Trial, prepare: Prepare, options: list[Option]) -> list[floa
             if not i:
                 raise
             calls.append(None)
+    _warm(next(call for call in calls if call is not None))
     samples: list[list[float]] = [[] for _ in options]
     repeats, spent = 4 if few else 1, 0.0
     for done in range(_ROUNDS):
@@ -309,8 +316,10 @@ def _seconds(trial: Trial, prepare: Prepare, options: list[Option]) -> list[floa
 def _device_seconds(call: Callable[[], object], repeats: int) -> float:
     """Seconds of a call on the device, without those that Python takes to launch it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # While the device works on the first, the others are launched.
+    # A call may take no longer than its launch: the device waits until all that is timed is in its queue.
     call()
+    if (wait := getattr(torch.cuda, "_sleep", None)) is not None:
+        wait(_WAIT_CYCLES)
     begin.record()
     for _ in range(repeats):
         call()
@@ -319,7 +328,16 @@ def _device_seconds(call: Callable[[], object], repeats: int) -> float:
     return begin.elapsed_time(end) / 1e3 / repeats
 
 
+def _raise_clocks(call: Callable[[], object]) -> None:
+    """Calls for a while: a device that idled raises its clocks by and by, and the first rounds would be slow."""
+    until = time.perf_counter() + _WARM_SECONDS
+    while time.perf_counter() < until:
+        call()
+        torch.cuda.current_stream().synchronize()
+
+
 _clock: Clock = _device_seconds
+_warm = _raise_clocks
 
 
 def _measures(device: torch.device) -> bool:

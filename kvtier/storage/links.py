@@ -152,7 +152,7 @@ class Launches:
 
     def __init__(self, device: torch.device) -> None:
         measured.wanted()  # a wrong setting is told of here, not in the middle of a transfer
-        self.device = device
+        self.device = launch.numbered(device)
         self._least: dict[Direction, Sequence[int]] = {}
         self._spare: list[torch.Tensor] = []
 

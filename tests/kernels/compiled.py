@@ -2,8 +2,9 @@
 
 It is a process of its own, because a process either compiles Triton programs or interprets them. A request is a JSON
 list of calls, each `{"call": "attend" | "merge" | "append" | "gather" | "copy_blocks", "target": 90, "tag": 0, ...}`;
-the answer a JSON list of launches, `{"name", "tag", "key", "launcher", "registers", "stack", "shared", "accesses":
-{"ld.b32": 9}}`; `launcher` is the same number where `launch.Launcher` launches what it launched before.
+the answer a JSON list of launches, `{"name", "tag", "key", "launcher", "stages", "registers", "stack", "shared",
+"accesses": {"ld.b32": 9}, "ahead": 3}`; `launcher` is the same number where `launch.Launcher` launches what it launched
+before, and `ahead` says how many asynchronous copies may be under way where the program waits for others.
 """
 
 from __future__ import annotations
@@ -237,6 +238,11 @@ def accesses(ptx: str) -> dict[str, int]:
     return dict(counts)
 
 
+def ahead(ptx: str) -> int:
+    """The most groups of asynchronous copies that a wait leaves under way; 0: nothing is read ahead."""
+    return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0)
+
+
 def compiled(request: dict[str, Any]) -> list[dict[str, Any]]:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -246,13 +252,14 @@ def compiled(request: dict[str, Any]) -> list[dict[str, Any]]:
     for made in record(request):
         key, source, options = specialise(made, target)
         entry: dict[str, Any] = {"name": made.kernel.fn.__name__, "key": key, "tag": request.get("tag")}
-        entry["launcher"] = made.launcher
+        entry |= {"launcher": made.launcher, "stages": options["num_stages"]}
         if request.get("compile", True):
             program = triton.compile(source, target=target, options=options)
             entry |= resources(program.asm["cubin"])
-            entry |= {"shared": program.metadata.shared, "accesses": accesses(program.asm["ptx"])}
+            ptx = program.asm["ptx"]
+            entry |= {"shared": program.metadata.shared, "accesses": accesses(ptx), "ahead": ahead(ptx)}
             if request.get("ptx"):
-                Path(request["ptx"]).write_text(program.asm["ptx"])
+                Path(request["ptx"]).write_text(ptx)
         found.append(entry)
     return found
 

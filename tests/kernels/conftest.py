@@ -27,6 +27,15 @@ if DEVICE.type == "cpu":
         importlib.reload(sys.modules["triton.language"])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if DEVICE.type != "cpu":
+        return
+    skipped = pytest.mark.skip(reason="this process interprets; KVTIER_TEST_DEVICE=cuda compiles")
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("cuda"):
+            item.add_marker(skipped)
+
+
 @pytest.fixture(autouse=True)
 def _problems_are_made_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if importlib.util.find_spec("triton") is None:

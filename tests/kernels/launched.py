@@ -1,13 +1,15 @@
 """What the driver is handed for each launch, without a GPU: run as a script, it attends a few times and reports.
 
 A process of its own, as `compiled`: Triton compiles, and a driver that only takes notes stands in for CUDA's. The
-answer is a JSON list of calls, each a list of launches `{"name", "grid", "function", "args", "by_triton"}`; tensors are
-addresses, and `by_triton` says that Triton's own launch was asked, not the compiled program.
+answer is a JSON list of calls, each a list of launches `{"name", "grid", "function", "args", "by_triton", "stages",
+"shared", "fused"}`; tensors are addresses, and `by_triton` says that Triton's own launch was asked, not the compiled
+program. `launched.py small` makes calls that take much shared memory, each twice, on a device that has little.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,11 @@ class Notes:
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self.name = metadata.name
+        self.compiled = {
+            "stages": metadata.num_stages,
+            "shared": metadata.shared,
+            "fused": metadata.enable_fp_fusion,
+        }
 
     def __call__(
         self, x: int, y: int, z: int, stream: int, function: int, packed: Any, metadata: Any, *rest: Any
@@ -35,18 +42,20 @@ class Notes:
         found = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
         launches.append(
             {"name": self.name, "grid": [x, y, z], "function": function, "args": found, "by_triton": bool(asked)}
+            | self.compiled
         )
 
 
 class Driver:
-    """Triton's driver, of a device of capability 9.0 that nothing runs on."""
+    """Triton's driver, of a device of that capability and with so much shared memory, that nothing runs on."""
 
     launcher_cls = Notes
 
-    def __init__(self) -> None:
+    def __init__(self, capability: int, shared: int) -> None:
         self.loaded = 0
+        self.capability = capability
         self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": 2**17}, load_binary=self.load
+            get_device_properties=lambda device: {"max_shared_mem": shared}, load_binary=self.load
         )
 
     def load(self, *_: Any) -> tuple[int, int, int, int, int]:
@@ -62,10 +71,14 @@ class Driver:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
 
-def main() -> None:
+#: The least shared memory that a program may take on a device of capability 8.0 or newer, which 8.6, 8.9, 12.0 have.
+SMALL = 99 * 1024
+
+
+def main(small: bool) -> None:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -79,9 +92,14 @@ def main() -> None:
             asked.pop()
 
     JITFunction.run = noted
-    driver.set_active(Driver())
+    driver.set_active(Driver(86, SMALL) if small else Driver(90, 227 * 1024))
     paged.available = lambda device: True
     launch._processors = lambda device: 132
+    print(json.dumps(wide() if small else decode()))
+
+
+def decode() -> list[list[dict[str, Any]]]:
+    """One query over contexts of several lengths, by several numbers of programs."""
     layout = BlockLayout(2, 2, 64, 64, 64, torch.bfloat16)
     table = AddressTable(torch.zeros((1, 64), dtype=torch.int64), positions=torch.zeros((1, 64), dtype=torch.int32))
     query = torch.zeros((1, 8, 1, 64), dtype=torch.bfloat16)
@@ -91,8 +109,31 @@ def main() -> None:
         paged.attend(query, table, layout, length, Terms(0.5), out=out, lse=lse, parts=parts)
         calls.append(launches.copy())
         launches.clear()
-    print(json.dumps(calls))
+    return calls
+
+
+def wide() -> list[list[dict[str, Any]]]:
+    """Many queries of wide heads, in fp32, and with all that is asked for at once, each call twice."""
+    calls = []
+    for k_dim, v_dim, dtype, queries, more in (
+        (256, 256, torch.bfloat16, 64, False),
+        (576, 512, torch.bfloat16, 32, False),
+        (576, 512, torch.float32, 32, False),
+        (128, 128, torch.float16, 128, True),
+    ):
+        layout = BlockLayout(1, 1, k_dim, v_dim, 16, dtype)
+        table = AddressTable(torch.zeros((1, 8), dtype=torch.int64), positions=torch.zeros((1, 8), dtype=torch.int32))
+        terms = Terms(0.5, causal=True)
+        if more:
+            mask, one = torch.zeros((1, 1, queries, 128)), torch.zeros(1)
+            terms = Terms(0.5, 2.0, 99, True, mask, torch.zeros(1, dtype=torch.int64), one, one)
+        query = torch.zeros((1, 1, queries, k_dim), dtype=dtype)
+        for _ in range(2):
+            paged.attend(query, table, layout, 128, terms, parts=1)
+            calls.append(launches.copy())
+            launches.clear()
+    return calls
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] == ["small"])

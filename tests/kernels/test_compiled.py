@@ -15,6 +15,8 @@ from compiled import environment, report
 from kvtier.kernels import launch, tuning
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Bytes of shared memory that a program may take, by capability.
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 GROWTH = [
     {"blocks": 1, "short": 63, "rows": 1},
     {"blocks": 1, "short": 48, "rows": 1},
@@ -130,10 +132,8 @@ def test_what_is_launched_as_before_is_what_triton_would_launch() -> None:
 
 
 def test_after_the_first_launch_the_driver_is_handed_the_same_without_asking_triton() -> None:
-    script = Path(__file__).with_name("launched.py")
-    done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    first, again, longer, split, resplit, eight = json.loads(done.stdout.splitlines()[-1])
+    # A later Triton will fuse no products and sums, unless it is told to.
+    first, again, longer, split, resplit, eight = launched(TRITON_DEFAULT_FP_FUSION="0")
     names = [[launch["name"] for launch in call] for call in (first, again, longer, split, resplit, eight)]
     assert names == [["attend"]] * 3 + [["attend", "merge"]] * 3
     asked = [[launch["by_triton"] for launch in call] for call in (first, again, longer, split, resplit, eight)]
@@ -145,6 +145,27 @@ def test_after_the_first_launch_the_driver_is_handed_the_same_without_asking_tri
     assert [launch["grid"] for launch in eight] == [[16, 1, 1], [8, 1, 1]]
     assert all(len(a["args"]) == len(b["args"]) for a, b in zip(split, resplit, strict=True))
     assert [launch["function"] for launch in split] == [launch["function"] for launch in eight]
+    assert all(launch["fused"] for call in (first, split) for launch in call)
+
+
+def launched(*arguments: str, **variables: str) -> list[list[dict[str, Any]]]:
+    """What `launched.py` says."""
+    command = [sys.executable, Path(__file__).with_name("launched.py"), *arguments]
+    done = subprocess.run(command, env=environment() | variables, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_where_stages_do_not_fit_fewer_are_taken_once() -> None:
+    calls = launched("small")
+    for (first,), (again,) in zip(calls[::2], calls[1::2], strict=True):
+        assert first["shared"] <= SHARED[86]
+        assert first["by_triton"]
+        assert not again["by_triton"]
+        assert again["function"] == first["function"]
+    # Wide heads have no room for a second tile there, fp32 nowhere; the mask's tiles take as much as those of keys.
+    assert [first["stages"] for (first,) in calls[::2]] == [3, 3, 1, 3]
 
 
 def changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[dict[Any, Any]]:
@@ -175,7 +196,8 @@ def test_programs_compile_without_spills_and_read_sixteen_bytes_at_a_time() -> N
         half = request.get("dtype") != "float32"
         # Without tensor cores the compiler prefers a few bytes of stack to more registers.
         assert made["stack"] <= (0 if half else 32), request
-        assert made["shared"] <= 99 * 1024, request  # what the smallest devices of these generations have
+        assert made["shared"] <= SHARED[request.get("target", 90)], request
+        assert made["ahead"] > 0, request
         found = made["accesses"]
         assert found["cp.async 16"] >= 8, request  # keys and values
         # Addresses are loaded by eight bytes and positions by four: nothing else is narrow.
@@ -189,21 +211,46 @@ def attended(requests: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[
 
 
 @pytest.mark.slow
-def test_no_tile_that_may_be_chosen_spills_or_takes_more_than_the_smallest_devices_have() -> None:
-    asked: dict[str, Any] = {"call": "attend", "blocks": 256}
-    heads = [(64, 64), (80, 80), (128, 128), (256, 256), (576, 512)]
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(64, 64), (80, 80), (128, 128), (256, 256), (576, 512)])
+def test_tiles_that_may_be_chosen_fit_and_read_ahead_without_spills(k_dim: int, v_dim: int) -> None:
+    asked: dict[str, Any] = {"call": "attend", "blocks": 256, "causal": True, "k_dim": k_dim, "v_dim": v_dim}
     requests = []
-    for k_dim, v_dim in heads:
-        for more in ({}, {"queries": 2048, "causal": True}):
-            explicit = launch.configuration(k_dim, v_dim, 2, launch.width(4 * more.get("queries", 1)))
-            count = len(tuning.candidates(explicit, k_dim, v_dim, 2))
-            target = 80 if k_dim in (80, 128) and more else 90
-            made = asked | more | {"k_dim": k_dim, "v_dim": v_dim, "target": target}
-            requests += [made | {"candidate": n} for n in range(1, count)]
+    for number, queries in enumerate((1, 8, 16, 2048)):
+        explicit = launch.configuration(k_dim, v_dim, 2, launch.width(4 * queries))
+        count = len(tuning.candidates(explicit, k_dim, v_dim, 2))
+        target = (80, 90)[(number + k_dim // 16) % 2]
+        requests += [asked | {"queries": queries, "target": target, "candidate": n} for n in range(count)]
+    # Five stages of 64 x 32 of 256, and of 32 x 16 of 576 and 512, are more than 99 KiB: `Launcher` takes three there.
+    smaller = {256: (1, 8), 576: (1,)}.get(k_dim, (1, 8, 16, 2048))
+    requests += [asked | {"queries": queries, "target": 86, "candidate": 0} for queries in smaller]
     for request, entry in attended(requests):
-        assert entry["stack"] == 0, request
-        assert entry["shared"] <= 99 * 1024, request
+        assert entry["stack"] <= (0 if request["target"] == 90 else 8), request
+        assert entry["shared"] <= SHARED[request["target"]], request
         assert entry["accesses"]["cp.async 16"] >= 4, request
+        # Keys wait for an address: with three stages nothing is read ahead.
+        assert (entry["ahead"] > 0) == (entry["stages"] >= 5), request
+        assert entry["stages"] >= 5 or request["candidate"], request
+
+
+@pytest.mark.slow
+def test_the_widest_heads_in_fp32_fit_the_smallest_devices() -> None:
+    asked: dict[str, Any] = {"call": "attend", "blocks": 256, "dtype": "float32", "causal": True, "target": 86}
+    heads = [{"k_dim": 256}, {"k_dim": 576, "v_dim": 512}]
+    for request, entry in attended([asked | x | {"queries": n} for x in heads for n in (1, 64)]):
+        assert entry["shared"] <= SHARED[86], request
+        assert entry["stack"] <= 32, request
+
+
+@pytest.mark.slow
+def test_merging_many_parts_reads_many_at_a_time_without_spills() -> None:
+    decode = {"call": "attend", "blocks": 1024}
+    heads = [{"k_dim": 64}, {"k_dim": 80}, {"k_dim": 128}, {"k_dim": 256}, {"k_dim": 576, "v_dim": 512, "kv_heads": 1}]
+    requests = [decode | x | {"target": target} for x in heads for target in (80, 90)]
+    merges = [launch for launch in report(requests) if launch["name"] == "merge"]
+    for request, made in zip(requests, merges, strict=True):
+        assert made["registers"] <= 64, request
+        assert made["stack"] == 0, request
+        assert made["accesses"]["ld.v4.b32"] >= (4 if request["k_dim"] == 64 else 8), request
 
 
 @pytest.mark.slow

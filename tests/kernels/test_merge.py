@@ -61,6 +61,23 @@ def test_parts_in_a_half_dtype_and_results_anywhere_are_meant(dtype: torch.dtype
     assert bool((around == 7.0).all())
 
 
+@pytest.mark.parametrize("parts", [3, 63, 64, 65, 100, 128])
+def test_any_number_of_parts_that_lie_one_behind_the_other_is_merged(parts: int, device: torch.device) -> None:
+    g = torch.Generator().manual_seed(parts)
+    outs, lses = torch.randn((parts, 1, 2, 1, 80), generator=g), torch.randn((parts, 1, 2, 1), generator=g) * 3
+    lses[1::7] = -torch.inf
+    outs[1::7] = torch.nan
+    right, right_lse = reference.merge_stacked(outs.nan_to_num().double(), lses.double())
+    # Behind the last part, what would be seen: its share is all there is.
+    held, held_lse = torch.full((parts + 64, *outs.shape[1:]), torch.nan), torch.full((parts + 64, 1, 2, 1), 99.0)
+    held[:parts], held_lse[:parts] = outs, lses
+    out, lse = torch.empty(right.shape, device=device), torch.empty(right_lse.shape, device=device)
+    held, held_lse = held.to(device), held_lse.to(device)
+    paged._merge(held, held_lse, held.stride(0), held_lse.stride(0), 16, parts, out, lse)
+    torch.testing.assert_close(out.cpu(), right.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.cpu(), right_lse.float(), rtol=1e-6, atol=4e-6)
+
+
 def test_merging_nothing_changes_nothing(device: torch.device) -> None:
     out, lse = torch.randn((2, 3, 1, 8), device=device), torch.randn((2, 3, 1), device=device)
     # What an empty part holds does not matter.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -198,6 +199,40 @@ def test_how_many_queries_there_may_be_need_not_be_told(device: torch.device) ->
     for a, b, c in zip(told, silent, whole, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a.unflatten(0, (2, 3)).transpose(1, 2), c)
+
+
+@pytest.mark.parametrize("call", [paged.attend, tables.attend], ids=["triton", "torch"])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+def test_queries_beyond_the_most_are_not_answered_and_need_no_mask(
+    kind: torch.dtype, call: Any, device: torch.device
+) -> None:
+    counts, most = (5, 2, 0, 4), 3  # of three heads each: all queries of a row lie in one tile
+    case, _ = solved(Spec(torch.float32, 1, 3, 5, 16, 16, 16, (90, 33, 40, 64), causal=True, mask=kind, seed=7))
+    blocks, ends = Blocks(case, device), [sum(counts[:i]) for i in range(5)]
+    assert case.terms.mask is not None
+    tokens = case.terms.mask.shape[3]
+    whole = case.terms.mask.expand(4, 3, 5, tokens).to(device)
+    # A mask for so many queries, and behind it what must not be read.
+    guard = torch.full((8 * tokens,), 0 if kind == torch.bool else torch.nan, device=device).to(kind)
+    held = torch.cat([whole[:, :, :most].flatten(), guard])
+    mask = held[: -guard.numel()].view(4, 3, most, tokens)
+    query = torch.cat([q[:, :n] for q, n in zip(case.query, counts, strict=True)], 1).transpose(0, 1).to(device)
+
+    def answered(mask: torch.Tensor, most: int, **options: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = torch.full((11, 3, 16), 7.0, device=device), torch.full((11, 3), 7.0, device=device)
+        cu = torch.tensor(ends, dtype=torch.int32, device=device)
+        given = (query, blocks.table(), blocks.layout, blocks.lengths, Terms(case.terms.scale, causal=True, mask=mask))
+        return call(*given, cu_queries=cu, max_queries=most, out=out, lse=lse, **options)
+
+    parts = {"parts": 1} if call is paged.attend else {}
+    for found, right in zip(answered(mask, most, **parts), answered(whole, 5, **parts), strict=True):
+        for start, end in pairwise(ends):
+            first = slice(start, min(end, start + most))
+            torch.testing.assert_close(found[first], right[first], rtol=1e-6, atol=1e-6)
+            assert bool((found[first.stop : end] == 7.0).all())
+    if call is paged.attend:
+        with pytest.raises(MismatchError, match="where a row may have 4"):
+            answered(mask, 4)
 
 
 def test_a_row_without_blocks_gives_zeros_and_minus_infinity(device: torch.device) -> None:

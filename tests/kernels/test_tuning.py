@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from kvtier.kernels.terms import Terms
 from kvtier.kernels.tuning import Blocks, Option
 
 CPU = torch.device("cpu")
+#: Bytes to measure on as they are, not as these tests want them.
+BYTES, LEAST_BYTES = tuning._BYTES, tuning._LEAST_BYTES
 LAYOUT = Blocks(2, 2, 16, 16, 16, torch.float16)
 EXPLICIT = launch.configuration(16, 16, 2, 16)
 TILES = [Configuration(16, tokens, 4, 3, True) for tokens in (64, 32, 16)]
@@ -48,6 +52,7 @@ def _measured_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "_BYTES", 2**13)
     monkeypatch.setattr(tuning, "_LEAST_BYTES", 2**10)
     monkeypatch.setattr(tuning, "_ROUNDS", 3)
+    monkeypatch.setattr(tuning, "_warm", lambda call: None)
     forget(monkeypatch)
 
 
@@ -293,6 +298,66 @@ def test_where_not_even_the_explicit_tile_runs_it_is_said_and_left_to_the_call(m
     with pytest.warns(RuntimeWarning, match="no compiler"):
         made = chosen(prepare=prepare)
     assert made.option == Option(EXPLICIT, launch.PROGRAMS)
+
+
+def test_the_device_waits_until_all_that_is_timed_is_in_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("record")
+
+        def synchronize(self) -> None:
+            done.append("synchronize")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 6.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("wait" if cycles >= 10**6 else "no time"))
+    assert tuning._device_seconds(lambda: done.append("call"), 3) == pytest.approx(2e-3)
+    timed = ["record", *["call"] * 3, "record", "synchronize"]
+    assert done == ["call", "wait", *timed]
+    monkeypatch.delattr(torch.cuda, "_sleep")  # it is torch's own
+    done.clear()
+    tuning._device_seconds(lambda: done.append("call"), 3)
+    assert done == ["call", *timed]
+
+
+def test_a_device_is_kept_busy_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, 1.0)
+    done: list[str] = []
+    monkeypatch.setattr(tuning, "_warm", lambda call: done.append("warm"))
+    monkeypatch.setattr(tuning, "_clock", lambda call, repeats: float(bool(done.append("round")) or 1))
+    chosen()
+    assert done[:2] == ["warm", "round"]
+    done.clear()
+    waited = SimpleNamespace(synchronize=lambda: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: waited)
+    began = time.perf_counter()
+    tuning._raise_clocks(lambda: done.append("call"))
+    assert time.perf_counter() - began >= 0.02
+    assert done[:4] == ["call", "wait"] * 2
+
+
+def test_what_is_read_is_more_than_caches_hold_and_at_most_an_eighth_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "_BYTES", BYTES)
+    monkeypatch.setattr(tuning, "_LEAST_BYTES", LEAST_BYTES)
+    # The launch of a call takes up to 45 us, in which 4.8 TB/s read 206 MiB; caches of devices hold up to 126 MiB.
+    assert BYTES > 4.8e12 * 45e-6
+    assert LEAST_BYTES > 126 * 2**20
+    free = 8 * LEAST_BYTES - 1
+    monkeypatch.setattr(tuning, "_free", lambda device: free)
+    with pytest.raises(torch.OutOfMemoryError):
+        tuning._trial(LAYOUT, CPU, 2, 16, few=True)
+    # Many queries compute more than they read.
+    monkeypatch.setattr(tuning, "_MANY_ROWS", 64)
+    assert 2**20 <= tuning._trial(LAYOUT, CPU, 2, 128, few=False).memory.nbytes <= free // 8
 
 
 def test_measuring_ends_when_its_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
