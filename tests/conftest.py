@@ -95,6 +95,13 @@ def page_locking(monkeypatch: pytest.MonkeyPatch) -> PageLocking:
 
 
 @pytest.fixture
+def on_the_host() -> Iterator[None]:
+    """For what is about the host, or about a device that is emulated there, whatever the default device."""
+    with torch.device("cpu"):
+        yield
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Tiny tensors only lose by threads, badly so on a busy machine."""
     threads = torch.get_num_threads()

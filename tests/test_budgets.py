@@ -13,6 +13,8 @@ from transformers import LlamaConfig
 
 from kvtier import BudgetError, TieredKVCache
 
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
 LAYERS, HEADS, DIM = 3, 2, 8
 TOKEN = 2 * HEADS * DIM * 4  # bytes of one token's keys and values in one layer, fp32
 

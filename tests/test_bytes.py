@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from kvtier import TieredKVCache
 
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
 LAYERS, HEADS, DIM, BLOCK_SIZE = 3, 2, 8, 4
 TOKEN = 2 * HEADS * DIM * 4  # bytes of one token's keys and values in one layer, fp32
 BLOCK = BLOCK_SIZE * TOKEN  # a multiple of 64: no padding

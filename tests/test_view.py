@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from kvtier import ClosedError, KVView, StaleViewError, TieredKVCache, UnsupportedError
 from kvtier.hf.view import Snapshot
 
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
 ROWS, HEADS, TOKENS, DIM, BLOCK_SIZE = 2, 2, 11, 8, 4
 SLOT = 2 * HEADS * DIM * 4 * BLOCK_SIZE
 

@@ -14,14 +14,10 @@ from kvtier.storage.transfer import Transfer
 from kvtier.testing import held, with_doubles
 from kvtier.types import Direction
 
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
 HEADS, DIM, SIZE = 2, 8, 4
 SLOT = 2 * HEADS * DIM * SIZE * 4
-
-
-@pytest.fixture(autouse=True)
-def _on_the_host() -> Any:
-    with torch.device("cpu"):
-        yield
 
 
 def spilled(host: int = 10**6, *, tokens: int = 64, rows: int = 1, device: int = 8) -> TieredKVCache:

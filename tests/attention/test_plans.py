@@ -19,15 +19,11 @@ from kvtier.storage.addresses import Addresses
 from kvtier.storage.store import LayerStore
 from kvtier.testing import held, with_doubles
 
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
 LAYERS, HEADS, DIM = 2, 1, 8
 
 Lists = list[list[tuple[int, int]]]
-
-
-@pytest.fixture(autouse=True)
-def _on_the_host() -> Any:
-    with torch.device("cpu"):
-        yield
 
 
 def filled(rows: int, blocks: int, budget: int | None) -> tuple[TieredKVCache, LayerStore]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, PAD, attentions, build_model, dynamic_cache, prompt_ids
-from placements import ROOMY, smallest_budget, tiered_cache, tiered_parts
+from placements import ON_HOST, ROOMY, smallest_budget, tiered_cache, tiered_parts
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
@@ -25,9 +25,10 @@ CACHES = ("tiered on host", "tiered on device", "tiered in little", "dynamic", "
 #: A plain decoder, one with softcap and windows, one with sinks and windows, and one whose K and V differ in head size.
 CROSSED = ("llama", "gemma2", "gpt_oss", "deepseek_v3")
 NEW_TOKENS = 8
-TOLERANCE = 1e-4
+#: Fused kernels of accelerators round more.
+TOLERANCE = 1e-4 if ON_HOST else 5e-4
 #: Its random gains amplify rounding: Transformers' own eager and sdpa differ by 6e-4 here.
-TOLERANCES = {"bart": 6e-4}
+TOLERANCES = {"bart": 6 * TOLERANCE}
 
 Run = Callable[[PreTrainedModel, Any], Any]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from families import build_model, dynamic_cache, prompt_ids, tiny_model
-from placements import ROOMY, outcome, smallest_budget, tiered_cache
+from placements import ON_HOST, ROOMY, alike, outcome, smallest_budget, tiered_cache
 from test_interrupted_hybrids import PulledThePlug, at_module, forward, forwards, in_a_thread, model_of, same
 from torch import nn
 from transformers import Cache, PreTrainedModel
@@ -27,6 +27,7 @@ from kvtier import (
 
 BLOCK_SIZE = 4
 PROMPT = prompt_ids(rows=2, length=21)
+ONE = PROMPT[:, :1]
 NEW_TOKENS = 10
 
 
@@ -141,9 +142,16 @@ def test_crop_0_is_right_or_refused_where_windows_moved_on(step: int) -> None:
 def test_a_budget_that_runs_out_loses_nothing(family: str, tier: Literal["device", "host"]) -> None:
     model = tiny_model(family)
 
-    def with_budget(budget: int) -> Cache:
-        budgets: dict[str, Any] = {f"{tier}_budget": budget}
+    def make(**budgets: int) -> Cache:
         return TieredKVCache(model.config, block_size=BLOCK_SIZE, host_attention=False, **budgets)
+
+    above: dict[str, int] = {}
+    if tier == "host" and not ON_HOST:
+        # Or the device would take everything: so much that it is not the first to run out.
+        above["device_budget"] = smallest_budget(lambda n: make(device_budget=n), lambda cache: generate(model, cache))
+
+    def with_budget(budget: int) -> Cache:
+        return make(**{f"{tier}_budget": budget}, **above)
 
     def prefill(cache: Cache) -> torch.Tensor:
         return model(input_ids=PROMPT, past_key_values=cache).logits
@@ -160,16 +168,17 @@ def test_a_budget_that_runs_out_loses_nothing(family: str, tier: Literal["device
     expected = dynamic_cache(model)
     model.generate(PROMPT, past_key_values=expected, max_new_tokens=length - PROMPT.shape[1] + 1, do_sample=False)
     for ours, theirs in zip(cache.layers, expected.layers, strict=True):
-        assert torch.equal(ours.keys + 0, theirs.keys)
-        assert torch.equal(ours.values + 0, theirs.values)
+        assert alike(theirs.keys, ours.keys + 0)
+        assert alike(theirs.values, ours.values + 0)
     cache.reset()
-    assert torch.equal(prefill(cache), prefill(dynamic_cache(model)))
+    assert alike(prefill(dynamic_cache(model)), prefill(cache))
 
 
 MISUSES: dict[str, Callable[[], tuple[PreTrainedModel, torch.Tensor]]] = {
-    "other_head_size": lambda: (build_model("llama", "sdpa", head_dim=20), PROMPT[:, :1]),
-    "other_number_of_heads": lambda: (build_model("llama", "sdpa", num_key_value_heads=4), PROMPT[:, :1]),
-    "other_dtype": lambda: (build_model("llama", "sdpa").bfloat16(), PROMPT[:, :1]),
+    "other_head_size": lambda: (build_model("llama", "sdpa", head_dim=20), ONE),
+    "other_number_of_heads": lambda: (build_model("llama", "sdpa", num_key_value_heads=4), ONE),
+    # Where torch may attend with another kernel, bfloat16 does not tell the likeliest token from the next.
+    "other_dtype": lambda: (build_model("llama", "sdpa").to(torch.bfloat16 if ON_HOST else torch.float64), ONE),
     "more_rows": lambda: (tiny_model("llama"), prompt_ids(rows=3, length=1)),
     "fewer_rows": lambda: (tiny_model("llama"), prompt_ids(rows=1, length=1)),
 }
@@ -204,12 +213,13 @@ def test_after_reset_anything_fits(misuse: str) -> None:
     cache.check_integrity()
 
 
-INTRUSIONS: dict[str, Callable[[Cache], Any]] = {
-    "forward": lambda cache: build_model("llama", "sdpa")(input_ids=PROMPT[:, :1], past_key_values=cache),
-    "crop": lambda cache: cache.crop(-1),
-    "reset": lambda cache: cache.reset(),
-    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
-    "select": lambda cache: cache.batch_select_indices(torch.tensor([0])),
+# What they need is made beforehand: a thread of its own has another default device.
+INTRUSIONS: dict[str, Callable[[PreTrainedModel, Cache], Any]] = {
+    "forward": lambda other, cache: other(input_ids=ONE, past_key_values=cache),
+    "crop": lambda other, cache: cache.crop(-1),
+    "reset": lambda other, cache: cache.reset(),
+    "reorder": lambda other, cache: cache.reorder_cache(ONE[:, 0] * 0),
+    "select": lambda other, cache: cache.batch_select_indices(ONE[:1, 0] * 0),
 }
 #: Any thread may need these after another thread's forward has failed, which cannot be told from one that still runs.
 WAYS_BACK = ("crop", "reset")
@@ -237,14 +247,14 @@ def _in_a_thread(act: Callable[[], Any]) -> list[BaseException]:
 def test_a_second_thread_in_the_middle_of_a_forward_is_refused(
     cache_of: Callable[[PreTrainedModel], Cache], step: int, intrusion: str
 ) -> None:
-    model = tiny_model("llama")
+    model, other = tiny_model("llama"), build_model("llama", "sdpa")
     expected = generate(model, dynamic_cache(model))
     cache = cache_of(model)
     raised: list[BaseException] = []
 
     def intrude(call: int) -> None:
         if call == step:
-            raised.extend(_in_a_thread(lambda: INTRUSIONS[intrusion](cache)))
+            raised.extend(_in_a_thread(lambda: INTRUSIONS[intrusion](other, cache)))
 
     with before_layer(model, 1, intrude):
         tokens = outcome(lambda: generate(model, cache))
@@ -294,10 +304,16 @@ def test_crop_0_asks_for_a_reset_where_a_state_was_changed_and_only_there() -> N
 @torch.no_grad()
 def test_a_step_that_the_budget_refuses_half_way_asks_for_a_reset() -> None:
     model = model_of("jamba")
-    with pytest.raises(BudgetError) as refusal:
-        forwards(model, TieredKVCache(model.config, host_budget=1, block_size=4), 4)
-    cache = TieredKVCache(model.config, host_budget=refusal.value.needed, block_size=4)
-    forwards(model, cache, 4)
+    budgets = dict.fromkeys(["host"] if ON_HOST else ["device", "host"], 1)
+    refused = 0
+    while True:
+        cache = TieredKVCache(model.config, block_size=4, **{f"{tier}_budget": n for tier, n in budgets.items()})
+        refusal = outcome(lambda cache=cache: forwards(model, cache, 4))
+        if not isinstance(refusal, BudgetError):
+            break
+        budgets[refusal.tier] = refusal.needed
+        refused += 1
+    assert 0 < refused <= len(budgets), "the budget that is named works"
     with pytest.raises(BudgetError):
         forward(model, cache, 4, 5)
     with pytest.raises(InterruptedStepError, match=r"reset\(\)"):
@@ -370,7 +386,8 @@ def test_crop_0_of_an_empty_cache_changes_nothing(name: str) -> None:
 def test_a_first_forward_that_does_not_fit_is_dropped_where_sliding_layers_hold_nothing_yet(name: str) -> None:
     model = tiny_model(name, "eager")
     ids = prompt_ids(rows=1, length=100)
-    cache = TieredKVCache(model.config, host_budget=20_000, block_size=16)
+    device_budget = None if ON_HOST else 20_000
+    cache = TieredKVCache(model.config, device_budget=device_budget, host_budget=20_000, block_size=16)
     with torch.no_grad():
         with pytest.raises(BudgetError):
             model(ids, past_key_values=cache)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from families import FAMILIES, attentions, dynamic_cache, family_attention_pairs, prompt_ids, tiny_model
 from placements import (
+    ON_HOST,
     PLACEMENTS,
     ROOMY,
     Placement,
@@ -109,12 +110,11 @@ def test_blocks_move_only_where_the_budget_is_short(name: str) -> None:
     spilled = assert_same_as_dynamic_cache(model, greedy, "smallest", block_size=1).stats
     assert spilled.bytes_down > 0
     assert spilled.bytes_up > 0
-    roomy = tiered_cache(model, ROOMY, block_size=1)
-    greedy(model, roomy)
-    assert (roomy.stats.bytes_down, roomy.stats.bytes_up) == (0, 0)
-    host_only = tiered_cache(model, None, block_size=1)
-    greedy(model, host_only)
-    assert host_only.stats.device.bytes == 0
+    for budget in (ROOMY, None):
+        roomy = tiered_cache(model, budget, block_size=1)
+        greedy(model, roomy)
+        assert (roomy.stats.bytes_down, roomy.stats.bytes_up) == (0, 0)
+        assert (roomy.stats.device.bytes == 0) == (budget is None and ON_HOST)
 
 
 def _layer_with_whole_past(model: PreTrainedModel, cache: Cache) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import PAD, build_model, dynamic_cache, prompt_ids, tiny_model
-from placements import Placement, assert_same_as_dynamic_cache, assert_same_outcome, outcome, tiered_cache
+from placements import ON_HOST, Placement, assert_same_as_dynamic_cache, assert_same_outcome, outcome, tiered_cache
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast, pipeline
 
@@ -158,11 +158,21 @@ def half_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
     return build_model(family, "sdpa").to(dtype)
 
 
+@torch.no_grad()
+def given_tokens(model: PreTrainedModel, cache: Cache) -> Any:
+    """Logits of tokens that do not depend on them: where they are equal up to rounding only, half precision may not
+    tell the likeliest token from the next."""
+    lengths = (21, *[1] * 10)
+    ids = [prompt_ids(rows=3, length=n, seed=i) for i, n in enumerate(lengths)]
+    return [model(input_ids=x, past_key_values=cache).logits for x in ids]
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
 def test_half_precision_gives_the_bits_of_dynamic_cache(family: str, dtype: torch.dtype, placement: Placement) -> None:
-    assert_same_as_dynamic_cache(half_model(family, dtype), greedy, placement, block_size=BLOCK_SIZE)
+    run = greedy if ON_HOST else given_tokens
+    assert_same_as_dynamic_cache(half_model(family, dtype), run, placement, block_size=BLOCK_SIZE)
 
 
 def attention_weights(model: PreTrainedModel, cache: Cache) -> Any:
@@ -192,7 +202,7 @@ def _word_tokenizer(vocabulary: int = 128) -> PreTrainedTokenizerFast:
 
 
 def written_by_a_pipeline(model: PreTrainedModel, cache: Cache) -> Any:
-    writer = pipeline("text-generation", model=model, tokenizer=_word_tokenizer(), device="cpu")
+    writer = pipeline("text-generation", model=model, tokenizer=_word_tokenizer(), device=model.device)
     prompt = " ".join(f"w{i}" for i in prompt_ids(rows=1, length=21)[0].tolist())
     return writer(prompt, past_key_values=cache, max_new_tokens=10, do_sample=False)
 
@@ -220,9 +230,7 @@ def test_early_initialization_is_honoured_or_refused() -> None:
     model = tiny_model("llama")
 
     def initialise_and_generate(cache: Cache) -> Any:
-        cache.early_initialization(
-            batch_size=1, num_heads=2, head_dim=12, dtype=torch.float32, device=torch.device("cpu")
-        )
+        cache.early_initialization(batch_size=1, num_heads=2, head_dim=12, dtype=torch.float32, device=model.device)
         return generate(model, cache)
 
     expected = outcome(lambda: initialise_and_generate(dynamic_cache(model)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import FAMILIES, attentions, dynamic_cache, prompt_ids, tiny_model
 from placements import (
+    ON_HOST,
     ROOMY,
     Placement,
     assert_same_as_dynamic_cache,
@@ -37,8 +38,6 @@ from kvtier.types import Direction
 SDPA = [name for name, family in FAMILIES.items() if family.tiered and "sdpa" in attentions(name)]
 MLA = ("deepseek_v3",)  # works on its keys between update and attention: a view must become a tensor
 BACKENDS = ("native", "torch")
-#: Whether a cache without a budget has no device tier: with KVTIER_TEST_DEVICE=cuda it has one of any size.
-ON_HOST = torch.get_default_device().type == "cpu"
 CASES = ((16, "host"), (1, "host"), (64, "device"), (16, "smallest"), (16, "between"))
 
 
@@ -59,12 +58,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "torch":
         monkeypatch.setattr(native, "available", lambda: False)
     return request.param
-
-
-@pytest.fixture
-def _on_the_host() -> Iterator[None]:
-    with torch.device("cpu"):
-        yield
 
 
 @pytest.mark.parametrize(("name", "block_size", "placement", "backend"), list(cases()), indirect=["backend"])
@@ -244,7 +237,7 @@ def test_half_precision_is_as_near_to_double_as_torch(dtype: torch.dtype) -> Non
         assert (ours.double() - expected).abs().max() <= allowed
 
 
-@pytest.mark.usefixtures("_on_the_host")
+@pytest.mark.usefixtures("on_the_host")
 def test_a_mask_that_nobody_expected_is_still_right() -> None:
     """Broadcast masks, additive masks in another dtype, and masks with other strides."""
     torch.manual_seed(0)
@@ -290,7 +283,7 @@ def test_dropout_and_gradients_are_left_to_torch() -> None:
     assert cache.stats.host_attended == 0
 
 
-@pytest.mark.usefixtures("_on_the_host")
+@pytest.mark.usefixtures("on_the_host")
 def test_ten_thousand_steps_leave_nothing_behind() -> None:
     """Memory does not grow, and no thread outlives the caches that it worked for."""
 

@@ -23,6 +23,8 @@ from kvtier.storage.memory import Budget, Memory, free_host_memory
 
 HUGE_PAGE = 2 * 2**20
 ROOT = Path(__file__).resolve().parents[2]
+#: Whether a device tier is emulated in mapped memory.
+ON_HOST = torch.get_default_device().type == "cpu"
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
 
@@ -102,10 +104,10 @@ def test_a_device_that_is_full_before_its_budget_is_used_up_does_with_less(
     expected: list[list[torch.Tensor]] = [[] for _ in range(layers)]
     has = 120 * slot
 
-    def mapped(near: Memory, real: Callable[[int], torch.Tensor], nbytes: int) -> torch.Tensor:
-        if near.budget.used > has:  # `nbytes` are counted by now
-            raise MemoryError
-        return real(nbytes)
+    def allocated(near: Memory, real: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+        if near.budget.used > has:  # only while it is asked: what is asked for is counted by now
+            raise MemoryError if ON_HOST else torch.OutOfMemoryError
+        return real(*args, **options)
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -115,7 +117,8 @@ def test_a_device_that_is_full_before_its_budget_is_used_up_does_with_less(
                 views = cache.update(x, x, layer)
                 near = cache._runtime.layers[layer].tiers.near
                 if not step and not layer:
-                    monkeypatch.setattr(near, "_map", functools.partial(mapped, near, near._map))
+                    owner, name = (near, "_map") if ON_HOST else (torch, "empty")
+                    monkeypatch.setattr(owner, name, functools.partial(allocated, near, getattr(owner, name)))
                 expected[layer].append(x)
                 whole = torch.cat(expected[layer], 2)
                 query = torch.randn(1, 2, 1, 8, generator=rng)
@@ -277,13 +280,21 @@ ENDINGS: dict[str, Callable[[TieredKVCache], None]] = {
 def test_all_memory_is_given_back_without_the_garbage_collector(
     mapped: weakref.WeakSet[mmap.mmap], ending: str, device_budget: int | None
 ) -> None:
+    if not ON_HOST:
+        filled_cache(device_budget)  # what torch's kernels allocate at their first use, they keep
+        before = torch.cuda.memory_allocated()
     cache = filled_cache(device_budget)
     stats = cache.stats
-    assert sum(map(len, mapped)) == stats.device.bytes + stats.host.bytes > 0
+    assert sum(map(len, mapped)) == stats.host.bytes + (stats.device.bytes if ON_HOST else 0)
+    assert stats.device.bytes + stats.host.bytes > 0
+    if not ON_HOST:
+        assert torch.cuda.memory_allocated() - before >= stats.device.bytes > 0
     ENDINGS[ending](cache)
     if ending == "delete":
         del cache
     assert not mapped
+    if not ON_HOST:
+        assert torch.cuda.memory_allocated() == before
     if ending == "reset":
         assert cache.stats.device.bytes == cache.stats.host.bytes == 0
 

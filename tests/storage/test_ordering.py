@@ -180,7 +180,8 @@ def test_slots_of_a_fetch_that_nobody_wants_any_more_are_no_reason_to_refuse(lat
         store.tiers.evict(block)
     store.tiers.staging.prefetch(store)
     cache.crop(1 - 4 * BLOCK)
-    assert len(store.tiers.engine.in_flight()) == late
+    if late or tokens.device.type == "cpu":  # a CUDA device may have ended by now, or not
+        assert len(store.tiers.engine.in_flight()) == late
     for count in (BLOCK - 1, *[BLOCK] * 6):
         cache.update(tokens[:, :, :count], tokens[:, :, :count], 0)
     assert cache.get_seq_length() == 7 * BLOCK
