@@ -316,6 +316,8 @@ def test_what_was_measured_is_told_when_a_run_is_ended(tmp_path: Path, number: s
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Who runs tests in the background has Ctrl-C ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_until(lambda: any(read(turns) for turns in tmp_path.glob("*.turns.jsonl")), 120)
     run.send_signal(number)
