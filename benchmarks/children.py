@@ -55,9 +55,12 @@ class Children:
             output, _ = child.communicate(timeout=max(seconds, 1.0))
             return Ended(child.returncode, output or "")
         except subprocess.TimeoutExpired:
-            _end_group(child)
-            output, _ = child.communicate()
-            return Ended(None, output or "")
+            # Its head may have ended, and what that began keeps the pipe open.
+            _end_group(child, whole=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, _ = child.communicate(timeout=10)
+                return Ended(None, output or "")
+            return Ended(None, "")
         finally:
             _end_group(child)
             self._running.discard(child)
@@ -69,13 +72,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when its parent is killed, which then cannot: none may stay on the device."""
+    """Have the kernel end this process when its parent is killed, which then cannot: none may stay on the device.
+
+    What this process begins in turn does not hear of it.
+    """
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end_group(child: subprocess.Popen[str]) -> None:
-    if child.poll() is None:
+def _end_group(child: subprocess.Popen[str], *, whole: bool = False) -> None:
+    """End a child and its group; `whole`: the group is known to live, whether its head does or not."""
+    if whole or child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()

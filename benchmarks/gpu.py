@@ -104,6 +104,7 @@ class Run:
         recorder.out = out / f"gpu-{recorder.machine['kind']}.jsonl"
         out.mkdir(parents=True, exist_ok=True)
         recorder.out.open("a", encoding="utf-8").close()
+        recorder.out.with_suffix(".tests.log").unlink(missing_ok=True)  # of an earlier run
         return cls(recorder, cuda, len(read(recorder.out)), len(read(turns_of(recorder.out))))
 
     @property
@@ -171,6 +172,9 @@ def run_benchmark(children: Children, part: Part, run: Run, share: float, left: 
         workload = record["workload"]
         at = f" at {workload['context']:,}" if workload.get("context") else ""
         failures.append(f"{record['contender']}{at}: {record['status']}: {short(record['reason'])}")
+    late = sum(r["status"] == "not reached in time" for r in made)
+    if late and run.cuda:
+        failures.append(f"{late} not reached in time")
     if ended.code and not ill:
         failures.append(f"exit status {ended.code}")
     if ended.code == 0 and not any("median" in r for r in made):

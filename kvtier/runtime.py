@@ -185,7 +185,7 @@ class Runtime:
         step = admission.Step(held, coming, room, tails, size, seals=total >= size_in_tokens)
         near = tiers.near.budget
         needed = step.alone() if tiers.far is None else step.near()
-        if needed > near.limit:
+        if needed > near.limit and not (tiers.near.restore() and needed <= near.limit):
             raise self._too_small(near, needed, store, tokens)
         if tiers.far is None:
             return

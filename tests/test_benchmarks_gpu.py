@@ -319,9 +319,12 @@ def test_what_was_measured_is_told_when_a_run_is_ended(tmp_path: Path, number: s
         # Who runs tests in the background has Ctrl-C ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    wait_until(lambda: any(read(turns) for turns in tmp_path.glob("*.turns.jsonl")), 120)
-    run.send_signal(number)
-    output, _ = run.communicate(timeout=60)
+    try:
+        wait_until(lambda: any(read(turns) for turns in tmp_path.glob("*.turns.jsonl")), 120)
+        run.send_signal(number)
+        output, _ = run.communicate(timeout=60)
+    finally:
+        run.kill()
     assert run.returncode == 130, output
     (records,) = (file for file in tmp_path.glob("*.jsonl") if file != turns_of(file) and "turns" not in file.name)
     table = records.with_suffix(".table.txt").read_text()

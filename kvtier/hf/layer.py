@@ -106,7 +106,7 @@ class TieredLayer(DynamicLayer):
             begins = steps.update(self.index, before)  # which may count a step that a recurrent layer began
             runtime.counters.steps += begins
             try:
-                if begins and launch.capturing(key_states.device):
+                if launch.capturing(key_states.device):
                     raise UnsupportedError(
                         "A CUDA graph is being captured. Its replays would write and read where this step does, "
                         "whatever the cache holds by then: leave forwards with a TieredKVCache out of graphs."

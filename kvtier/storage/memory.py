@@ -86,7 +86,8 @@ class Memory:
         self.budget = budget
         self.lock_for = lock_for
         self.elastic = elastic
-        self._shrunk = False
+        self._given = budget.limit
+        self._warned = False
         self._mapped = device.type == "cpu"
         self._locked: dict[int, _Locked] = {}
         self.yielding: list[Holder] = []
@@ -102,6 +103,7 @@ class Memory:
         Raises:
             BudgetError: the budget allows it but the machine does not have it, and this memory is not elastic.
         """
+        peak = self.budget.peak
         if nbytes <= 0 or not self.budget.reserve(nbytes):
             return None
         try:
@@ -111,7 +113,7 @@ class Memory:
                     return self._map(nbytes)
                 return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except (OSError, MemoryError, torch.OutOfMemoryError, TransferError) as error:
-            self.budget.release(nbytes)
+            self._not_taken(nbytes, peak)
             if self.elastic:
                 self._shrink(nbytes)
                 return None
@@ -123,14 +125,18 @@ class Memory:
                 budget=self.budget.limit,
             ) from error
         except BaseException:
-            self.budget.release(nbytes)
+            self._not_taken(nbytes, peak)
             raise
+
+    def _not_taken(self, nbytes: int, peak: int) -> None:
+        self.budget.release(nbytes)
+        self.budget.peak = peak
 
     def _shrink(self, nbytes: int) -> None:
         """The machine did not have `nbytes` more: from now on less is asked of it, for asking in vain is slow."""
         was, self.budget.limit = self.budget.limit, self.budget.used + nbytes // 2
-        if not self._shrunk:
-            self._shrunk = True
+        if not self._warned:
+            self._warned = True
             warnings.warn(
                 f"{self.device} does not have the {was} bytes of the {self.budget.tier} budget: the cache goes on with "
                 f"the {self.budget.used} that it holds, and little more. Give a smaller {self.budget.tier}_budget to "
@@ -138,6 +144,16 @@ class Memory:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    @property
+    def shrunk(self) -> bool:
+        """Whether the budget is less than what was given, for want of memory."""
+        return self.budget.limit < self._given
+
+    def restore(self) -> bool:
+        """Allow again all that was given: what was missing may be there by now. Whether that is more than before."""
+        was, self.budget.limit = self.budget.limit, self._given
+        return self.budget.limit > was
 
     def make_way(self, nbytes: int) -> bool:
         """Have everything given back that its holders can do without, if `nbytes` are free then. Whether they are."""
@@ -167,11 +183,9 @@ class Memory:
         align = _HUGE_PAGE if nbytes >= _HUGE_PAGE else 0
         # Private: a forked child must not write into its parent's KV.
         region = mmap.mmap(-1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if align:
-            _advise(region, "MADV_HUGEPAGE")
-        if self.lock_for is not None:
-            # At a fork the kernel copies what is page-locked, all of it, into a child that cannot use CUDA anyway.
-            _advise(region, "MADV_DONTFORK")
+        if align and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                region.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(region, dtype=torch.uint8)
         start = -whole.data_ptr() % align if align else 0
         slab = whole[start : start + nbytes]
@@ -212,13 +226,6 @@ def _succeeded(code: Any) -> bool:
     with contextlib.suppress(Exception):
         torch.empty(1, device="cuda").fill_(1)
     return False
-
-
-def _advise(region: mmap.mmap, name: str) -> None:
-    """Advise the kernel, which need not know what is meant."""
-    if hasattr(mmap, name):
-        with contextlib.suppress(OSError):
-            region.madvise(getattr(mmap, name))
 
 
 def free_host_memory() -> int:

@@ -142,6 +142,15 @@ class Tiers:
     def near_shortage(self, missing: int) -> BudgetError:
         """The error for a near tier that is short of `missing` bytes."""
         budget = self.near.budget
+        if self.near.shrunk:
+            return BudgetError(
+                f"{self.device} has no memory for more than the {budget.limit} bytes that the cache holds there, and "
+                f"nothing of it can move; {missing} more are needed. Leave the device more room, or drop tokens with "
+                "`crop`.",
+                tier=budget.tier,
+                needed=budget.limit + missing,
+                budget=budget.limit,
+            )
         needed = self.minimum()
         if needed <= budget.limit:
             needed = budget.limit + missing

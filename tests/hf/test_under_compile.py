@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build_model, prompt_ids
+from families import build_model, prompt_ids, tiny_model
 from placements import tiered_cache
 
 from kvtier import UnsupportedError
@@ -48,6 +48,15 @@ def test_a_torch_that_cannot_be_told_is_warned_of(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch._dynamo.trace_rules, "add", None)
     with pytest.warns(RuntimeWarning, match="do not compile"):
         dynamo.keep_out.__wrapped__()
+
+
+def test_a_captured_graph_is_refused_where_a_recurrent_layer_begins_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3_next")
+    cache = tiered_cache(model)
+    tokens = prompt_ids(rows=1, length=10)
+    monkeypatch.setattr(launch, "capturing", lambda device: True)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="CUDA graph"):
+        model(tokens, past_key_values=cache)
 
 
 def test_a_step_in_a_captured_graph_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
