@@ -37,7 +37,8 @@ class TierStats:
     """One tier, all devices together.
 
     Attributes:
-        budget: bytes it may use (0: there is no such tier).
+        budget: bytes it may use (0: there is no such tier); less than were given, and perhaps than the peak, once the
+            device was full.
         bytes: bytes it has allocated now: slabs of blocks; where attention runs, the workspace; and in the host tier
             what queries and results pass through.
         peak_bytes: the most it has had allocated.

@@ -184,8 +184,10 @@ class Runtime:
         tails = len(groups) * (sum(x.layout.nbytes for x in tiers.layers) + unborn * size) if unsealed else 0
         step = admission.Step(held, coming, room, tails, size, seals=total >= size_in_tokens)
         near = tiers.near.budget
+        if not done:  # once for each step
+            tiers.near.recover()
         needed = step.alone() if tiers.far is None else step.near()
-        if needed > near.limit and not (tiers.near.restore() and needed <= near.limit):
+        if needed > near.limit and not tiers.near.insist(needed):
             raise self._too_small(near, needed, store, tokens)
         if tiers.far is None:
             return

@@ -61,7 +61,7 @@ def _attend(
         scores = scores + terms.slopes.to(wide)[:, None, None] * (positions - at)
     if terms.mask is not None:
         mask = terms.mask[..., positions]
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
     seen = torch.ones((queries, tokens), dtype=torch.bool, device=query.device)
     if terms.causal:
         seen = seen & (positions <= at)

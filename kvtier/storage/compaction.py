@@ -93,7 +93,11 @@ def _movable(pool: BlockPool, slot: int) -> Block | None:
 def _move(tiers: Tiers, pool: BlockPool, block: Block, target: int) -> None:
     """Let a block lie in a slot that was allocated for it. Its layer is told by the caller."""
     assert block.near is not None
-    pool.bytes(target, 1).copy_(pool.bytes(block.near, 1))
+    try:
+        pool.bytes(target, 1).copy_(pool.bytes(block.near, 1))
+    except BaseException:
+        pool.release(target)
+        raise
     pool.release(block.near)
     block.near = target
     tiers.counters.moved_blocks += 1

@@ -16,6 +16,8 @@ from kvtier.errors import BudgetError, TransferError
 _HUGE_PAGE = 2 * 2**20
 #: `cudaHostRegisterPortable | cudaHostRegisterMapped`: every device copies from it, and reads it by address.
 _FOR_ALL_DEVICES = 1 | 2
+#: Steps that take memory until more is asked of a machine that had none: asking in vain empties torch's allocator.
+PATIENCE = 8
 #: `cudaErrorMemoryAllocation`.
 _OUT_OF_MEMORY = 2
 
@@ -87,6 +89,7 @@ class Memory:
         self.lock_for = lock_for
         self.elastic = elastic
         self._given = budget.limit
+        self._patience = 0
         self._warned = False
         self._mapped = device.type == "cpu"
         self._locked: dict[int, _Locked] = {}
@@ -97,8 +100,12 @@ class Memory:
         """Bytes that are page-locked now."""
         return sum(locked.nbytes for locked in self._locked.values())
 
-    def allocate(self, nbytes: int) -> torch.Tensor | None:
+    def allocate(self, nbytes: int, *, luxury: bool = False) -> torch.Tensor | None:
         """A `uint8` tensor of `nbytes`, counted; None if the budget does not allow it.
+
+        Args:
+            nbytes: exactly.
+            luxury: less would do: that elastic memory does not have so many says nothing of less.
 
         Raises:
             BudgetError: the budget allows it but the machine does not have it, and this memory is not elastic.
@@ -115,7 +122,8 @@ class Memory:
         except (OSError, MemoryError, torch.OutOfMemoryError, TransferError) as error:
             self._not_taken(nbytes, peak)
             if self.elastic:
-                self._shrink(nbytes)
+                if not luxury:
+                    self._shrink(nbytes)
                 return None
             raise BudgetError(
                 f"The {self.budget.tier} budget of {self.budget.limit} bytes allows {nbytes} more, but the machine "
@@ -135,12 +143,13 @@ class Memory:
     def _shrink(self, nbytes: int) -> None:
         """The machine did not have `nbytes` more: from now on less is asked of it, for asking in vain is slow."""
         was, self.budget.limit = self.budget.limit, self.budget.used + nbytes // 2
+        self._patience = PATIENCE
         if not self._warned:
             self._warned = True
             warnings.warn(
                 f"{self.device} does not have the {was} bytes of the {self.budget.tier} budget: the cache goes on with "
-                f"the {self.budget.used} that it holds, and little more. Give a smaller {self.budget.tier}_budget to "
-                "leave room for the model's activations.",
+                f"the {self.budget.used} that it holds, and asks again later. Give a smaller {self.budget.tier}_budget "
+                "to leave room for the model's activations.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -150,10 +159,22 @@ class Memory:
         """Whether the budget is less than what was given, for want of memory."""
         return self.budget.limit < self._given
 
-    def restore(self) -> bool:
-        """Allow again all that was given: what was missing may be there by now. Whether that is more than before."""
-        was, self.budget.limit = self.budget.limit, self._given
-        return self.budget.limit > was
+    def recover(self) -> None:
+        """Told of each step that takes memory: some steps later all that was given is allowed again."""
+        if self.shrunk:
+            self._patience -= 1
+            if self._patience <= 0:
+                self.budget.limit = self._given
+
+    def insist(self, limit: int) -> bool:
+        """Before anything is refused for what was missing once: allow `limit` bytes again, if so many were given.
+
+        Whether that is more than before. The machine is asked anew, and may refuse.
+        """
+        grown = self.budget.limit < limit <= self._given
+        if grown:
+            self.budget.limit = limit
+        return grown
 
     def make_way(self, nbytes: int) -> bool:
         """Have everything given back that its holders can do without, if `nbytes` are free then. Whether they are."""

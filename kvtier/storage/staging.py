@@ -181,11 +181,11 @@ class Workspace:
         # A sixteenth more than asked, if it is free for the taking, saves re-making it at every block.
         roomy = nbytes + nbytes // 16 // 64 * 64
         near = self._tiers.near
-        data = near.allocate(roomy)
-        if data is None:
-            self._tiers.reclaim(nbytes, None)
+        data = near.allocate(roomy, luxury=True)
+        # Each time that the machine does not have what the budget allows, the budget shrinks, and more has to leave.
+        while data is None and self._tiers.reclaim(nbytes, None):
             data = near.allocate(nbytes)
-        if data is None and near.make_way(nbytes):
+        if data is None and (near.make_way(nbytes) or near.insist(near.budget.used + nbytes)):
             data = near.allocate(nbytes)
         if data is None:
             raise self._tiers.near_shortage(nbytes - self._tiers.near.budget.free)

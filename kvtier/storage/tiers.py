@@ -130,7 +130,10 @@ class Tiers:
             if not self.drop_staged():
                 raise
             return True
-        return self.drop_staged()
+        if self.drop_staged():
+            return True
+        near = pool.memory
+        return near.insist(near.budget.used + pool.layout.nbytes) and pool.grow(1) > 0
 
     def drop_staged(self) -> bool:
         """Forget every prefetch, wait until nothing is in flight, forgotten or not. True if there was any of either."""

@@ -302,8 +302,8 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
     def _patch_memory(self, patch: pytest.MonkeyPatch) -> None:
         allocate, release, handover = Memory.allocate, Memory.release, split.Handover.__init__
 
-        def allocated(memory: Memory, nbytes: int) -> torch.Tensor | None:
-            slab = allocate(memory, nbytes)
+        def allocated(memory: Memory, nbytes: int, **options: bool) -> torch.Tensor | None:
+            slab = allocate(memory, nbytes, **options)
             if slab is not None:
                 self.watch(slab, f"{memory.budget.tier} slab")
             return slab
