@@ -43,7 +43,7 @@ class TierStats:
             what queries and results pass through.
         peak_bytes: the most it has had allocated.
         workspace_bytes: the part of `bytes` in which one layer's KV is laid out for torch's attention.
-        handover_bytes: the part of `bytes` through which queries and results of attention on the host pass.
+        handover_bytes: the part of `bytes` through which queries, masks and results of attention on the host pass.
         page_locked_bytes: the part of `bytes` that is page-locked, so that an accelerator copies it in the background.
         used_blocks: slots in use; staging included.
         free_blocks: slots allocated and free.

@@ -21,7 +21,7 @@ from kvtier.kernels.terms import Terms
 from kvtier.storage.block import BlockLayout
 from kvtier.storage.gather import Slots
 from kvtier.storage.pool import BlockPool
-from kvtier.storage.staging import Handover
+from kvtier.storage.staging import Handover, room_of
 from kvtier.storage.store import LayerStore
 from kvtier.storage.tiers import Tiers
 from kvtier.storage.transfer import TensorCopy
@@ -112,8 +112,11 @@ def _both(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, pla
     """Device and host at once: the query goes down, both attend, the host's part comes up, the two are merged."""
     engine = layer.tiers.engine
     batch, heads, queries, k_dim = query.shape
-    hand = layer.tiers.handover.take((batch, heads, queries, k_dim, layer.layout.v_dim), layer.layout.dtype)
-    here, others = _terms_down(terms, query.device)
+    shape = (batch, heads, queries, k_dim, layer.layout.v_dim)
+    # Masks, sinks and biases come down with the query: a copy of their own would wait for all the device has to do.
+    here = {name: x.detach().to(query.device).contiguous() for name, x in _tensors(terms).items()}
+    hand = layer.tiers.handover.take(shape, layer.layout.dtype, room_of(here.values()))
+    others: dict[str, Any] = hand.room_for(here)
     copies = [TensorCopy(query, hand.query), *(TensorCopy(here[name], x) for name, x in others.items())]
     down = hand.last = engine.submit(copies, Direction.QUERY)
     # Sinks belong to the whole, and are counted in one part only.
@@ -187,15 +190,6 @@ def _tensors(terms: Terms) -> dict[str, Any]:
 def _terms_on(terms: Terms, device: torch.device) -> Terms:
     moved = {name: x.to(device) for name, x in _tensors(terms).items() if x.device != device}
     return replace(terms, **moved) if moved else terms
-
-
-def _terms_down(terms: Terms, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Masks, sinks and biases on the device, and memory on the host for each, to come down with the query: a copy of
-    its own would wait for all that the device has to do."""
-    here = {name: x.detach().to(device).contiguous() for name, x in _tensors(terms).items()}
-    pinned = device.type == "cuda"
-    below = {name: torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned) for name, x in here.items()}
-    return here, below
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,9 @@ from kvtier.types import Direction
 if TYPE_CHECKING:
     from kvtier.storage.store import LayerStore
     from kvtier.storage.tiers import Tiers
+
+#: Masks, sinks and biases are given room in multiples of so many bytes.
+_STEP = 16 * 2**10
 
 
 class Staging:
@@ -224,7 +227,8 @@ class Workspace:
 
 
 class Handover:
-    """Host memory through which a query comes down and a result goes up: page-locked for a CUDA device.
+    """Host memory through which a query, its masks and biases come down and a result goes up: page-locked for a CUDA
+    device.
 
     One call after the other uses it; a call's copies have ended when the next one's query has arrived, for that comes
     down behind the compute stream, which waited for them.
@@ -241,13 +245,14 @@ class Handover:
         last: the last copy from or to it, behind all others.
     """
 
-    __slots__ = ("_shape", "calls", "data", "last", "lse", "out", "query")
+    __slots__ = ("_end", "_shape", "calls", "data", "last", "lse", "out", "query")
 
     def __init__(self, data: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.data = data
         self.calls: dict[int, tuple[object, Any]] = {}
         self.last: Transfer | None = None
         self._shape: object = None
+        self._end = 0
         self.fit(shape, dtype)
 
     def fit(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -261,15 +266,32 @@ class Handover:
             self.out = out[: math.prod(shape[:3]) * shape[4]].view(*shape[:3], shape[4])
             self.lse = self.data[ends[1] : ends[2]].view(torch.float32)[: math.prod(shape[:3])].view(shape[:3])
         self.calls.clear()
-        self._shape = (shape, dtype)
+        self._shape, self._end = (shape, dtype), ends[2]
+
+    def room_for(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A tensor like each of these, behind query and result, for whom `HandoverArea.take` made `room_of` bytes."""
+        found, begin = {}, self._end
+        for name, x in tensors.items():
+            found[name] = self.data[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
+            begin += _aligned(x.nbytes)
+        return found
 
 
 def _ends(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int, int]:
     """Where query, result and its weights end, each begun at a multiple of 64 bytes."""
     batch, heads, queries, k_dim, v_dim = shape
     rows = batch * heads * queries
-    query, out, lse = (-(-n // 64) * 64 for n in (rows * k_dim * dtype.itemsize, rows * v_dim * 4, rows * 4))
+    query, out, lse = map(_aligned, (rows * k_dim * dtype.itemsize, rows * v_dim * 4, rows * 4))
     return query, query + out, query + out + lse
+
+
+def room_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that these take on their way; in large steps, for masks grow with every token."""
+    return -(-sum(_aligned(x.nbytes) for x in tensors) // _STEP) * _STEP
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
 
 
 class HandoverArea:
@@ -288,14 +310,15 @@ class HandoverArea:
         """Bytes of the host budget that are kept for it."""
         return 0 if self._kept is None else self._kept.data.numel()
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Handover:
-        """What the next call's query, `[batch, heads, queries, k_dim]` of `dtype`, and result pass through.
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, more: int = 0) -> Handover:
+        """What the next call's query, `[batch, heads, queries, k_dim]` of `dtype`, masks and result pass through.
 
         Args:
             shape: (batch, heads, queries, k_dim, v_dim).
             dtype: of the query.
+            more: bytes for what else comes down; see `room_of`.
         """
-        nbytes = _ends(shape, dtype)[-1]
+        nbytes = _ends(shape, dtype)[-1] + more
         if self._kept is not None and self._kept.data.numel() >= nbytes:
             self._kept.fit(shape, dtype)
             return self._kept

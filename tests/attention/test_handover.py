@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from kvtier import BudgetError, TieredKVCache
 from kvtier.storage.memory import Memory
+from kvtier.storage.staging import room_of
 from kvtier.storage.transfer import Transfer
 from kvtier.testing import held, with_doubles
 from kvtier.types import Direction
@@ -237,6 +238,7 @@ def test_a_mask_comes_down_with_the_query_and_not_by_a_copy_that_waits(dtype: to
     before = cache.stats.attention_bytes
     got = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
     assert cache.stats.host_attended == 1
+    assert cache.stats.host.handover_bytes == needed(2) + room_of([mask]), "paid for as the query is"
     out_and_lse = 2 * 2 * HEADS * (DIM + 1) * 4
     assert cache.stats.attention_bytes - before == query.nbytes + mask.nbytes + out_and_lse
     dense = [y.dense() for y in (keys, values)]
