@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.records import number, table
+from benchmarks.scenarios.kernels import COPY
 from kvtier.config import DEVICE_BLOCK
 
 Record = Mapping[str, Any]
@@ -73,7 +74,7 @@ def table_of(found: Sequence[Wish]) -> str:
 def _kernels(records: Sequence[Record]) -> Iterator[Wish]:
     shape = {"context": 32768, "batch": 1, "queries": 1, "heads": 32, "kv_heads": 8, "block_size": DEVICE_BLOCK}
     paged = _last(records, "kernels", "paged", **shape)
-    copy = _last(records, "kernels", "copy on the device", **shape)
+    copy = _last(records, "kernels", COPY, **shape)
     yield Wish("paged decode at 32k, of a copy's GB/s on the device", _ratio(paged, copy), ">=", 0.8)
 
 

@@ -230,6 +230,28 @@ def test_the_plan_measures_all_that_is_wished_for() -> None:
     assert set(verdicts(wishes(plan())).values()) == {"met"}
 
 
+def test_wishes_find_what_benchmarks_really_record(tmp_path: Path) -> None:
+    """The plan above is made up: names and facts are those that scenarios write."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--only=link,host,update,decode llama 64k", f"--out={tmp_path}"]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    (file,) = tmp_path.glob("*.jsonl")
+    records = read(file)
+    found = {wish.name: wish.figure for wish in wishes(records)}
+    # The others are about sizes that are not measured here.
+    for name in (
+        "runs fetched per layer and token (launches are fewer)",
+        "bytes written back but for a backlog, of the new tokens' KV",
+        "a step, of the longer of all resident and host bytes / (link + host attention)",
+        "Python per layer and step, us",
+    ):
+        assert found[name] is not None, name
+    for word in ("fetch", "write back"):
+        assert any(
+            r["scenario"] == "link" and r.get("contender") == f"{word}, chosen" and r["workload"]["chunk_bytes"]
+            for r in records
+        )
+
+
 def test_without_records_there_is_no_figure() -> None:
     assert set(verdicts(wishes([])).values()) == {"no figure"}
     broken = [r | {"status": "failed"} for r in plan()]
