@@ -20,7 +20,7 @@ from kvtier.config import (
     resolve_size,
 )
 from kvtier.errors import BudgetError, ClosedError, StaleViewError
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 from kvtier.metrics import CacheStats, Counters, TierStats
 from kvtier.planning import admission
 from kvtier.steps import Steps
@@ -227,15 +227,15 @@ class Runtime:
             self._prefetch_after(store, query.shape[2])
         return out.to(dtype)
 
-    def attend_terms(
-        self, store: LayerStore, length: int, epoch: int, query: torch.Tensor, terms: Terms
+    def attend_with(
+        self, store: LayerStore, length: int, epoch: int, query: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Attention of `query` over a view of `store`, with what torch's own kernel does not have."""
         self._check_view(store, length, epoch)
         with self.steps.changing():
             self.counters.views_attended += 1
             query, dtype = calls.under_autocast(store, query)
-            out = calls.attend_terms(store, length, query, terms, host=self.options.host_attention)
+            out = calls.attend_with(store, length, query, params, host=self.options.host_attention)
             self._prefetch_after(store, query.shape[2])
         return out.to(dtype)
 

@@ -22,8 +22,8 @@ from benchmarks.records import size
 from benchmarks.turns import Start, synchronize
 from kvtier.config import DEVICE_BLOCK
 from kvtier.kernels import copies, launch, paged
+from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.kernels.terms import Terms
 from kvtier.storage.block import BlockLayout
 
 SUMMARY = "GB/s of the device's kernels: paged decode, merges, block copies over the link"
@@ -218,7 +218,7 @@ def _paged(device: torch.device, shape: Shape, turn: int, parts: int | None = No
     layout = BlockLayout(shape.kv_heads, shape.kv_heads, shape.dim, shape.dim, shape.block_size, shape.dtype)
     blocks = -(-shape.tokens // shape.block_size)
     query = torch.randn(shape.batch, shape.heads, shape.queries, shape.dim, device=device).to(shape.dtype)
-    terms = Terms(shape.dim**-0.5, causal=True)
+    params = AttentionParams(shape.dim**-0.5, causal=True)
     calls = []
     for _ in range(_sets(shape)):
         slab = torch.randn(shape.batch * blocks, layout.nbytes // shape.dtype.itemsize, device=device).to(shape.dtype)
@@ -227,7 +227,7 @@ def _paged(device: torch.device, shape: Shape, turn: int, parts: int | None = No
         table = AddressTable(slab.data_ptr() + order * layout.nbytes)
 
         def call(table: AddressTable = table, keep: torch.Tensor = slab) -> None:
-            paged.attend(query, table, layout, shape.tokens, terms, parts=parts)
+            paged.attend(query, table, layout, shape.tokens, params, parts=parts)
 
         calls.append(call)
     return Repeated(device, calls, shape.nbytes, turn, _tile(device, shape, layout))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from kvtier.attention import split, streamed
 from kvtier.errors import UnsupportedError
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 from kvtier.storage.gather import dense_kv, own_kv
 from kvtier.storage.store import LayerStore
 
@@ -32,11 +32,11 @@ def attend(
         keys and values.
     """
     if host:
-        terms = _terms(layer, length, repeats, query, options)
-        if terms is not None and split.serves(layer, query, terms):
-            return split.attend(layer, length, query, terms)
-        if terms is not None and streamed.serves(layer, length, query, terms):
-            return streamed.attend(layer, length, query, terms)
+        params = _params(layer, length, repeats, query, options)
+        if params is not None and split.serves(layer, query, params):
+            return split.attend(layer, length, query, params)
+        if params is not None and streamed.serves(layer, length, query, params):
+            return streamed.attend(layer, length, query, params)
     keys, values = _dense(layer, length, query, host)
     return F.scaled_dot_product_attention(query, repeat(keys, repeats), repeat(values, repeats), **options)
 
@@ -49,37 +49,39 @@ def under_autocast(layer: LayerStore, query: torch.Tensor) -> tuple[torch.Tensor
     return query.to(wide), torch.get_autocast_dtype(kind)
 
 
-def attend_terms(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, *, host: bool) -> torch.Tensor:
+def attend_with(
+    layer: LayerStore, length: int, query: torch.Tensor, params: AttentionParams, *, host: bool
+) -> torch.Tensor:
     """Attention with softcap, sinks, windows and biases, which torch's own kernel does not have.
 
     Args:
         layer: whose KV.
         length: tokens.
         query: `[batch, heads, queries, k_dim]`.
-        terms: scale, masks and biases.
+        params: scale, masks and biases.
         host: whether host threads may serve.
 
     Returns:
         `[batch, heads, queries, v_dim]` in the query's dtype.
     """
-    if host and split.serves(layer, query, terms):
-        return split.attend(layer, length, query, terms)
-    if host and streamed.serves(layer, length, query, terms):
-        return streamed.attend(layer, length, query, terms)
+    if host and split.serves(layer, query, params):
+        return split.attend(layer, length, query, params)
+    if host and streamed.serves(layer, length, query, params):
+        return streamed.attend(layer, length, query, params)
     keys, values = _dense(layer, length, query, host)
     heads = query.shape[1]
-    bare = (terms.causal, terms.window, terms.softcap, terms.firsts, terms.sinks, terms.slopes) == (
+    bare = (params.causal, params.window, params.softcap, params.first_valid, params.sinks, params.slopes) == (
         False,
         0,
         0,
         *[None] * 3,
     )
-    if bare and (terms.mask is None or terms.mask.dtype in (torch.bool, query.dtype)):
+    if bare and (params.mask is None or params.mask.dtype in (torch.bool, query.dtype)):
         repeats = heads // keys.shape[1]
         return F.scaled_dot_product_attention(
-            query, repeat(keys, repeats), repeat(values, repeats), attn_mask=terms.mask, scale=terms.scale
+            query, repeat(keys, repeats), repeat(values, repeats), attn_mask=params.mask, scale=params.scale
         )
-    return streamed.in_plain_torch(query, keys, values, terms, 0, length)[0].to(query.dtype)
+    return streamed.in_plain_torch(query, keys, values, params, 0, length)[0].to(query.dtype)
 
 
 def _dense(layer: LayerStore, length: int, query: torch.Tensor, host: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +95,9 @@ def _dense(layer: LayerStore, length: int, query: torch.Tensor, host: bool) -> t
     return without_gradient(layer, *dense_kv(layer, length, lasting=lasting))
 
 
-def _terms(layer: LayerStore, length: int, repeats: int, query: torch.Tensor, options: dict[str, Any]) -> Terms | None:
+def _params(
+    layer: LayerStore, length: int, repeats: int, query: torch.Tensor, options: dict[str, Any]
+) -> AttentionParams | None:
     """What a call of `scaled_dot_product_attention` asks for; None where torch alone knows."""
     queries = query.shape[2]
     if query.dim() != 4 or query.shape[0] != layer.batch or options.get("dropout_p"):
@@ -110,7 +114,7 @@ def _terms(layer: LayerStore, length: int, repeats: int, query: torch.Tensor, op
             return None
         mask = mask[(None,) * (4 - mask.dim())]
     scale = options.get("scale")
-    return Terms(query.shape[3] ** -0.5 if scale is None else scale, causal=causal and queries > 1, mask=mask)
+    return AttentionParams(query.shape[3] ** -0.5 if scale is None else scale, causal=causal and queries > 1, mask=mask)
 
 
 def repeat(x: torch.Tensor, repeats: int) -> torch.Tensor:

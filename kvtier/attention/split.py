@@ -17,7 +17,7 @@ from kvtier.attention import plans
 from kvtier.attention.plans import Plan
 from kvtier.cpu import fallback, native
 from kvtier.kernels import launch, paged
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 from kvtier.storage.block import BlockLayout
 from kvtier.storage.gather import Slots
 from kvtier.storage.pool import BlockPool
@@ -50,7 +50,7 @@ def able(layer: LayerStore) -> bool:
     return not graph and layout.dtype in native.DTYPES and layout.k_heads == layout.v_heads and native.available()
 
 
-def serves(layer: LayerStore, query: torch.Tensor, terms: Terms) -> bool:
+def serves(layer: LayerStore, query: torch.Tensor, params: AttentionParams) -> bool:
     """Whether `attend` can take this call. What it cannot take is streamed, or read as one tensor."""
     layout = layer.layout
     heads, queries = query.shape[1], query.shape[2]
@@ -63,7 +63,7 @@ def serves(layer: LayerStore, query: torch.Tensor, terms: Terms) -> bool:
         or (torch.is_grad_enabled() and (query.requires_grad or layer.carries_graph))
     ):
         return False
-    mask = terms.mask
+    mask = params.mask
     if mask is not None and (mask.dtype not in native.MASKS or mask.requires_grad):
         return False
     tiers = layer.tiers
@@ -73,17 +73,17 @@ def serves(layer: LayerStore, query: torch.Tensor, terms: Terms) -> bool:
         # Without Triton torch's own kernel is the best there is, if one tensor of the layer fits as well.
         if layer.workspace_bytes(layer.length) <= tiers.near.budget.free + tiers.workspace.nbytes:
             return False
-    return native.available() or fallback.serves(queries, layout.k_dim, layout.v_dim, terms)
+    return native.available() or fallback.serves(queries, layout.k_dim, layout.v_dim, params)
 
 
-def attend(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms) -> torch.Tensor:
+def attend(layer: LayerStore, length: int, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
     """Attention of `query` over the first `length` tokens of a layer, where they lie.
 
     Args:
         layer: whose KV.
         length: tokens.
         query: `[batch, heads, queries, k_dim]`, on the layer's device.
-        terms: scale, masks and biases, of which `serves` approved.
+        params: scale, masks and biases, of which `serves` approved.
 
     Returns:
         `[batch, heads, queries, v_dim]` in the query's dtype.
@@ -97,30 +97,30 @@ def attend(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms) ->
         counters.host_attended += 1
         counters.host_blocks += plan.distinct
         if plan.blocks is not None:
-            return _native(layer, length, query, terms, plan.blocks)
-        return fallback.attend(query, _runs(layer, layer.pool, plan.slots(layer)[0], length), terms)[0].to(query.dtype)
+            return _native(layer, length, query, params, plan.blocks)
+        return fallback.attend(query, _runs(layer, layer.pool, plan.slots(layer)[0], length), params)[0].to(query.dtype)
     if not len(plan.far):
         counters.block_hits += len(layer.resident)
-        return _on_device(layer, length, query, terms, plan, out_dtype=query.dtype)[0]
+        return _on_device(layer, length, query, params, plan, out_dtype=query.dtype)[0]
     counters.host_attended += 1
     counters.host_blocks += plan.distinct
     counters.block_hits += len(layer.resident)
-    return _both(layer, length, query, terms, plan)
+    return _both(layer, length, query, params, plan)
 
 
-def _both(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, plan: Plan) -> torch.Tensor:
+def _both(layer: LayerStore, length: int, query: torch.Tensor, params: AttentionParams, plan: Plan) -> torch.Tensor:
     """Device and host at once: the query goes down, both attend, the host's part comes up, the two are merged."""
     engine = layer.tiers.engine
     batch, heads, queries, k_dim = query.shape
     shape = (batch, heads, queries, k_dim, layer.layout.v_dim)
     # Masks, sinks and biases come down with the query: a copy of their own would wait for all the device has to do.
-    here = {name: x.detach().to(query.device).contiguous() for name, x in _tensors(terms).items()}
+    here = {name: x.detach().to(query.device).contiguous() for name, x in _tensors(params).items()}
     hand = layer.tiers.handover.take(shape, layer.layout.dtype, room_of(here.values()))
     others: dict[str, Any] = hand.room_for(here)
     copies = [TensorCopy(query, hand.query), *(TensorCopy(here[name], x) for name, x in others.items())]
     down = hand.last = engine.submit(copies, Direction.QUERY)
     # Sinks belong to the whole, and are counted in one part only.
-    own = replace(terms, **(here | {"sinks": None}))
+    own = replace(params, **(here | {"sinks": None}))
     part = None
     if layer.tiers.device.type != "cpu":
         part = _on_device(layer, length, query, own, plan)  # launched before the CPU waits for the query
@@ -130,7 +130,7 @@ def _both(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, pla
     if plan.blocks is not None:
         _set_length(plan.blocks, length)
         _employers.add(layer.tiers)
-        call = _call(layer, hand, plan.blocks, replace(terms, **others) if others else terms)
+        call = _call(layer, hand, plan.blocks, replace(params, **others) if others else params)
         # This thread goes on to launch the device's part, and helps when it waits.
         future = call.submit(max(torch.get_num_threads() - 1, 1))
         try:
@@ -141,7 +141,9 @@ def _both(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, pla
             future.wait()
     else:
         pool = layer.tiers.far_pools[layer.layout]
-        result = fallback.attend(hand.query, _runs(layer, pool, plan.slots(layer)[1], length), replace(terms, **others))
+        result = fallback.attend(
+            hand.query, _runs(layer, pool, plan.slots(layer)[1], length), replace(params, **others)
+        )
         hand.out.copy_(result[0])
         hand.lse.copy_(result[1])
         part = part or _on_device(layer, length, query, own, plan)
@@ -151,14 +153,14 @@ def _both(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms, pla
     return paged.merge([part, (up[0], up[1])], dtype=query.dtype)[0]
 
 
-def _call(layer: LayerStore, hand: Handover, blocks: native.BlockList, terms: Terms) -> native.Call:
+def _call(layer: LayerStore, hand: Handover, blocks: native.BlockList, params: AttentionParams) -> native.Call:
     """The call over a layer's blocks, made once for as long as nothing but the numbers changes."""
-    key = (blocks, terms.scale, terms.causal, terms.window)
+    key = (blocks, params.scale, params.causal, params.window)
     found = hand.calls.get(layer.index)
-    if terms.plain and found is not None and found[0] == key:
+    if params.plain and found is not None and found[0] == key:
         return found[1]
-    call = native.Call(_shape(layer.layout), hand.query, blocks, terms, hand.out, hand.lse)
-    if terms.plain:
+    call = native.Call(_shape(layer.layout), hand.query, blocks, params, hand.out, hand.lse)
+    if params.plain:
         hand.calls[layer.index] = (key, call)
     return call
 
@@ -167,7 +169,7 @@ def _on_device(
     layer: LayerStore,
     length: int,
     query: torch.Tensor,
-    terms: Terms,
+    params: AttentionParams,
     plan: Plan,
     out_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,20 +178,20 @@ def _on_device(
     out = torch.empty((batch, heads, queries, layer.layout.v_dim), dtype=out_dtype, device=query.device)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     if plan.device is not None:
-        return _native(layer, length, query, terms, plan.device, out, lse), lse
+        return _native(layer, length, query, params, plan.device, out, lse), lse
     return paged.attend(
-        query, plan.table(layer), layer.layout, length, _terms_on(terms, query.device), out=out, lse=lse
+        query, plan.table(layer), layer.layout, length, _params_on(params, query.device), out=out, lse=lse
     )
 
 
-def _tensors(terms: Terms) -> dict[str, Any]:
-    found = {name: getattr(terms, name) for name in ("mask", "firsts", "sinks", "slopes")}
+def _tensors(params: AttentionParams) -> dict[str, Any]:
+    found = {name: getattr(params, name) for name in ("mask", "first_valid", "sinks", "slopes")}
     return {name: x for name, x in found.items() if x is not None}
 
 
-def _terms_on(terms: Terms, device: torch.device) -> Terms:
-    moved = {name: x.to(device) for name, x in _tensors(terms).items() if x.device != device}
-    return replace(terms, **moved) if moved else terms
+def _params_on(params: AttentionParams, device: torch.device) -> AttentionParams:
+    moved = {name: x.to(device) for name, x in _tensors(params).items() if x.device != device}
+    return replace(params, **moved) if moved else params
 
 
 @functools.lru_cache(maxsize=64)
@@ -207,14 +209,14 @@ def _native(
     layer: LayerStore,
     length: int,
     query: torch.Tensor,
-    terms: Terms,
+    params: AttentionParams,
     blocks: native.BlockList,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     _set_length(blocks, length)
     _employers.add(layer.tiers)  # without an OpenMP team to borrow, this too is work for the library's threads
-    return native.attend(_shape(layer.layout), query, blocks, terms, threads=torch.get_num_threads(), out=out, lse=lse)
+    return native.attend(_shape(layer.layout), query, blocks, params, threads=torch.get_num_threads(), out=out, lse=lse)
 
 
 def _runs(layer: LayerStore, pool: BlockPool, slots: Slots, length: int) -> list[list[fallback.Run]]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from kvtier.kernels import launch, paged, reference
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 from kvtier.planning import placement
 from kvtier.storage.gather import address_table, stream_kv, stream_slots
 from kvtier.storage.store import LayerStore
@@ -27,14 +27,14 @@ def able(layer: LayerStore) -> bool:
     return layer.layout.k_heads == layer.layout.v_heads and not (torch.is_grad_enabled() and layer.carries_graph)
 
 
-def serves(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms) -> bool:
+def serves(layer: LayerStore, length: int, query: torch.Tensor, params: AttentionParams) -> bool:
     """Whether `attend` can take this call, and has to: a layer that is little beside the budget is read as a whole."""
     return (
         able(layer)
         and -(-length // layer.layout.block_size) > _blocks(layer, layer.batch)
         and query.dtype is layer.layout.dtype
         and query.shape[1] % layer.layout.k_heads == 0
-        and not (torch.is_grad_enabled() and (query.requires_grad or _requires_grad(terms)))
+        and not (torch.is_grad_enabled() and (query.requires_grad or _requires_grad(params)))
     )
 
 
@@ -51,18 +51,18 @@ def _blocks(layer: LayerStore, batch: int) -> int:
     return placement.stream_blocks(tiers.near.budget.limit, layer.layout.nbytes, batch, device=tiers.far is not None)
 
 
-def _requires_grad(terms: Terms) -> bool:
-    return any(x is not None and x.requires_grad for x in (terms.mask, terms.sinks, terms.slopes))
+def _requires_grad(params: AttentionParams) -> bool:
+    return any(x is not None and x.requires_grad for x in (params.mask, params.sinks, params.slopes))
 
 
-def attend(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms) -> torch.Tensor:
+def attend(layer: LayerStore, length: int, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
     """Attention of `query` over the first `length` tokens of a layer, some blocks at a time.
 
     Args:
         layer: whose KV.
         length: tokens.
         query: `[batch, heads, queries, k_dim]`, on the layer's device.
-        terms: scale, masks and biases.
+        params: scale, masks and biases.
 
     Returns:
         `[batch, heads, queries, v_dim]` in the query's dtype.
@@ -71,7 +71,7 @@ def attend(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms) ->
         BudgetError: not even one block of each row fits. TransferError: a fetch failed.
     """
     if launch.available(query.device) and query.dtype in paged.DTYPES:
-        return _where_they_lie(layer, length, query, terms)
+        return _where_they_lie(layer, length, query, params)
     batch, heads, queries, _ = query.shape
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
     out = torch.zeros((batch, heads, queries, layer.layout.v_dim), dtype=wide, device=query.device)
@@ -79,59 +79,59 @@ def attend(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms) ->
     with torch.no_grad(), closing(stream_kv(layer, length, _blocks(layer, layer.batch))) as parts:
         for start, keys, values in parts:
             # Causal queries before this part see nothing of it.
-            first = max(start - (length - queries), 0) if terms.causal else 0
+            first = max(start - (length - queries), 0) if params.causal else 0
             if first < queries:
-                some = _of_queries(terms, first)
+                some = _of_queries(params, first)
                 part = _attend_part(query[:, :, first:], keys, values, some, start, length)
                 merged = reference.merge([(out[:, :, first:], lse[:, :, first:]), part])
                 out[:, :, first:], lse[:, :, first:] = merged
             # Sinks belong to the whole, and are counted with the first part, which every query sees.
-            terms = _without_sinks(terms)
+            params = _without_sinks(params)
     return out.to(query.dtype)
 
 
-def _where_they_lie(layer: LayerStore, length: int, query: torch.Tensor, terms: Terms) -> torch.Tensor:
+def _where_they_lie(layer: LayerStore, length: int, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
     """The same by the device's kernels, which need no tensor of keys: only what lies elsewhere is staged."""
     result: tuple[torch.Tensor, torch.Tensor] | None = None
     with torch.no_grad(), closing(stream_slots(layer, length, _blocks(layer, layer.batch))) as parts:
         for slots in parts:
-            part = paged.attend(query, address_table(layer, slots), layer.layout, length, terms)
+            part = paged.attend(query, address_table(layer, slots), layer.layout, length, params)
             result = part if result is None else paged.merge([result, part])
-            terms = _without_sinks(terms)
+            params = _without_sinks(params)
     assert result is not None
     return result[0].to(query.dtype)
 
 
-def _without_sinks(terms: Terms) -> Terms:
-    return terms if terms.sinks is None else replace(terms, sinks=None)
+def _without_sinks(params: AttentionParams) -> AttentionParams:
+    return params if params.sinks is None else replace(params, sinks=None)
 
 
-def _of_queries(terms: Terms, first: int) -> Terms:
-    mask = terms.mask
+def _of_queries(params: AttentionParams, first: int) -> AttentionParams:
+    mask = params.mask
     if not first or mask is None or mask.shape[2] == 1:
-        return terms
-    return replace(terms, mask=mask[:, :, first:])
+        return params
+    return replace(params, mask=mask[:, :, first:])
 
 
 def _attend_part(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, terms: Terms, start: int, length: int
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, start: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of queries, the last of `length` tokens, over the tokens from `start` on."""
-    special = terms.softcap or terms.sinks is not None or terms.slopes is not None
+    special = params.softcap or params.sinks is not None or params.slopes is not None
     if query.device.type == "cpu" and keys.shape[3] == values.shape[3] and not special:
-        return _flash_on_cpu(query, keys, values, terms, start, length)
-    return in_plain_torch(query, keys, values, terms, start, length)
+        return _flash_on_cpu(query, keys, values, params, start, length)
+    return in_plain_torch(query, keys, values, params, start, length)
 
 
 def in_plain_torch(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, terms: Terms, start: int, length: int
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, start: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attend`, a few queries at a time: all scores of a long prompt would take more memory than the KV.
 
     Args:
         query: `[batch, heads, queries, k_dim]`, the last of `length` tokens.
         keys, values: `[batch, kv_heads, tokens, k_dim]` and `[..., v_dim]` of the tokens from `start` on.
-        terms: scale, masks and biases.
+        params: scale, masks and biases.
 
     Returns:
         out `[batch, heads, queries, v_dim]` in fp32 (fp64 for fp64) and lse `[batch, heads, queries]`.
@@ -142,14 +142,14 @@ def in_plain_torch(
     outs, lses = [], []
     for first in range(0, queries, rows):
         last = min(first + rows, queries)
-        mask = terms.mask
+        mask = params.mask
         if mask is not None and mask.shape[2] > 1:
             mask = mask[:, :, first:last]
         out, lse = reference.attend(
             query[:, :, first:last].to(torch.promote_types(query.dtype, torch.float32)),
             keys,
             values,
-            replace(terms, mask=mask),
+            replace(params, mask=mask),
             length=length - queries + last,
             positions=positions,
         )
@@ -159,13 +159,13 @@ def in_plain_torch(
 
 
 def _flash_on_cpu(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, terms: Terms, start: int, length: int
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, start: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same through torch's own kernel, row by row, so that no key is repeated for the query heads that share it."""
     batch, heads, queries, dim = query.shape
     kv_heads, tokens = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
-    bias = _bias(query, terms, start, tokens, length)
+    bias = _bias(query, params, start, tokens, length)
     out = query.new_empty((batch, heads, queries, dim))
     lse = query.new_empty((batch, heads, queries), dtype=torch.promote_types(query.dtype, torch.float32))
     for row in range(batch):
@@ -180,7 +180,7 @@ def _flash_on_cpu(
             0.0,
             False,
             attn_mask=mask,
-            scale=terms.scale,
+            scale=params.scale,
         )
         out[row] = some.reshape(heads, queries, dim)
         lse[row] = weight.reshape(heads, queries)
@@ -190,11 +190,11 @@ def _flash_on_cpu(
     return out, lse
 
 
-def _bias(query: torch.Tensor, terms: Terms, start: int, tokens: int, length: int) -> torch.Tensor | None:
+def _bias(query: torch.Tensor, params: AttentionParams, start: int, tokens: int, length: int) -> torch.Tensor | None:
     """What is added to the scores of the tokens from `start` on: `[batch or 1, heads or 1, queries, tokens]`, or None
     if nothing is."""
     queries = query.shape[2]
-    mask = terms.mask
+    mask = params.mask
     bias = None
     if mask is not None:
         bias = mask[..., start : start + tokens]
@@ -206,12 +206,12 @@ def _bias(query: torch.Tensor, terms: Terms, start: int, tokens: int, length: in
     at = torch.arange(length - queries, length, device=query.device)[:, None]
     positions = torch.arange(start, start + tokens, device=query.device)
     hidden = query.new_zeros((1, 1, queries, tokens), dtype=torch.bool)
-    if terms.causal and start + tokens > length - queries + 1:
+    if params.causal and start + tokens > length - queries + 1:
         hidden = hidden | (positions > at)
-    if terms.window and start <= length - 1 - terms.window:
-        hidden = hidden | (positions <= at - terms.window)
-    if terms.firsts is not None and start < int(terms.firsts.max()):
-        hidden = hidden | (positions < terms.firsts[:, None, None, None])
+    if params.window and start <= length - 1 - params.window:
+        hidden = hidden | (positions <= at - params.window)
+    if params.first_valid is not None and start < int(params.first_valid.max()):
+        hidden = hidden | (positions < params.first_valid[:, None, None, None])
     if not bool(hidden.any()):
         return bias
     bias = query.new_zeros(()) if bias is None else bias

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvtier.kernels import reference
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 
 
 @dataclass(slots=True)
@@ -33,24 +33,28 @@ class Run:
     values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-def serves(queries: int, k_dim: int, v_dim: int, terms: Terms) -> bool:
+def serves(queries: int, k_dim: int, v_dim: int, params: AttentionParams) -> bool:
     """Whether `attend` can: one query that sees everything, heads of one size. The rest is read as one tensor."""
-    special = terms.mask is not None or terms.firsts is not None or terms.slopes is not None
-    return queries == 1 and k_dim == v_dim and not (special or terms.softcap or terms.window or terms.sinks is not None)
+    special = params.mask is not None or params.first_valid is not None or params.slopes is not None
+    return (
+        queries == 1 and k_dim == v_dim and not (special or params.softcap or params.window or params.sinks is not None)
+    )
 
 
-def attend(query: torch.Tensor, rows: Sequence[Sequence[Run]], terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    query: torch.Tensor, rows: Sequence[Sequence[Run]], params: AttentionParams
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query per sequence.
 
     Args:
         query: `[batch, heads, 1, k_dim]`.
         rows: for each sequence, its blocks.
-        terms: its scale.
+        params: its scale.
 
     Returns:
         out `[batch, heads, 1, v_dim]` fp32, zeros for a row without blocks; lse `[batch, heads, 1]`.
     """
-    results = [_row(query[i : i + 1], runs, terms.scale) for i, runs in enumerate(rows)]
+    results = [_row(query[i : i + 1], runs, params.scale) for i, runs in enumerate(rows)]
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs), torch.cat(lses)
 

@@ -15,7 +15,7 @@ from kvtier.cpu import build
 from kvtier.cpu.blocks import BlockList as BlockList
 from kvtier.cpu.blocks import Shape as Shape
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 
 #: Forces an instruction set ("avx512_bf16", "avx512", "avx2", "portable"), or "none": the torch reference.
 VARIABLE = "KVTIER_CPU"
@@ -53,7 +53,7 @@ class _Problem(ctypes.Structure):
         ("indices", _pointer),
         ("begins", _pointer),
         ("lengths", _pointer),
-        ("firsts", _pointer),
+        ("first_valid", _pointer),
         ("mask", _pointer),
         ("mask_strides", _i64 * 3),
         ("sinks", _pointer),
@@ -107,7 +107,7 @@ def attend(
     shape: Shape,
     query: torch.Tensor,
     blocks: BlockList,
-    terms: Terms,
+    params: AttentionParams,
     *,
     threads: int,
     out: torch.Tensor | None = None,
@@ -119,7 +119,7 @@ def attend(
         shape: of the blocks.
         query: `[batch, heads, queries, k_dim]`, the last tokens of each sequence.
         blocks: of each sequence; `lengths` are its tokens, and nothing behind them is read.
-        terms: scale, masks and the like.
+        params: scale, masks and the like.
         threads: at most so many, the caller's among them.
         out: `[batch, heads, queries, v_dim]`, fp32, bf16 or fp16, dim contiguous; None: new, in the query's dtype.
             Zeros where a query sees nothing.
@@ -134,9 +134,9 @@ def attend(
     """
     # Between two calls a model reads all of its weights, so that none of this is in a cache when it runs: what a step
     # repeats from the one before is looked up at once instead of being checked and converted again.
-    if not (out is None and lse is None and terms.plain and query.stride(-1) == 1):
-        return Call(shape, query, blocks, terms, out, lse).run(threads)
-    key = (shape, query.shape, query.stride(), query.dtype, query.device, terms.scale, terms.causal, terms.window)
+    if not (out is None and lse is None and params.plain and query.stride(-1) == 1):
+        return Call(shape, query, blocks, params, out, lse).run(threads)
+    key = (shape, query.shape, query.stride(), query.dtype, query.device, params.scale, params.causal, params.window)
     # Taken out while it is in use: another thread finds none, and makes its own.
     found = blocks.prepared.pop(0, None)
     if found is not None and found[0] == key:
@@ -146,7 +146,7 @@ def attend(
         problem.query = query.data_ptr()
         problem.out = out.data_ptr()
     else:
-        problem, out, _keep = _problem(shape, query, blocks, terms, None, None)
+        problem, out, _keep = _problem(shape, query, blocks, params, None, None)
     _check(library().kvtier_attend(ctypes.byref(problem), threads))
     blocks.prepared[0] = (key, problem)
     return out
@@ -169,11 +169,11 @@ class Call:
         shape: Shape,
         query: torch.Tensor,
         blocks: BlockList,
-        terms: Terms,
+        params: AttentionParams,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        self.problem, self.out, self._keep = _problem(shape, query, blocks, terms, out, lse)
+        self.problem, self.out, self._keep = _problem(shape, query, blocks, params, out, lse)
         self.blocks = blocks
         self.lse = lse
 
@@ -193,21 +193,21 @@ def submit(
     shape: Shape,
     query: torch.Tensor,
     blocks: BlockList,
-    terms: Terms,
+    params: AttentionParams,
     *,
     threads: int,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> Future:
     """Like `attend`, on threads of the library's own; returns at once."""
-    return Call(shape, query, blocks, terms, out, lse).submit(threads)
+    return Call(shape, query, blocks, params, out, lse).submit(threads)
 
 
 def _problem(
     shape: Shape,
     query: torch.Tensor,
     blocks: BlockList,
-    terms: Terms,
+    params: AttentionParams,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> tuple[_Problem, torch.Tensor, object]:
@@ -231,11 +231,11 @@ def _problem(
         shape.k_dim,
         shape.v_dim,
         shape.block_size,
-        terms.causal,
-        terms.window,
+        params.causal,
+        params.window,
         _NONE,
-        terms.scale,
-        terms.softcap,
+        params.scale,
+        params.softcap,
         query.data_ptr(),
         query.stride()[:3],
         out.data_ptr(),
@@ -246,7 +246,7 @@ def _problem(
         blocks.begins.data_ptr(),
         blocks.lengths.data_ptr(),
     )
-    mask = terms.mask
+    mask = params.mask
     if mask is not None:
         fits = all(n in (1, want) for n, want in zip(mask.shape[:-1], (batch, heads, queries), strict=True))
         wide = not batch or mask.shape[3] >= int(blocks.lengths.max())
@@ -257,15 +257,15 @@ def _problem(
         problem.mask = mask.data_ptr()
         problem.mask_strides = tuple(0 if mask.shape[i] == 1 else mask.stride(i) for i in range(3))
     for name, count, dtype in (
-        ("firsts", batch, torch.int64),
+        ("first_valid", batch, torch.int64),
         ("sinks", heads, torch.float32),
         ("slopes", heads, torch.float32),
     ):
-        extra = getattr(terms, name)
+        extra = getattr(params, name)
         if extra is not None:
             _fit(extra.shape == (count,) and extra.dtype == dtype and extra.is_contiguous(), name, extra)
             setattr(problem, name, extra.data_ptr())
-    return problem, out, (query, mask, terms, lse)
+    return problem, out, (query, mask, params, lse)
 
 
 def _fit(fits: bool, name: str, tensor: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from kvtier.attention.calls import repeat
 from kvtier.errors import UnsupportedError
 from kvtier.hf.view import KVView, Snapshot
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 
 NAME = "kvtier"
 
@@ -90,7 +90,7 @@ def attention_forward(
     _refuse(module, kwargs)
     queries, tokens = query.shape[2], key.shape[2]
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    terms = Terms(
+    params = AttentionParams(
         scale=query.shape[3] ** -0.5 if scaling is None else scaling,
         softcap=softcap or 0.0,
         window=sliding_window if causal and sliding_window is not None and 0 < sliding_window < tokens else 0,
@@ -102,13 +102,13 @@ def attention_forward(
     snapshot = _snapshot(key, value)
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, s_aux, position_bias))
     if snapshot is not None and not dropout and not learns:
-        if terms.sinks is not None:
-            terms = replace(terms, sinks=terms.sinks.float())
-        out = snapshot.runtime.attend_terms(snapshot.store, snapshot.length, snapshot.epoch, query, terms)
+        if params.sinks is not None:
+            params = replace(params, sinks=params.sinks.float())
+        out = snapshot.runtime.attend_with(snapshot.store, snapshot.length, snapshot.epoch, query, params)
         return out.transpose(1, 2).contiguous(), None
     key, value = (x.dense("attention") if isinstance(x, KVView) else x for x in (key, value))
-    if terms.softcap or terms.sinks is not None or terms.window or (terms.causal and queries != tokens):
-        out = _in_chunks(query, key, value, terms, dropout)
+    if params.softcap or params.sinks is not None or params.window or (params.causal and queries != tokens):
+        out = _in_chunks(query, key, value, params, dropout)
         return out.transpose(1, 2).contiguous(), None
     out, _ = sdpa_attention_forward(
         _grouped(module, query.shape[1] // key.shape[1]),
@@ -165,12 +165,12 @@ def _grouped(module: torch.nn.Module, group: int) -> Any:
 
 
 def _in_chunks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms, dropout: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, dropout: float
 ) -> torch.Tensor:
     """Attention of a few queries at a time: `[batch, heads, queries, v_dim]`."""
     batch, heads, queries, _ = query.shape
     kv_heads, tokens = key.shape[1], key.shape[2]
-    plain = not terms.softcap and terms.sinks is None
+    plain = not params.softcap and params.sinks is None
     if plain:
         # torch's kernels fall back to the slowest one where there are both a mask and groups.
         key, value = repeat(key, heads // kv_heads), repeat(value, heads // kv_heads)
@@ -179,30 +179,35 @@ def _in_chunks(
     for start in range(0, queries, rows):
         stop = min(start + rows, queries)
         at = torch.arange(tokens - queries + start, tokens - queries + stop, device=query.device)[:, None]
-        first = max(0, tokens - queries + start - terms.window + 1) if terms.window else 0
-        last = tokens - queries + stop if terms.causal else tokens
+        first = max(0, tokens - queries + start - params.window + 1) if params.window else 0
+        last = tokens - queries + stop if params.causal else tokens
         if last <= 0:  # more queries than keys: the first see nothing
             parts.append(query.new_zeros((batch, heads, stop - start, value.shape[3])))
             continue
         positions = torch.arange(first, last, device=query.device)
-        mask = terms.mask
+        mask = params.mask
         if mask is not None:
             mask = (mask if mask.shape[2] == 1 else mask[:, :, start:stop])[..., first:last]
-        if terms.causal or terms.window:
+        if params.causal or params.window:
             seen = positions <= at
-            if terms.window:
-                seen = seen & (positions > at - terms.window)
+            if params.window:
+                seen = seen & (positions > at - params.window)
             mask = seen if mask is None else _mask(seen, mask, last - first)
         of = (query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last], mask)
         if plain:
-            parts.append(F.scaled_dot_product_attention(*of, dropout_p=dropout, scale=terms.scale))
+            parts.append(F.scaled_dot_product_attention(*of, dropout_p=dropout, scale=params.scale))
         else:
-            parts.append(_chunk(*of, terms, dropout))
+            parts.append(_chunk(*of, params, dropout))
     return torch.cat(parts, 2)
 
 
 def _chunk(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, terms: Terms, dropout: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    params: AttentionParams,
+    dropout: float,
 ) -> torch.Tensor:
     """Attention as the eager functions of Transformers compute it: products in the model's dtype, softmax in fp32.
 
@@ -212,14 +217,14 @@ def _chunk(
     kv_heads, tokens = key.shape[1], key.shape[2]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads * queries, k_dim)
     scores = (grouped @ key.transpose(2, 3)).view(batch, heads, queries, tokens)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * terms.scale
-    if terms.softcap:
-        scores = terms.softcap * torch.tanh(scores / terms.softcap)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * params.scale
+    if params.softcap:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
     lowest = torch.finfo(scores.dtype).min
     if mask is not None:
         scores = torch.where(mask, scores, lowest) if mask.dtype == torch.bool else (scores + mask).clamp(min=lowest)
-    if terms.sinks is not None:
-        sinks = terms.sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+    if params.sinks is not None:
+        sinks = params.sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
         scores = torch.cat([scores, sinks], -1)
     weights = F.softmax(scores, -1)[..., :tokens].to(value.dtype)
     weights = F.dropout(weights, dropout) if dropout else weights

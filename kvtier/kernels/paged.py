@@ -15,8 +15,8 @@ import torch
 from kvtier.errors import MismatchError
 from kvtier.kernels import launch, reference, tables, tuning
 from kvtier.kernels.launch import alignment, available, chunks
+from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable, Layout
-from kvtier.kernels.terms import Terms
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKS = (torch.bool, *DTYPES)
@@ -27,7 +27,7 @@ def attend(
     table: AddressTable,
     layout: Layout,
     lengths: torch.Tensor | int,
-    terms: Terms,
+    params: AttentionParams,
     *,
     cu_queries: torch.Tensor | None = None,
     max_queries: int | None = None,
@@ -46,7 +46,7 @@ def attend(
         layout: of each block; as many heads of values as of keys, and `heads` a multiple of it.
         lengths: tokens of each sequence, those of this call included, `[rows]` integers on the query's device, or one
             number for all. Tokens at positions from there on do not exist, whatever lies there.
-        terms: scale, masks and biases; tensors on the query's device. `mask` has room for the longest sequence, and
+        params: scale, masks and biases; tensors on the query's device. `mask` has room for the longest sequence, and
             in a ragged batch for `max_queries` queries, each row's from the first on. Sinks are counted once: in one
             of several calls over parts of the same sequences only.
         cu_queries: `[rows + 1]` int32, where each row's queries begin and end; rows may have none.
@@ -64,7 +64,7 @@ def attend(
     Raises:
         MismatchError: shapes, dtypes or devices that do not fit.
     """
-    _check(query, table, layout, lengths, terms, cu_queries)
+    _check(query, table, layout, lengths, params, cu_queries)
     shape = (*query.shape[:-1], layout.v_dim)
     if out is None:
         out = torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -77,15 +77,15 @@ def attend(
     if not out.numel():
         return out, lse
     most = shape[2] if cu_queries is None else max(1, min(shape[0], shape[0] if max_queries is None else max_queries))
-    if terms.mask is not None and 1 < terms.mask.shape[2] < most:
-        raise MismatchError(f"A mask for {terms.mask.shape[2]} queries, where a row may have {most}.")
+    if params.mask is not None and 1 < params.mask.shape[2] < most:
+        raise MismatchError(f"A mask for {params.mask.shape[2]} queries, where a row may have {most}.")
     if not available(query.device):
         return tables.attend(
-            query, table, layout, lengths, terms, cu_queries=cu_queries, max_queries=most, out=out, lse=lse
+            query, table, layout, lengths, params, cu_queries=cu_queries, max_queries=most, out=out, lse=lse
         )
     group = shape[1] // layout.k_heads
     kind = _kind(layout, query.device, group, launch.width(most * group))
-    _launch(kind, query, table, layout, lengths, terms, cu_queries, most, parts, out, lse)
+    _launch(kind, query, table, layout, lengths, params, cu_queries, most, parts, out, lse)
     return out, lse
 
 
@@ -95,7 +95,7 @@ def _launch(
     table: AddressTable,
     layout: Layout,
     lengths: torch.Tensor | int,
-    terms: Terms,
+    params: AttentionParams,
     cu_queries: torch.Tensor | None,
     most: int,
     parts: int | None,
@@ -105,7 +105,7 @@ def _launch(
     """A call that was checked; `most` queries of a row at most."""
     rows, blocks = table.addresses.shape
     ragged = cu_queries is not None
-    device, heads, mask = query.device, query.shape[1], terms.mask
+    device, heads, mask = query.device, query.shape[1], params.mask
     group, size = kind.group, kind.rows
     total = query.shape[0] if ragged else rows * most
     tiles = -(-most * group // size)
@@ -126,9 +126,9 @@ def _launch(
     step = query.stride(-1)
     out_align = alignment(target)
     attend = kind.launcher(
-        terms,
+        params,
         (target.dtype, out_align, alignment(query), step == 1),
-        (fixed, table.counts, table.positions, cu_queries, mask, terms.firsts, terms.sinks, terms.slopes),
+        (fixed, table.counts, table.positions, cu_queries, mask, params.first_valid, params.sinks, params.slopes),
     )
     with launch.on(device):
         attend(
@@ -142,9 +142,9 @@ def _launch(
             fixed,
             cu_queries,
             mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask,
-            terms.firsts,
-            terms.sinks,
-            terms.slopes,
+            params.first_valid,
+            params.sinks,
+            params.slopes,
             lengths if fixed is None else 0,
             most,
             blocks,
@@ -159,9 +159,9 @@ def _launch(
             table.addresses.stride(0),
             0 if table.positions is None else table.positions.stride(0),
             *((0, 0, 0, 0) if mask is None else mask.stride()),
-            terms.scale,
-            float(terms.softcap),
-            terms.window,
+            params.scale,
+            float(params.softcap),
+            params.window,
         )
         if parts > 1:
             _merge(target, target_lse, out_step, lse_step, out_align, parts, out, lse)
@@ -194,7 +194,10 @@ class _Kind:
         self._launchers: dict[tuple[Any, ...], launch.Launcher] = {}
 
     def launcher(
-        self, terms: Terms, given: tuple[torch.dtype, int, int, bool], optional: tuple[torch.Tensor | None, ...]
+        self,
+        params: AttentionParams,
+        given: tuple[torch.dtype, int, int, bool],
+        optional: tuple[torch.Tensor | None, ...],
     ) -> launch.Launcher:
         """For such a call: all that a program is compiled for beside what this kind has in common.
 
@@ -203,13 +206,13 @@ class _Kind:
             optional: all arguments that may be None.
         """
         kinds = [None if x is None else x.dtype for x in optional]
-        key = (*given, terms.causal, terms.window > 0, terms.softcap > 0, *kinds)
+        key = (*given, params.causal, params.window > 0, params.softcap > 0, *kinds)
         found = self._launchers.get(key)
         if found is None:
             constants = self._constants | {
                 **{"O_ALIGN": given[1], "Q_ALIGN": given[2]},
-                **{"CAUSAL": terms.causal, "WINDOW": terms.window > 0, "CAP": terms.softcap > 0},
-                "ADDED": terms.mask is not None and terms.mask.dtype != torch.bool,
+                **{"CAUSAL": params.causal, "WINDOW": params.window > 0, "CAP": params.softcap > 0},
+                "ADDED": params.mask is not None and params.mask.dtype != torch.bool,
             }
             found = self._launchers[key] = launch.Launcher(programs().attend, constants, **self._options)
         return found
@@ -239,7 +242,7 @@ def _prepare(trial: tuning.Trial, option: tuning.Option) -> Callable[[], object]
     kind = _Kind(trial.layout, heads // trial.layout.k_heads, option)
     out = torch.empty((1, heads, queries, trial.layout.v_dim), dtype=torch.float32, device=trial.query.device)
     lse = torch.empty((1, heads, queries), dtype=torch.float32, device=trial.query.device)
-    given = (trial.query, trial.table, trial.layout, trial.length, trial.terms, None, queries, None, out, lse)
+    given = (trial.query, trial.table, trial.layout, trial.length, trial.params, None, queries, None, out, lse)
     return functools.partial(_launch, kind, *given)
 
 
@@ -352,7 +355,7 @@ def _check(
     table: AddressTable,
     layout: Layout,
     lengths: torch.Tensor | int,
-    terms: Terms,
+    params: AttentionParams,
     cu_queries: torch.Tensor | None,
 ) -> None:
     shape, rows, device, dtype = query.shape, table.addresses.shape[0], query.device, query.dtype
@@ -368,7 +371,7 @@ def _check(
         raise MismatchError(f"{heads} heads of queries, {layout.k_heads} of keys, {layout.v_heads} of values.")
     if cu_queries is None and shape[0] != rows:
         raise MismatchError(f"{shape[0]} rows of queries, {rows} of the table.")
-    mask = terms.mask
+    mask = params.mask
     if mask is not None:
         b, h, q, tokens = mask.shape if mask.dim() == 4 else (0, 0, 0, 0)
         asked = q if cu_queries is not None else shape[2]
@@ -381,9 +384,9 @@ def _check(
     for name, x, count in (
         ("cu_queries", cu_queries, rows + 1),
         ("lengths", None if isinstance(lengths, int) else lengths, rows),
-        ("firsts", terms.firsts, rows),
-        ("sinks", terms.sinks, heads),
-        ("slopes", terms.slopes, heads),
+        ("first_valid", params.first_valid, rows),
+        ("sinks", params.sinks, heads),
+        ("slopes", params.slopes, heads),
     ):
         if x is not None:
             if x.shape != (count,) or not x.is_contiguous():

@@ -184,7 +184,7 @@ def _walk(
     fp32="scale cap",
 )
 def attend(
-    query, out, lse, addresses, counts, positions, lengths, cu_queries, mask, firsts, sinks, slopes,
+    query, out, lse, addresses, counts, positions, lengths, cu_queries, mask, first_valid, sinks, slopes,
     # of every sequence, where there are no `lengths`, `counts`; with `cu_queries`, the most queries that are answered
     length, queries, blocks,
     tiles, parts,
@@ -247,8 +247,8 @@ def attend(
     # Tokens [floor, limit) are seen by some query of the tile, [all_floor, all_limit) by every one.
     floor = 0
     limit = length
-    if firsts is not None:
-        floor = tl.maximum(floor, tl.load(firsts + row).to(tl.int32))
+    if first_valid is not None:
+        floor = tl.maximum(floor, tl.load(first_valid + row).to(tl.int32))
     all_floor = floor
     all_limit = limit
     if WINDOW:
@@ -273,7 +273,7 @@ def attend(
             hi = _below(positions, blocks, (tl.maximum(limit, 0) + SIZE - 1) // SIZE, 256) * SIZE
             all_hi = _below(positions, blocks, all_limit // SIZE, 256) * SIZE
             all_lo = 0
-            if WINDOW or firsts is not None:
+            if WINDOW or first_valid is not None:
                 lo = _below(positions, blocks, floor // SIZE, 256) * SIZE
                 all_lo = _below(positions, blocks, (all_floor + SIZE - 1) // SIZE, 256) * SIZE
     lo = lo // TOKENS * TOKENS
@@ -324,7 +324,7 @@ def attend(
     value_offset = VALUES * BYTES + kv_head * (SIZE * V_DIM * BYTES)
     # Tiles that some queries see in part, tiles that all see whole, and again in part.
     for phase in tl.static_range(3):
-        if (phase == 0 and (FEW or WINDOW or firsts is not None)) or (phase > 0 and not FEW):
+        if (phase == 0 and (FEW or WINDOW or first_valid is not None)) or (phase > 0 and not FEW):
             from_slot = lo if phase == 0 else inner_lo if phase == 1 else inner_hi
             to_slot = inner_lo if phase == 0 else inner_hi if phase == 1 else hi
             high, total, acc, acc_rest = _walk(

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 
 
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    terms: Terms,
+    params: AttentionParams,
     *,
     length: int | None = None,
     positions: torch.Tensor | None = None,
@@ -24,7 +24,7 @@ def attend(
         query: `[batch, heads, queries, k_dim]`, the last tokens of each sequence.
         keys: `[batch, kv_heads, tokens, k_dim]`; heads is a multiple of kv_heads.
         values: `[batch, kv_heads, tokens, v_dim]`.
-        terms: scale, masks and biases.
+        params: scale, masks and biases.
         length: tokens of the whole sequence; None: as many as there are keys.
         positions: `[tokens]` int64, where in the sequence the keys stand; None: 0, 1, 2, ...
 
@@ -34,14 +34,14 @@ def attend(
     """
     # Autocast would round the scores, and with them the shares of parts that are merged.
     with torch.autocast(query.device.type, enabled=False):
-        return _attend(query, keys, values, terms, length, positions)
+        return _attend(query, keys, values, params, length, positions)
 
 
 def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    terms: Terms,
+    params: AttentionParams,
     length: int | None,
     positions: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,34 +51,34 @@ def _attend(
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     # The query heads of a KV head stand in one matrix: keys and values are not repeated.
     grouped = query.to(wide).reshape(batch, kv_heads, heads // kv_heads * queries, k_dim)
-    scores = (grouped @ keys.to(wide).transpose(2, 3)).view(batch, heads, queries, tokens) * terms.scale
-    if terms.softcap:
-        scores = terms.softcap * torch.tanh(scores / terms.softcap)
+    scores = (grouped @ keys.to(wide).transpose(2, 3)).view(batch, heads, queries, tokens) * params.scale
+    if params.softcap:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
     if positions is None:
         positions = torch.arange(tokens, device=query.device)
     at = torch.arange(length - queries, length, device=query.device)[:, None]
-    if terms.slopes is not None:
-        scores = scores + terms.slopes.to(wide)[:, None, None] * (positions - at)
-    if terms.mask is not None:
-        mask = terms.mask[..., positions]
+    if params.slopes is not None:
+        scores = scores + params.slopes.to(wide)[:, None, None] * (positions - at)
+    if params.mask is not None:
+        mask = params.mask[..., positions]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
     seen = torch.ones((queries, tokens), dtype=torch.bool, device=query.device)
-    if terms.causal:
+    if params.causal:
         seen = seen & (positions <= at)
-    if terms.window:
-        seen = seen & (positions > at - terms.window)
-    if terms.firsts is not None:
-        seen = seen & (positions >= terms.firsts.to(query.device)[:, None, None, None])
+    if params.window:
+        seen = seen & (positions > at - params.window)
+    if params.first_valid is not None:
+        seen = seen & (positions >= params.first_valid.to(query.device)[:, None, None, None])
     scores = scores.masked_fill(~seen, -torch.inf)
     highest = scores.amax(-1, keepdim=True) if tokens else scores.new_full((batch, heads, queries, 1), -torch.inf)
-    if terms.sinks is not None:
-        highest = torch.maximum(highest, terms.sinks.to(wide)[:, None, None])
+    if params.sinks is not None:
+        highest = torch.maximum(highest, params.sinks.to(wide)[:, None, None])
     nothing = highest == -torch.inf
     highest = highest.masked_fill(nothing, 0.0)
     weights = torch.exp(scores - highest)
     total = weights.sum(-1, keepdim=True)
-    if terms.sinks is not None:
-        total = total + torch.exp(terms.sinks.to(wide)[:, None, None] - highest)
+    if params.sinks is not None:
+        total = total + torch.exp(params.sinks.to(wide)[:, None, None] - highest)
     lse = (highest + total.log()).squeeze(-1)
     weights = (weights / total.masked_fill(total == 0, 1.0)).view(*grouped.shape[:3], tokens)
     out = (weights @ values.to(wide)).view(batch, heads, queries, values.shape[3])

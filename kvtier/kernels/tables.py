@@ -15,7 +15,7 @@ import torch
 
 from kvtier.errors import MismatchError
 from kvtier.kernels import reference
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 
 
 class Layout(Protocol):
@@ -73,7 +73,7 @@ def attend(
     table: AddressTable,
     layout: Layout,
     lengths: torch.Tensor | int,
-    terms: Terms,
+    params: AttentionParams,
     *,
     cu_queries: torch.Tensor | None = None,
     max_queries: int | None = None,
@@ -98,7 +98,7 @@ def attend(
         keys, values, positions = _tokens(table, layout, row, length, query.device)
         # To the reference, a length says where the queries stand: `left` tokens before the end.
         result = reference.attend(
-            q[None].float(), keys, values, _of_row(terms, row, q.shape[1]), length=length - left, positions=positions
+            q[None].float(), keys, values, _of_row(params, row, q.shape[1]), length=length - left, positions=positions
         )
         for target, part in zip((out, lse), result, strict=True):
             if ragged:
@@ -208,12 +208,14 @@ def _tokens(
     return torch.cat(keys, 1)[None], torch.cat(values, 1)[None], torch.cat(positions)
 
 
-def _of_row(terms: Terms, row: int, queries: int) -> Terms:
-    mask = terms.mask
+def _of_row(params: AttentionParams, row: int, queries: int) -> AttentionParams:
+    mask = params.mask
     if mask is not None:
         mask = mask if mask.shape[0] == 1 else mask[row : row + 1]
         mask = mask if mask.shape[2] == 1 else mask[:, :, :queries]
-    return replace(terms, mask=mask, firsts=None if terms.firsts is None else terms.firsts[row : row + 1])
+    return replace(
+        params, mask=mask, first_valid=None if params.first_valid is None else params.first_valid[row : row + 1]
+    )
 
 
 def _spans(start: int, count: int, size: int) -> Iterator[tuple[int, int, int, int]]:

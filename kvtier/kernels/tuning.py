@@ -22,8 +22,8 @@ import torch
 from kvtier import measured
 from kvtier.kernels import launch
 from kvtier.kernels.launch import Configuration
+from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable, Layout
-from kvtier.kernels.terms import Terms
 
 #: Programs per multiprocessor that are tried, the explicit number first.
 PROGRAMS = (launch.PROGRAMS, 2, 8)
@@ -90,7 +90,7 @@ class Trial:
         query: `[1, heads, queries, k_dim]`.
         table: `[1, blocks]`.
         length: tokens.
-        terms: a scale and a causal limit.
+        params: a scale and a causal limit.
         memory: what the table names.
     """
 
@@ -98,7 +98,7 @@ class Trial:
     query: torch.Tensor
     table: AddressTable
     length: int
-    terms: Terms
+    params: AttentionParams
     memory: torch.Tensor
 
 
@@ -281,8 +281,8 @@ def _trial(layout: Layout, device: torch.device, group: int, width: int, *, few:
     # Neighbouring blocks of a sequence seldom are neighbours in memory.
     order = torch.arange(count, device=device).view(1, count).flip(1)
     table = AddressTable(memory.data_ptr() + order * step)
-    terms = Terms(made.k_dim**-0.5, causal=True)
-    return Trial(made, query, table, count * made.block_size, terms, memory)
+    params = AttentionParams(made.k_dim**-0.5, causal=True)
+    return Trial(made, query, table, count * made.block_size, params, memory)
 
 
 def _seconds(trial: Trial, prepare: Prepare, options: list[Option]) -> list[float]:

@@ -57,7 +57,7 @@ struct Problem {
   std::mt19937 random;
   kvtier_problem p{};
   std::vector<Bytes> memory;
-  std::vector<int64_t> blocks, begins, lengths, firsts;
+  std::vector<int64_t> blocks, begins, lengths, first_valid;
   std::vector<float> sinks, slopes, lse;
   Bytes query, out, mask;
   size_t out_bytes = 0;
@@ -86,7 +86,7 @@ struct Problem {
       // Now and then long enough for several tasks.
       const int most = random() % 8 ? 600 : 9000;
       lengths.push_back(p.queries + static_cast<int>(random() % static_cast<unsigned>(most)));
-      firsts.push_back(static_cast<int64_t>(random() % static_cast<unsigned>(lengths.back() + 1)));
+      first_valid.push_back(static_cast<int64_t>(random() % static_cast<unsigned>(lengths.back() + 1)));
     }
     fill_blocks();
     query = filled(static_cast<size_t>(p.sequences) * p.heads * p.queries * p.k_dim, p.dtype);
@@ -102,7 +102,7 @@ struct Problem {
     p.blocks = blocks.data();
     p.begins = begins.data();
     p.lengths = lengths.data();
-    if (rarely()) p.firsts = firsts.data();
+    if (rarely()) p.first_valid = first_valid.data();
     for (int h = 0; h < p.heads; h++) {
       sinks.push_back(normal());
       slopes.push_back(std::fabs(normal()));
@@ -183,7 +183,7 @@ struct Problem {
           std::vector<double> scores(static_cast<size_t>(n), -INFINITE);
           double top = p.sinks ? sinks[h] : -INFINITE;
           for (int64_t t = 0; t < n; t++) {
-            if ((p.causal && t > at) || (p.window && t <= at - p.window) || (p.firsts && t < firsts[s])) continue;
+            if ((p.causal && t > at) || (p.window && t <= at - p.window) || (p.first_valid && t < first_valid[s])) continue;
             double x = 0;
             const size_t row = static_cast<size_t>(s * p.query_strides[0] + h * p.query_strides[1] + i * p.query_strides[2]);
             for (int c = 0; c < p.k_dim; c++) x += get(query.get(), p.dtype, row + c) * number(s, g, t, c, false);

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.cpu import native
 from kvtier.errors import ConfigError
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAN = 0xFF  # as every byte of a number, in each of the three dtypes
@@ -46,7 +46,7 @@ class Spec:
     v_dim: int = 64
     block_size: int = 16
     lengths: tuple[int, ...] = (100,)
-    firsts: tuple[int, ...] | None = None
+    first_valid: tuple[int, ...] | None = None
     causal: bool = False
     window: int = 0
     softcap: float = 0.0
@@ -84,7 +84,7 @@ def random_spec(number: int, dtype: torch.dtype) -> Spec:
         block_size=r.choice((1, 7, 16, 64, 256, 300)),
         lengths=lengths,
         # A query that sees nothing is part of it.
-        firsts=tuple(r.randint(0, n) for n in lengths) if rare() < 0.25 else None,
+        first_valid=tuple(r.randint(0, n) for n in lengths) if rare() < 0.25 else None,
         causal=rare() < (0.7 if queries > 1 else 0.3),
         window=r.choice((1, 2, 5, 31, 250, 257, 5000)) if rare() < 0.3 else 0,
         softcap=r.choice((0.5, 5.0, 30.0)) if rare() < 0.2 else 0.0,
@@ -119,7 +119,7 @@ class Case:
     query: torch.Tensor = field(init=False)  # [batch, heads, queries, k_dim]
     keys: list[torch.Tensor] = field(init=False)  # of each sequence: [kv_heads, length, k_dim]
     values: list[torch.Tensor] = field(init=False)
-    terms: Terms = field(init=False)
+    params: AttentionParams = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -135,13 +135,13 @@ class Case:
             self.query = self.query.contiguous()
         self.keys = [normal(spec.kv_heads, n, spec.k_dim).to(spec.dtype) for n in spec.lengths]
         self.values = [normal(spec.kv_heads, n, spec.v_dim).to(spec.dtype) for n in spec.lengths]
-        self.terms = Terms(
+        self.params = AttentionParams(
             scale=spec.sharpness / spec.k_dim**0.5,
             softcap=spec.softcap,
             window=spec.window,
             causal=spec.causal,
             mask=None if spec.mask is None else self._mask(g),
-            firsts=None if spec.firsts is None else torch.tensor(spec.firsts),
+            first_valid=None if spec.first_valid is None else torch.tensor(spec.first_valid),
             sinks=normal(spec.heads) * 3 if spec.sinks else None,
             slopes=torch.rand(spec.heads, generator=g) if spec.slopes else None,
         )
@@ -165,29 +165,29 @@ class Case:
 
     def exact(self, s: int) -> Exact:
         """Sequence `s` in float64, written the long way round."""
-        spec, terms, u = self.spec, self.terms, UNIT[torch.float32]
+        spec, params, u = self.spec, self.params, UNIT[torch.float32]
         q = self.query[s].double()
         k = self.keys[s].double().repeat_interleave(spec.group, 0)
         v = self.values[s].double().repeat_interleave(spec.group, 0)
-        scores = q @ k.mT * terms.scale
-        products = q.abs() @ k.abs().mT * terms.scale
+        scores = q @ k.mT * params.scale
+        products = q.abs() @ k.abs().mT * params.scale
         if spec.softcap:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         at, position, seen = self.geometry(s)
-        if terms.slopes is not None:
-            scores = scores + terms.slopes.double()[:, None, None] * (position - at)
+        if params.slopes is not None:
+            scores = scores + params.slopes.double()[:, None, None] * (position - at)
         extra = self.mask_of(s)
         if extra is not None:
             scores = scores.masked_fill(~extra, -torch.inf) if extra.dtype == torch.bool else scores + extra.double()
         scores = scores.masked_fill(~seen, -torch.inf)
         every = scores
-        if terms.sinks is not None:
-            sinks = terms.sinks.double()[:, None, None].expand(-1, spec.queries, 1)
+        if params.sinks is not None:
+            sinks = params.sinks.double()[:, None, None].expand(-1, spec.queries, 1)
             every = torch.cat([scores, sinks], -1)
         lse = every.logsumexp(-1)
         weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
         felt = weights > 1e-30
-        # A dot product's rounding grows with the root of its terms; scale, cap, bias and mask round once each.
+        # A dot product's rounding grows with the root of its length; scale, cap, bias and mask round once each.
         blur = 2 * u * spec.k_dim**0.5 * products.abs() + 4 * u * scores.abs() + 8 * u * min(spec.softcap, 1e9)
         blur, step = (torch.where(felt, x, 0.0).amax(-1, keepdim=True) for x in (blur, u * scores.abs()))
         return Exact(weights @ v, lse, weights @ v.abs(), blur, step, self.by_torch(s))
@@ -201,19 +201,19 @@ class Case:
             seen &= position <= at
         if spec.window:
             seen &= position > at - spec.window
-        if spec.firsts is not None:
-            seen &= position >= spec.firsts[s]
+        if spec.first_valid is not None:
+            seen &= position >= spec.first_valid[s]
         return at, position, seen
 
     def mask_of(self, s: int) -> torch.Tensor | None:
-        mask = self.terms.mask
+        mask = self.params.mask
         if mask is None:
             return None
         return mask[s if mask.shape[0] > 1 else 0, ..., : self.spec.lengths[s]]
 
     def by_torch(self, s: int) -> torch.Tensor:
         """What torch makes of sequence `s` in its dtype: `[heads, queries, v_dim]`; NaN where nothing is seen."""
-        spec, terms = self.spec, self.terms
+        spec, params = self.spec, self.params
         q, k, v = self.query[s], self.keys[s], self.values[s]
         at, position, seen = self.geometry(s)
         bias = self.mask_of(s)
@@ -223,17 +223,17 @@ class Case:
             else:
                 mask = bias.masked_fill(~seen, -torch.inf).expand(spec.heads, -1, -1)
             args = (q[None], k[None], v[None], mask[None])
-            return scaled_dot_product_attention(*args, scale=terms.scale, enable_gqa=True)[0]
-        scores = q @ k.repeat_interleave(spec.group, 0).mT * terms.scale
+            return scaled_dot_product_attention(*args, scale=params.scale, enable_gqa=True)[0]
+        scores = q @ k.repeat_interleave(spec.group, 0).mT * params.scale
         if spec.softcap:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        if terms.slopes is not None:
-            scores = scores + (terms.slopes[:, None, None] * (position - at)).to(q.dtype)
+        if params.slopes is not None:
+            scores = scores + (params.slopes[:, None, None] * (position - at)).to(q.dtype)
         if bias is not None:
             scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
         scores = scores.masked_fill(~seen, -torch.inf)
-        if terms.sinks is not None:
-            sinks = terms.sinks.to(scores.dtype)[:, None, None].expand(-1, spec.queries, 1)
+        if params.sinks is not None:
+            sinks = params.sinks.to(scores.dtype)[:, None, None].expand(-1, spec.queries, 1)
             scores = torch.cat([scores, sinks], -1)
         weights = scores.softmax(-1)[..., : spec.lengths[s]].to(q.dtype)
         return weights @ v.repeat_interleave(spec.group, 0)
@@ -297,7 +297,7 @@ class Result:
 
 def attend(case: Case, *, threads: int = 1) -> Result:
     paged, result = Paged(case), Result(case.spec)
-    native.attend(paged.shape, case.query, paged.blocks(), case.terms, threads=threads, out=result.out, lse=result.lse)
+    native.attend(paged.shape, case.query, paged.blocks(), case.params, threads=threads, out=result.out, lse=result.lse)
     return result
 
 

@@ -14,7 +14,7 @@ from problems import DTYPES, NAN, Case, Exact, Paged, Result, Spec, attend, chan
 
 from kvtier.cpu import native
 from kvtier.kernels import reference
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 
 CASES = 150  # random specs of each dtype
 
@@ -56,10 +56,10 @@ def test_wherever_a_sequence_begins_and_ends_its_tokens_count_once(isa: str, dty
     for rows in (1, 2, 3, 4, 5, 6, 7):
         for size in (1, 64, 300):
             lengths = (r.choice((255, 256, 257)), r.choice((511, 512, 513, 520)), r.randint(257, 600))
-            firsts = (r.choice((0, 1, 7, 249)), r.choice((0, 3, 100, 249)), r.randint(0, 256))
+            first_valid = (r.choice((0, 1, 7, 249)), r.choice((0, 3, 100, 249)), r.randint(0, 256))
             dims = {"k_dim": r.choice((8, 64)), "v_dim": r.choice((8, 33, 64))}
-            spec = Spec(dtype, 1, rows, block_size=size, lengths=lengths, firsts=firsts, seed=rows, **dims)
-            for one in (spec, changed(spec, firsts=None)):
+            spec = Spec(dtype, 1, rows, block_size=size, lengths=lengths, first_valid=first_valid, seed=rows, **dims)
+            for one in (spec, changed(spec, first_valid=None)):
                 case, exact = solved(one)
                 found += broken(case, exact, attend(case))
     assert not found, "\n".join(found)
@@ -82,7 +82,9 @@ def test_every_head_size_is_as_exact(isa: str, dtype: torch.dtype) -> None:
         # As many tasks as one sequence is ever split into, in fp32; the others are split into a few of 1 MiB.
         Spec(kv_heads=1, lengths=(70_000,), block_size=256),
         Spec(kv_heads=1, group=4, lengths=(20_001, 1, 5), block_size=300, k_dim=32, v_dim=32, sharpness=8.0),
-        Spec(kv_heads=2, group=2, lengths=(10_011, 4_190), block_size=16, firsts=(4_500, 0), sinks=True, slopes=True),
+        Spec(
+            kv_heads=2, group=2, lengths=(10_011, 4_190), block_size=16, first_valid=(4_500, 0), sinks=True, slopes=True
+        ),
         Spec(kv_heads=4, group=1, lengths=(9_001,), block_size=64, queries=3, causal=True, window=5_000),
         Spec(kv_heads=1, group=5, lengths=(9_003,), block_size=7, k_dim=96, v_dim=96, softcap=20.0, mask=torch.bool),
     ],
@@ -104,13 +106,13 @@ def test_parts_of_sequences_merge_to_the_whole(isa: str, dtype: torch.dtype) -> 
         parts = []
         for part in range(3):
             chosen = [[i for i, x in enumerate(row) if x == part] for row in where]
-            terms = case.terms if part == 1 else without_sinks(case.terms)  # counted once in all
+            params = case.params if part == 1 else without_sinks(case.params)  # counted once in all
             result = Result(changed(case.spec, out_dtype=torch.float32))
             native.attend(
                 paged.shape,
                 case.query,
                 paged.blocks(chosen),
-                terms,
+                params,
                 threads=1,
                 out=result.out,
                 lse=result.lse,
@@ -124,8 +126,10 @@ def test_parts_of_sequences_merge_to_the_whole(isa: str, dtype: torch.dtype) -> 
     assert not found, "\n".join(found)
 
 
-def without_sinks(terms: Terms) -> Terms:
-    return Terms(terms.scale, terms.softcap, terms.window, terms.causal, terms.mask, terms.firsts, None, terms.slopes)
+def without_sinks(params: AttentionParams) -> AttentionParams:
+    return AttentionParams(
+        params.scale, params.softcap, params.window, params.causal, params.mask, params.first_valid, None, params.slopes
+    )
 
 
 def test_a_sequence_without_blocks_gives_zeros_and_minus_infinity(isa: str) -> None:
@@ -133,22 +137,22 @@ def test_a_sequence_without_blocks_gives_zeros_and_minus_infinity(isa: str) -> N
     paged, result = Paged(case), Result(case.spec)
     everything, nothing = list(range(3)), list[int]()
     blocks = paged.blocks([nothing, list(range(2))])
-    native.attend(paged.shape, case.query, blocks, case.terms, threads=1, out=result.out, lse=result.lse)
+    native.attend(paged.shape, case.query, blocks, case.params, threads=1, out=result.out, lse=result.lse)
     assert not result.out[0].count_nonzero()
     assert bool((result.lse[0] == -torch.inf).all())
     assert not law(case, 1, exact[1], result.out[1], result.lse[1])
     # The same, where the sequence itself is empty; but sinks are there all the same.
     paged.addresses[1], paged.lengths[1] = [], 0
-    terms = Terms(case.terms.scale, sinks=torch.tensor([0.5, -1.0, 2.0, -torch.inf]))
-    native.attend(paged.shape, case.query, paged.blocks(), terms, threads=1, out=result.out, lse=result.lse)
+    params = AttentionParams(case.params.scale, sinks=torch.tensor([0.5, -1.0, 2.0, -torch.inf]))
+    native.attend(paged.shape, case.query, paged.blocks(), params, threads=1, out=result.out, lse=result.lse)
     assert everything == list(range(len(paged.addresses[0])))
     assert not result.out[1].count_nonzero()
-    assert torch.equal(result.lse[1, :, 0], terms.sinks)
+    assert torch.equal(result.lse[1, :, 0], params.sinks)
 
 
 def test_an_empty_batch_is_no_error(isa: str) -> None:
     shape = native.Shape(torch.float32, 2, 64, 64, 16)
-    out = native.attend(shape, torch.empty(0, 4, 1, 64), native.BlockList([]), Terms(1.0), threads=2)
+    out = native.attend(shape, torch.empty(0, 4, 1, 64), native.BlockList([]), AttentionParams(1.0), threads=2)
     assert out.shape == (0, 4, 1, 64)
 
 
@@ -156,7 +160,7 @@ def test_an_empty_batch_is_no_error(isa: str) -> None:
 @pytest.mark.parametrize("length", [3, 37, 300])
 def test_any_scale_is_meant(isa: str, scale: float, length: int) -> None:
     case = Case(Spec(group=3, lengths=(length,), sharpness=1.0))
-    object.__setattr__(case.terms, "scale", scale)
+    object.__setattr__(case.params, "scale", scale)
     exact = case.exact(0)
     result = attend(case)
     assert not law(case, 0, exact, result.out[0], result.lse[0])
@@ -165,14 +169,14 @@ def test_any_scale_is_meant(isa: str, scale: float, length: int) -> None:
 @pytest.mark.parametrize("kind", [torch.bool, *DTYPES], ids=str)
 def test_any_layout_of_a_mask_and_of_queries_is_meant(isa: str, kind: torch.dtype) -> None:
     case, exact = solved(Spec(group=2, queries=3, lengths=(50, 70), mask=kind, seed=2))
-    mask = case.terms.mask
+    mask = case.params.mask
     assert mask is not None
     plain = attend(case).out
     apart = torch.empty_strided(mask.shape, (1, 7, 50, 500), dtype=kind).copy_(mask)
     for other in (apart, mask.mT.contiguous().mT, mask.repeat(1, 1, 1, 2)):
-        object.__setattr__(case.terms, "mask", other)
+        object.__setattr__(case.params, "mask", other)
         assert torch.equal(attend(case).out, plain)
-    object.__setattr__(case.terms, "mask", mask)
+    object.__setattr__(case.params, "mask", mask)
     case.query = case.query.mT.contiguous().mT  # a stride within a head
     assert torch.equal(attend(case).out, plain)
     assert exact
@@ -194,7 +198,7 @@ def spoilt(dtype: torch.dtype, where: str, length: int, value: float) -> tuple[C
     else:
         case.keys[0][1] = value
     k, v = (x[0].float().repeat_interleave(2, 0) for x in (case.keys, case.values))
-    scores = case.query[0].float() @ k.mT * case.terms.scale
+    scores = case.query[0].float() @ k.mT * case.params.scale
     nothing = (scores == -torch.inf).all(-1, keepdim=True)  # the same as a query that sees nothing
     return case, case.exact(0), (scores.softmax(-1) @ v).masked_fill(nothing, 0.0)
 
@@ -229,7 +233,7 @@ def test_what_is_not_a_number_stays_in_its_sequence_and_its_head(isa: str, dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_memory_that_earlier_calls_left_behind_does_not_matter(isa: str, dtype: torch.dtype) -> None:
     # Threads keep their scratch memory: here it is full of NaN from a call in another dtype.
-    cases = [Case(Spec(dtype, 2, 3, lengths=(n,), firsts=(f,), seed=n)) for n, f in ((3, 0), (271, 8), (512, 249))]
+    cases = [Case(Spec(dtype, 2, 3, lengths=(n,), first_valid=(f,), seed=n)) for n, f in ((3, 0), (271, 8), (512, 249))]
     dirty = Case(Spec(torch.float32, 4, 16, 4, 256, 256, 64, (600,), seed=5))
     dirty.query.view(torch.uint8).fill_(NAN) if dirty.query.is_contiguous() else dirty.query.fill_(torch.nan)
     for case in cases:
@@ -244,20 +248,20 @@ def test_memory_that_earlier_calls_left_behind_does_not_matter(isa: str, dtype: 
 
 
 def by_reference(case: Case, s: int, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    spec, terms = case.spec, case.terms
+    spec, params = case.spec, case.params
     keys, values = case.keys[s][None], case.values[s][None]
     if positions is not None:
         keys, values = keys[:, :, positions], values[:, :, positions]
     mask = case.mask_of(s)
-    one = Terms(
-        terms.scale,
-        terms.softcap,
-        terms.window,
-        terms.causal,
+    one = AttentionParams(
+        params.scale,
+        params.softcap,
+        params.window,
+        params.causal,
         None if mask is None else mask[None],
-        None if terms.firsts is None else terms.firsts[s : s + 1],
-        terms.sinks,
-        terms.slopes,
+        None if params.first_valid is None else params.first_valid[s : s + 1],
+        params.sinks,
+        params.slopes,
     )
     return reference.attend(case.query[s : s + 1], keys, values, one, length=spec.lengths[s], positions=positions)
 
@@ -279,7 +283,7 @@ def test_parts_of_the_reference_merge_to_the_whole(dtype: torch.dtype) -> None:
     found = []
     for number in range(1, CASES, 3):
         case, exact = random_case(number, dtype)
-        if case.terms.sinks is not None:
+        if case.params.sinks is not None:
             continue
         query = case.query
         for s, right in enumerate(exact):
@@ -308,12 +312,12 @@ def test_a_query_of_the_reference_that_sees_nothing_gives_zeros_and_minus_infini
     query, keys, values = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 6)
     unseen = torch.zeros(1, 1, 1, 5, dtype=torch.bool)
     sinks = torch.tensor([1.0, -2.0, 0.0, -torch.inf])
-    for terms, some in ((Terms(1.0, mask=unseen), slice(None)), (Terms(1.0), slice(0, 0))):
-        out, lse = reference.attend(query, keys[:, :, some], values[:, :, some], terms, length=5)
+    for params, some in ((AttentionParams(1.0, mask=unseen), slice(None)), (AttentionParams(1.0), slice(0, 0))):
+        out, lse = reference.attend(query, keys[:, :, some], values[:, :, some], params, length=5)
         assert out.shape == (1, 4, 2, 6)
         assert not out.count_nonzero()
         assert bool((lse == -torch.inf).all())
-        with_sinks = Terms(1.0, mask=terms.mask, sinks=sinks)
+        with_sinks = AttentionParams(1.0, mask=params.mask, sinks=sinks)
         out, lse = reference.attend(query, keys[:, :, some], values[:, :, some], with_sinks, length=5)
         assert not out.count_nonzero()
         assert torch.equal(lse[0], sinks[:, None].expand(4, 2))

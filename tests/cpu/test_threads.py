@@ -18,7 +18,7 @@ from problems import Case, Paged, Result, Spec, changed
 
 from kvtier.cpu import native
 from kvtier.errors import KVTierError
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("kernel")
@@ -46,14 +46,14 @@ class Call:
 
     def attend(self, threads: int) -> Result:
         result = Result(self.case.spec)
-        terms, out, lse = self.case.terms, result.out, result.lse
-        native.attend(self.paged.shape, self.case.query, self.blocks, terms, threads=threads, out=out, lse=lse)
+        params, out, lse = self.case.params, result.out, result.lse
+        native.attend(self.paged.shape, self.case.query, self.blocks, params, threads=threads, out=out, lse=lse)
         return result
 
     def submit(self, threads: int) -> native.Future:
         result = Result(self.case.spec)
-        terms, out, lse = self.case.terms, result.out, result.lse
-        return native.submit(self.paged.shape, self.case.query, self.blocks, terms, threads=threads, out=out, lse=lse)
+        params, out, lse = self.case.params, result.out, result.lse
+        return native.submit(self.paged.shape, self.case.query, self.blocks, params, threads=threads, out=out, lse=lse)
 
     def is_right(self, out: torch.Tensor, lse: torch.Tensor | None) -> bool:
         assert lse is not None
@@ -306,7 +306,7 @@ def test_problems_that_cannot_be_are_errors_and_not_crashes() -> None:
 
     def refused(
         query: torch.Tensor = query,
-        terms: Terms | None = None,
+        params: AttentionParams | None = None,
         shape: native.Shape = SHAPE,
         blocks: native.BlockList | None = None,
         **results: torch.Tensor,
@@ -316,7 +316,7 @@ def test_problems_that_cannot_be_are_errors_and_not_crashes() -> None:
             blocks.lengths.fill_(30)
         for call in (native.attend, lambda *args, **more: native.submit(*args, **more).wait()):
             with pytest.raises(KVTierError):
-                call(shape, query, blocks, terms or Terms(0.1), threads=2, **results)
+                call(shape, query, blocks, params or AttentionParams(0.1), threads=2, **results)
 
     refused(query=query[:, :3])  # not a multiple of the KV heads
     refused(query=query[:, :1])  # fewer
@@ -327,7 +327,7 @@ def test_problems_that_cannot_be_are_errors_and_not_crashes() -> None:
     refused(query=query.double())
     refused(shape=native.Shape(torch.float32, 0, 64, 48, 16))
     refused(shape=native.Shape(torch.float32, 2, 64, 48, 0))
-    refused(terms=Terms(0.1, window=-1))
+    refused(params=AttentionParams(0.1, window=-1))
     few = native.BlockList([addresses[:1]])
     few.lengths.fill_(17)
     refused(blocks=few)
@@ -336,20 +336,20 @@ def test_problems_that_cannot_be_are_errors_and_not_crashes() -> None:
     refused(out=torch.empty(1, 4, 48, 1).mT.expand(1, 4, 1, 48)[..., ::2])
     refused(lse=torch.empty(1, 4, 2))
     refused(lse=torch.empty(1, 4, 1, dtype=torch.float64))
-    refused(terms=Terms(0.1, mask=torch.ones(1, 1, 1, 29, dtype=torch.bool)))
-    refused(terms=Terms(0.1, mask=torch.ones(1, 3, 1, 30, dtype=torch.bool)))
-    refused(terms=Terms(0.1, mask=torch.ones(1, 1, 1, 30, dtype=torch.int64)))
-    refused(terms=Terms(0.1, sinks=torch.zeros(2)))
-    refused(terms=Terms(0.1, sinks=torch.zeros(4, dtype=torch.bfloat16)))
-    refused(terms=Terms(0.1, slopes=torch.zeros(8)[::2]))
-    refused(terms=Terms(0.1, firsts=torch.zeros(1)))
+    refused(params=AttentionParams(0.1, mask=torch.ones(1, 1, 1, 29, dtype=torch.bool)))
+    refused(params=AttentionParams(0.1, mask=torch.ones(1, 3, 1, 30, dtype=torch.bool)))
+    refused(params=AttentionParams(0.1, mask=torch.ones(1, 1, 1, 30, dtype=torch.int64)))
+    refused(params=AttentionParams(0.1, sinks=torch.zeros(2)))
+    refused(params=AttentionParams(0.1, sinks=torch.zeros(4, dtype=torch.bfloat16)))
+    refused(params=AttentionParams(0.1, slopes=torch.zeros(8)[::2]))
+    refused(params=AttentionParams(0.1, first_valid=torch.zeros(1)))
     refused(query=query.to("meta"))
 
 
 def test_a_future_of_a_problem_that_cannot_be_says_so_each_time() -> None:
     blocks = native.BlockList([[]])
     blocks.lengths.fill_(1)
-    future = native.submit(SHAPE, torch.randn(1, 4, 1, 64), blocks, Terms(0.1), threads=1)
+    future = native.submit(SHAPE, torch.randn(1, 4, 1, 64), blocks, AttentionParams(0.1), threads=1)
     assert future.done()
     for _ in range(2):
         with pytest.raises(KVTierError, match="shapes"):

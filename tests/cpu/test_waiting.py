@@ -16,11 +16,11 @@ pytestmark = pytest.mark.usefixtures("kernel")
 def test_any_number_of_threads_may_wait_at_once() -> None:
     case = Case(Spec(lengths=(4000, 3000), seed=1))
     paged, expected = Paged(case), Result(case.spec)
-    native.attend(paged.shape, case.query, paged.blocks(), case.terms, threads=1, out=expected.out, lse=expected.lse)
+    native.attend(paged.shape, case.query, paged.blocks(), case.params, threads=1, out=expected.out, lse=expected.lse)
     for _ in range(50):
         result = Result(case.spec)
         future = native.submit(
-            paged.shape, case.query, paged.blocks(), case.terms, threads=1, out=result.out, lse=result.lse
+            paged.shape, case.query, paged.blocks(), case.params, threads=1, out=result.out, lse=result.lse
         )
         seen: list[torch.Tensor] = []
         start = threading.Barrier(4)

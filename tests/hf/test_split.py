@@ -207,8 +207,8 @@ def test_a_sink_counts_once_however_the_kv_is_split() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, 2, 50, 12), torch.randn(2, 2, 50, 12)
     query, sinks = torch.randn(2, 4, 1, 12), torch.randn(4) * 3
-    terms = split.Terms(scale=0.3, sinks=sinks, softcap=5.0, window=37, causal=True)
-    expected, _ = torch_reference.attend(query.double(), keys.double(), values.double(), terms)
+    params = split.AttentionParams(scale=0.3, sinks=sinks, softcap=5.0, window=37, causal=True)
+    expected, _ = torch_reference.attend(query.double(), keys.double(), values.double(), params)
     for budget in (None, ROOMY, 6000, 3000):
         cache = TieredKVCache(device_budget=budget, host_budget=10**7, block_size=4)
         for i in range(0, 50, 10):
@@ -216,7 +216,7 @@ def test_a_sink_counts_once_however_the_kv_is_split() -> None:
         runtime = cache._runtime
         store = runtime.layers[0]
         assert bool(store.missing()) == (budget in (6000, 3000))
-        out = runtime.attend_terms(store, 50, store.epoch, query, terms)
+        out = runtime.attend_with(store, 50, store.epoch, query, params)
         assert close(expected.float(), out)
 
 
@@ -225,7 +225,9 @@ def test_half_precision_is_as_near_to_double_as_torch(dtype: torch.dtype) -> Non
     torch.manual_seed(0)
     keys, values = torch.randn(2, 2, 300, 64).to(dtype), torch.randn(2, 2, 300, 64).to(dtype)
     query = torch.randn(2, 4, 1, 64).to(dtype)
-    expected, _ = torch_reference.attend(query.double(), keys.double(), values.double(), split.Terms(64**-0.5))
+    expected, _ = torch_reference.attend(
+        query.double(), keys.double(), values.double(), split.AttentionParams(64**-0.5)
+    )
     sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, query, enable_gqa=True)
     allowed = 2 * (sdpa(keys, values).double() - expected).abs().max()
     for budget in (None, ROOMY, 100_000):
@@ -314,28 +316,28 @@ def test_ten_thousand_steps_leave_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("score_bytes", [2**28, 4 * 2 * 4 * 60 * 7])
-def test_many_queries_with_terms_of_every_kind_are_right_in_any_number_of_chunks(
+def test_many_queries_with_params_of_every_kind_are_right_in_any_number_of_chunks(
     score_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streamed, "_SCORE_BYTES", score_bytes)
     torch.manual_seed(0)
     keys, values, query = torch.randn(2, 2, 60, 8), torch.randn(2, 2, 60, 8), torch.randn(2, 4, 25, 8)
     mask = torch.rand(2, 1, 25, 60) < 0.8
-    for terms in (
-        split.Terms(0.3),
-        split.Terms(0.3, mask=mask),
-        split.Terms(0.3, causal=True),
-        split.Terms(0.3, causal=True, window=7),
-        split.Terms(0.3, causal=True, softcap=3.0, mask=mask),
-        split.Terms(0.3, causal=True, sinks=torch.randn(4), firsts=torch.tensor([3, 40])),
-        split.Terms(0.3, slopes=torch.rand(4)),
+    for params in (
+        split.AttentionParams(0.3),
+        split.AttentionParams(0.3, mask=mask),
+        split.AttentionParams(0.3, causal=True),
+        split.AttentionParams(0.3, causal=True, window=7),
+        split.AttentionParams(0.3, causal=True, softcap=3.0, mask=mask),
+        split.AttentionParams(0.3, causal=True, sinks=torch.randn(4), first_valid=torch.tensor([3, 40])),
+        split.AttentionParams(0.3, slopes=torch.rand(4)),
     ):
         cache = TieredKVCache(block_size=8)
         for part in (slice(0, 35), slice(35, 60)):
             cache.update(keys[:, :, part], values[:, :, part], 0)
         store = cache._runtime.layers[0]
-        out = cache._runtime.attend_terms(store, 60, store.epoch, query, terms)
-        expected, _ = torch_reference.attend(query.double(), keys.double(), values.double(), terms)
+        out = cache._runtime.attend_with(store, 60, store.epoch, query, params)
+        expected, _ = torch_reference.attend(query.double(), keys.double(), values.double(), params)
         assert close(expected.float(), out)
 
 
@@ -351,10 +353,10 @@ def test_what_the_cache_makes_for_itself_is_made_where_it_belongs_whatever_the_d
     with torch.device("meta"):  # holds no numbers: whatever is made there shows
         for part in (slice(0, 40), *(slice(i, i + 1) for i in range(40, 60))):
             cache.update(keys[:, :, part], values[:, :, part], 0)
-        store, terms = cache._runtime.layers[0], split.Terms(0.3, causal=True, window=17)
+        store, params = cache._runtime.layers[0], split.AttentionParams(0.3, causal=True, window=17)
         # Not through a view: torch puts the default device aside while it calls those.
-        outs = [cache._runtime.attend_terms(store, 60, store.epoch, query, terms) for query in (one, many)]
+        outs = [cache._runtime.attend_with(store, 60, store.epoch, query, params) for query in (one, many)]
     with torch.device("cpu"):
         for query, out in zip((one, many), outs, strict=True):
-            expected, _ = torch_reference.attend(query.double(), keys.double(), values.double(), terms)
+            expected, _ = torch_reference.attend(query.double(), keys.double(), values.double(), params)
             assert close(expected.float(), out)

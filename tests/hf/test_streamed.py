@@ -15,7 +15,7 @@ from placements import outcome, smallest_budget, tiered_cache
 from kvtier import BudgetError, TieredKVCache
 from kvtier.attention import streamed
 from kvtier.kernels import reference
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 from kvtier.planning import placement
 from kvtier.storage.store import LayerStore
 from kvtier.storage.transfer import Transfer
@@ -40,13 +40,13 @@ class Problem:
         self.keys = self._random(self.batch, self.heads, self.length, k_dim)
         self.values = self._random(self.batch, self.heads, self.length, v_dim)
         self.query = self._random(self.batch, self.heads * group, self.queries, k_dim)
-        self.terms = self._terms()
+        self.params = self._params()
         self.row = self.heads * self.size * (k_dim + v_dim) * self.dtype.itemsize * self.batch
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape).to(self.dtype)
 
-    def _terms(self) -> Terms:
+    def _params(self) -> AttentionParams:
         rng, heads = self.rng, self.query.shape[1]
         mask = None
         if rng.random() < 0.5:
@@ -55,13 +55,13 @@ class Problem:
             if rng.random() < 0.5:
                 low = rng.choice((-torch.inf, torch.finfo(self.dtype).min))
                 mask = torch.randn(shape).masked_fill(~mask, low).to(self.dtype)
-        return Terms(
+        return AttentionParams(
             scale=rng.choice((0.1, 0.4)),
             softcap=rng.choice((0.0, 0.0, 0.0, 3.0)),
             window=rng.choice((0, 0, 1, 20, 500)),
             causal=rng.random() < 0.6,
             mask=mask,
-            firsts=torch.randint(0, 60, (self.batch,)) if rng.random() < 0.3 else None,
+            first_valid=torch.randint(0, 60, (self.batch,)) if rng.random() < 0.3 else None,
             sinks=torch.randn(heads) if rng.random() < 0.2 else None,
             slopes=torch.rand(heads) if rng.random() < 0.2 else None,
         )
@@ -75,7 +75,7 @@ class Problem:
 
     def expected(self) -> torch.Tensor:
         """In float64."""
-        return reference.attend(self.query.double(), self.keys.double(), self.values.double(), self.terms)[0]
+        return reference.attend(self.query.double(), self.keys.double(), self.values.double(), self.params)[0]
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -92,9 +92,9 @@ def test_parts_give_what_the_whole_gives(seed: int, device: bool, monkeypatch: p
     cache = TieredKVCache(device_budget=budget, host_budget=2**24, block_size=problem.size, write_through=0.0)
     cache = with_doubles(cache, held(seed))
     store = problem.store(cache)
-    if not streamed.serves(store, problem.length, problem.query, problem.terms):
+    if not streamed.serves(store, problem.length, problem.query, problem.params):
         pytest.skip("one part holds all of this one")
-    out = streamed.attend(store, problem.length, problem.query, problem.terms)
+    out = streamed.attend(store, problem.length, problem.query, problem.params)
     assert out.dtype is problem.dtype
     torch.testing.assert_close(out.double(), problem.expected(), rtol=0, atol=tolerance(problem.dtype))
     cache.check_integrity()

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from kvtier.kernels import copies, launch, paged, tuning
+from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.kernels.terms import Terms
 from kvtier.storage.block import BlockLayout
 
 #: The answer is the last line, behind this.
@@ -131,13 +131,13 @@ def call(request: dict[str, Any]) -> None:
     tokens = blocks * size - request.get("short", 0)
     mask = None if kind is None else torch.zeros((rows, 1, queries, tokens), dtype=getattr(torch, kind))
     if request["call"] == "attend":
-        terms = Terms(
+        params = AttentionParams(
             0.1,
             softcap=request.get("softcap", 0.0),
             window=request.get("window", 0),
             causal=request.get("causal", False),
             mask=mask,
-            firsts=torch.zeros(rows, dtype=integers) if request.get("firsts") else None,
+            first_valid=torch.zeros(rows, dtype=integers) if request.get("first_valid") else None,
             sinks=torch.zeros(heads) if request.get("sinks") else None,
             slopes=torch.zeros(heads) if request.get("slopes") else None,
         )
@@ -145,12 +145,12 @@ def call(request: dict[str, Any]) -> None:
         if request.get("ragged"):
             cu = torch.zeros(rows + 1, dtype=torch.int32)
             query = torch.zeros((rows * queries, heads, k_dim), dtype=dtype)
-            paged.attend(query, table, layout, lengths, terms, cu_queries=cu, max_queries=queries)
+            paged.attend(query, table, layout, lengths, params, cu_queries=cu, max_queries=queries)
         else:
             query = torch.zeros((rows, queries, heads, k_dim), dtype=dtype).transpose(1, 2)
             query = query.mT.contiguous().mT if request.get("columns") else query
             out = torch.empty((rows, heads, queries, v_dim), dtype=getattr(torch, request.get("out", "float32")))
-            paged.attend(query, table, layout, lengths, terms, out=out)
+            paged.attend(query, table, layout, lengths, params, out=out)
     elif request["call"] == "merge":
         outs = torch.zeros((2, rows, heads, queries, v_dim)), torch.zeros((2, rows, heads, queries))
         # As far from each other as device memory and page-locked memory may be; nobody reads it.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from kvtier.kernels import launch, paged
+from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.kernels.terms import Terms
 from kvtier.storage.block import BlockLayout
 
 launches: list[dict[str, Any]] = []
@@ -106,7 +106,7 @@ def decode() -> list[list[dict[str, Any]]]:
     out, lse = torch.zeros((1, 8, 1, 64)), torch.zeros((1, 8, 1))
     calls = []
     for length, parts in ((4000, 1), (4000, 1), (4080, 1), (4000, 4), (4000, 4), (4000, 8)):
-        paged.attend(query, table, layout, length, Terms(0.5), out=out, lse=lse, parts=parts)
+        paged.attend(query, table, layout, length, AttentionParams(0.5), out=out, lse=lse, parts=parts)
         calls.append(launches.copy())
         launches.clear()
     return calls
@@ -123,13 +123,13 @@ def wide() -> list[list[dict[str, Any]]]:
     ):
         layout = BlockLayout(1, 1, k_dim, v_dim, 16, dtype)
         table = AddressTable(torch.zeros((1, 8), dtype=torch.int64), positions=torch.zeros((1, 8), dtype=torch.int32))
-        terms = Terms(0.5, causal=True)
+        params = AttentionParams(0.5, causal=True)
         if more:
             mask, one = torch.zeros((1, 1, queries, 128)), torch.zeros(1)
-            terms = Terms(0.5, 2.0, 99, True, mask, torch.zeros(1, dtype=torch.int64), one, one)
+            params = AttentionParams(0.5, 2.0, 99, True, mask, torch.zeros(1, dtype=torch.int64), one, one)
         query = torch.zeros((1, 1, queries, k_dim), dtype=dtype)
         for _ in range(2):
-            paged.attend(query, table, layout, 128, terms, parts=1)
+            paged.attend(query, table, layout, 128, params, parts=1)
             calls.append(launches.copy())
             launches.clear()
     return calls

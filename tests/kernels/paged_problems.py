@@ -15,11 +15,11 @@ import torch
 from problems import NAN, TINY, UNIT, Case, Exact, Result, Spec, changed
 
 from kvtier.kernels import paged
+from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.kernels.terms import Terms
 from kvtier.storage.block import BlockLayout
 
-__all__ = ["Blocks", "attend", "broken", "changed", "law", "small_spec", "solved", "terms_on", "without_sinks"]
+__all__ = ["Blocks", "attend", "broken", "changed", "law", "params_on", "small_spec", "solved", "without_sinks"]
 
 GAP = 192  # bytes of poison between blocks
 
@@ -40,7 +40,7 @@ def small_spec(number: int, dtype: torch.dtype, *, most_queries: int = 70) -> Sp
         v_dim=k_dim if rare() < 0.7 else r.choice((64, 128, 80, 17, 1)),
         block_size=r.choice((1, 3, 7, 16, 24, 64, 256)),
         lengths=lengths,
-        firsts=tuple(r.randint(0, n) for n in lengths) if rare() < 0.25 else None,
+        first_valid=tuple(r.randint(0, n) for n in lengths) if rare() < 0.25 else None,
         causal=rare() < (0.8 if queries > 1 else 0.3),
         window=r.choice((1, 2, 5, 31, 64, 65, 5000)) if rare() < 0.35 else 0,
         softcap=r.choice((0.5, 5.0, 30.0)) if rare() < 0.2 else 0.0,
@@ -105,13 +105,13 @@ class Blocks:
         )
 
 
-def terms_on(terms: Terms, device: torch.device) -> Terms:
-    names = ("mask", "firsts", "sinks", "slopes")
-    return replace(terms, **{n: x.to(device) for n in names if (x := getattr(terms, n)) is not None})
+def params_on(params: AttentionParams, device: torch.device) -> AttentionParams:
+    names = ("mask", "first_valid", "sinks", "slopes")
+    return replace(params, **{n: x.to(device) for n in names if (x := getattr(params, n)) is not None})
 
 
-def without_sinks(terms: Terms) -> Terms:
-    return replace(terms, sinks=None)
+def without_sinks(params: AttentionParams) -> AttentionParams:
+    return replace(params, sinks=None)
 
 
 def attend(case: Case, device: torch.device, call: Callable[..., Any] = paged.attend, **options: Any) -> Result:
@@ -125,7 +125,7 @@ def attend(case: Case, device: torch.device, call: Callable[..., Any] = paged.at
         options.pop("table", None) or blocks.table(),
         blocks.layout,
         blocks.lengths,
-        terms_on(options.pop("terms", case.terms), device),
+        params_on(options.pop("params", case.params), device),
         out=result.out,
         lse=result.lse,
         **options,

@@ -104,7 +104,7 @@ def test_what_is_launched_as_before_is_what_triton_would_launch() -> None:
         "softcap": [0.0, 0.0, 1.0, 5.0],
         "mask": [None, None, "bool", "float16"],
         "out": ["float32", "bfloat16"],
-        **{name: [False, False, True] for name in ("firsts", "sinks", "slopes")},
+        **{name: [False, False, True] for name in ("first_valid", "sinks", "slopes")},
         "integers": ["int64", "int32"],
     }
     usual = {name: some[0] for name, some in choices.items()}
@@ -118,7 +118,7 @@ def test_what_is_launched_as_before_is_what_triton_would_launch() -> None:
         requests += [other | {"call": name} | {x: r.choice(some) for x, some in choice.items()} for _ in range(60)]
     odd = asked | usual | {"k_dim": 33, "queries": 5}  # aligned as little as what lies in columns
     requests += [odd, odd | {"columns": True}]
-    told = asked | usual | {"lengths": True, "firsts": True}
+    told = asked | usual | {"lengths": True, "first_valid": True}
     requests += [told, told | {"integers": "int32"}]
     r.shuffle(requests)
     kept, fresh = (report([x | {"afresh": afresh} for x in requests]) for afresh in (False, True))
@@ -257,14 +257,14 @@ def test_merging_many_parts_reads_many_at_a_time_without_spills() -> None:
 def test_whatever_is_asked_for_compiles() -> None:
     # The interpreter runs what the compiler may refuse.
     every: dict[str, Any] = {
-        **{"softcap": 3.0, "window": 9, "causal": True, "sinks": True, "slopes": True, "firsts": True},
+        **{"softcap": 3.0, "window": 9, "causal": True, "sinks": True, "slopes": True, "first_valid": True},
         **{"lengths": True, "counts": True, "positions": True, "out": "bfloat16"},
     }
     asked = {"call": "attend", "blocks": 300}
     requests = [
         asked | every | {"mask": "bool", "block_size": 3, "k_dim": 17, "v_dim": 33, "columns": True},
         asked | every | {"mask": "float16", "queries": 100, "block_size": 1, "ragged": True},
-        asked | {"mask": "bfloat16", "queries": 100, "block_size": 24, "firsts": True, "columns": True},
+        asked | {"mask": "bfloat16", "queries": 100, "block_size": 24, "first_valid": True, "columns": True},
         asked | {"window": 99, "causal": True, "queries": 12, "group": 5, "k_dim": 8, "dtype": "float32"},
         asked | {"queries": 70, "group": 1, "k_dim": 1, "dtype": "float16", "slopes": True},
     ]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kvtier import TieredKVCache
 from kvtier.attention import streamed
 from kvtier.kernels import copies, paged, reference
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 from kvtier.testing import held, with_doubles
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -70,8 +70,8 @@ class Driven:
             if keys.shape[2] == count:
                 continue  # a first prompt is its own answer
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
-            terms = Terms(DIM**-0.5, mask=mask)
-            exact, _ = reference.attend(q.double(), *whole.double().chunk(2), terms)
+            params = AttentionParams(DIM**-0.5, mask=mask)
+            exact, _ = reference.attend(q.double(), *whole.double().chunk(2), params)
             torch.testing.assert_close(out.double(), exact, rtol=0, atol=64 * torch.finfo(self.dtype).eps)
 
 
@@ -107,9 +107,9 @@ def test_sinks_count_once_over_what_is_there_and_what_is_fetched(device: torch.d
     driven.step(20)
     store = driven.cache._runtime.layers[0]
     query = driven.new(2, 20)
-    terms = Terms(0.3, causal=True, window=4 * driven.size, softcap=2.0, sinks=torch.randn(2).to(device))
-    out = streamed.attend(store, driven.length, query, terms)
-    exact, _ = reference.attend(query.double(), *driven.held[0][0].double().chunk(2), terms)
+    params = AttentionParams(0.3, causal=True, window=4 * driven.size, softcap=2.0, sinks=torch.randn(2).to(device))
+    out = streamed.attend(store, driven.length, query, params)
+    exact, _ = reference.attend(query.double(), *driven.held[0][0].double().chunk(2), params)
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=64 * torch.finfo(driven.dtype).eps)
 
 

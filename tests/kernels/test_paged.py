@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from paged_problems import Blocks, attend, broken, changed, law, small_spec, solved, terms_on, without_sinks
+from paged_problems import Blocks, attend, broken, changed, law, params_on, small_spec, solved, without_sinks
 from problems import DTYPES, Case, Spec
 
 from kvtier.errors import MismatchError
 from kvtier.kernels import paged, reference, tables
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 
 # The interpreter is numpy, which warns of what is meant.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -82,10 +82,10 @@ def test_tiles_that_all_queries_see_and_tiles_at_the_edge_are_as_exact(
 ) -> None:
     specs = [
         Spec(group=2, queries=100, lengths=(150, 101), block_size=64, causal=True),
-        Spec(group=3, queries=25, lengths=(200, 70), block_size=16, causal=True, window=80, firsts=(3, 0)),
+        Spec(group=3, queries=25, lengths=(200, 70), block_size=16, causal=True, window=80, first_valid=(3, 0)),
         Spec(group=1, queries=130, lengths=(280,), block_size=24, causal=True, window=129, sinks=True),
         Spec(group=1, queries=70, lengths=(200,), block_size=16, causal=True, slopes=True, softcap=9.0),
-        Spec(group=2, queries=35, lengths=(100, 160), block_size=256, mask=torch.bool, firsts=(0, 50)),
+        Spec(group=2, queries=35, lengths=(100, 160), block_size=256, mask=torch.bool, first_valid=(0, 50)),
         Spec(group=2, queries=35, lengths=(100, 160), block_size=16, causal=True, mask=torch.float32),
     ]
     found = []
@@ -106,7 +106,7 @@ def test_wherever_tiles_begin_and_end_tokens_count_once(told: bool, device: torc
     found = []
     for n in range(100, 132):
         spec = Spec(kv_heads=1, queries=34, k_dim=16, v_dim=16, lengths=(n,), causal=True, window=41, seed=n)
-        spec = changed(spec, block_size=1 if told else 16, firsts=(n - 70,) if n % 2 else None)
+        spec = changed(spec, block_size=1 if told else 16, first_valid=(n - 70,) if n % 2 else None)
         case, exact = solved(spec)
         blocks = Blocks(case, device)
         table = blocks.table([range(n)] if told else None)
@@ -138,14 +138,14 @@ def test_parts_of_sequences_merge_to_the_whole(dtype: torch.dtype, device: torch
         parts = []
         for part in range(3):
             chosen = [[i for i, x in enumerate(row) if x == part] for row in where]
-            terms = case.terms if part == 1 else without_sinks(case.terms)  # counted once in all
+            params = case.params if part == 1 else without_sinks(case.params)  # counted once in all
             parts.append(
                 paged.attend(
                     case.query.to(device),
                     blocks.table(chosen),
                     blocks.layout,
                     blocks.lengths,
-                    terms_on(terms, device),
+                    params_on(params, device),
                     parts=number % 3 or None,
                 )
             )
@@ -164,11 +164,11 @@ def test_rows_of_one_and_of_many_queries_go_together(call: Any, dtype: torch.dty
         mask = (None, torch.bool, None, torch.float32)[number]
         case, exact = solved(changed(spec, mask=mask, shared=(False, True, number < 3)))
         blocks, ends = Blocks(case, device), [sum(counts[:i]) for i in range(5)]
-        terms = case.terms
-        if terms.mask is not None and terms.mask.shape[2] > 1:
+        params = case.params
+        if params.mask is not None and params.mask.shape[2] > 1:
             # Each row's queries begin the mask's.
-            moved = [x.roll(n, 1) for x, n in zip(terms.mask, counts, strict=True)]
-            terms = Terms(terms.scale, 0.0, terms.window, True, torch.stack(moved), sinks=terms.sinks)
+            moved = [x.roll(n, 1) for x, n in zip(params.mask, counts, strict=True)]
+            params = AttentionParams(params.scale, 0.0, params.window, True, torch.stack(moved), sinks=params.sinks)
         query = torch.cat([q[:, q.shape[1] - n :] for q, n in zip(case.query, counts, strict=True)], 1).transpose(0, 1)
         options = {"parts": number + 1, "max_queries": max(counts)} if call is paged.attend else {}
         out, lse = call(
@@ -176,7 +176,7 @@ def test_rows_of_one_and_of_many_queries_go_together(call: Any, dtype: torch.dty
             blocks.table(),
             blocks.layout,
             blocks.lengths,
-            terms_on(terms, device),
+            params_on(params, device),
             cu_queries=torch.tensor(ends, dtype=torch.int32, device=device),
             **options,
         )
@@ -193,7 +193,7 @@ def test_how_many_queries_there_may_be_need_not_be_told(device: torch.device) ->
     blocks = Blocks(case, device)
     query = case.query.transpose(1, 2).flatten(0, 1).to(device)
     ends = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
-    call = (query, blocks.table(), blocks.layout, blocks.lengths, case.terms)
+    call = (query, blocks.table(), blocks.layout, blocks.lengths, case.params)
     told, silent = (paged.attend(*call, cu_queries=ends, max_queries=n, parts=1) for n in (3, None))
     whole = paged.attend(case.query.to(device), *call[1:], parts=1)
     for a, b, c in zip(told, silent, whole, strict=True):
@@ -209,9 +209,9 @@ def test_queries_beyond_the_most_are_not_answered_and_need_no_mask(
     counts, most = (5, 2, 0, 4), 3  # of three heads each: all queries of a row lie in one tile
     case, _ = solved(Spec(torch.float32, 1, 3, 5, 16, 16, 16, (90, 33, 40, 64), causal=True, mask=kind, seed=7))
     blocks, ends = Blocks(case, device), [sum(counts[:i]) for i in range(5)]
-    assert case.terms.mask is not None
-    tokens = case.terms.mask.shape[3]
-    whole = case.terms.mask.expand(4, 3, 5, tokens).to(device)
+    assert case.params.mask is not None
+    tokens = case.params.mask.shape[3]
+    whole = case.params.mask.expand(4, 3, 5, tokens).to(device)
     # A mask for so many queries, and behind it what must not be read.
     guard = torch.full((8 * tokens,), 0 if kind == torch.bool else torch.nan, device=device).to(kind)
     held = torch.cat([whole[:, :, :most].flatten(), guard])
@@ -221,7 +221,13 @@ def test_queries_beyond_the_most_are_not_answered_and_need_no_mask(
     def answered(mask: torch.Tensor, most: int, **options: int) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = torch.full((11, 3, 16), 7.0, device=device), torch.full((11, 3), 7.0, device=device)
         cu = torch.tensor(ends, dtype=torch.int32, device=device)
-        given = (query, blocks.table(), blocks.layout, blocks.lengths, Terms(case.terms.scale, causal=True, mask=mask))
+        given = (
+            query,
+            blocks.table(),
+            blocks.layout,
+            blocks.lengths,
+            AttentionParams(case.params.scale, causal=True, mask=mask),
+        )
         return call(*given, cu_queries=cu, max_queries=most, out=out, lse=lse, **options)
 
     parts = {"parts": 1} if call is paged.attend else {}
@@ -241,11 +247,11 @@ def test_a_row_without_blocks_gives_zeros_and_minus_infinity(device: torch.devic
     call = (case.query.to(device), blocks.table([[], [0, 1]]), blocks.layout, blocks.lengths)
     sinks = torch.tensor([0.5, -1.0, 2.0, -torch.inf], device=device)
     for parts in (1, 2):
-        out, lse = (x.cpu() for x in paged.attend(*call, case.terms, parts=parts))
+        out, lse = (x.cpu() for x in paged.attend(*call, case.params, parts=parts))
         assert not out[0].count_nonzero()
         assert bool((lse[0] == -torch.inf).all())
         assert not law(case, 1, exact[1], out[1], lse[1])
-        out, lse = paged.attend(*call, Terms(case.terms.scale, sinks=sinks), parts=parts)
+        out, lse = paged.attend(*call, AttentionParams(case.params.scale, sinks=sinks), parts=parts)
         assert not out[0].count_nonzero()
         torch.testing.assert_close(lse[0, :, 0], sinks)
 
@@ -254,13 +260,13 @@ def test_blocks_that_do_not_count_are_not_looked_at(device: torch.device) -> Non
     case, _ = solved(Spec(lengths=(60, 45), group=2, seed=1, k_dim=16, v_dim=16))
     blocks = Blocks(case, device)
     table = blocks.table([[0, 1], [0]])
-    call = (case.query.to(device), blocks.layout, blocks.lengths, case.terms)
+    call = (case.query.to(device), blocks.layout, blocks.lengths, case.params)
     untold = tables.AddressTable(table.addresses, table.counts)
     for some in (table, untold):
         out, lse = paged.attend(call[0], some, *call[1:], parts=2)
         for row, n in ((0, 32), (1, 16)):
             k, v = case.keys[row][None, :, :n], case.values[row][None, :, :n]
-            right, right_lse = reference.attend(case.query[row : row + 1], k, v, case.terms, length=60 - 15 * row)
+            right, right_lse = reference.attend(case.query[row : row + 1], k, v, case.params, length=60 - 15 * row)
             torch.testing.assert_close(out[row].cpu(), right[0], rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(lse[row].cpu(), right_lse[0], rtol=1e-5, atol=1e-6)
 
@@ -269,11 +275,11 @@ def test_an_empty_batch_and_an_empty_table_are_no_error(device: torch.device) ->
     case, _ = solved(Spec(lengths=(40,)))
     blocks = Blocks(case, device)
     none = tables.AddressTable(torch.empty((1, 0), dtype=torch.int64, device=device))
-    out, lse = paged.attend(case.query.to(device), none, blocks.layout, 0, Terms(1.0))
+    out, lse = paged.attend(case.query.to(device), none, blocks.layout, 0, AttentionParams(1.0))
     assert not out.count_nonzero()
     assert bool((lse == -torch.inf).all())
     none = tables.AddressTable(torch.empty((0, 3), dtype=torch.int64, device=device))
-    out, _ = paged.attend(case.query[:0].to(device), none, blocks.layout, 5, Terms(1.0))
+    out, _ = paged.attend(case.query[:0].to(device), none, blocks.layout, 5, AttentionParams(1.0))
     assert out.shape == (0, 2, 1, 64)
 
 
@@ -281,7 +287,7 @@ def test_an_empty_batch_and_an_empty_table_are_no_error(device: torch.device) ->
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_any_scale_is_meant(scale: float, softcap: float, device: torch.device) -> None:
     case = Case(Spec(group=3, lengths=(37,), softcap=softcap))
-    object.__setattr__(case.terms, "scale", scale)
+    object.__setattr__(case.params, "scale", scale)
     result = attend(case, device)
     assert not law(case, 0, case.exact(0), result.out[0], result.lse[0])
 
@@ -289,13 +295,13 @@ def test_any_scale_is_meant(scale: float, softcap: float, device: torch.device) 
 @pytest.mark.parametrize("kind", [torch.bool, *DTYPES], ids=str)
 def test_any_layout_of_masks_queries_and_lengths_is_meant(kind: torch.dtype, device: torch.device) -> None:
     case, _ = solved(Spec(group=2, queries=3, lengths=(50, 50), mask=kind, seed=2, k_dim=16, v_dim=16))
-    mask, query = case.terms.mask, case.query
+    mask, query = case.params.mask, case.query
     assert mask is not None
     blocks = Blocks(case, device)
 
     def call(query: torch.Tensor, mask: torch.Tensor, lengths: Any) -> torch.Tensor:
-        terms = Terms(case.terms.scale, mask=mask)
-        return paged.attend(query, blocks.table(), blocks.layout, lengths, terms)[0]
+        params = AttentionParams(case.params.scale, mask=mask)
+        return paged.attend(query, blocks.table(), blocks.layout, lengths, params)[0]
 
     mask, query = mask.to(device), query.to(device)
     plain = call(query, mask, blocks.lengths)
@@ -317,7 +323,7 @@ def test_nan_and_infinity_show_where_torch_shows_them(where: str, dtype: torch.d
         else:
             (case.keys if where == "key" else case.values)[0][1, 45, 3] = value
         k, v = (x[0].float().repeat_interleave(2, 0) for x in (case.keys, case.values))
-        plain = (case.query[0].float() @ k.mT * case.terms.scale).softmax(-1) @ v
+        plain = (case.query[0].float() @ k.mT * case.params.scale).softmax(-1) @ v
         for parts in (1, 3):
             out = attend(case, device, parts=parts).out[0]
             assert torch.equal(out.isnan(), plain.isnan()), value
@@ -338,11 +344,11 @@ def test_what_is_not_a_number_stays_in_its_sequence_and_its_head(dtype: torch.dt
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     case, _ = solved(Spec(group=2, lengths=(40, 30)))
-    blocks, terms = Blocks(case, device), Terms(1.0)
+    blocks, params = Blocks(case, device), AttentionParams(1.0)
     query, table = case.query.to(device), blocks.table()
 
     def call(**changes: Any) -> None:
-        arguments = {"query": query, "table": table, "layout": blocks.layout, "lengths": 40, "terms": terms}
+        arguments = {"query": query, "table": table, "layout": blocks.layout, "lengths": 40, "params": params}
         paged.attend(**arguments | changes)
 
     call()
@@ -357,15 +363,15 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         {"cu_queries": ends},
         {"query": query[:, :, 0], "cu_queries": ends[:2]},
         {"lengths": blocks.lengths[:1]},
-        {"terms": Terms(1.0, firsts=blocks.lengths[:1])},
-        {"terms": Terms(1.0, sinks=torch.zeros(3, device=device))},
-        {"terms": Terms(1.0, slopes=torch.zeros(5, device=device))},
-        {"terms": Terms(1.0, mask=torch.zeros(2, 40, device=device))},
-        {"terms": Terms(1.0, mask=torch.zeros((1, 1, 1, 40), dtype=torch.int32, device=device))},
+        {"params": AttentionParams(1.0, first_valid=blocks.lengths[:1])},
+        {"params": AttentionParams(1.0, sinks=torch.zeros(3, device=device))},
+        {"params": AttentionParams(1.0, slopes=torch.zeros(5, device=device))},
+        {"params": AttentionParams(1.0, mask=torch.zeros(2, 40, device=device))},
+        {"params": AttentionParams(1.0, mask=torch.zeros((1, 1, 1, 40), dtype=torch.int32, device=device))},
         {"out": torch.empty((2, 4, 64), device=device)},
         {"out": torch.empty((2, 4, 1, 64), dtype=torch.float64, device=device)},
         {"out": torch.empty((2, 4, 1, 128), device=device)[..., ::2]},
-        *({"terms": Terms(1.0, mask=torch.zeros(shape, device=device))} for shape in masks),
+        *({"params": AttentionParams(1.0, mask=torch.zeros(shape, device=device))} for shape in masks),
         {"lse": torch.empty((2, 4, 1), dtype=torch.float16, device=device)},
     ]
     for changes in wrong:

@@ -17,8 +17,8 @@ import torch
 from kvtier import measured
 from kvtier.kernels import launch, paged, tuning
 from kvtier.kernels.launch import Configuration
+from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.kernels.terms import Terms
 from kvtier.kernels.tuning import Blocks, Option
 
 CPU = torch.device("cpu")
@@ -174,7 +174,7 @@ def test_calls_take_the_tile_that_was_chosen(monkeypatch: pytest.MonkeyPatch, de
     memory = torch.ones(4 * LAYOUT.k_numel, dtype=LAYOUT.dtype, device=device)
     where = AddressTable(torch.tensor([[memory.data_ptr()]], device=device))
     query = torch.ones((1, 4, 1, 16), dtype=LAYOUT.dtype, device=device)
-    out, _ = paged.attend(query, where, LAYOUT, 16, Terms(1.0))
+    out, _ = paged.attend(query, where, LAYOUT, 16, AttentionParams(1.0))
     assert tokens == [best.tile.tokens]
     assert programs == [best.programs] != [launch.PROGRAMS]
     assert bool((out == 1.0).all())

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from benchmarks.scenarios.host.arena import ARENA, Arena, Make, Shape
 from kvtier.cpu import fallback, native
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 
 
 def random_query(shape: Shape) -> torch.Tensor:
@@ -42,10 +42,10 @@ def ours(instruction_set: str | None = None, *, own_threads: bool = False) -> Ma
     """The native kernel, on as many threads as the shape says: those that it borrows, or the library's own."""
 
     def make(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
-        blocks, query, terms = native_shape(shape), random_query(shape), Terms(shape.dim**-0.5)
+        blocks, query, params = native_shape(shape), random_query(shape), AttentionParams(shape.dim**-0.5)
 
         def call(table: native.BlockList) -> None:
-            native.attend(blocks, query, table, terms, threads=shape.threads)
+            native.attend(blocks, query, table, params, threads=shape.threads)
 
         def forced(table: native.BlockList) -> None:
             assert instruction_set is not None
@@ -55,7 +55,7 @@ def ours(instruction_set: str | None = None, *, own_threads: bool = False) -> Ma
 
         def own(table: native.BlockList) -> None:
             # Whoever waits helps.
-            native.submit(blocks, query, table, terms, threads=shape.threads - 1).wait()
+            native.submit(blocks, query, table, params, threads=shape.threads - 1).wait()
 
         chosen = own if own_threads else forced if instruction_set else call
         for table in tables(arena, shape):
@@ -95,7 +95,7 @@ def transformers_path(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]
 
 def torch_blocks(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
     """kvtier without its native library: torch's kernel, block by block."""
-    query, terms = random_query(shape), Terms(shape.dim**-0.5)
+    query, params = random_query(shape), AttentionParams(shape.dim**-0.5)
     numbers = arena.data.view(shape.dtype)
     slot = shape.block_bytes // shape.dtype.itemsize
     blocks = numbers[: numbers.numel() // slot * slot].view(-1, 2, shape.kv_heads, shape.block_size, shape.dim)
@@ -103,4 +103,4 @@ def torch_blocks(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
     for start in range(0, blocks.shape[0] - count + 1, count):
         some = blocks[start : start + count]
         run = fallback.Run(0, shape.block_size, count, some[:, 0], some[:, 1])
-        yield partial(fallback.attend, query, [[run]] * len(shape.lengths), terms)
+        yield partial(fallback.attend, query, [[run]] * len(shape.lengths), params)

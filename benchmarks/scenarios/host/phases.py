@@ -23,7 +23,7 @@ from benchmarks.scenarios.host.calls import native_shape, ours, random_query, ta
 from benchmarks.scenarios.host.threads import USUAL
 from benchmarks.turns import Start
 from kvtier.cpu import build, native
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 
 PHASES = ("keys", "softmax", "values", "rest")
 CLOCKED = "kvtier, with clocks"
@@ -59,10 +59,10 @@ class ClockedCall(Call):
         super().__init__(arena, shape, self._calls)
 
     def _calls(self, arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
-        blocks, query, terms = native_shape(shape), random_query(shape), Terms(shape.dim**-0.5)
+        blocks, query, params = native_shape(shape), random_query(shape), AttentionParams(shape.dim**-0.5)
         attend = self.clocked.library.kvtier_attend
         for list_ in tables(arena, shape):
-            problem, out, keep = native._problem(blocks, query, list_, terms, None, None)
+            problem, out, keep = native._problem(blocks, query, list_, params, None, None)
 
             # The addresses in a problem are good as long as `kept` is.
             def call(problem: Any = problem, kept: Any = (out, keep, list_)) -> None:

@@ -18,7 +18,7 @@ from benchmarks.scenarios.host.calls import native_shape, random_query, tables
 from benchmarks.scenarios.host.threads import USUAL, cores, words
 from benchmarks.turns import Start
 from kvtier.cpu import native
-from kvtier.kernels.terms import Terms
+from kvtier.kernels.params import AttentionParams
 
 #: Share of a call's time for which Python runs meanwhile: the call is still under way at the end.
 MEANWHILE = 0.6
@@ -30,14 +30,18 @@ class Submitter:
     def __init__(self, arena: Arena, shape: Shape) -> None:
         arena.fill(shape.dtype)
         self.shape = shape
-        self.blocks, self.query, self.terms = native_shape(shape), random_query(shape), Terms(shape.dim**-0.5)
+        self.blocks, self.query, self.params = (
+            native_shape(shape),
+            random_query(shape),
+            AttentionParams(shape.dim**-0.5),
+        )
         out = torch.empty((len(shape.lengths), shape.heads, 1, shape.dim), dtype=torch.float32)
         lse = torch.empty((len(shape.lengths), shape.heads, 1), dtype=torch.float32)
         lists = list(tables(arena, shape))
         self.tables: Iterator[native.BlockList] = cycle(lists)
         # As split attention does: a call is prepared once for a layer's blocks.
         self.prepared: Iterator[native.Call] = cycle(
-            [native.Call(self.blocks, self.query, x, self.terms, out, lse) for x in lists]
+            [native.Call(self.blocks, self.query, x, self.params, out, lse) for x in lists]
         )
         for _ in range(3):
             self.submit().wait()
@@ -48,7 +52,7 @@ class Submitter:
 
     def attend(self) -> None:
         """The same as one call that is waited for."""
-        native.attend(self.blocks, self.query, next(self.tables), self.terms, threads=self.shape.threads)
+        native.attend(self.blocks, self.query, next(self.tables), self.params, threads=self.shape.threads)
 
     def measure(self) -> float:
         """One turn."""

@@ -39,7 +39,7 @@ typedef struct kvtier_problem {
   const int32_t* indices;  // of each block within its sequence, rising; NULL: 0, 1, 2, ...
   const int64_t* begins;   // [sequences + 1] into `blocks`
   const int64_t* lengths;  // [sequences] tokens of the whole sequence; what lies behind is never read
-  const int64_t* firsts;   // [sequences] first position seen (left padding), or NULL
+  const int64_t* first_valid;   // [sequences] first position seen (left padding), or NULL
   const void* mask;        // [sequences, heads, queries, >= length], tokens contiguous
   int64_t mask_strides[3];  // in elements; 0 broadcasts
   const float* sinks;       // [heads] a logit that only adds to the sum, or NULL

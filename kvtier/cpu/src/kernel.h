@@ -71,7 +71,7 @@ class Attention {
     scratch += score_bytes(p);
     weights_ = reinterpret_cast<typename M::Weight*>(scratch);
     scratch += score_bytes(p);
-    const int64_t first = p.firsts ? p.firsts[sequence] : 0;
+    const int64_t first = p.first_valid ? p.first_valid[sequence] : 0;
     first_seen_ = std::max<int64_t>(first, 0);
     lowest_ = first_seen_;
     if (p.window > 0) lowest_ = std::max<int64_t>(lowest_, length_ - p.queries - p.window + 1);

@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class AttentionParams:
     """Scale, masks and biases of one call. Scores are scaled, capped, biased and masked, in this order.
 
     Attributes:
@@ -18,7 +18,7 @@ class Terms:
         causal: query i of n sees the positions up to length - n + i.
         mask: bool (True: seen) or floating (added to the scores), `[batch or 1, heads or 1, queries or 1, tokens]`;
             tokens behind the sequence's length are ignored.
-        firsts: `[batch]` int64, the first position seen of each sequence (left padding).
+        first_valid: `[batch]` int64, the first valid token of each sequence (left padding).
         sinks: `[heads]` fp32, logits that only add to the sum.
         slopes: `[heads]` fp32, ALiBi: slope * (position of the key - position of the query).
     """
@@ -28,12 +28,12 @@ class Terms:
     window: int = 0
     causal: bool = False
     mask: torch.Tensor | None = None
-    firsts: torch.Tensor | None = None
+    first_valid: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether there is nothing beside the scale, a causal limit and a window."""
-        extras = (self.mask, self.firsts, self.sinks, self.slopes)
+        extras = (self.mask, self.first_valid, self.sinks, self.slopes)
         return not self.softcap and all(x is None for x in extras)
