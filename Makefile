@@ -77,7 +77,7 @@ if-native:
 	@$(NATIVE) --quiet || true
 
 # ---------------------------------------------------------------------------------------- targets
-.PHONY: help setup demo test test-newest test-oldest check sanitize format bench gpu clean distclean
+.PHONY: help setup demo test test-newest test-oldest soak check sanitize format bench calibrate gpu clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -88,12 +88,12 @@ demo: $(NEWEST)/.ready if-native ## run the demo (ARGS="--model NAME ...")
 	@$(NEWEST)/bin/python examples/demo.py $(ARGS)
 
 # No test may depend on a model hub; tiny tensors only lose by threads.
-RUN_TESTS = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -o cache_dir=$(1)/.pytest_cache $(2) $(PYTEST_ARGS)
+RUN_PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -o cache_dir=$(1)/.pytest_cache $(2) $(PYTEST_ARGS)
+RUN_TESTS = $(call RUN_PYTEST,$(1),-m "not slow" $(2))
 # What does not depend on the version of Transformers runs in one of the two.
-NOT_IN_NEWEST = --ignore=tests/storage --ignore=tests/planning --ignore=tests/test_benchmarks.py \
-	--ignore=tests/test_benchmarks_gpu.py
-NOT_IN_OLDEST = --ignore=tests/cpu --ignore=tests/kernels --ignore=tests/hf/test_trained.py \
-	--ignore=tests/test_imports.py --ignore=tests/test_packaging.py
+NOT_IN_NEWEST = $(addprefix --ignore=tests/,memory transfer tables planning forward) --ignore-glob='tests/test_benchmarks*'
+NOT_IN_OLDEST = $(addprefix --ignore=tests/,cpu kernels calibration attention hf/test_trained.py hf/test_half_precision.py \
+	test_imports.py test_packaging.py)
 
 test: $(NEWEST)/.ready $(OLDEST)/.ready if-native ## run the tests on the newest and the oldest Transformers, side by side (PYTEST_ARGS="-k NAME")
 	@log=$(OLDEST)/pytest.log; \
@@ -111,6 +111,11 @@ test-newest: $(NEWEST)/.ready if-native ## run the tests on the newest supported
 test-oldest: $(OLDEST)/.ready if-native ## run the tests on the oldest supported Transformers
 	$(call RUN_TESTS,$(OLDEST))
 
+soak: $(NEWEST)/.ready if-native ## slow tests, and random walks and searches for longer than in the tests, about an hour, seeded
+	KVTIER_TEST_OPERATIONS=300000 KVTIER_TEST_CASES=2000 $(call RUN_PYTEST,$(NEWEST),tests/memory/test_shared_memory.py \
+		tests/memory/test_memory_threads.py tests/hf/test_needed.py)
+	$(call RUN_PYTEST,$(NEWEST),-m slow)
+
 check: $(NEWEST)/.ready native ## format, lint, types and import rules, and that the native library compiles
 	$(NEWEST)/bin/ruff format --check $(LINTED)
 	$(NEWEST)/bin/ruff check $(LINTED)
@@ -124,10 +129,13 @@ format: $(NEWEST)/.ready ## format the code and apply safe lint fixes
 	$(NEWEST)/bin/ruff check --fix-only $(LINTED)
 	$(NEWEST)/bin/ruff format $(LINTED)
 
-bench: $(NEWEST)/.ready if-native ## run benchmarks (ARGS="SCENARIO ...")
+bench: $(NEWEST)/.ready if-native ## run benchmarks (ARGS="SCENARIO ... --against OTHER_CHECKOUT")
 	$(NEWEST)/bin/python -m benchmarks $(ARGS)
 
-# No set-up: it takes whatever Python has torch, for a machine with a GPU may have no network.
+# No set-up: these take whatever Python has torch, for a machine with a GPU may have no network.
+calibrate: ## measure this machine's device and link once, and store its profile (ARGS="--device cuda:1")
+	@PYTHONPATH=. exec $(or $(GPU_PYTHON),$(NO_GPU_PYTHON)) -m kvtier.calibration $(ARGS)
+
 gpu: ## test and measure on a GPU, from the plain source tree (GPU_PYTHON=python3)
 	@PYTHONPATH=. exec $(or $(GPU_PYTHON),$(NO_GPU_PYTHON)) -m benchmarks.gpu $(ARGS)
 

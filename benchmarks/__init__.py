@@ -1,1 +1,1 @@
-"""Measurements of kvtier beside the caches of Transformers: `python -m benchmarks --list`."""
+"""Measurements of kvtier compared with the caches of Transformers: `python -m benchmarks --list`."""

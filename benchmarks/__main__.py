@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import pkgutil
 import sys
@@ -19,6 +20,7 @@ from benchmarks.contenders import contender
 from benchmarks.harness import Bench, Settings
 from benchmarks.models import SHAPES, ModelError
 from benchmarks.records import RESULTS
+from benchmarks.trees import Tree, TreeError
 from kvtier import KVTierError
 
 
@@ -42,6 +44,11 @@ def cases_of(module: ModuleType) -> tuple[str, ...]:
     return getattr(module, "CASES", ())
 
 
+def measures_trees(module: ModuleType) -> bool:
+    """Whether a scenario can measure another source tree."""
+    return getattr(module, "AGAINST_CONTENDERS", None) is not None
+
+
 def parse_args(argv: Sequence[str] | None, known: Mapping[str, ModuleType]) -> tuple[argparse.Namespace, Settings]:
     """Read the command line; ends the program with status 2 if it is wrong."""
 
@@ -62,6 +69,15 @@ def parse_args(argv: Sequence[str] | None, known: Mapping[str, ModuleType]) -> t
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
         return found
+
+    def counts(text: str) -> tuple[int, ...]:
+        return tuple(count(part) for part in text.split(","))
+
+    def tree(text: str) -> Tree:
+        try:
+            return Tree.at(Path(text))
+        except TreeError as error:
+            raise argparse.ArgumentTypeError(f"{text}: {error}") from error
 
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
@@ -86,22 +102,39 @@ def parse_args(argv: Sequence[str] | None, known: Mapping[str, ModuleType]) -> t
     parser.add_argument(
         "--batch", type=count, default=1, metavar="N", help="sequences that decode together (default: 1)"
     )
-    parser.add_argument("--threads", type=count, metavar="N", help="CPU threads of torch")
+    parser.add_argument(
+        "--threads",
+        type=counts,
+        metavar="N,N",
+        help="CPU threads of every contender (default: as torch chooses); with several numbers all runs once for each",
+    )
+    parser.add_argument(
+        "--against",
+        type=tree,
+        metavar="PATH",
+        help="another checkout of this project, its native library compiled: its tiered caches are measured too, each "
+        f"contender in a process of its own ({', '.join(name for name in known if measures_trees(known[name]))})",
+    )
     parser.add_argument("--device", default="cuda" if cuda else "cpu", help="default: cuda if there is one")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: float32 on a CPU")
     parser.add_argument(
         "--no-cudnn-attention",
         action="store_true",
-        help="keep torch's attention off cuDNN, which plans anew for every length of the keys",
+        help="keep torch's attention off cuDNN, which makes a new plan for every length of the keys",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder, or one .jsonl file")
-    parser.add_argument("--time-limit", type=float, metavar="S", help="begin no further case after so many seconds")
+    parser.add_argument("--time-limit", type=float, metavar="S", help="begin no further case after S seconds")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     unknown = sorted(set(args.scenarios) - set(known))
     if unknown:
         parser.error(f"no scenario {', '.join(unknown)}; there are {', '.join(known)}")
+    if args.against:
+        refused = [name for name in args.scenarios if not measures_trees(known[name])]
+        if refused:
+            parser.error(f"argument --against: not possible in {', '.join(refused)}")
+        args.scenarios = args.scenarios or [name for name in known if measures_trees(known[name])]
     parts = {case for name in args.scenarios or known for case in cases_of(known[name])}
     unknown = sorted(set(args.cases or ()) - parts)
     if unknown:
@@ -125,6 +158,7 @@ def parse_args(argv: Sequence[str] | None, known: Mapping[str, ModuleType]) -> t
         block_size=args.block_size,
         cases=args.cases,
         batch=args.batch,
+        against=args.against,
         device=device,
         dtype=getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16")),
         out=args.out,
@@ -149,17 +183,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     if args.no_cudnn_attention:
-        # Otherwise whoever hands torch one key more at each step pays for a plan each time: the caches that are
-        # compared with, but not split attention, which would look the better for it.
+        # cuDNN makes a plan for each length of the keys. The dense caches would pay for one at each step and split
+        # attention would not, which would flatter kvtier.
         torch.backends.cuda.enable_cudnn_sdp(False)
+    failed = 0
     try:
-        bench = Bench(settings)
-        with torch.inference_mode():
-            for name in args.scenarios or found:
-                found[name].run(bench)
+        for threads in args.threads or (torch.get_num_threads(),):
+            torch.set_num_threads(threads)
+            with contextlib.closing(Bench(settings)) as bench, torch.inference_mode():
+                for name in args.scenarios or found:
+                    found[name].run(bench)
+                failed += bench.failed
     except KeyboardInterrupt:
         print(f"\nInterrupted. Finished cases are recorded in {settings.out}.")
         return 130
@@ -167,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
     print(f"Recorded in {settings.out}.")
-    return 1 if bench.failed else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ class Children:
     def __exit__(self, *exc: object) -> None:
         self._closed = True
         for child in list(self._running):
-            _end_group(child)
+            end_group(child)
 
     def run(self, command: Sequence[str], seconds: float, *, keep: bool, **environment: str) -> Ended:
-        """Run a command to its end, but not longer than so many seconds."""
+        """Run a command to its end, for at most `seconds`."""
         child = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -46,23 +46,23 @@ class Children:
             stderr=subprocess.STDOUT if keep else None,
             text=True,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         self._running.add(child)
         if self._closed:  # by another thread, meanwhile
-            _end_group(child)
+            end_group(child)
         try:
             output, _ = child.communicate(timeout=max(seconds, 1.0))
             return Ended(child.returncode, output or "")
         except subprocess.TimeoutExpired:
             # Its head may have ended, and what that began keeps the pipe open.
-            _end_group(child, whole=True)
+            end_group(child, whole=True)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 output, _ = child.communicate(timeout=10)
                 return Ended(None, output or "")
             return Ended(None, "")
         finally:
-            _end_group(child)
+            end_group(child)
             self._running.discard(child)
 
 
@@ -71,7 +71,7 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 _PR_SET_PDEATHSIG = 1
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have the kernel end this process when its parent is killed, which then cannot: none may stay on the device.
 
     What this process begins in turn does not hear of it.
@@ -80,7 +80,7 @@ def _end_with_parent() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end_group(child: subprocess.Popen[str], *, whole: bool = False) -> None:
+def end_group(child: subprocess.Popen[str], *, whole: bool = False) -> None:
     """End a child and its group; `whole`: the group is known to live, whether its head does or not."""
     if whole or child.poll() is None:
         with contextlib.suppress(ProcessLookupError):

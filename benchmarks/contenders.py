@@ -1,5 +1,7 @@
 """The caches that are compared, each made for one case and filled alike.
 
+At the top level this module imports public names of kvtier only, for child processes use it with other commits' kvtier.
+
 dynamic       DynamicCache, what `generate` uses by default; every ratio is against it
 static        StaticCache, of exactly the length that is needed, not compiled
 fp8           QuantizedCache with that backend; lossy, as are the next two
@@ -8,17 +10,19 @@ offloaded     DynamicCache(offloading=True); CUDA only
 dense         TieredKVCache without attention on the host: each layer's KV is laid out as one tensor
 kvtier        TieredKVCache as it comes: on CUDA all that fits on the device, on a CPU all in the host tier
 kvtier@25%    TieredKVCache with a device budget of 25% of the KV; at 100% everything is resident. What is not,
-              host threads attend to where it lies. On a CPU the device is emulated in RAM.
+              host threads attend to in place. On a CPU the device is emulated in RAM.
 fetch@25%     the same, but what is not on the device is fetched, and laid out as one tensor of a layer
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -26,16 +30,33 @@ from transformers import Cache, DynamicCache, PretrainedConfig, QuantizedCache, 
 
 from benchmarks.models import Geometry
 from kvtier import TieredKVCache
-from kvtier.config import DEVICE_BLOCK
-from kvtier.storage.links import least_runs
-from kvtier.types import Direction
 
 BASELINE = "dynamic"
 _SHARE = re.compile(r"(kvtier|fetch)@(\d+(?:\.\d+)?)%")
+#: What a tiered cache says about itself: the fact's name, and where it is in `cache.stats`.
+STATS = {
+    "device_budget": "device.budget",
+    "device_peak_bytes": "device.peak_bytes",
+    "host_peak_bytes": "host.peak_bytes",
+    "page_locked_bytes": "host.page_locked_bytes",
+    "bytes_up": "bytes_up",
+    "bytes_down": "bytes_down",
+    "copies_up": "copies_up",
+    "copies_down": "copies_down",
+    "dense_fallbacks": "dense_fallbacks",
+    "stall_seconds": "stall_seconds",
+}
 
 
 class Unavailable(Exception):
     """A contender that cannot be built on this machine; the message says why."""
+
+
+def default_block() -> int:
+    """Tokens in a block of a device tier, unless the user says otherwise."""
+    from kvtier.config import DEVICE_BLOCK
+
+    return DEVICE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -47,9 +68,10 @@ class Case:
         geometry: of its keys and values.
         device: where the model runs.
         context: tokens before the measurement.
-        new_tokens: at most so many are added by it.
+        new_tokens: the most that it adds.
         block_size: of the tiered caches, in tokens; 0: as they come.
         batch: sequences of that context.
+        device_block: tokens in a block where `block_size` is 0 and there is a device tier.
     """
 
     config: PretrainedConfig
@@ -59,6 +81,12 @@ class Case:
     new_tokens: int
     block_size: int
     batch: int = 1
+    device_block: int = field(default_factory=default_block)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block where there is a device tier."""
+        return self.block_size or self.device_block
 
     @property
     def blocks(self) -> int | Literal["auto"]:
@@ -73,7 +101,7 @@ class Case:
     @property
     def resident_bytes(self) -> int:
         """A device budget that surely holds everything: whole blocks, one layer's workspace, slabs not quite used."""
-        size = self.block_size or DEVICE_BLOCK
+        size = self.block_tokens
         blocks = math.ceil((self.context + self.new_tokens) / size) + 1
         layer = self.batch * blocks * size * self.geometry.token_bytes
         return int((self.geometry.layers + 1) * layer * 1.05)
@@ -94,9 +122,13 @@ class Contender:
     device_share: float
     host_share: float
 
+    @property
+    def tiered(self) -> bool:
+        """Whether it is a cache of kvtier."""
+        return self.name.partition("@")[0] in ("kvtier", "fetch", "dense")
+
     def build(self, case: Case) -> Cache:
         """An empty cache. Raises `Unavailable`."""
-        measure_links(case.device)
         try:
             return self.make(case)
         except Unavailable:
@@ -111,7 +143,7 @@ def contender(name: str) -> Contender:
     if match:
         share = float(match[2]) / 100
         if not 0 < share <= 1:
-            raise ValueError(f"contender {name!r}: a share lies above 0% and at most at 100%")
+            raise ValueError(f"contender {name!r}: a share is above 0% and at most 100%")
         host = match[1] == "kvtier"
         return Contender(name, lambda case: _tiered(case, share, host), share + 0.1, 1.1)
     if name not in _CONTENDERS:
@@ -194,42 +226,31 @@ def _tensor_bytes(value: object) -> int:
     return 0
 
 
-def measure_links(device: torch.device) -> None:
-    """What kvtier measures at the first transfer that asks for it: that shall not be in somebody's turn."""
-    if device.type == "cuda":
-        for direction in (Direction.FETCH, Direction.WRITE_BACK):
-            least_runs(device, direction)
-
-
 def host_share(cache: Cache, case: Case) -> float:
     """Of a cache with a device budget, the share of the blocks that have no place on the device."""
     assert isinstance(cache, TieredKVCache)
     tiered = [x for x in cache.residency().layers if x.kind == "tiered"]
-    blocks = sum(-(-x.tokens // (case.block_size or DEVICE_BLOCK)) * case.batch for x in tiered)
+    blocks = sum(-(-x.tokens // case.block_tokens) * case.batch for x in tiered)
     return (blocks - sum(x.device_blocks for x in tiered)) / max(blocks, 1)
 
 
 def tier_facts(cache: Cache) -> dict[str, float]:
-    """What a tiered cache says about itself; nothing of others."""
+    """What a tiered cache says about itself; nothing of others.
+
+    Another commit's statistics may have other names: what this commit's names do not find there is left out.
+    """
     if not isinstance(cache, TieredKVCache):
         return {}
     stats = cache.stats
-    blocks = [(x.device_blocks, x.host_blocks) for x in cache.residency().layers if x.kind == "tiered"]
-    device, host = sum(d for d, _ in blocks), sum(h for _, h in blocks)
-    return {
-        "device_budget": stats.device.budget,
-        "device_peak_bytes": stats.device.peak_bytes,
-        "host_peak_bytes": stats.host.peak_bytes,
-        "page_locked_bytes": stats.host.page_locked_bytes,
-        "device_blocks": device,
-        "host_blocks": host,
-        "bytes_up": stats.bytes_up,
-        "bytes_down": stats.bytes_down,
-        "copies_up": stats.copies_up,
-        "copies_down": stats.copies_down,
-        "dense_fallbacks": stats.dense_fallbacks,
-        "stall_seconds": stats.stall_seconds,
-    }
+    found: dict[str, float] = {}
+    for name, path in STATS.items():
+        with contextlib.suppress(AttributeError):
+            found[name] = attrgetter(path)(stats)
+    with contextlib.suppress(AttributeError):
+        tiered = [layer for layer in cache.residency().layers if layer.kind == "tiered"]
+        found["device_blocks"] = sum(layer.device_blocks for layer in tiered)
+        found["host_blocks"] = sum(layer.host_blocks for layer in tiered)
+    return found
 
 
 def first_line(error: BaseException) -> str:

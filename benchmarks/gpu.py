@@ -1,11 +1,12 @@
 """`python -m benchmarks.gpu` (`make gpu`): build, test and measure on a GPU, from the source tree, without a network.
 
-First the native library is compiled, if that is not done; then come benchmarks and the tests that concern CUDA, the
-most valuable first. Each part has processes of its own and a time limit, so that no failure takes others with it.
+First the native library is compiled, if that is not done, and the machine is calibrated: its profile is stored where
+`kvtier.calibrate` stores it. Then come benchmarks and the tests that concern CUDA, the most valuable first. Each part
+has processes of its own and a time limit, so that no failure takes others with it.
 
-Records go to benchmarks/results/gpu-<gpu>.jsonl. Beside them lie the tables of everything (.table.txt), what failing
-tests printed (.tests.log), and single turns of what was cut off (.turns.jsonl). They are there after Ctrl-C or a kill,
-too. KVTIER_COMMIT names the commit for the records where the tree comes without its repository.
+Records go to benchmarks/results/gpu-<gpu>.jsonl. In the same folder are the tables of everything (.table.txt), the
+output of failing tests (.tests.log), and single turns of what was cut off (.turns.jsonl), after Ctrl-C or a kill too.
+KVTIER_COMMIT names the commit for the records where the tree comes without its repository.
 
 Without CUDA the same code runs at tiny sizes on an emulated device, in a minute or two. Its records are marked and go
 to a temporary folder: they show that the command works and say nothing about speed.
@@ -28,12 +29,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_table, wishes
+from benchmarks import gpu_table, targets
 from benchmarks.children import Children
 from benchmarks.gpu_plan import PARTS, TIME_LIMIT, Part, parts_named, share_of
 from benchmarks.gpu_tests import run_tests
 from benchmarks.records import RESULTS, Recorder, read, short, turns_of
-from benchmarks.wishes import Wish
+from benchmarks.targets import Target
 from kvtier.cpu import build as native_build
 from kvtier.cpu import native
 from kvtier.errors import ConfigError
@@ -42,8 +43,9 @@ from kvtier.errors import ConfigError
 EMULATED = {"OMP_NUM_THREADS": "1"}
 #: Seconds that a child gets beyond its share before it is ended: one case may run over.
 GRACE = 40.0
-#: All others need the build: it may take so long.
+#: All others need the build and the profile: these may take so long.
 BUILD = 60.0
+CALIBRATION = 45.0
 #: Less than this is not worth beginning with.
 LEAST = 10.0
 
@@ -75,6 +77,20 @@ def run_build(children: Children, recorder: Recorder, seconds: float) -> list[st
         print(f"  WITHOUT the native library, {status}: {reason}", flush=True)
     recorder.add("build", status=status, reason=reason, instruction_set=instruction_set)
     return [] if status in ("ok", "skipped") else [f"build: {short(reason or status)}"]
+
+
+def run_calibration(children: Children, recorder: Recorder, seconds: float) -> list[str]:
+    """Calibrate the machine in a process of its own; record what it printed. Returns what failed.
+
+    What it stored before it was ended serves. A profile that may not be written is no failure: estimates serve.
+    """
+    ended = children.run([sys.executable, "-m", "kvtier.calibration"], seconds, keep=True)
+    print(ended.tail, flush=True)
+    status = {0: "ok", 2: "skipped", None: "out of time"}.get(ended.code, "failed")
+    lines = ended.tail.strip().splitlines()
+    reason = None if status == "ok" else (lines[-1] if lines else f"exit status {ended.code}")
+    recorder.add("calibrate", status=status, reason=reason, result=lines)
+    return [] if status in ("ok", "skipped") else [f"calibrate: {short(reason or status)}"]
 
 
 # ------------------------------------------------------------------------------------------- the run
@@ -116,13 +132,13 @@ class Run:
         """The records of this run so far."""
         return read(self.file)[self.known :]
 
-    def tables(self) -> tuple[str, list[Wish]]:
-        """Everything that was measured so far, and the wishes; written down beside the records too."""
+    def tables(self) -> tuple[str, list[Target]]:
+        """Everything that was measured so far, and the targets; also written to a file next to the records."""
         found = [*self.made(), *gpu_table.cut_off(read(turns_of(self.file))[self.turns :])]
-        wished = wishes.wishes(found)
-        text = f"{gpu_table.table_of(found)}\n\n{wishes.table_of(wished)}"
+        reached = targets.evaluate(found)
+        text = f"{gpu_table.table_of(found)}\n\n{targets.table_of(reached)}"
         self.file.with_suffix(".table.txt").write_text(text + "\n", encoding="utf-8")
-        return text, wished
+        return text, reached
 
 
 def run_parts(children: Children, parts: Sequence[Part], run: Run, seconds: float, failures: list[str]) -> None:
@@ -139,6 +155,8 @@ def run_parts(children: Children, parts: Sequence[Part], run: Run, seconds: floa
         try:
             if part.name == "build":
                 failures += run_build(children, run.recorder, max(share, min(BUILD, left)))
+            elif part.name == "calibrate":
+                failures += run_calibration(children, run.recorder, max(share, min(CALIBRATION, left)))
             elif part.name == "tests":
                 failures += run_tests(children, run.recorder, share, cuda=run.cuda)
             else:
@@ -203,7 +221,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--time-limit", type=float, default=TIME_LIMIT, metavar="S", help=f"seconds in all (default: {TIME_LIMIT:.0f})"
     )
     parser.add_argument(
-        "--only", type=some, default=list(PARTS), metavar="PART,PART", help="such as tests,decode; with the build"
+        "--only",
+        type=some,
+        default=list(PARTS),
+        metavar="PART,PART",
+        help="such as tests,decode; build and calibrate come with it",
     )
     parser.add_argument("--out", type=Path, help="folder for the records (default: benchmarks/results with CUDA)")
     args = parser.parse_args(argv)
@@ -236,9 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         interrupted = True
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # whoever is impatient gets the tables all the same
-    text, wished = run.tables()
-    run.recorder.add("wishes", status="ok", wishes=[wish.fields() for wish in wished], workload={})
+        signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C does not keep the tables from being printed
+    text, reached = run.tables()
+    run.recorder.add("targets", status="ok", targets=[target.fields() for target in reached], workload={})
     print("\n=== all results" + ("" if cuda else " (emulated)") + f"\n\n{text}\n\nRecords: {run.file}")
     for failure in failures:
         print(f"FAILED  {failure}")

@@ -37,7 +37,7 @@ class Part:
     Attributes:
         name: for the table and `--only`; its first word is the scenario.
         seconds: its share of the time.
-        arguments: of `python -m benchmarks`; none for the build and the tests.
+        arguments: of `python -m benchmarks`; none for the build, the calibration and the tests.
         tiny: these arguments replace those of the same name without CUDA. None: it is left out there, for all that it
             would show is shown by a part before.
         new_lengths: torch's attention meets keys of a new length at each step.
@@ -80,11 +80,12 @@ def _decode(
 
 PARTS = (
     Part("build", 12),
-    Part("kernels", 40, new_lengths=False),
-    Part("link", 26, {"--model": LLAMA, "--contexts": "32k"}, {"--contexts": "4k"}),
+    Part("calibrate", 20),
+    Part("kernels", 35, new_lengths=False),
+    Part("link", 22, {"--model": LLAMA, "--contexts": "32k"}, {"--contexts": "4k"}),
     # Here a block has 16 tokens.
     _decode(LLAMA, "64k", 80, WITH_OFFLOADED, {"--contexts": "1k", "--rounds": "2", "--new-tokens": "8"}),
-    Part("tests", 85),
+    Part("tests", 66),
     Part("host", 12, {"--cases": "llama"}, new_lengths=False),
     Part("share llama", 22, {"--model": LLAMA, "--contexts": "16k", "--rounds": "3"}, {"--contexts": "256"}),
     Part(
@@ -109,6 +110,8 @@ PARTS = (
         },
         {"--contexts": "256"},
     ),
+    # Without CUDA it would compile for as long as all others take.
+    Part("launch", 8, tiny=None, new_lengths=False),
     _decode(QWEN, "8k", 12, SHORT, {"--contexts": "256"}),
     _decode(QWEN, "32k", 12, SHORT, None),
     # Shares are fixed here. With a planner come two more parts: the errors of what it predicts, and what adapts against
@@ -116,8 +119,12 @@ PARTS = (
 )
 
 
+#: What all others need.
+FIRST = ("build", "calibrate")
+
+
 def parts_named(text: str) -> list[Part]:
-    """The parts whose names begin with one of the words, and the build, which all others need.
+    """The parts whose names begin with one of the words, and those that all others need: build and calibrate.
 
     Raises:
         ValueError: a word that none begins with.
@@ -127,7 +134,7 @@ def parts_named(text: str) -> list[Part]:
     if unknown or not all(words):
         names = ", ".join(part.name for part in PARTS)
         raise ValueError(f"no part {', '.join(unknown) or text!r}; there are {names}")
-    return [part for part in PARTS if part.name == "build" or any(part.name.startswith(word) for word in words)]
+    return [part for part in PARTS if part.name in FIRST or any(part.name.startswith(word) for word in words)]
 
 
 def share_of(part: Part, rest: Sequence[Part], left: float) -> float:

@@ -1,4 +1,4 @@
-"""The tables of a GPU run: every figure a line, those of comparisons that were cut off too; then the wishes."""
+"""The tables of a GPU run: every figure a line, those of comparisons that were cut off too; then the targets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def table_of(records: Sequence[dict[str, Any]]) -> str:
     before: tuple[str, ...] = ()
     for record in records:
         workload = record.get("workload", {})
-        if record["scenario"] in ("build", "tests", "wishes") or workload.get("summary"):
+        if record["scenario"] in ("build", "calibrate", "tests", "targets") or workload.get("summary"):
             continue
         # Where no model is measured, records have the name of what is.
         names = dict.fromkeys((record["scenario"], workload.get("model", "")))

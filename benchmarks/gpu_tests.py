@@ -34,46 +34,32 @@ class Job:
     under: tuple[str, ...] = ()
 
 
-#: Tests whose tensors are made on the device, folders or files, the most valuable first.
+#: Tests whose tensors are made on the device, folders or files, the most valuable first. Folders that are about the
+#: host, doubles or emulation alone (memory, transfer, planning) are not here: `make test` runs them anywhere.
 ON_DEVICE = (
     "tests/kernels",
     "tests/hf/test_split.py",
     "tests/hf/test_streamed.py",
     "tests/hf/test_attention_forward.py",
-    "tests/storage",
+    "tests/tables",
     "tests/attention",
+    "tests/forward",
     "tests/test_view.py",
     "tests/hf",
 )
-#: Of these, what is about the host, doubles or emulation alone: `make test` runs it anywhere.
-ELSEWHERE = frozenset(
-    f"tests/{name}.py"
-    for name in (
-        "storage/test_missing_edges",
-        "storage/test_ordering",
-        "storage/test_stream_model",
-        "storage/test_mutations",
-        "storage/test_memory",
-        "storage/test_links",
-        "storage/test_pool",
-        "storage/test_yielding",
-        "storage/test_tidying",
-        "storage/test_transfer",
-        "kernels/test_compiled",
-    )
-)
+#: Of these, what `make test` runs as well anywhere.
+ELSEWHERE = frozenset(("tests/kernels/test_compiled.py",))
 #: Tests of what computes on the host: its processor is not the one they were written on.
 ON_HOST = ("tests/cpu/test_accuracy.py",)
-#: Files whose tests are shared out over so many processes: hundreds of variants of programs are compiled, or walks are
-#: long.
-SHARES = {"tests/kernels/test_paged.py": 6, "tests/storage/test_random_walk.py": 4}
-#: A small case of each kind, for tools under which everything takes many times as long.
+#: Files whose tests are shared out over so many processes: hundreds of variants of programs are compiled.
+SHARES = {"tests/kernels/test_paged.py": 6}
+#: A small case of each kind, for tools that slow everything down many times.
 SANITIZED = (
     "tests/kernels/test_paged.py::test_a_row_without_blocks_gives_zeros_and_minus_infinity",
-    "tests/kernels/test_merge.py::test_merging_nothing_changes_nothing",
+    "tests/kernels/test_merging.py::test_merging_nothing_changes_nothing",
     "tests/cuda/test_transfers.py::test_a_pending_transfer_keeps_its_slots",
 )
-#: What a tool is told besides. Errors of calls that torch makes to see what there is are no accesses to memory.
+#: Further options of a tool. Errors of calls that torch makes to see what there is are no accesses to memory.
 SANITIZERS = {"memcheck": ("--report-api-errors=no",), "racecheck": ()}
 #: A process of tests computes with one core, and some cores are left for what the driver and compilers do.
 SPARE_CORES, MOST_WORKERS = 4, 10

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks import models
+from benchmarks import models, sessions, trees
 from benchmarks.contenders import BASELINE, Case, Contender, contender
+from benchmarks.cores import limited_to
 from benchmarks.models import Geometry
-from benchmarks.records import Recorder, number, short, size, table
-from benchmarks.turns import Outcome, Spread, Start, compare, release_memory
+from benchmarks.records import ROOT, Recorder, number, short, size, table, versions
+from benchmarks.trees import Process, Tree
+from benchmarks.turns import Outcome, Spread, Start, TrialEnded, compare, release_memory
 from kvtier.cpu import native
 from kvtier.kernels import launch
+from kvtier.memory.system import free_host_memory
 
 Note = Callable[[dict[str, Any]], str]
 Bases = str | Mapping[str, str]
-#: A case that has begun may begin further turns until so many seconds behind the deadline.
+#: A case that has begun may begin further turns until LATE seconds after the deadline.
 LATE = 15.0
 
 
@@ -33,6 +38,7 @@ class Settings:
         model, contexts, contenders, rounds, new_tokens, block_size: what to measure, and how often.
         cases: parts of the scenarios to run; None: all.
         batch: sequences that decode together.
+        against: another source tree whose tiered caches are measured as well.
         device, dtype: where and in what.
         quick: small sizes, to see that everything runs.
         deadline: `time.monotonic()` at which no further case begins.
@@ -48,6 +54,7 @@ class Settings:
     block_size: int
     cases: tuple[str, ...] | None
     batch: int
+    against: Tree | None
     device: torch.device
     dtype: torch.dtype
     out: Path
@@ -73,6 +80,15 @@ class Bench:
         )
         self._models: dict[str, PreTrainedModel] = {}
         self._line = 0
+        self._this = Tree.at(ROOT) if settings.against else None
+        self._processes: dict[tuple[Tree, str, int], Process] = {}
+        self._tree_fields: dict[str, dict[str, Any]] = {}
+
+    def close(self) -> None:
+        """End the processes of source trees."""
+        for process in self._processes.values():
+            process.close()
+        self._processes.clear()
 
     # What to measure
 
@@ -99,13 +115,75 @@ class Bench:
         if name not in self._models:
             self._models.clear()
             release_memory()
-            self.tell(f"loading {models.label(name)}")
+            self.progress(f"loading {models.label(name)}")
             self._models[name] = models.load(name, self.settings.device, self.settings.dtype)
         return self._models[name]
 
     def contenders(self, *usual: str) -> list[Contender]:
         """`--contenders`, or what is usual."""
         return [contender(name) for name in self.settings.contenders or usual]
+
+    def trees(self, one: Contender) -> list[Tree | None]:
+        """Of which source trees a contender is measured: None is this one, in this process."""
+        against = self.settings.against
+        if against is None:
+            return [None]
+        return [self._this, against] if one.tiered else [self._this]
+
+    def name_in(self, one: Contender, tree: Tree | None) -> str:
+        """The name of a contender of a tree."""
+        return f"{one.name} of {tree}" if tree is not None and tree is self.settings.against else one.name
+
+    def start(
+        self, name: str, kind: str, model: str, one: Contender, tree: Tree | None, case: Case, tokens: int
+    ) -> Start:
+        """What begins a trial of a contender, a session of that kind (see `sessions`); of a tree, in another process.
+
+        Processes are started and models loaded here, so that their memory is in use before the harness looks how
+        much is free. `name` is the contender's in the records, which say what tree it is of.
+        """
+        with_model = kind in sessions.WITH_MODEL
+        if tree is None:
+            return partial(sessions.session, kind, one, case, tokens, self.model(model) if with_model else None)
+        try:
+            process = self._process(tree, one.name)
+            if with_model:
+                self.progress(f"loading {models.label(model)} for {self.name_in(one, tree)}")
+                process.ask("load", model=model, device=str(case.device), dtype=dtype_name(case.geometry.dtype))
+        except TrialEnded as error:
+            self._tree_fields[name] = tree.fields()
+            return partial(_raise, error)
+        found = dict(process.computing)
+        self._tree_fields[name] = tree.fields() | {"versions": {**versions(), "kvtier": found.pop("kvtier")}} | found
+        return partial(process.trial, kind, one.name, tokens, trees.described(model, case))
+
+    def starts(
+        self, kind: str, model: str, case: Case, tokens: int, *usual: str
+    ) -> dict[str, tuple[Contender | None, Start]]:
+        """What begins the trials of `--contenders`, or of the usual ones; with `--against`, of both trees."""
+        found: dict[str, tuple[Contender | None, Start]] = {}
+        for one in self.contenders(*usual):
+            for tree in self.trees(one):
+                name = self.name_in(one, tree)
+                found[name] = (one, self.start(name, kind, model, one, tree, case, tokens))
+        return found
+
+    def bases(self, names: Iterable[str]) -> Bases:
+        """What ratios refer to: DynamicCache; with `--against`, for this tree's caches those of the other."""
+        if self.settings.against is None:
+            return BASELINE
+        names = list(names)
+        others = {name: f"{name} of {self.settings.against}" for name in names}
+        return {name: other if other in names else BASELINE for name, other in others.items()}
+
+    def _process(self, tree: Tree, name: str) -> Process:
+        threads = torch.get_num_threads()
+        key = (tree, name, threads)
+        if key not in self._processes or not self._processes[key].running:
+            self.progress(f"starting a process for {name} of {tree}")
+            cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+            self._processes[key] = Process(tree, threads, cudnn_attention=cudnn)
+        return self._processes[key]
 
     def cases(self, scenario: str, model: str, usual: Sequence[int], new_tokens: int) -> Iterator[Case]:
         """One case for each context, as long as there is time. What is not reached is recorded as such."""
@@ -141,6 +219,7 @@ class Bench:
         note: Note = lambda facts: "",
         each: Mapping[str, Mapping[str, Any]] | None = None,
         detail: str = "",
+        together: bool = True,
         **workload: Any,
     ) -> dict[str, Outcome]:
         """Compare, print a table and record a line for each contender.
@@ -150,15 +229,16 @@ class Bench:
             starts: for each name the contender whose memory it takes, if any, and what begins its trial.
             unit: of the values.
             rounds: turns of each.
-            base: whom ratios refer to; or, for each name, whom its ratio refers to.
-            note: a few words on what a trial's facts say.
+            base: the contender that ratios refer to; or, for each name, the one that its ratio refers to.
+            note: a short remark for the table, from a trial's facts.
             each: fields of the workload in which single contenders differ.
             detail: for the table's title, what case this is.
+            together: whether all contenders keep their caches from turn to turn, if they fit into memory.
             workload: more fields for the records.
         """
         workload = {
             "model": models.label(model),
-            "dtype": str(case.geometry.dtype).removeprefix("torch."),
+            "dtype": dtype_name(case.geometry.dtype),
             "context": case.context,
             "batch": case.batch,
             "block_size": case.block_size,
@@ -167,17 +247,19 @@ class Bench:
             "token_bytes": case.batch * case.geometry.kv_bytes(1),
         } | workload
         fitting, skipped = self._fitting(case, {name: c for name, (c, _) in starts.items()})
-        together = self._fits(case, [starts[name][0] for name in fitting])
+        together = together and self._fits(case, [starts[name][0] for name in fitting])
         left = max(self.settings.deadline - time.monotonic(), 5.0)
-        found = compare(
-            {name: starts[name][1] for name in fitting},
-            rounds=rounds,
-            together=together,
-            allowance=min(60.0, left / max(len(fitting), 1)),
-            tell=lambda text: self.tell(text and f"{scenario}, {case.context:,} tokens, {text}"),
-            until=self.settings.deadline + LATE,
-            made=self._keep_turns(scenario, unit, workload),
-        )
+        # Host attention may use more threads than torch: on a CPU model they share the cores that all contenders have.
+        with limited_to(torch.get_num_threads()) if case.device.type == "cpu" else contextlib.nullcontext():
+            found = compare(
+                {name: starts[name][1] for name in fitting},
+                rounds=rounds,
+                together=together,
+                allowance=min(60.0, left / max(len(fitting), 1)),
+                progress=lambda text: self.progress(text and f"{scenario}, {case.context:,} tokens, {text}"),
+                until=self.settings.deadline + LATE,
+                on_turn=self._keep_turns(scenario, unit, workload),
+            )
         outcomes = {name: found.get(name) or skipped[name] for name in starts}
         rows = f"{case.batch} x " if case.batch > 1 else ""
         title = f"{scenario} · {workload['model']} · {workload['dtype']} · {rows}{case.context:,} tokens"
@@ -209,9 +291,9 @@ class Bench:
             rounds=rounds,
             together=True,
             allowance=60.0,
-            tell=lambda text: self.tell(text and f"{scenario}, {title}, {text}"),
+            progress=lambda text: self.progress(text and f"{scenario}, {title}, {text}"),
             until=self.settings.deadline + LATE,
-            made=self._keep_turns(scenario, unit, workload),
+            on_turn=self._keep_turns(scenario, unit, workload),
         )
         self._print(f"{scenario} · {title}", unit, outcomes, base, note)
         self._record(scenario, unit, outcomes, base, workload, each or {})
@@ -255,6 +337,7 @@ class Bench:
                 ratio=None if ratio is None else {"to": to} | ratio.fields(),
                 workload=workload | dict(each.get(name, {})),
                 facts=outcome.facts,
+                **self._tree_fields.get(name, {}),
             )
             self.failed += outcome.status == "failed"
         self._recorder.drop_turns(scenario)
@@ -282,7 +365,7 @@ class Bench:
 
     # Showing
 
-    def tell(self, text: str) -> None:
+    def progress(self, text: str) -> None:
         """Show what is going on, on a terminal in a line that is overwritten."""
         if self.settings.terminal:
             print("\r" + text.ljust(self._line), end="\r" if not text else "", flush=True)
@@ -308,6 +391,15 @@ class Bench:
         print(flush=True)
 
 
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _base_of(base: Bases, name: str) -> str:
     return base if isinstance(base, str) else base[name]
 
@@ -323,14 +415,3 @@ def computing(device: torch.device) -> dict[str, Any]:
         "instruction_set": native.instruction_set() if native.available() else None,
         "cudnn_attention": device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled(),
     }
-
-
-def free_host_memory() -> int:
-    """Bytes of host memory that are free; a guess where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 * 2**30

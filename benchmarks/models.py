@@ -46,6 +46,17 @@ LLAMA_3_1_8B: dict[str, Any] = {
     },
     "tie_word_embeddings": False,
 }
+#: The time of a step of this model is Python and dispatch, not arithmetic.
+LLAMA_12X128: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 #: The same models made small, to run everything on any machine. The layers stay: budgets depend on their number.
 TINY: dict[str, Any] = {
     "vocab_size": 512,
@@ -58,6 +69,7 @@ TINY: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_0_6B,
     "llama-3.1-8b": LLAMA_3_1_8B,
+    "llama-12x128": LLAMA_12X128,
     "qwen3-tiny": QWEN3_0_6B | TINY,
     "llama-tiny": LLAMA_3_1_8B | TINY,
 }
@@ -111,7 +123,7 @@ class Geometry:
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of KV of so many tokens in all layers."""
+        """Bytes of KV of `tokens` tokens in all layers."""
         return tokens * self.layers * self.token_bytes
 
 

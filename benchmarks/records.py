@@ -62,7 +62,7 @@ class Recorder:
         self._turns_before = file.stat().st_size if file.is_file() else 0
 
     def turn(self, scenario: str, **fields: Any) -> None:
-        """Append a turn to a file beside the records: all that is left of a comparison that is cut off."""
+        """Append a turn to a file next to the records: all that remains of a comparison that is cut off."""
         self._append(turns_of(self.file(scenario)), {"scenario": scenario} | fields)
 
     def drop_turns(self, scenario: str) -> None:
@@ -74,15 +74,16 @@ class Recorder:
                 file.unlink()
 
     def add(self, scenario: str, **fields: Any) -> None:
-        """Append one line, whole or not at all."""
+        """Append one line, whole or not at all. Fields take precedence over what all records have in common."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        record = {"scenario": scenario, "time": now} | fields | self.common | {"load": _load()}
+        common = {name: value for name, value in self.common.items() if name not in fields}
+        record = {"scenario": scenario, "time": now} | fields | common | {"load": _load()}
         self._append(self.file(scenario), record)
 
     @staticmethod
     def _append(file: Path, record: Mapping[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab", buffering=0) as stream:  # one write: whoever is killed leaves no half of it behind
+        with file.open("ab", buffering=0) as stream:  # one write: a process that is killed leaves no partial line
             stream.write((json.dumps(record) + "\n").encode())
 
 
@@ -97,7 +98,7 @@ def read(file: Path) -> list[dict[str, Any]]:
         return []
     found = []
     for line in file.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):  # a writer may be killed even so, or the disk be full
+        with contextlib.suppress(ValueError):  # a writer was killed even so, or the disk was full
             found.append(json.loads(line))
     return found
 
@@ -142,20 +143,21 @@ def _version(package: str) -> str | None:
         return None
 
 
-def commit() -> str:
-    """The commit of this tree, with `+` if files differ from it; `unknown` outside a repository."""
-    if told := os.environ.get("KVTIER_COMMIT"):  # a copy of the tree may come without its repository
-        return told
-    head = _git("rev-parse", "HEAD")
-    if head is None or not (ROOT / ".git").exists():
+def commit(tree: Path = ROOT) -> str:
+    """The commit of a source tree, with `+` if files of kvtier differ from it; `unknown` outside a repository."""
+    named = os.environ.get("KVTIER_COMMIT")  # a copy of this tree may come without its repository
+    if named and tree == ROOT:
+        return named
+    head = _git(tree, "rev-parse", "HEAD")
+    if head is None or not (tree / ".git").exists():
         return "unknown"
-    return head[:12] + ("+" if _git("status", "--porcelain", "--", "kvtier") else "")
+    return head[:12] + ("+" if _git(tree, "status", "--porcelain", "--", "kvtier") else "")
 
 
-def source_digest() -> str:
-    """Names the code that was measured, committed or not."""
+def source_digest(tree: Path = ROOT) -> str:
+    """Names the code of a source tree, committed or not."""
     digest = hashlib.sha256()
-    package = ROOT / "kvtier"
+    package = tree / "kvtier"
     for file in sorted(f for f in package.rglob("*") if f.suffix in {".py", ".cpp", ".h"}):
         digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]
@@ -213,9 +215,9 @@ def _proc(file: str, field: str) -> str | None:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), None)
 
 
-def _git(*arguments: str) -> str | None:
+def _git(tree: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["git", "-C", str(tree), *arguments], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

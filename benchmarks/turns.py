@@ -1,7 +1,8 @@
-"""Turns: contenders in one process, one after the other, with their ratio taken round by round.
+"""Turns: contenders are measured one after the other, and ratios are taken round by round.
 
-A machine drifts (clocks, other loads) more than contenders differ. So nobody runs all of its rounds at once: each round
-gives every contender one turn, begins with another of them, and a ratio is the median of the ratios within rounds.
+A turn is one measurement of one contender. A machine drifts (clocks, other loads) by more than contenders differ. So
+each round gives every contender one turn and begins with another contender, and a ratio is the median of the ratios
+within rounds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,19 @@ from benchmarks.records import number
 from kvtier import BudgetError
 
 
+class TrialEnded(Exception):
+    """A trial in another process ended.
+
+    Args:
+        status: that of its `Outcome` there.
+        reason: that of its `Outcome` there.
+    """
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
 class Trial(Protocol):
     """One contender at work on one case. Making it does all that is not measured, warming up included."""
 
@@ -37,7 +51,7 @@ class Trial(Protocol):
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of some values, and how far they lie apart."""
+    """The median and the range of some values."""
 
     n: int
     median: float
@@ -76,6 +90,9 @@ class Outcome:
 
     def end(self, error: Exception) -> None:
         """Note why it cannot go on."""
+        if isinstance(error, TrialEnded):
+            self.status, self.reason = error.status, str(error)
+            return
         self.status = (
             "unavailable"
             if isinstance(error, Unavailable)
@@ -101,9 +118,9 @@ def compare(
     rounds: int,
     together: bool,
     allowance: float,
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
     until: float = math.inf,
-    made: Callable[[str, int, Outcome], None] = lambda name, turn, outcome: None,
+    on_turn: Callable[[str, int, Outcome], None] = lambda name, turn, outcome: None,
 ) -> dict[str, Outcome]:
     """Give every contender its turn in each round.
 
@@ -112,9 +129,9 @@ def compare(
         rounds: turns of each.
         together: keep all trials from round to round; else each turn has a trial of its own.
         allowance: seconds that one contender may measure in all; beyond, it sits out.
-        tell: is told what is going on.
+        progress: is called with what is being measured, for a terminal.
         until: `time.monotonic()` at which no further turn begins.
-        made: is told of each turn as soon as it is made: whatever comes later may be cut off.
+        on_turn: is called after each turn, so that a comparison that is cut off leaves its turns.
     """
     outcomes = {name: Outcome() for name in starts}
     trials: dict[str, Trial] = {}
@@ -142,7 +159,7 @@ def compare(
                     if not outcome.values:
                         outcome.status = "not reached in time"
                     continue
-                tell(f"round {turn + 1} of {rounds}: {name}")
+                progress(f"round {turn + 1} of {rounds}: {name}")
                 try:
                     if name not in trials:
                         trials[name] = starts[name]()
@@ -150,18 +167,18 @@ def compare(
                     outcome.values[turn] = trials[name].measure()
                     spent[name] += time.perf_counter() - began
                     outcome.facts = trials[name].facts()
-                    made(name, turn, outcome)
+                    on_turn(name, turn, outcome)
                 except Exception as error:
                     outcome.end(error)
                     outcome.values.clear()
                     if _broken():
-                        return outcomes  # nobody can go on; what was measured before stays
+                        return outcomes  # no contender can go on; earlier values stay
                 if outcome.status != "ok" or not together:
                     end(name)
     finally:
         for name in names:
             end(name)
-        tell("")
+        progress("")
     return outcomes
 
 
@@ -176,7 +193,7 @@ def _broken() -> bool:
 
 
 def release_memory() -> None:
-    """Return what nobody refers to any more."""
+    """Return memory that is no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvtier.calibration.run import Calibration, calibrate
     from kvtier.errors import (
         BudgetError,
         ClosedError,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         ConfigError,
         InterruptedStepError,
         KVTierError,
+        MemoryInUseError,
         MismatchError,
         StaleViewError,
         TransferError,
@@ -26,14 +28,16 @@ if TYPE_CHECKING:
     from kvtier.hf.cache import TieredKVCache
     from kvtier.hf.enable import Enabled, disable, enable
     from kvtier.hf.view import KVView
-    from kvtier.metrics import CacheStats, TierStats
-    from kvtier.types import LayerResidency, Residency, Tier
+    from kvtier.memory.tiered import TieredMemory
+    from kvtier.planning.policy import Policy
+    from kvtier.stats import CacheStats, LayerResidency, Residency, Tier, TierStats
 
 __version__ = "0.1.0"
 
 _HOME = {
     "BudgetError": "errors",
-    "CacheStats": "metrics",
+    "CacheStats": "stats",
+    "Calibration": "calibration.run",
     "ClosedError": "errors",
     "ConcurrentUseError": "errors",
     "ConfigError": "errors",
@@ -41,15 +45,19 @@ _HOME = {
     "InterruptedStepError": "errors",
     "KVTierError": "errors",
     "KVView": "hf.view",
-    "LayerResidency": "types",
+    "LayerResidency": "stats",
+    "MemoryInUseError": "errors",
     "MismatchError": "errors",
-    "Residency": "types",
+    "Policy": "planning.policy",
+    "Residency": "stats",
     "StaleViewError": "errors",
-    "Tier": "types",
-    "TierStats": "metrics",
+    "Tier": "stats",
+    "TierStats": "stats",
     "TieredKVCache": "hf.cache",
+    "TieredMemory": "memory.tiered",
     "TransferError": "errors",
     "UnsupportedError": "errors",
+    "calibrate": "calibration.run",
     "disable": "hf.enable",
     "enable": "hf.enable",
     "register_attention": "hf.attention",
@@ -58,6 +66,7 @@ _HOME = {
 __all__ = [
     "BudgetError",
     "CacheStats",
+    "Calibration",
     "ClosedError",
     "ConcurrentUseError",
     "ConfigError",
@@ -66,14 +75,18 @@ __all__ = [
     "KVTierError",
     "KVView",
     "LayerResidency",
+    "MemoryInUseError",
     "MismatchError",
+    "Policy",
     "Residency",
     "StaleViewError",
     "Tier",
     "TierStats",
     "TieredKVCache",
+    "TieredMemory",
     "TransferError",
     "UnsupportedError",
+    "calibrate",
     "disable",
     "enable",
     "register_attention",

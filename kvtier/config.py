@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from kvtier.errors import ConfigError
 
 Size = int | float | str
 
+#: Bytes of a unit. A bare letter is a power of 1024, as for docker, SLURM, systemd and the JVM; a letter with "B" is a
+#: power of 1000, as for accelerate.
 _UNITS = {
     "b": 1,
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
+} | {f"{letter}{end}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for end in ("", "i", "ib")}
+_SIZE = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?)\s*([a-z%]*)", re.IGNORECASE)
+_HOW = "give bytes (an int), a string such as '4GiB', '500MB' or '50%', a share in (0, 1], or 'auto'"
+
+#: Types of devices that a mapping of budgets may name, as torch spells them.
+_DEVICE = re.compile(r"cpu|(cuda|xpu|mps|hpu|npu|mlu|musa|mtia|privateuseone)(:(0|[1-9]\d*))?")
 
 AUTO = "auto"
 
@@ -41,13 +46,14 @@ DEVICE_RESERVE_SHARE = 0.2
 DEVICE_RESERVE = 2**30
 
 
-def parse_size(name: str, value: Size) -> int | float | str:
-    """Read a budget as a user writes it.
+def parse_size(name: str, value: Any) -> int | float | str:
+    """Read a budget as a user, a command line or a YAML file writes it.
 
     Args:
         name: the option's name, for the message.
-        value: bytes as an `int`; `"4GiB"`, `"500 MB"` and the like; a `float` in (0, 1], a share of what is free;
-            or `"auto"`, what is free less a reserve.
+        value: bytes as an integer of any kind; a real number in (0, 1], a share of what is free; or a string:
+            `"4GiB"`, `"4G"` and `"4Gi"` (powers of 1024), `"500 MB"` (powers of 1000), `"4000000"` and `"4_000_000"`
+            (bytes), `"0.5"` and `"50%"` (shares), `"auto"` (what is free less a reserve).
 
     Returns:
         Bytes (`int`), a share (`float`), or `"auto"`.
@@ -56,26 +62,61 @@ def parse_size(name: str, value: Size) -> int | float | str:
         ConfigError: anything else.
     """
     if isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r}: give bytes, a text such as '4GiB', a share in (0, 1], or 'auto'.")
-    if isinstance(value, int):
-        if value <= 0:
-            raise ConfigError(f"{name}={value}: a budget in bytes must be positive.")
-        return value
-    if isinstance(value, float):
-        if not 0.0 < value <= 1.0:
-            raise ConfigError(f"{name}={value}: a float is a share of the free memory and lies in (0, 1].")
-        return value
-    if isinstance(value, str):
+        pass  # an Integral for Python
+    elif isinstance(value, Integral):
+        return _bytes(name, value, int(value))
+    elif isinstance(value, Real):
+        return _share(name, value, float(value))
+    elif isinstance(value, str):
         if value.strip().lower() == AUTO:
             return AUTO
-        match = _SIZE.fullmatch(value)
-        if match and match[2].lower() in _UNITS:
-            size = int(float(match[1]) * _UNITS[match[2].lower()])
-            if size > 0:
-                return size
-    raise ConfigError(
-        f"{name}={value!r} is not a size: give bytes, a text such as '4GiB' or '500MB', a share in (0, 1], or 'auto'."
-    )
+        match = _SIZE.fullmatch(value.strip())
+        if match:
+            number, unit = match[1].replace("_", ""), match[2].lower()
+            if unit == "%":
+                return _share(name, value, float(number) / 100)
+            if not unit:
+                return _share(name, value, float(number)) if "." in number else _bytes(name, value, int(number))
+            if unit in _UNITS:
+                whole, _, fraction = number.partition(".")
+                scale = 10 ** len(fraction)
+                return _bytes(name, value, int(whole + fraction) * _UNITS[unit] // scale)
+    raise ConfigError(f"{name}={value!r} is not a size: {_HOW}.")
+
+
+def _bytes(name: str, value: object, size: int) -> int:
+    if size <= 0:
+        raise ConfigError(f"{name}={value!r} is {size} bytes; a budget must be positive: {_HOW}.")
+    return size
+
+
+def _share(name: str, value: object, share: float) -> float:
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"{name}={value!r} is not a share in (0, 1]: {_HOW}.")
+    return share
+
+
+def format_size(size: int) -> str:
+    """Bytes for a reader, rounded to three digits: `"17 bytes"`, `"2.5 KiB"`, `"1.25 GiB"`."""
+    if abs(size) < 1024:
+        return f"{size} byte{'' if size == 1 else 's'}"
+    number, units = size / 1024, ["TiB", "GiB", "MiB", "KiB"]
+    while abs(number) >= 999.5 and len(units) > 1:
+        number /= 1024
+        units.pop()
+    digits = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
+    return f"{round(number, digits):g} {units[-1]}"
+
+
+def warn_if_beyond(name: str, size: int, total: int, where: str) -> None:
+    """Warn that a budget of `size` bytes cannot be used up: `where` (the host, a device) has `total` bytes in all."""
+    if size > total:
+        warnings.warn(
+            f"{name} is {size} bytes ({format_size(size)}), but {where} has only {total} bytes ({format_size(total)}) "
+            "in total: memory may run out before the budget does.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def resolve_size(name: str, size: int | float | str, free: int, reserve: int, reserve_share: float) -> int:
@@ -95,58 +136,63 @@ def resolve_size(name: str, size: int | float | str, free: int, reserve: int, re
     left = free - max(reserve, int(free * reserve_share))
     if left <= 0:
         raise ConfigError(
-            f"{name}='auto' leaves nothing: {free} bytes are free, and {reserve} stay in reserve. Give {name} in bytes."
+            f"{name}='auto' leaves nothing: {format_size(free)} are free, and {format_size(reserve)} stay in reserve. "
+            f"Give {name} in bytes."
         )
     return left
 
 
+def _by_device(budgets: Mapping[Any, Any]) -> dict[str, int | float | str]:
+    """A mapping of budgets with its keys as torch spells devices."""
+    if not budgets:
+        raise ConfigError("device_budget={} names no device: give a size, or None for the default.")
+    parsed: dict[str, int | float | str] = {}
+    for key, value in budgets.items():
+        # An index alone is that of a CUDA device, as in accelerate's `max_memory`.
+        index = type(key) is not bool and isinstance(key, Integral)
+        name = f"cuda:{key}" if index else str(key).strip().lower()
+        name = "cpu" if name == "cpu:0" else name
+        if not _DEVICE.fullmatch(name):
+            raise ConfigError(
+                f"device_budget names {key!r}, which is no device: write 'cuda:0', 'cuda' (all of that kind), "
+                "torch.device('cuda', 0) or 0."
+            )
+        if name in parsed:
+            raise ConfigError(f"device_budget names {name!r} twice.")
+        parsed[name] = parse_size(f"device_budget[{name!r}]", value)
+    return parsed
+
+
 @dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """The options of a `TieredKVCache`, checked.
+class MemoryOptions:
+    """The budgets of a `TieredMemory`, checked.
 
     Attributes:
         device_budget: for the device tier, or None for the default: `"auto"` on an accelerator; on a CPU model no
             device tier at all. A mapping gives each device (`"cuda:0"`) its own.
         host_budget: for the host tier.
-        block_size: tokens per block; None: `HOST_BLOCK` where there is no device tier, else `DEVICE_BLOCK`.
-        write_through: share of the device budget in use from which sealed blocks are copied to the host.
-        host_attention: whether host threads attend to blocks where they lie.
     """
 
     device_budget: int | float | str | Mapping[str, int | float | str] | None
     host_budget: int | float | str
-    block_size: int | None
-    write_through: float
-    host_attention: bool = True
 
     @classmethod
-    def parse(
-        cls,
-        device_budget: Size | Mapping[str, Size] | None,
-        host_budget: Size,
-        block_size: int | str,
-        write_through: float,
-        host_attention: bool = True,
-    ) -> CacheOptions:
+    def parse(cls, device_budget: Size | Mapping[Any, Size] | None, host_budget: Size) -> MemoryOptions:
         """Check what the user gave. Raises `ConfigError`."""
         device: int | float | str | dict[str, int | float | str] | None
         if isinstance(device_budget, Mapping):
-            device = {str(k): parse_size(f"device_budget[{str(k)!r}]", v) for k, v in device_budget.items()}
+            device = _by_device(device_budget)
         else:
             device = None if device_budget is None else parse_size("device_budget", device_budget)
-        if block_size == AUTO:
-            size = None
-        elif isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            raise ConfigError(f"block_size={block_size!r}: give a number of tokens, at least 1, or 'auto'.")
-        else:
-            size = block_size
-        if not isinstance(host_attention, bool):
-            raise ConfigError(f"host_attention={host_attention!r}: give True or False.")
-        if isinstance(write_through, bool) or not isinstance(write_through, int | float):
-            raise ConfigError(f"write_through={write_through!r}: give a share in [0, 1].")
-        if not 0.0 <= write_through <= 1.0:
-            raise ConfigError(f"write_through={write_through!r}: give a share in [0, 1].")
-        return cls(device, parse_size("host_budget", host_budget), size, float(write_through), host_attention)
+        return cls(device, parse_size("host_budget", host_budget))
+
+    def with_budgets(self, device_budget: Size | Mapping[str, Size] | None, host_budget: Size | None) -> MemoryOptions:
+        """These options with other budgets; None: as it is. Raises `ConfigError`."""
+        new = MemoryOptions.parse(device_budget, "auto" if host_budget is None else host_budget)
+        return MemoryOptions(
+            self.device_budget if device_budget is None else new.device_budget,
+            self.host_budget if host_budget is None else new.host_budget,
+        )
 
     def device_size(self, device: str) -> int | float | str | None:
         """The device budget for one device, as parsed. Raises `ConfigError` if a mapping does not name it."""
@@ -160,3 +206,52 @@ class CacheOptions:
         raise ConfigError(
             f"The model has a layer on {device!r}, but device_budget names only {sorted(self.device_budget)}."
         )
+
+    def device_bytes(self) -> int:
+        """What is known of the device budget before there is a device: bytes, or 0."""
+        given = self.device_budget
+        sizes = given.values() if isinstance(given, Mapping) else (given,)
+        return sum(size for size in sizes if isinstance(size, int))
+
+    def host_bytes(self) -> int:
+        """What is known of the host budget before it is used: bytes, or 0."""
+        return self.host_budget if isinstance(self.host_budget, int) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """The options of a `TieredKVCache` that are not its memory's, checked.
+
+    Attributes:
+        block_size: tokens per block; None: `HOST_BLOCK` where there is no device tier, else `DEVICE_BLOCK`.
+        host_attention: whether host threads attend to blocks in host memory.
+        max_tokens: tokens per row that the cache will hold at the most, where the user says so.
+    """
+
+    block_size: int | None
+    host_attention: bool = True
+    max_tokens: int | None = None
+
+    @classmethod
+    def parse(cls, block_size: Any, host_attention: Any = True, max_tokens: Any = None) -> CacheOptions:
+        """Check what the user gave. Raises `ConfigError`."""
+        if isinstance(block_size, str) and block_size == AUTO:
+            size = None
+        elif isinstance(block_size, bool) or not isinstance(block_size, Integral) or block_size < 1:
+            raise ConfigError(f"block_size={block_size!r}: give a number of tokens, at least 1, or 'auto'.")
+        else:
+            size = int(block_size)
+        if not isinstance(host_attention, bool):
+            raise ConfigError(f"host_attention={host_attention!r}: give True or False.")
+        if max_tokens is not None and (
+            isinstance(max_tokens, bool) or not isinstance(max_tokens, Integral) or max_tokens < 1
+        ):
+            raise ConfigError(f"max_tokens={max_tokens!r}: give a number of tokens per row, at least 1, or None.")
+        return cls(size, host_attention, None if max_tokens is None else int(max_tokens))
+
+
+def parse_share(name: str, value: Any) -> float:
+    """A share in [0, 1]. Raises `ConfigError`."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
+        raise ConfigError(f"{name}={value!r}: give a share in [0, 1].")
+    return float(value)

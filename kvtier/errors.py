@@ -7,7 +7,8 @@ KVTierError
 ├── InterruptedStepError   (RuntimeError)  the last forward did not finish
 ├── StaleViewError         (RuntimeError)  a view of KV that the cache no longer holds
 ├── ConcurrentUseError     (RuntimeError)  two threads on one cache
-├── ClosedError            (RuntimeError)  the cache was closed
+├── ClosedError            (RuntimeError)  the cache, or its memory, was closed
+├── MemoryInUseError       (RuntimeError)  a memory is closed while caches use it
 ├── TransferError          (RuntimeError)  a copy between tiers failed; its source is intact
 └── UnsupportedError       (RuntimeError)  something a tiered cache cannot do
 """
@@ -62,6 +63,10 @@ class ConcurrentUseError(KVTierError, RuntimeError):
 
 class ClosedError(KVTierError, RuntimeError):
     """The cache is used after `close()`."""
+
+
+class MemoryInUseError(KVTierError, RuntimeError):
+    """A `TieredMemory` is closed while caches use it."""
 
 
 class TransferError(KVTierError, RuntimeError):

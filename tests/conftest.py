@@ -38,8 +38,8 @@ class DrawnOnTheHost(TorchFunctionMode):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # No test may measure for the user, or depend on what was measured.
-    os.environ["KVTIER_MEASURED"] = "off"
+    # No test may depend on the profile of this machine.
+    os.environ["KVTIER_PROFILE"] = "off"
     # Before collection, so that tensors made at import time follow too.
     if device := os.environ.get("KVTIER_TEST_DEVICE"):
         torch.set_default_device(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.models import SHAPES
+from benchmarks.contenders import STATS, Case, contender, tier_facts
+from benchmarks.models import SHAPES, Geometry, config_of
 from benchmarks.neighbour import Neighbour
 from benchmarks.records import Recorder, read, turns_of
+from benchmarks.scenarios import hotpath
 from benchmarks.scenarios.decode import fit
 from benchmarks.turns import Outcome, compare
 
@@ -26,7 +29,7 @@ TINY = ("--model=qwen3-tiny", "--device=cpu", "--rounds=2", "--new-tokens=2", "-
 
 
 @pytest.fixture(autouse=True)
-def _torch_as_it_was() -> Any:
+def _restored_threads() -> Any:
     threads = torch.get_num_threads()
     with torch.device("cpu"):
         yield
@@ -34,7 +37,7 @@ def _torch_as_it_was() -> Any:
 
 
 @pytest.fixture
-def _few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def _six_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "qwen3-tiny", SHAPES["qwen3-tiny"] | {"num_hidden_layers": LAYERS})
 
 
@@ -44,7 +47,7 @@ def records(out: Path, *arguments: str) -> list[dict[str, Any]]:
     return read(out)
 
 
-@pytest.mark.usefixtures("_few_layers")
+@pytest.mark.usefixtures("_six_layers")
 def test_decoding_is_measured_by_the_bare_loop_and_through_generate(tmp_path: Path) -> None:
     found = records(tmp_path / "r.jsonl", "decode", "--contexts=16,32,64", "--batch=2")
     assert {r["status"] for r in found} == {"ok"}
@@ -63,7 +66,7 @@ def test_decoding_is_measured_by_the_bare_loop_and_through_generate(tmp_path: Pa
     assert all(r["facts"]["least_ratio"] > 0 for r in summaries)
 
 
-@pytest.mark.usefixtures("_few_layers")
+@pytest.mark.usefixtures("_six_layers")
 def test_an_update_alone_is_compared_with_itself_at_the_shortest_context(tmp_path: Path) -> None:
     found = records(tmp_path / "r.jsonl", "update", "--cases=alone", "--contexts=64,16")
     assert [(r["contender"], r["workload"]["context"], r["ratio"]["to"]) for r in found] == [
@@ -79,7 +82,54 @@ def test_the_share_on_the_host_is_what_was_asked_for(tmp_path: Path) -> None:
     assert [r["workload"]["host_share"] for r in found[1::2]] == [0, 10, 25, 50, 75, 100]
 
 
-def test_a_line_is_found_and_what_is_off_it_is_said() -> None:
+def test_the_hot_path_is_measured_on_one_thread_and_held_against_its_targets(tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    out = tmp_path / "r.jsonl"
+    arguments = ["--model=llama-12x128", "--device=cpu", "--rounds=2", "--new-tokens=2"]
+    assert main(["hotpath", *arguments, f"--out={out}"]) == 0
+    found = read(out)
+    measured = [(r["workload"]["part"], r["contender"]) for r in found if "contender" in r]
+    assert measured == [
+        ("update and attention", "dynamic"),
+        ("update and attention", "kvtier"),
+        ("update and attention", "kvtier@60%"),
+        ("whole step", "dynamic"),
+        ("whole step", "kvtier"),
+    ]
+    assert {r["workload"]["threads"] for r in found if "contender" in r} == {1}
+    assert {r["workload"]["context"] for r in found} == {256}
+    low, high = hotpath.SPLIT_SHARES
+    assert low < found[2]["facts"]["host_share"] < high
+    limits = [r["limit"] for r in found if "target" in r]
+    assert limits == ["<= 1.25", "<= 45", "<= 1.66667", "<= 60", "<= 9"]
+    assert all(r["figure"] is not None for r in found if "target" in r)
+    assert torch.get_num_threads() == 2
+
+
+def test_the_targets_of_the_hot_path_are_computed_within_rounds() -> None:
+    base = Outcome(values={0: 40.0, 1: 20.0, 2: 80.0})
+    host = Outcome(values={0: 50.0, 1: 24.0, 2: 88.0})
+    split = Outcome(values={0: 60.0, 1: 30.0}, facts={"host_share": 0.5})
+    found = hotpath.layer_targets({"dynamic": base, "kvtier": host, "kvtier@60%": split})
+    assert [target.figure for target in found] == pytest.approx([1.2, 50.0, 1.5, 45.0])
+    assert [target.verdict for target in found] == ["met", "missed", "met", "met"]
+    split.facts["host_share"] = 0.0  # all blocks are on the device: no split layer was measured
+    found = hotpath.layer_targets({"dynamic": base, "kvtier": host, "kvtier@60%": split})
+    assert [target.verdict for target in found][2:] == ["no figure", "no figure"]
+    assert [target.figure for target in hotpath.step_targets({"dynamic": base, "kvtier": host})] == [8.0]
+    assert [target.figure for target in hotpath.step_targets({"kvtier": host})] == [None]
+
+
+def test_a_tiered_cache_says_all_that_records_have_of_it() -> None:
+    """For other commits, statistics that are not found are left out. Here none is missing."""
+    config = config_of("qwen3-tiny")
+    cache = contender("kvtier").build(
+        Case(config, Geometry.of(config, torch.float32), torch.device("cpu"), 1, 1, block_size=4)
+    )
+    assert set(tier_facts(cache)) == {*STATS, "device_blocks", "host_blocks"}
+
+
+def test_a_fitted_line_says_how_far_points_are_from_it() -> None:
     line = fit({1: 5.0, 2: 7.0, 10: 23.0})
     assert (line.base, line.slope, line.off) == pytest.approx((3.0, 2.0, 0.0))
     assert fit({1: 5.0, 2: 7.0, 10: 40.0}).off > 0.05
@@ -92,8 +142,8 @@ def test_a_part_that_no_scenario_has_is_refused(capsys: pytest.CaptureFixture[st
     assert "no busy here; there are alone, attend" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_few_layers")
-def test_what_is_written_back_is_counted_over_whole_blocks_only(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_six_layers")
+def test_bytes_written_back_are_counted_over_whole_blocks_only(tmp_path: Path) -> None:
     arguments = ("decode", "--cases=loop", "--contexts=128", "--contenders=kvtier@50%,fetch@25%")
     geometry = LAYERS * 2 * 2 * 16 * 4
     for tokens in (2, 4):  # two turns make half a block, and a whole one
@@ -120,7 +170,7 @@ def test_a_record_says_what_computed(tmp_path: Path) -> None:
 
 
 class Counting:
-    """A trial that counts its turns, and fails where it is told to."""
+    """A trial that counts its turns, and fails after `fails` of them."""
 
     def __init__(self, fails: int = -1) -> None:
         self.fails = fails
@@ -143,22 +193,24 @@ class Counting:
             raise RuntimeError("closing fails")
 
 
-def test_a_contender_that_fails_in_its_end_too_leaves_the_others_their_values() -> None:
-    told: list[tuple[str, int]] = []
+def test_a_contender_that_fails_even_when_it_is_closed_leaves_the_others_their_values() -> None:
+    seen: list[tuple[str, int]] = []
 
-    def made(name: str, turn: int, outcome: Outcome) -> None:
-        told.append((name, turn))
+    def on_turn(name: str, turn: int, outcome: Outcome) -> None:
+        seen.append((name, turn))
 
-    starts = {"well": Counting, "ill": lambda: Counting(1)}
-    found = compare(starts, rounds=3, together=True, allowance=60.0, tell=lambda text: None, made=made)
-    assert found["well"].values == {0: 1.0, 1: 2.0, 2: 3.0}
-    assert (found["ill"].status, found["ill"].values) == ("failed", {})
-    assert sorted(told) == [("ill", 0), ("well", 0), ("well", 1), ("well", 2)]
+    starts = {"healthy": Counting, "failing": lambda: Counting(1)}
+    found = compare(starts, rounds=3, together=True, allowance=60.0, progress=lambda text: None, on_turn=on_turn)
+    assert found["healthy"].values == {0: 1.0, 1: 2.0, 2: 3.0}
+    assert (found["failing"].status, found["failing"].values) == ("failed", {})
+    assert sorted(seen) == [("failing", 0), ("healthy", 0), ("healthy", 1), ("healthy", 2)]
 
 
 def test_no_turn_begins_when_time_is_up() -> None:
     starts = {"one": Counting}
-    found = compare(starts, rounds=3, together=True, allowance=60.0, tell=lambda text: None, until=time.monotonic() - 1)
+    found = compare(
+        starts, rounds=3, together=True, allowance=60.0, progress=lambda text: None, until=time.monotonic() - 1
+    )
     assert found["one"].status == "not reached in time"
 
 
@@ -175,7 +227,7 @@ def test_turns_stay_until_their_comparison_has_its_records(tmp_path: Path) -> No
     assert [turn["turn"] for turn in read(file)] == [0]
 
 
-def test_half_a_line_is_no_record(tmp_path: Path) -> None:
+def test_a_partial_line_is_not_a_record(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     file.write_text('{"a": 1}\n{"b": \n{"c": 3}\n{"d"')
     assert read(file) == [{"a": 1}, {"c": 3}]
@@ -220,3 +272,23 @@ def test_a_busy_neighbour_ends_when_its_parent_is_killed() -> None:
     parent.kill()
     parent.communicate()
     assert ended(pid)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_launching_is_counted_without_a_device_and_everything_is_put_back(tmp_path: Path) -> None:
+    """In a process of its own: others may interpret Triton's programs."""
+    code = (
+        "import sys; from benchmarks.__main__ import main; from kvtier.kernels import copies, launch, paged;"
+        "from triton.runtime.driver import driver;"
+        "state = lambda: [paged.available, copies.available, launch._processors, driver._active];"
+        "before = state(); status = main(sys.argv[1:]); assert state() == before; sys.exit(status)"
+    )
+    out = tmp_path / "r.jsonl"
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KVTIER_KERNELS")}
+    command = [sys.executable, "-c", code, "launch", "--quick", f"--out={out}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = read(out)
+    assert [(r["contender"], r["status"], r["unit"]) for r in found] == [
+        (name, "ok", "us/layer") for name in ("plain", "prepared")
+    ]

@@ -1,4 +1,4 @@
-"""A GPU run: its plan, what it tests, its tables, the wishes, and what it leaves behind when it is ended."""
+"""A GPU run: its plan, what it tests, its tables, the targets, and what remains of a run that is ended early."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import torch
 
 from benchmarks.__main__ import all_scenarios, parse_args
 from benchmarks.children import Ended
-from benchmarks.gpu import Run, run_benchmark
+from benchmarks.gpu import Run, run_benchmark, run_calibration
 from benchmarks.gpu_plan import LLAMA, PARTS, TIME_LIMIT, parts_named, share_of
 from benchmarks.gpu_table import cut_off, table_of
-from benchmarks.gpu_tests import ELSEWHERE, SANITIZED, pytest_jobs, verdict
+from benchmarks.gpu_tests import ELSEWHERE, SANITIZED, SHARES, pytest_jobs, verdict
 from benchmarks.records import Recorder, read, turns_of
-from benchmarks.wishes import Wish, wishes
+from benchmarks.targets import Target, evaluate
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # The plan
 
 
-def test_the_shares_of_the_parts_are_the_limit_and_what_is_not_used_flows_on() -> None:
+def test_the_shares_of_the_parts_sum_to_the_limit_and_unused_time_goes_to_later_parts() -> None:
     assert sum(part.seconds for part in PARTS) == TIME_LIMIT
     assert TIME_LIMIT <= 8 * 60 - 40, "finding a Python and importing torch take their time, too"
     rest, left = list(PARTS), TIME_LIMIT
@@ -43,19 +43,20 @@ def test_the_shares_of_the_parts_are_the_limit_and_what_is_not_used_flows_on() -
 def test_every_part_is_a_command_that_benchmarks_understand(cuda: bool) -> None:
     known = all_scenarios()
     for part in PARTS:
-        if part.name in ("build", "tests"):
+        if part.name in ("build", "calibrate", "tests"):
             continue
         command = part.command(cuda=cuda, out=Path("r.jsonl"), seconds=30)
         args, settings = parse_args([*command[3:], "--device=cpu"], known)
         assert args.scenarios == part.name.split()[:1]
         assert len(settings.contexts or (0,)) == 1
         assert settings.emulated is not cuda
-        assert args.no_cudnn_attention is (part.name not in ("kernels", "host"))
+        assert args.no_cudnn_attention is (part.name not in ("kernels", "host", "launch"))
 
 
-def test_parts_are_named_by_how_they_begin_and_bring_the_build() -> None:
+def test_parts_are_named_by_how_they_begin_and_bring_what_all_need() -> None:
     assert [part.name for part in parts_named("link,decode qwen")] == [
         "build",
+        "calibrate",
         "link",
         "decode qwen 8k",
         "decode qwen 32k",
@@ -64,8 +65,8 @@ def test_parts_are_named_by_how_they_begin_and_bring_the_build() -> None:
         parts_named("link,fly")
 
 
-class Told:
-    """Stands in for the processes: each adds records, and ends as told."""
+class FakeChildren:
+    """Stands in for the child processes: a run adds a record and ends with the given exit status."""
 
     def __init__(self, recorder: Recorder, kernels: str | None, code: int | None = 0) -> None:
         self.recorder, self.kernels, self.code = recorder, kernels, code
@@ -89,7 +90,7 @@ class Told:
         (True, "triton", -11, "exit status -11"),
     ],
 )
-def test_what_did_not_run_as_it_should_is_a_failure_on_a_device(
+def test_a_part_that_did_not_measure_what_it_should_is_a_failure_on_a_device(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     cuda: bool,
@@ -99,17 +100,43 @@ def test_what_did_not_run_as_it_should_is_a_failure_on_a_device(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     recorder = Recorder(tmp_path / "r.jsonl", torch.device("cpu"), emulated=not cuda)
-    (part,) = parts_named("decode llama 64k")[1:]
-    children: Any = Told(recorder, kernels, code)
+    (part,) = parts_named("decode llama 64k")[2:]
+    children: Any = FakeChildren(recorder, kernels, code)
     failures = run_benchmark(children, part, Run(recorder, cuda, 0, 0), 30.0, 60.0)
     assert len(failures) == (failure is not None)
     assert all(x.startswith("decode llama 64k: ") and str(failure) in x for x in failures)
 
 
+@pytest.mark.parametrize(
+    ("code", "printed", "status", "failures"),
+    [
+        (0, "tile: 16 x 64\n2 values of cuda:0", "ok", []),
+        (1, "failed: tile: no compiler", "failed", ["calibrate: failed: tile: no compiler"]),
+        (2, "kvtier.calibration: KVTIER_PROFILE=off: there is no profile.", "skipped", []),
+        (None, "", "out of time", ["calibrate: exit status None"]),
+    ],
+)
+def test_a_run_calibrates_first_and_records_what_it_found(
+    tmp_path: Path, code: int | None, printed: str, status: str, failures: list[str]
+) -> None:
+    class Printing(FakeChildren):
+        def run(self, command: Sequence[str], seconds: float, *, keep: bool, **environment: str) -> Ended:
+            assert command[1:] == ["-m", "kvtier.calibration"]
+            assert keep
+            return Ended(self.code, printed)
+
+    recorder = Recorder(tmp_path / "r.jsonl", torch.device("cpu"), emulated=False)
+    children: Any = Printing(recorder, None, code)
+    assert run_calibration(children, recorder, 20.0) == failures
+    (made,) = read(recorder.out)
+    assert (made["scenario"], made["status"], made["result"]) == ("calibrate", status, printed.splitlines())
+    assert [part.name for part in PARTS[:2]] == ["build", "calibrate"]
+
+
 # The tests
 
 
-def test_the_device_and_the_host_are_tested_and_what_matters_most_first() -> None:
+def test_the_device_and_the_host_are_tested_most_valuable_files_first() -> None:
     jobs = pytest_jobs(cuda=True)
     assert next(iter(jobs)) == "marked cuda"
     assert jobs["tests/hf/test_modes.py"].device == jobs["tests/test_view.py"].device == "cuda"
@@ -122,11 +149,11 @@ def test_the_device_and_the_host_are_tested_and_what_matters_most_first() -> Non
         files.index(f"tests/{x}.py") for x in ("kernels/test_paged", "hf/test_split", "test_view", "hf/test_modes")
     ]
     assert order == sorted(order)
-    for path, n in (("tests/kernels/test_paged.py", 6), ("tests/storage/test_random_walk.py", 4)):
+    for path, n in SHARES.items():
         assert [job.share for job in jobs.values() if job.arguments == (path,)] == [f"{i}/{n}" for i in range(n)]
 
 
-def test_what_concerns_no_device_is_not_tested_there() -> None:
+def test_files_that_concern_no_device_are_not_run_there() -> None:
     assert all((ROOT / path).is_file() for path in ELSEWHERE)
     assert not ELSEWHERE & {x for job in pytest_jobs(cuda=True).values() for x in job.arguments}
 
@@ -153,7 +180,9 @@ def test_what_concerns_no_device_is_not_tested_there() -> None:
         ("tests/test_view.py", None, "", "out of time"),
     ],
 )
-def test_what_became_of_a_job(name: str, code: int | None, tail: str, expected: str) -> None:
+def test_the_verdict_on_a_job_follows_from_its_exit_status_and_output(
+    name: str, code: int | None, tail: str, expected: str
+) -> None:
     assert verdict(name, Ended(code, tail)) == expected
 
 
@@ -177,19 +206,19 @@ def test_a_comparison_that_was_cut_off_is_in_the_table_with_its_turns() -> None:
     made = [{"scenario": "build", "status": "ok"}, {"scenario": "host", "status": "skipped", "workload": {}}]
     text = table_of([*made, record("decode", "kvtier@100%", None, status="refused", reason="too small"), *left])
     assert "cut off after 3 turns" in text
-    assert [w.figure for w in wishes(left) if w.name == "all resident at 64k, tokens/s of dynamic"] == [None]
+    assert [t.figure for t in evaluate(left) if t.name == "all resident at 64k, tokens/s of dynamic"] == [None]
     both = [*turns, turns[1] | {"contender": "kvtier@100%", "value": 60.0}]
-    assert [w.figure for w in wishes(cut_off(both)) if w.name == "all resident at 64k, tokens/s of dynamic"] == [2.0]
+    assert [t.figure for t in evaluate(cut_off(both)) if t.name == "all resident at 64k, tokens/s of dynamic"] == [2.0]
     assert "refused: too small" in text
     assert "build" not in text
     assert table_of([]) == "nothing was measured"
 
 
-# The wishes
+# The targets
 
 
 def plan() -> list[dict[str, Any]]:
-    """A record of everything in the plan that wishes are about: they are all met."""
+    """A record of everything in the plan that a target is about: all targets are met."""
     resident, step = 100.0, 0.01
     facts = {"bytes_up_per_token": 1e6, "copies_up_per_token": 64.0, "bytes_down_per_token": 131072.0}
     facts |= {"device_budget": 1000, "host_bytes": 2e9}
@@ -222,21 +251,21 @@ def plan() -> list[dict[str, Any]]:
     return made
 
 
-def verdicts(found: list[Wish]) -> dict[str, str]:
-    return {wish.name: wish.verdict for wish in found}
+def verdicts(found: list[Target]) -> dict[str, str]:
+    return {target.name: target.verdict for target in found}
 
 
-def test_the_plan_measures_all_that_is_wished_for() -> None:
-    assert set(verdicts(wishes(plan())).values()) == {"met"}
+def test_the_plan_measures_every_target() -> None:
+    assert set(verdicts(evaluate(plan())).values()) == {"met"}
 
 
-def test_wishes_find_what_benchmarks_really_record(tmp_path: Path) -> None:
+def test_targets_find_what_benchmarks_really_record(tmp_path: Path) -> None:
     """The plan above is made up: names and facts are those that scenarios write."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--only=link,host,update,decode llama 64k", f"--out={tmp_path}"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
     (file,) = tmp_path.glob("*.jsonl")
     records = read(file)
-    found = {wish.name: wish.figure for wish in wishes(records)}
+    found = {target.name: target.figure for target in evaluate(records)}
     # The others are about sizes that are not measured here.
     for name in (
         "runs fetched per layer and token (launches are fewer)",
@@ -253,19 +282,19 @@ def test_wishes_find_what_benchmarks_really_record(tmp_path: Path) -> None:
 
 
 def test_without_records_there_is_no_figure() -> None:
-    assert set(verdicts(wishes([])).values()) == {"no figure"}
+    assert set(verdicts(evaluate([])).values()) == {"no figure"}
     broken = [r | {"status": "failed"} for r in plan()]
-    assert set(verdicts(wishes(broken)).values()) == {"no figure"}
+    assert set(verdicts(evaluate(broken)).values()) == {"no figure"}
     without = [{k: v for k, v in r.items() if k not in ("median", "rounds")} for r in plan()]
-    assert set(verdicts(wishes(without)).values()) == {"no figure"}
+    assert set(verdicts(evaluate(without)).values()) == {"no figure"}
 
 
-def test_zeros_and_missing_facts_are_no_figures_and_no_errors() -> None:
+def test_zeros_and_missing_facts_give_no_figure_and_no_error() -> None:
     zeros = [r | {"median": 0.0, "rounds": {"0": 0.0}} for r in plan()]
-    found = {wish.name: wish.figure for wish in wishes(zeros)}
+    found = {target.name: target.figure for target in evaluate(zeros)}
     assert found["paged decode at 32k, of a copy's GB/s on the device"] is None
     empty = [r | {"facts": dict.fromkeys(r["facts"])} for r in plan()]
-    named = verdicts(wishes(empty))
+    named = verdicts(evaluate(empty))
     assert named["Python per layer and step, us"] == named["peak of device memory, of the budget"] == "no figure"
     assert named["all resident at 8k, tokens/s of dynamic"] == "met"
 
@@ -282,13 +311,13 @@ def test_zeros_and_missing_facts_are_no_figures_and_no_errors() -> None:
         ("fetches below 80% of what the link carries in a step, tokens/s of all resident", "decode", "fetch@95%", 0.9),
     ],
 )
-def test_a_wish_is_missed_when_one_figure_is_worse(name: str, scenario: str, contender: str, change: float) -> None:
+def test_a_target_is_missed_when_one_figure_is_worse(name: str, scenario: str, contender: str, change: float) -> None:
     made = plan()
     for r in made:
         if (r["scenario"], r["contender"]) == (scenario, contender):
             r["median"] *= change
             r["rounds"] = {i: value * change for i, value in r["rounds"].items()}
-    assert verdicts(wishes(made))[name] == "missed"
+    assert verdicts(evaluate(made))[name] == "missed"
 
 
 def test_all_resident_must_be_faster_at_32k_and_may_be_as_fast_at_8k() -> None:
@@ -297,7 +326,7 @@ def test_all_resident_must_be_faster_at_32k_and_may_be_as_fast_at_8k() -> None:
         for name in ("dynamic", "kvtier@100%")
         for context in (8192, 32768)
     ]
-    found = verdicts(wishes(made))
+    found = verdicts(evaluate(made))
     assert found["all resident at 8k, tokens/s of dynamic"] == "met"
     assert found["all resident at 32k, tokens/s of dynamic"] == "missed"
 
@@ -329,7 +358,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="look
 
 @linux
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_was_measured_is_told_when_a_run_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_run_that_is_ended_early_prints_and_keeps_its_table(tmp_path: Path, number: signal.Signals) -> None:
     run = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu", "--only=decode llama 64k", f"--out={tmp_path}"],
         cwd=ROOT,
@@ -352,7 +381,7 @@ def test_what_was_measured_is_told_when_a_run_is_ended(tmp_path: Path, number: s
     table = records.with_suffix(".table.txt").read_text()
     assert "cut off after" in table
     assert table.strip() in output
-    assert [r["scenario"] for r in read(records)] == ["build", "wishes"]
+    assert [r["scenario"] for r in read(records)] == ["build", "calibrate", "targets"]
     assert not running(str(tmp_path))
 
 

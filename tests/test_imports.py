@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,27 +20,31 @@ import kvtier
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A part may import the parts of rows above it here, and beside it those that do not import it in turn.
-# A new part must be given its row.
-ROWS: tuple[set[str], ...] = (
-    {"errors", "types"},
-    {"config", "measured", "metrics"},
-    {"planning"},
-    {"kernels", "cpu"},
-    {"storage"},
-    {"runtime", "attention", "integrity", "steps"},
-    {"conversation"},
-    {"hf"},
-    {"serving"},
-    {"testing"},
-)
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def drawn_rows() -> tuple[set[str], ...]:
+    """The order of the parts as docs/architecture.md draws it: rows between dots, what may be imported first."""
+    text = " ".join(ARCHITECTURE.read_text(encoding="utf-8").split())
+    found = re.search(r"Imports run down this list and never back: ([^.]*)\.", text)
+    assert found, "docs/architecture.md does not say how imports run"
+    return tuple(
+        {part for words in re.findall(r"`([^`]+)`", row) for part in words.split()} for row in found[1].split("·")
+    )
+
+
+# A part may import the parts of rows before it here, and beside it those that do not import it in turn.
+# A new part must be given its place in the picture.
+ROWS = drawn_rows()
 ROW = {part: row for row, parts in enumerate(ROWS) for part in parts}
 
 # Deciding needs numbers and a clock: these never import what moves bytes.
-PURE = {"errors", "types", "config", "measured", "planning"}
-BARRED_FROM_PURE = ("torch", "transformers", "kvtier.storage", "kvtier.hf")
-
-MAX_LINES = 400
+PURE = {"errors", "config", "stats", "profile", "planning"}
+BARRED_FROM_PURE = (
+    "torch",
+    "transformers",
+    *(f"kvtier.{x}" for x in ("memory", "transfer", "tables", "forward", "hf")),
+)
 
 
 # --------------------------------------------------------------------------------- reading imports
@@ -50,17 +55,20 @@ def package_files(root: Path) -> list[Path]:
 
 
 def part_of(root: Path, file: Path) -> str:
-    """`kvtier/hf/cache.py` -> `hf`, `kvtier/runtime.py` -> `runtime`, `kvtier/__init__.py` -> ``."""
+    """`kvtier/hf/cache.py` -> `hf`, `kvtier/stats.py` -> `stats`, `kvtier/__init__.py` -> ``."""
     first = file.relative_to(root / "kvtier").parts[0].removesuffix(".py")
     return "" if first == "__init__" else first
 
 
-def imported(root: Path, file: Path) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of everything that a file imports, inside functions and for types too.
+def imported(root: Path, file: Path, *, for_types: bool = True) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything that a file imports, inside functions and, if asked, for types too.
 
     `from a import b` gives `a.b`, for b may be a module; relative imports are made absolute.
     """
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    if not for_types:
+        tree = WithoutTypes().visit(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -71,6 +79,15 @@ def imported(root: Path, file: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "import_module":
             yield from ((node.lineno, a.value) for a in node.args if isinstance(a, ast.Constant))
+
+
+class WithoutTypes(ast.NodeTransformer):
+    """Takes out what only a type checker reads."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        """`if TYPE_CHECKING:`."""
+        self.generic_visit(node)
+        return node.orelse if ast.unparse(node.test).endswith("TYPE_CHECKING") else node
 
 
 def within(name: str, package: str) -> bool:
@@ -118,7 +135,7 @@ def imports_run_one_way(root: Path) -> list[str]:
         if not part:
             continue  # kvtier/__init__.py gathers the public names
         if part not in ROW:
-            broken.append(f"{file.relative_to(root)}: give {part!r} its row in {Path(__file__).name}")
+            broken.append(f"{file.relative_to(root)}: give {part!r} its place in {ARCHITECTURE.name}")
             continue
         for line, name in imported(root, file):
             target = name.split(".")[1] if "." in name else ""
@@ -129,6 +146,47 @@ def imports_run_one_way(root: Path) -> list[str]:
         if row > ROW[part] or (row == ROW[part] and (target, part) in places):
             broken.append(place)
     return broken
+
+
+def modules_of_a_folder_import_each_other_one_way(root: Path) -> list[str]:
+    """What only a type checker reads may refer back: it is no import when the code runs."""
+    files = {".".join(f.relative_to(root).with_suffix("").parts): f for f in package_files(root)}
+    graph: dict[str, set[str]] = {}
+    for module, file in files.items():
+        folder = module.rpartition(".")[0]
+        names = {name for _, name in imported(root, file, for_types=False)}
+        siblings = {other for other in files if other != module and other.rpartition(".")[0] == folder}
+        graph[module] = {other for other in siblings if any(within(name, other) for name in names)}
+    broken: list[str] = []
+    done: set[str] = set()
+
+    def follow(module: str, path: list[str]) -> None:
+        if module in path:
+            broken.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in done:
+            for other in sorted(graph[module]):
+                follow(other, [*path, module])
+            done.add(module)
+
+    for module in graph:
+        follow(module, [])
+    return broken
+
+
+def nothing_imports_calibration(root: Path) -> list[str]:
+    files = importers(root, "kvtier.calibration")
+    return [f for f in files if not f.startswith("kvtier/calibration/") and f != "kvtier/__init__.py"]
+
+
+def only_calibration_writes_the_profile(root: Path) -> list[str]:
+    return [
+        f"{file.relative_to(root)}:{node.lineno}"
+        for file in package_files(root)
+        if part_of(root, file) not in ("calibration", "profile")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute | ast.ImportFrom)
+        and (ast.unparse(node).endswith("profile.store") or ast.unparse(node) == "from kvtier.profile import store")
+    ]
 
 
 def guests_use_public_names_only(root: Path) -> list[str]:
@@ -150,13 +208,6 @@ def guests_use_public_names_only(root: Path) -> list[str]:
     return broken
 
 
-def files_stay_short(root: Path) -> list[str]:
-    files = sorted((root / "kvtier").rglob("*"))
-    sources = [f for f in files if f.suffix in {".py", ".cpp", ".h", ".hpp", ".cu"}]
-    lengths = [(f, len(f.read_text(encoding="utf-8").splitlines())) for f in sources]
-    return [f"{f.relative_to(root)} has {n} lines" for f, n in lengths if n > MAX_LINES]
-
-
 Rule = Callable[[Path], list[str]]
 
 # Each rule beside trees that break it, as {path: source}.
@@ -164,15 +215,15 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
     (
         transformers_is_imported_in_hf_only,
         [
-            {"kvtier/runtime.py": "from transformers.cache_utils import DynamicCache"},
-            {"kvtier/runtime.py": "def f():\n    import transformers as t"},
+            {"kvtier/forward/forward.py": "from transformers.cache_utils import DynamicCache"},
+            {"kvtier/memory/pool.py": "def f():\n    import transformers as t"},
             {"kvtier/__init__.py": "import importlib\nimportlib.import_module('transformers')"},
         ],
     ),
     (
         triton_is_imported_in_one_kernel_module,
         [
-            {"kvtier/attention.py": "import triton"},
+            {"kvtier/attention/split.py": "import triton"},
             {"kvtier/kernels/a.py": "import triton", "kvtier/kernels/b.py": "import triton.language as tl"},
         ],
     ),
@@ -184,36 +235,66 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
         what_decides_imports_nothing_that_moves_bytes,
         [
             {"kvtier/planning/cost.py": "import torch"},
-            {"kvtier/planning/cost.py": "from kvtier import storage"},
-            {"kvtier/planning/deep/cost.py": "from ...storage.pool import BlockPool"},
+            {"kvtier/planning/cost.py": "from kvtier import memory"},
+            {"kvtier/planning/deep/cost.py": "from ...memory.pool import BlockPool"},
             {"kvtier/config.py": "def f():\n    from torch import cuda"},
-            {"kvtier/types.py": "import kvtier.hf.cache"},
+            {"kvtier/stats.py": "import kvtier.hf.cache"},
         ],
     ),
     (
         imports_run_one_way,
         [
-            {"kvtier/storage/pool.py": "from kvtier.runtime import Runtime"},
-            {"kvtier/storage/pool.py": "from ..hf import cache"},
-            {"kvtier/kernels/dense.py": "from kvtier.storage.pool import BlockPool"},
-            {"kvtier/runtime.py": "from kvtier import TieredKVCache"},
-            {"kvtier/runtime.py": "import kvtier"},
+            {"kvtier/memory/pool.py": "from kvtier.tables.table import BlockTable"},
+            {"kvtier/memory/pool.py": "from ..hf import cache"},
+            {"kvtier/tables/layer.py": "if TYPE_CHECKING:\n    from kvtier.attention.reader import LayerReader"},
+            {"kvtier/kernels/dense.py": "from kvtier.memory.pool import BlockPool"},
+            {"kvtier/planning/policy.py": "from kvtier.memory.block import BlockSet"},
+            {"kvtier/forward/forward.py": "from kvtier import TieredKVCache"},
+            {"kvtier/forward/forward.py": "import kvtier"},
             {"kvtier/hf/cache.py": "from kvtier.testing import HeldTransfers"},
-            {"kvtier/runtime.py": "import kvtier.attention", "kvtier/attention.py": "import kvtier.runtime"},
+            {"kvtier/config.py": "import kvtier.stats", "kvtier/stats.py": "import kvtier.config"},
             {"kvtier/newcomer.py": ""},
+        ],
+    ),
+    (
+        modules_of_a_folder_import_each_other_one_way,
+        [
+            {"kvtier/a/x.py": "from kvtier.a import y", "kvtier/a/y.py": "def f():\n    from kvtier.a.x import z"},
+            {
+                "kvtier/a/x.py": "from . import y",
+                "kvtier/a/y.py": "from .z import b",
+                "kvtier/a/z.py": "from .x import c",
+            },
+            {
+                "kvtier/a/x.py": "if typing.TYPE_CHECKING:\n    pass\nelse:\n    from . import y",
+                "kvtier/a/y.py": "import kvtier.a.x",
+            },
+        ],
+    ),
+    (
+        nothing_imports_calibration,
+        [
+            {"kvtier/forward/forward.py": "from kvtier.calibration.run import calibrate"},
+            {"kvtier/hf/cache.py": "def f():\n    import kvtier.calibration.tiles"},
+        ],
+    ),
+    (
+        only_calibration_writes_the_profile,
+        [
+            {"kvtier/kernels/tiles.py": "from kvtier import profile\nprofile.store('m', 'n', 1)"},
+            {"kvtier/transfer/launches.py": "from kvtier.profile import store"},
         ],
     ),
     (
         guests_use_public_names_only,
         [
-            {"examples/demo.py": "from kvtier.storage import BlockPool"},
+            {"examples/demo.py": "from kvtier.memory.pool import BlockPool"},
             {"examples/demo.py": "from kvtier.errors import BudgetError"},
-            {"examples/deep/demo.py": "from kvtier import runtime"},
-            {"integrations/a.py": "import kvtier\nkvtier.runtime.Runtime()"},
+            {"examples/deep/demo.py": "from kvtier import forward"},
+            {"integrations/a.py": "import kvtier\nkvtier.forward.Forward()"},
             {"integrations/a.py": "import kvtier.hf.cache"},
         ],
     ),
-    (files_stay_short, [{"kvtier/long.py": "x = 1\n" * (MAX_LINES + 1)}]),
 ]
 
 
@@ -233,6 +314,21 @@ def test_the_rule_notices_a_tree_that_breaks_it(rule: Rule, files: dict[str, str
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(source)
     assert rule(tmp_path)
+
+
+def test_the_picture_has_every_part_once_and_no_other() -> None:
+    parts = {part_of(ROOT, file) for file in package_files(ROOT)} - {""}
+    assert set(ROW) == parts
+    assert sum(map(len, ROWS)) == len(ROW)
+    assert [row for row in ROWS if "hf" in row] == [{"hf"}]
+
+
+def test_the_files_that_the_architecture_names_exist() -> None:
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    folders = sorted({path.name for path in (ROOT / "kvtier").iterdir() if path.is_dir()})
+    named = set(re.findall(rf"(?<![\w/])(?:{'|'.join(folders)})/[\w/.]+\.py", text))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / "kvtier" / name).is_file()] == []
 
 
 # ------------------------------------------------------------------------------------ public names

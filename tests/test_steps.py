@@ -13,8 +13,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, Qwen3NextConfig
 
 from kvtier import ConcurrentUseError, InterruptedStepError, TieredKVCache
-from kvtier.steps import Guard
-from kvtier.storage.pool import BlockPool
+from kvtier.forward.steps import Guard
+from kvtier.memory.pool import BlockPool
 
 LAYERS, ROWS, HEADS, DIM, BLOCK_SIZE = 4, 2, 2, 8, 4
 CONFIG = LlamaConfig(num_hidden_layers=LAYERS, hidden_size=32, num_attention_heads=4, num_key_value_heads=HEADS)
@@ -130,7 +130,7 @@ def test_a_signal_inside_a_change_is_remembered_until_reset(
     make: Callable[..., TieredKVCache], monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """`KeyboardInterrupt` at every allocation of a step in turn."""
-    real = BlockPool.allocate
+    real = BlockPool.take
     for nth in range(100):
         cache = make()
         first = tokens(BLOCK_SIZE, 1)
@@ -143,7 +143,7 @@ def test_a_signal_inside_a_change_is_remembered_until_reset(
                 raise KeyboardInterrupt
             return real(self, *args, **kwargs)
 
-        monkeypatch.setattr(BlockPool, "allocate", allocate)
+        monkeypatch.setattr(BlockPool, "take", allocate)
         try:
             forward(cache, tokens(count, 2))
         except KeyboardInterrupt:
@@ -206,7 +206,9 @@ def test_a_second_thread_in_the_middle_of_a_step_is_refused_and_harms_nothing(
     check(cache, joined(first, second, other))
 
 
-def test_two_threads_at_once_are_refused_or_take_turns_but_never_garble(make: Callable[..., TieredKVCache]) -> None:
+def test_two_threads_at_once_take_turns_until_they_meet_and_then_neither_goes_on(
+    make: Callable[..., TieredKVCache],
+) -> None:
     cache = make()
     first = tokens(6, 1)
     forward(cache, first)
@@ -229,7 +231,16 @@ def test_two_threads_at_once_are_refused_or_take_turns_but_never_garble(make: Ca
     for thread in threads:
         thread.join(60)
     assert len(outcomes) == 60, "a thread died of another error"
-    cache.crop(0)
+    try:
+        cache.crop(0)
+    except ConcurrentUseError:
+        for use in USES.values():
+            with pytest.raises(ConcurrentUseError, match=r"reset\(\)"):
+                use(cache)
+        cache.reset()
+        forward(cache, first)
+        check(cache, first)
+        return
     assert {cache.get_seq_length(i) for i in range(LAYERS)} == {6 + outcomes.count("done")}
     check(cache, [(cache.layers[i].keys.dense(), cache.layers[i].values.dense()) for i in range(LAYERS)])
     for i, (k, _) in enumerate(first):
@@ -244,6 +255,36 @@ def test_a_layer_that_is_new_in_a_second_step_is_refused(make: Callable[..., Tie
     with pytest.raises(InterruptedStepError, match="new to a cache"):
         cache.update(*second[-1], LAYERS - 1)
     check(cache, joined(tokens(3, 1), second)[:-1])
+
+
+@pytest.mark.parametrize("passed_over", [(0,), (1,), (0, 2), (1, 2)])
+def test_layers_that_a_model_passes_over_are_not_missed(
+    make: Callable[..., TieredKVCache], passed_over: tuple[int, ...]
+) -> None:
+    """A config may name layers without KV of their own, and cross-attention has its KV from the first forward on."""
+    cache, new = make(), tokens(3, 1)
+    ran = [i for i in range(LAYERS) if i not in passed_over]
+    for _ in range(3):
+        for i in ran:
+            cache.update(*new[i], i)
+    assert {cache.get_seq_length(i) for i in ran} == {9}
+    for i in ran[:-1]:
+        cache.update(*new[i], i)
+    with pytest.raises(InterruptedStepError, match=r"crop\(0\)"):
+        cache.update(*new[ran[0]], ran[0])
+    cache.crop(0)
+    assert {cache.get_seq_length(i) for i in ran} == {9}
+
+
+def test_layers_of_cross_attention_may_have_a_length_of_their_own(make: Callable[..., TieredKVCache]) -> None:
+    cache, text, image = make(), tokens(3, 1), tokens(5, 2)
+    for i in range(LAYERS):
+        cache.update(*(image if i == 1 else text)[i], i)
+    for _ in range(3):
+        for i in (0, 2, 3):
+            cache.update(*text[i], i)
+    assert [cache.get_seq_length(i) for i in range(LAYERS)] == [12, 5, 12, 12]
+    check(cache, [x if i == 1 else y for i, (x, y) in enumerate(zip(image, joined(*[text] * 4), strict=True))])
 
 
 HYBRID = Qwen3NextConfig(

@@ -5,9 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import json
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from kvtier import ClosedError, KVView, StaleViewError, TieredKVCache, UnsupportedError
+from kvtier.hf import view as view_module
 from kvtier.hf.view import Snapshot
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
@@ -46,8 +52,7 @@ def held(request: pytest.FixtureRequest) -> tuple[TieredKVCache, torch.Tensor, t
 
 def pair(cache: TieredKVCache, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a layer as `update` returns them."""
-    store = cache._runtime.layers[layer]
-    return Snapshot(cache._runtime, store).views()
+    return Snapshot(cache._forward, cache._forward.readers[layer]).views()
 
 
 def repeat_kv(x: torch.Tensor, n: int = 3) -> torch.Tensor:
@@ -66,6 +71,11 @@ def saved_and_loaded(x: torch.Tensor) -> torch.Tensor:
 
 OPS: dict[str, Op] = {
     "shape": lambda x: (x.shape, x.size(), x.size(2), x.size(dim=-1), x.dim(), x.ndim, x.numel(), x.nelement()),
+    "place": lambda x: (x.is_cpu, x.is_cuda, x.is_meta, x.get_device(), x.is_nested, x.is_sparse, x.is_quantized),
+    "getters": lambda x: [
+        getattr(torch.Tensor, n).__get__(x) for n in ("device", "is_cpu", "is_meta", "dtype", "shape")
+    ],
+    "unbound": lambda x: (torch.Tensor.expand(x, 2, 2, -1, -1) if len(x) == 2 else 0, torch.Tensor.reshape(x, (-1,))),
     "kind": lambda x: (x.dtype, x.device, x.layout, x.is_cuda, x.is_floating_point(), x.element_size(), x.itemsize),
     "graph": lambda x: (x.requires_grad, x.is_leaf, x.grad_fn, x.grad, x.is_contiguous(), x.stride(), x.nbytes),
     "len": len,
@@ -220,6 +230,41 @@ def test_what_attention_refuses_on_tensors_it_refuses_on_views() -> None:
                 F.scaled_dot_product_attention(query, k, v, **options)
             errors.append(raised.type)
         assert errors[0] is errors[1]
+
+
+# Storage
+
+
+def test_whoever_asks_a_view_for_its_memory_gets_the_tensors_or_an_error() -> None:
+    script = Path(__file__).with_name("ask_for_memory.py")
+    paths = {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    command = [sys.executable, "-W", "ignore", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | paths)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert len(told) > 30
+    refused = {name for name, (_, view) in told.items() if view.endswith("!")}
+    for name, (dense, view) in told.items():
+        assert name in refused or view == dense, name
+    # What people do: these are answered.
+    assert not refused & {
+        "from_dlpack",
+        "data_ptr",
+        "untyped_storage",
+        "numpy",
+        "asarray",
+        "pickle",
+        "save",
+        "scripted",
+    }
+
+
+def test_the_blank_behind_views_can_be_looked_at() -> None:
+    """It turns up in a debugger, or in a traceback that shows variables."""
+    blank, shape = view_module._blank((1, 2, 3, 4), torch.float32)
+    assert repr(blank)
+    assert blank.shape == shape == (1, 2, 3, 4)
+    assert blank.untyped_storage().device.type == "meta"
 
 
 # Writing

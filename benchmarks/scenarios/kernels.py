@@ -1,4 +1,4 @@
-"""GB/s of the device's kernels: paged decode beside torch's attention and a plain copy; block copies over the link.
+"""GB/s of the device's kernels: paged decode, torch's attention and a plain copy; block copies over the link.
 
 Keys and values are random and larger than any cache of the device. A copy's bytes are those read and those written,
 attention's those read: what all of them are held against is how fast the device's memory is. On a CPU, Triton's
@@ -24,7 +24,7 @@ from kvtier.config import DEVICE_BLOCK
 from kvtier.kernels import copies, launch, paged
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.storage.block import BlockLayout
+from kvtier.memory.layout import BlockLayout
 
 SUMMARY = "GB/s of the device's kernels: paged decode, merges, block copies over the link"
 COPY = "copy on the device"
@@ -86,7 +86,7 @@ class Repeated:
         self._facts = facts or {}
         self.calls = calls
         self.nbytes = nbytes
-        for call in calls:  # tiles are chosen, programs compiled
+        for call in calls:  # programs are compiled
             call()
         synchronize(device)
         began = time.perf_counter()
@@ -106,7 +106,8 @@ class Repeated:
         return self.turns * self.nbytes / (time.perf_counter() - began) / 1e9
 
     def facts(self) -> dict[str, Any]:
-        """Bytes of a call; of ours its tile, and the microseconds that others took; of torch's its backend."""
+        """Bytes of a call; of ours its tile, and the microseconds of those that calibration measured; of torch's its
+        backend."""
         return {**self._facts, "nbytes": self.nbytes}
 
     def close(self) -> None:
@@ -159,7 +160,7 @@ def run_link(bench: Bench, *, tiny: bool) -> None:
 
 
 def run_attention(bench: Bench, shape: Shape, turn: int) -> None:
-    """One shape: paged attention beside a copy of as many bytes and torch's attention on dense tensors."""
+    """One shape: paged attention, a copy of as many bytes, and torch's attention on dense tensors."""
     device = bench.settings.device
     ours: dict[str, Start] = {
         COPY: partial(_copy, device, shape, turn),
@@ -222,7 +223,7 @@ def _paged(device: torch.device, shape: Shape, turn: int, parts: int | None = No
     calls = []
     for _ in range(_sets(shape)):
         slab = torch.randn(shape.batch * blocks, layout.nbytes // shape.dtype.itemsize, device=device).to(shape.dtype)
-        # Blocks of a sequence lie anywhere.
+        # Blocks of a sequence are scattered.
         order = torch.randperm(shape.batch * blocks, device=device).view(shape.batch, blocks)
         table = AddressTable(slab.data_ptr() + order * layout.nbytes)
 
@@ -234,10 +235,10 @@ def _paged(device: torch.device, shape: Shape, turn: int, parts: int | None = No
 
 
 def _tile(device: torch.device, shape: Shape, layout: BlockLayout) -> dict[str, Any]:
-    """What was chosen for such calls, for a record."""
+    """The tile of such calls, and what calibration measured for it, for a record."""
     choice = paged.choice(layout, device, shape.heads, shape.queries)
-    tried = {str(option): seconds * 1e6 for option, seconds in choice.seconds.items() if seconds < float("inf")}
-    return {"tile": str(choice.option), "tried_us": tried}
+    measured = {str(option): seconds * 1e6 for option, seconds in choice.seconds.items() if seconds < float("inf")}
+    return {"tile": str(choice.option), "calibrated": bool(choice.seconds), "tried_us": measured}
 
 
 def _paged_graph(device: torch.device, shape: Shape, turn: int) -> Repeated:

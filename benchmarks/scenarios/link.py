@@ -1,7 +1,7 @@
 """GB/s between host and device: plain copies of page-locked memory by chunk size, and what kvtier reaches.
 
-Blocks that lie anywhere are copied three ways: one by one by the copy engine, all by one launch that reads and writes
-host memory by address, and as transfers choose by what was measured. The Python that issues them counts.
+Scattered blocks are copied three ways: one by one by the copy engine, all by one launch that reads and writes host
+memory by address, and as transfers choose by the machine's profile. The Python that issues them counts.
 
 kvtier's figure is seen from outside: a cache of which only a tenth fits on the device decodes, layer after layer and
 without a model; the bytes that it fetched are divided by all of the time. On a CPU, both sides are RAM.
@@ -21,8 +21,10 @@ from benchmarks.harness import Bench
 from benchmarks.records import size
 from benchmarks.scenarios.update import WARM_UP_STEPS, UpdateSession
 from benchmarks.turns import Start, synchronize
-from kvtier.storage.links import SIZES, Batch, Copy, Launches, TensorCopy, scattered, scattered_pools
-from kvtier.types import Direction
+from kvtier.calibration.copies import scattered, scattered_pools
+from kvtier.transfer.copies import Copy, TensorCopy
+from kvtier.transfer.engine import Direction
+from kvtier.transfer.launches import SIZES, Batch, Launches
 
 SUMMARY = "GB/s between host and device: plain copies by chunk size, scattered blocks, and kvtier's fetches"
 CONTEXTS = (32768,)
@@ -82,7 +84,7 @@ class CopySession:
 
 
 class ScatterSession:
-    """Copies single blocks between slots that lie anywhere in a pool of the device and one of the host.
+    """Copies single blocks between scattered slots of a pool of the device and one of the host.
 
     Args:
         device: one end.
@@ -181,7 +183,7 @@ def run_scattered(bench: Bench) -> None:
                     bases[f"{word}, {way}"] = f"{word}, {WAYS[0]}"
             bench.compare_plain(
                 "link",
-                f"{count} blocks of {size(nbytes)} that lie anywhere",
+                f"{count} scattered blocks of {size(nbytes)}",
                 starts,
                 unit="GB/s",
                 rounds=bench.rounds(5),

@@ -1,7 +1,7 @@
-"""Time per layer and step against the share of the KV that lies on the host, attended there or fetched.
+"""Time per layer and step against the share of the KV on the host, attended there or fetched.
 
-A cache decodes, layer after layer and without a model, under budgets that leave 0 to 100% of its KV on the host: what
-lies there is attended by host threads (kvtier) or comes to the device at each step (fetch). At 100%, the device has the
+A cache decodes, layer after layer and without a model, under budgets that leave 0 to 100% of its KV on the host: that
+share is attended by host threads (kvtier) or comes to the device at each step (fetch). At 100%, the device has the
 smallest budget with which a cache works. On a CPU the device is emulated in RAM, and a fetch is a copy.
 """
 
@@ -19,7 +19,6 @@ from benchmarks.records import number, table
 from benchmarks.scenarios.update import WARM_UP_STEPS, UpdateSession
 from benchmarks.turns import Outcome, Start
 from kvtier import BudgetError, TieredKVCache
-from kvtier.config import DEVICE_BLOCK
 
 SUMMARY = "time per layer and step with 0 to 100% of the KV on the host, attended there or fetched"
 CONTEXTS = (4096, 16384)
@@ -28,7 +27,7 @@ WAYS = ("kvtier", "fetch")
 
 
 class ShareSession(UpdateSession):
-    """An update session whose facts say how much of the KV really lies on the host."""
+    """An update session whose facts say how much of the KV really is on the host."""
 
     def facts(self) -> dict[str, Any]:
         """With the share of the blocks that have no place on the device, in percent."""
@@ -38,8 +37,8 @@ class ShareSession(UpdateSession):
 def with_least_budget(way: str, case: Case, steps: int) -> ShareSession:
     """A session with the smallest device budget that serves it, found by following the errors."""
     # A layer's workspace, the longest thing that must fit, grows with the tokens that are added.
-    spare = case.batch * (-(-case.new_tokens // (case.block_size or DEVICE_BLOCK)) + 1)
-    spare *= (case.block_size or DEVICE_BLOCK) * case.geometry.token_bytes
+    spare = case.batch * (-(-case.new_tokens // case.block_tokens) + 1)
+    spare *= case.block_tokens * case.geometry.token_bytes
     budget = 1
     while True:
 
@@ -56,7 +55,7 @@ def with_least_budget(way: str, case: Case, steps: int) -> ShareSession:
 
 
 def note(facts: dict[str, Any]) -> str:
-    """Where the KV lies."""
+    """Where the KV is."""
     return f"{facts['host_percent']:.0f}% on the host" if "host_percent" in facts else ""
 
 

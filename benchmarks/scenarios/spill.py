@@ -1,4 +1,4 @@
-"""Decode tokens/s against the device budget: what it costs when a part of the KV lies on the host."""
+"""Decode tokens/s against the device budget: the cost of keeping part of the KV on the host."""
 
 from __future__ import annotations
 

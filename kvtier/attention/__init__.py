@@ -1,7 +1,9 @@
-"""Attention over a layer's KV.
+"""Attention over a layer's KV, wherever its blocks are.
 
-calls.py     what a model asks for, and which way it goes
-plans.py     where a layer's blocks lie, kept up to date
-split.py     few queries: host threads and the device read the blocks where they lie, and the parts are merged
-streamed.py  many queries: the layer passes through a bounded workspace, and the parts are merged
+partition.py  which block is on the device, arriving there, or on the host, as kernels find it
+reader.py     `LayerReader`: how attention reads one layer, and what it keeps from call to call
+split.py      few queries: each part is attended in place, and the parts are merged
+streaming.py  many queries: the layer passes through a bounded workspace, and the parts are merged
+dense.py      a layer as tensors: in the workspace, or of the caller's own
+dispatch.py   what a model asks for, and which of these ways it goes
 """

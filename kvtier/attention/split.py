@@ -1,61 +1,69 @@
-"""Split attention: each block is attended where it lies, and the parts are merged by log-sum-exp (Neo, section 3).
+"""Split attention: each block is attended in place, and the parts are merged by log-sum-exp (Neo, section 3).
 
-What lies in host memory is read there by CPU threads, through block tables; what lies on the device is read by the
-device, at the same time. On a CPU model without a device tier there is one part, and it is the whole.
+A layer's KV is in three parts: on the device, arriving there, on the host. CPU threads attend to the host's part
+through runs of blocks, while the device attends to its own; what is arriving is waited for as late as possible. Any
+partition is exact. On a CPU model without a device tier there is one part, and it is the whole.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
+import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kvtier.attention import plans
-from kvtier.attention.plans import Plan
+from kvtier.attention.partition import Part, Partition
+from kvtier.attention.reader import LayerReader
 from kvtier.cpu import fallback, native
 from kvtier.kernels import launch, paged
 from kvtier.kernels.params import AttentionParams
-from kvtier.storage.block import BlockLayout
-from kvtier.storage.gather import Slots
-from kvtier.storage.pool import BlockPool
-from kvtier.storage.staging import Handover, room_of
-from kvtier.storage.store import LayerStore
-from kvtier.storage.tiers import Tiers
-from kvtier.storage.transfer import TensorCopy
-from kvtier.types import Direction
+from kvtier.kernels.tables import memory_at
+from kvtier.memory import residency
+from kvtier.memory.buffers import IoBuffer, bytes_of
+from kvtier.memory.layout import BlockLayout
+from kvtier.memory.tiered import Owner
+from kvtier.tables.layer import LayerKV
+from kvtier.transfer.copies import TensorCopy
+from kvtier.transfer.engine import Direction
 
-#: Queries per sequence up to which host threads serve. With more, arithmetic counts and not memory: see `streamed`.
-MOST_QUERIES = 16
+#: Queries per sequence up to which host threads serve. With more, arithmetic counts and not memory: see `streaming`.
+MAX_HOST_QUERIES = 16
+
+_HOST = torch.device("cpu")
+
+Result = tuple[torch.Tensor, torch.Tensor]  # (out, lse)
+
+#: Caches for which threads of the native library may be at work or asleep.
+_users: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
-#: Caches whose calls may have threads of the library's own at work or asleep.
-_employers: weakref.WeakSet[Tiers] = weakref.WeakSet()
-
-
-def dismiss(tiers: Tiers) -> None:
-    """Told that `tiers` is given up: with the last of them, the library's threads end."""
-    if tiers in _employers:
-        _employers.discard(tiers)
-        if not _employers:
+def release_threads(owner: Owner) -> None:
+    """A cache is closed: with the last one, the library's threads end."""
+    if owner in _users:
+        _users.discard(owner)
+        owner.uses_threads = False
+        if not _users:
             native.library().kvtier_shutdown()
 
 
-def able(layer: LayerStore) -> bool:
+def can_attend(layer: LayerKV) -> bool:
     """Whether host threads serve this layer's decoding, whatever is asked, so that it needs no workspace for it."""
     layout = layer.layout
     graph = torch.is_grad_enabled() and layer.carries_graph
     return not graph and layout.dtype in native.DTYPES and layout.k_heads == layout.v_heads and native.available()
 
 
-def serves(layer: LayerStore, query: torch.Tensor, params: AttentionParams) -> bool:
+def serves(reader: LayerReader, query: torch.Tensor, params: AttentionParams) -> bool:
     """Whether `attend` can take this call. What it cannot take is streamed, or read as one tensor."""
+    layer = reader.layer
     layout = layer.layout
     heads, queries = query.shape[1], query.shape[2]
     if (
-        queries > MOST_QUERIES
+        queries > MAX_HOST_QUERIES
         or query.dtype is not layout.dtype
         or layout.dtype not in native.DTYPES
         or layout.k_heads != layout.v_heads
@@ -66,122 +74,352 @@ def serves(layer: LayerStore, query: torch.Tensor, params: AttentionParams) -> b
     mask = params.mask
     if mask is not None and (mask.dtype not in native.MASKS or mask.requires_grad):
         return False
-    tiers = layer.tiers
-    if tiers.device.type != "cpu" and not layer.missing_count():
-        if launch.available(tiers.device):
+    device = layer.device.device
+    if device.type != "cpu" and not layer.spilled:
+        if launch.available(device):
             return True
         # Without Triton torch's own kernel is the best there is, if one tensor of the layer fits as well.
-        if layer.workspace_bytes(layer.length) <= tiers.near.budget.free + tiers.workspace.nbytes:
+        if layer.workspace_bytes(layer.length) <= layer.device.home.budget.free + reader.workspace.nbytes:
             return False
     return native.available() or fallback.serves(queries, layout.k_dim, layout.v_dim, params)
 
 
-def attend(layer: LayerStore, length: int, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
-    """Attention of `query` over the first `length` tokens of a layer, where they lie.
-
-    Args:
-        layer: whose KV.
-        length: tokens.
-        query: `[batch, heads, queries, k_dim]`, on the layer's device.
-        params: scale, masks and biases, of which `serves` approved.
-
-    Returns:
-        `[batch, heads, queries, v_dim]` in the query's dtype.
-    """
-    plan = plans.of(layer, length)
-    workspace = layer.tiers.workspace
-    if workspace.nbytes and not any(x.dense for x in layer.tiers.layers):
-        workspace.release()  # left over from a long prefill
-    counters = layer.tiers.counters
-    if layer.tiers.far is None:
-        counters.host_attended += 1
-        counters.host_blocks += plan.distinct
-        if plan.blocks is not None:
-            return _native(layer, length, query, params, plan.blocks)
-        return fallback.attend(query, _runs(layer, layer.pool, plan.slots(layer)[0], length), params)[0].to(query.dtype)
-    if not len(plan.far):
-        counters.block_hits += len(layer.resident)
-        return _on_device(layer, length, query, params, plan, out_dtype=query.dtype)[0]
-    counters.host_attended += 1
-    counters.host_blocks += plan.distinct
-    counters.block_hits += len(layer.resident)
-    return _both(layer, length, query, params, plan)
-
-
-def _both(layer: LayerStore, length: int, query: torch.Tensor, params: AttentionParams, plan: Plan) -> torch.Tensor:
-    """Device and host at once: the query goes down, both attend, the host's part comes up, the two are merged."""
-    engine = layer.tiers.engine
-    batch, heads, queries, k_dim = query.shape
-    shape = (batch, heads, queries, k_dim, layer.layout.v_dim)
-    # Masks, sinks and biases come down with the query: a copy of their own would wait for all the device has to do.
-    here = {name: x.detach().to(query.device).contiguous() for name, x in _tensors(params).items()}
-    hand = layer.tiers.handover.take(shape, layer.layout.dtype, room_of(here.values()))
-    others: dict[str, Any] = hand.room_for(here)
-    copies = [TensorCopy(query, hand.query), *(TensorCopy(here[name], x) for name, x in others.items())]
-    down = hand.last = engine.submit(copies, Direction.QUERY)
-    # Sinks belong to the whole, and are counted in one part only.
-    own = replace(params, **(here | {"sinks": None}))
-    part = None
-    if layer.tiers.device.type != "cpu":
-        part = _on_device(layer, length, query, own, plan)  # launched before the CPU waits for the query
-    # Also the end of the last call's use of these tensors; see `Handover`.
-    down.synchronize()
-    engine.poll()  # so what the last result's copy held on to is let go of now, not at the next new block
-    if plan.blocks is not None:
-        _set_length(plan.blocks, length)
-        _employers.add(layer.tiers)
-        call = _call(layer, hand, plan.blocks, replace(params, **others) if others else params)
-        # This thread goes on to launch the device's part, and helps when it waits.
-        future = call.submit(max(torch.get_num_threads() - 1, 1))
-        try:
-            if part is None:
-                part = _on_device(layer, length, query, own, plan)
-        finally:
-            # Whatever happens, nobody gives memory back while threads still read it.
-            future.wait()
-    else:
-        pool = layer.tiers.far_pools[layer.layout]
-        result = fallback.attend(
-            hand.query, _runs(layer, pool, plan.slots(layer)[1], length), replace(params, **others)
-        )
-        hand.out.copy_(result[0])
-        hand.lse.copy_(result[1])
-        part = part or _on_device(layer, length, query, own, plan)
-    up = [torch.empty_like(x, device=query.device) for x in (hand.out, hand.lse)]
-    back = hand.last = engine.submit([TensorCopy(hand.out, up[0]), TensorCopy(hand.lse, up[1])], Direction.RESULT)
-    back.wait()
-    return paged.merge([part, (up[0], up[1])], dtype=query.dtype)[0]
-
-
-def _call(layer: LayerStore, hand: Handover, blocks: native.BlockList, params: AttentionParams) -> native.Call:
-    """The call over a layer's blocks, made once for as long as nothing but the numbers changes."""
-    key = (blocks, params.scale, params.causal, params.window)
-    found = hand.calls.get(layer.index)
-    if params.plain and found is not None and found[0] == key:
-        return found[1]
-    call = native.Call(_shape(layer.layout), hand.query, blocks, params, hand.out, hand.lse)
-    if params.plain:
-        hand.calls[layer.index] = (key, call)
-    return call
-
-
-def _on_device(
-    layer: LayerStore,
-    length: int,
+def attend(
+    reader: LayerReader,
+    lengths: int | Sequence[int],
     query: torch.Tensor,
     params: AttentionParams,
-    plan: Plan,
-    out_dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The device's part: (out, lse)."""
-    batch, heads, queries, _ = query.shape
-    out = torch.empty((batch, heads, queries, layer.layout.v_dim), dtype=out_dtype, device=query.device)
-    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
-    if plan.device is not None:
-        return _native(layer, length, query, params, plan.device, out, lse), lse
-    return paged.attend(
-        query, plan.table(layer), layer.layout, length, _params_on(params, query.device), out=out, lse=lse
+    *,
+    cu_queries: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Attention of `query` over the first tokens of each sequence of a layer, in place.
+
+    Args:
+        reader: of the layer.
+        lengths: tokens of every row, or of each.
+        query: `[rows, heads, queries, k_dim]`, the last tokens of each row; with `cu_queries`, those of all rows end to
+            end, `[total, heads, k_dim]`. On the layer's device.
+        params: scale, masks and biases, of which `serves` approved.
+        cu_queries: `[rows + 1]` ints, where the queries of each row begin and end; a row may have none.
+
+    Returns:
+        The shape of `query` with v_dim, in its dtype.
+
+    Raises:
+        TransferError: a fetch failed.
+    """
+    with reader.memory.lock:
+        partition = reader.partition(lengths)
+        reading = reader.begin()
+    try:
+        if reader.device.slabs is None and native.available():
+            return _whole(reader, partition.host, lengths, query, params, cu_queries)
+        return _Call(reader, lengths, query, cu_queries).attend(partition, params)
+    finally:
+        reader.end(reading)
+
+
+def _whole(
+    reader: LayerReader,
+    part: Part,
+    lengths: int | Sequence[int],
+    query: torch.Tensor,
+    params: AttentionParams,
+    cu_queries: Sequence[int] | None,
+) -> torch.Tensor:
+    """Without a device tier: one call of the native library. Written out, as it runs once per layer and token."""
+    began, counters = time.perf_counter(), reader.counters
+    counters.host_attended += 1
+    counters.host_blocks += part.blocks
+    out = native.attend(
+        reader.shape,
+        query,
+        _sequences(part, lengths),
+        params,
+        threads=_threads(reader),
+        cu_queries=cu_queries,
     )
+    counters.host_seconds += time.perf_counter() - began
+    return out
+
+
+def _sequences(part: Part, lengths: int | Sequence[int]) -> native.Sequences:
+    """The blocks of a part and the lengths of a call, for the native library."""
+    sequences = part.sequences()
+    if isinstance(lengths, int):
+        sequences.set_length(lengths)
+    else:
+        sequences.set_lengths(lengths)
+    return sequences
+
+
+def _threads(reader: LayerReader) -> int:
+    """How many threads attend. Without a team of OpenMP's to borrow, that may be the library's own."""
+    if not reader.owner.uses_threads:
+        reader.owner.uses_threads = True
+        _users.add(reader.owner)
+    return torch.get_num_threads()
+
+
+class _Call:
+    """One call of `attend`, whose arguments it has."""
+
+    __slots__ = ("cu_queries", "lengths", "query", "reader")
+
+    def __init__(
+        self, reader: LayerReader, lengths: int | Sequence[int], query: torch.Tensor, cu_queries: Sequence[int] | None
+    ) -> None:
+        self.reader = reader
+        self.lengths = lengths
+        self.query = query
+        self.cu_queries = cu_queries
+
+    def attend(self, partition: Partition, params: AttentionParams) -> torch.Tensor:
+        """Over all parts."""
+        reader, query = self.reader, self.query
+        counters, device, host = reader.counters, partition.device, partition.host
+        counters.block_hits += device.blocks
+        if host:
+            counters.host_attended += 1
+            counters.host_blocks += host.blocks
+        if partition.arriving or (device and host):
+            if query.device.type == "cpu" and not reader.device.engine.asynchronous:
+                return self._one_after_the_other(partition, params)
+            return self._at_once(partition, params)
+        if device:
+            return self.on_device(device, params, alone=True)[0]
+        if reader.device.slabs is None:
+            return self._on_host(host, params, alone=True)[0]
+        return self._at_once(partition, params)
+
+    def _one_after_the_other(self, partition: Partition, params: AttentionParams) -> torch.Tensor:
+        """All parts in memory that the CPU reads, and nothing to wait for: threads of their own would gain nothing."""
+        parts: list[Result] = []
+        if partition.incoming:
+            self._arrive(partition)
+        for part in (partition.device, partition.arriving, partition.host):
+            if part:
+                attend = self._on_host if part is partition.host else self.on_device
+                parts.append(attend(part, params))
+                # Sinks belong to the whole, and are counted in one part only.
+                params = params if params.sinks is None else replace(params, sinks=None)
+        return merge(parts, self.query.dtype)
+
+    def _at_once(self, partition: Partition, params: AttentionParams) -> torch.Tensor:
+        """The host's part on CPU threads, meanwhile the device's own, then what is arriving."""
+        query, own = self.query, params
+        host: _HostPart | None = None
+        parts: list[Result] = []
+        if partition.host:
+            host = _HostPart(self, partition.host, params)
+            own = replace(params, **(host.on_device | {"sinks": None}))
+        try:
+            if host is not None and query.device.type == "cpu":
+                host.begin()  # there is nothing to launch first
+            if partition.device:
+                parts.append(self.on_device(partition.device, own))
+                own = own if own.sinks is None else replace(own, sinks=None)
+            if host is not None and query.device.type != "cpu":
+                host.begin()
+            if partition.arriving:
+                self._arrive(partition)
+                parts.append(self.on_device(partition.arriving, own))
+            if host is not None:
+                host.wait()
+                parts.append(host.result())
+        finally:
+            # Whatever happens, nobody gives memory back while threads still read it.
+            if host is not None:
+                host.end()
+        return merge(parts, query.dtype)
+
+    def _arrive(self, partition: Partition) -> None:
+        """Let the compute stream wait for what is arriving."""
+        with self.reader.memory.lock:
+            for run in partition.incoming:
+                for part in run.leaves():
+                    residency.arrive(part)
+            for move in partition.moves:
+                if move.transfer is not None:
+                    move.transfer.wait()
+
+    def on_device(self, part: Part, params: AttentionParams, *, alone: bool = False) -> Result:
+        """The attention over blocks that the device reads, in fp32; `alone`: it is the whole, in the query's dtype."""
+        query = self.query
+        if query.device.type == "cpu" and native.available() and not launch.available(query.device):
+            return self._native(part, params, alone)
+        dtype = query.dtype if alone else torch.float32
+        table, params = part.table(query.device), _params_on(params, query.device)
+        if self.cu_queries is None and type(self.lengths) is int:
+            return self.reader.prepared(dtype)(query, table, self.lengths, params)
+        return self._paged(query, part, params, dtype)
+
+    def _on_host(self, part: Part, params: AttentionParams, *, alone: bool = False) -> Result:
+        """The same over blocks in host memory, of a query that is there too."""
+        began = time.perf_counter()
+        if native.available():
+            result = self._native(part, params, alone)
+        else:
+            result = self.plain(part, self.query, params, self.query.dtype if alone else torch.float32)
+        self.reader.counters.host_seconds += time.perf_counter() - began
+        return result
+
+    def _native(self, part: Part, params: AttentionParams, alone: bool) -> Result:
+        """The same by the native library, on the threads of this process."""
+        reader, query = self.reader, self.query
+        layout = reader.layer.layout
+        out = lse = None
+        if not alone:
+            shape = query.shape[:-1]
+            out = torch.empty((*shape, layout.v_dim), dtype=torch.float32, device=_HOST)
+            lse = torch.empty(shape, dtype=torch.float32, device=_HOST)
+        out = native.attend(
+            reader.shape,
+            query,
+            _sequences(part, self.lengths),
+            params,
+            threads=_threads(reader),
+            out=out,
+            lse=lse,
+            cu_queries=self.cu_queries,
+        )
+        return out, lse  # type: ignore[return-value]
+
+    def plain(self, part: Part, query: torch.Tensor, params: AttentionParams, dtype: torch.dtype) -> Result:
+        """The same in torch."""
+        layout = self.reader.layer.layout
+        fits = self.cu_queries is None and type(self.lengths) is int
+        if fits and fallback.serves(query.shape[2], layout.k_dim, layout.v_dim, params):
+            out, lse = fallback.attend(query, _runs(layout, part, self.lengths), params)  # type: ignore[arg-type]
+            return out.to(dtype), lse
+        return self._paged(query, part, params, dtype)
+
+    def _paged(self, query: torch.Tensor, part: Part, params: AttentionParams, dtype: torch.dtype) -> Result:
+        layout, device, lengths, bounds = self.reader.layer.layout, query.device, self.lengths, self.cu_queries
+        out = torch.empty((*query.shape[:-1], layout.v_dim), dtype=dtype, device=device)
+        ragged: dict[str, Any] = {}
+        if bounds is not None:
+            ragged["cu_queries"] = _up(bounds, torch.int32, device)
+            ragged["max_queries"] = max((b - a for a, b in itertools.pairwise(bounds)), default=0)
+        count = lengths if isinstance(lengths, int) else _up(lengths, torch.int32, device)
+        return paged.attend(query, part.table(device), layout, count, params, out=out, **ragged)
+
+
+def _up(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers on a device, without waiting for it."""
+    with torch.inference_mode(False):
+        made = torch.tensor(numbers, dtype=dtype, device=_HOST)
+        return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+
+
+def merge(parts: list[Result], dtype: torch.dtype) -> torch.Tensor:
+    """The attention over all parts together, in `dtype`."""
+    first = parts[0][0]
+    if len(parts) == 1:
+        return first.to(dtype)
+    small = first.device.type == "cpu" and first.dim() <= 4 and dtype in native.DTYPES and native.available()
+    if small and not launch.available(first.device):
+        return native.merge(parts, first if dtype is first.dtype else torch.empty_like(first, dtype=dtype))
+    return paged.merge(parts, dtype=dtype)[0]
+
+
+class _HostPart:
+    """The host's part of one call: the query comes down, CPU threads attend, the result goes up.
+
+    Args:
+        call: whose part it is.
+        part: what is on the host.
+        params: of the call.
+
+    Attributes:
+        on_device: masks, sinks and biases on the query's device.
+    """
+
+    def __init__(self, call: _Call, part: Part, params: AttentionParams) -> None:
+        self._of, self._part = call, part
+        reader, query = call.reader, call.query
+        layout, engine = reader.layer.layout, reader.device.engine
+        # Masks, sinks and biases come down with the query: a copy of their own would wait for all the device has to do.
+        self.on_device = {name: x.detach().to(query.device).contiguous() for name, x in _tensors(params).items()}
+        self._future: native.Future | None = None
+        with reader.memory.lock:
+            self._buffers = reader.io_buffers
+            misses = self._buffers.misses
+            self._buffer: IoBuffer = self._buffers.take(
+                query.shape, layout.v_dim, layout.dtype, bytes_of(self.on_device.values())
+            )
+            self._buffers.in_use = True
+            reader.counters.io_buffer_misses += self._buffers.misses - misses
+            others: dict[str, Any] = self._buffer.room_for(self.on_device)
+            self._params = replace(params, **others) if others else params
+            copies = [TensorCopy(query, self._buffer.query)]
+            copies += [TensorCopy(self.on_device[name], x) for name, x in others.items()]
+            self._down = self._buffer.last = engine.submit(copies, Direction.QUERY, reader.counters)
+
+    def begin(self) -> None:
+        """Wait for the query, and let the threads begin."""
+        reader, buffer = self._of.reader, self._buffer
+        # Also the end of the last call's use of these tensors; see `IoBuffer`. Others go on meanwhile.
+        self._down.block()
+        with reader.memory.lock:
+            self._down.synchronize()
+            if reader.device.engine.asynchronous:
+                reader.device.engine.poll()  # so what the last result's copy held on to is given up now
+        if not native.available():
+            began = time.perf_counter()
+            out, lse = self._of.plain(self._part, buffer.query, self._params, torch.float32)
+            buffer.out.copy_(out)
+            buffer.lse.copy_(lse)
+            reader.counters.host_seconds += time.perf_counter() - began
+            return
+        # This thread goes on to launch the device's part, and helps when it waits.
+        self._future = self._call().submit(max(_threads(reader) - 1, 1))
+
+    def _call(self) -> native.Call:
+        """The call over a layer's blocks, made once for as long as nothing but the numbers changes."""
+        call, params, buffer = self._of, self._params, self._buffer
+        layer, sequences = call.reader.layer, _sequences(self._part, call.lengths)
+        key = (sequences, params.scale, params.causal, params.window)
+        repeated = params.plain and call.cu_queries is None
+        found = buffer.calls.get(layer.index)
+        if repeated and found is not None and found[0] == key:
+            return found[1]
+        made = native.Call(
+            call.reader.shape,
+            buffer.query,
+            sequences,
+            params,
+            buffer.out,
+            buffer.lse,
+            cu_queries=call.cu_queries,
+        )
+        if repeated:
+            buffer.calls[layer.index] = (key, made)
+        return made
+
+    def wait(self) -> None:
+        """Until no thread reads or writes any more."""
+        if self._future is not None:
+            self._future.wait()
+            self._of.reader.counters.host_seconds += self._future.seconds
+
+    def end(self) -> None:
+        """The call has ended, well or not: others may have the memory."""
+        try:
+            if self._future is not None:
+                self._future.wait()
+        finally:
+            self._buffers.in_use = False
+
+    def result(self) -> Result:
+        """(out, lse) on the query's device, fp32."""
+        reader, buffer = self._of.reader, self._buffer
+        up = [torch.empty_like(x, device=self._of.query.device) for x in (buffer.out, buffer.lse)]
+        copies = [TensorCopy(buffer.out, up[0]), TensorCopy(buffer.lse, up[1])]
+        with reader.memory.lock:
+            back = buffer.last = reader.device.engine.submit(copies, Direction.RESULT, reader.counters)
+            back.wait()
+        return up[0], up[1]
 
 
 def _tensors(params: AttentionParams) -> dict[str, Any]:
@@ -194,46 +432,22 @@ def _params_on(params: AttentionParams, device: torch.device) -> AttentionParams
     return replace(params, **moved) if moved else params
 
 
-@functools.lru_cache(maxsize=64)
-def _shape(layout: BlockLayout) -> native.Shape:
-    return native.Shape(layout.dtype, layout.k_heads, layout.k_dim, layout.v_dim, layout.block_size)
+def _runs(layout: BlockLayout, part: Part, length: int) -> list[list[fallback.KeysAndValues]]:
+    """For each row, runs of full blocks; the last block by itself if it is not full."""
+    size = layout.block_size
 
+    def blocks(address: int, count: int, tokens: int) -> fallback.KeysAndValues:
+        keys, values = layout.split(memory_at(address, count * part.nbytes, _HOST))
+        return keys[:, :, :tokens], values[:, :, :tokens]
 
-def _set_length(blocks: native.BlockList, length: int) -> None:
-    if blocks.length != length:
-        blocks.lengths.fill_(length)
-        blocks.length = length
-
-
-def _native(
-    layer: LayerStore,
-    length: int,
-    query: torch.Tensor,
-    params: AttentionParams,
-    blocks: native.BlockList,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    _set_length(blocks, length)
-    _employers.add(layer.tiers)  # without an OpenMP team to borrow, this too is work for the library's threads
-    return native.attend(_shape(layer.layout), query, blocks, params, threads=torch.get_num_threads(), out=out, lse=lse)
-
-
-def _runs(layer: LayerStore, pool: BlockPool, slots: Slots, length: int) -> list[list[fallback.Run]]:
-    """For each row, neighbouring whole blocks joined; the last block by itself if it is not full."""
-    size = layer.layout.block_size
     rows = []
-    for row in slots:
-        runs: list[fallback.Run] = []
-        for index, slot in row:
-            n = min(size, length - index * size)
-            last = runs[-1] if runs else None
-            if last is not None and n == size and last.tokens == size and slot == last.slot + last.count:
-                last.count += 1
-            else:
-                runs.append(fallback.Run(slot, n))
-        for run in runs:
-            run.keys = pool.keys(run.slot, run.count)[:, :, : run.tokens]
-            run.values = pool.values(run.slot, run.count)[:, :, : run.tokens]
+    for row in part.rows:
+        runs: list[fallback.KeysAndValues] = []
+        for index, address, count in row:
+            full = max(min(count, length // size - index), 0)
+            if full:
+                runs.append(blocks(address, full, size))
+            if full < count:
+                runs.append(blocks(address + full * part.nbytes, 1, length - (index + full) * size))
         rows.append(runs)
     return rows

@@ -106,7 +106,8 @@ def build(target: Path, *, extra: tuple[str, ...] = ()) -> Path:
     """Compile the library.
 
     Args:
-        target: the file to write. It is written beside and renamed: who has the old one open keeps it.
+        target: the file to write. It is written under another name and renamed: a process that has the old one open
+            keeps it.
         extra: more flags, for compiler and linker (sanitizers, for tests).
 
     Returns:

@@ -1,36 +1,20 @@
 """Decode attention on the host without the native library: torch's own kernel, block by block, merged.
 
-Keys and values are read where they lie, never repeated for the query heads and never concatenated, which is what makes
+Keys and values are read in place, never repeated for the query heads and never concatenated, which is what makes
 decoding with torch alone slow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from kvtier.kernels import reference
 from kvtier.kernels.params import AttentionParams
 
-
-@dataclass(slots=True)
-class Run:
-    """Neighbouring blocks of one sequence.
-
-    Attributes:
-        slot: of the first.
-        tokens: in each.
-        count: blocks.
-        keys, values: `[count, heads, tokens, dim]`, views.
-    """
-
-    slot: int
-    tokens: int
-    count: int = 1
-    keys: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+#: Keys `[count, heads, tokens, k_dim]` and values `[count, heads, tokens, v_dim]` of neighbouring blocks.
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 def serves(queries: int, k_dim: int, v_dim: int, params: AttentionParams) -> bool:
@@ -42,7 +26,7 @@ def serves(queries: int, k_dim: int, v_dim: int, params: AttentionParams) -> boo
 
 
 def attend(
-    query: torch.Tensor, rows: Sequence[Sequence[Run]], params: AttentionParams
+    query: torch.Tensor, rows: Sequence[Sequence[KeysAndValues]], params: AttentionParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query per sequence.
 
@@ -59,15 +43,15 @@ def attend(
     return torch.cat(outs), torch.cat(lses)
 
 
-def _row(query: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _row(query: torch.Tensor, runs: Sequence[KeysAndValues], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     _, heads, _, dim = query.shape
     outs, lses = [], []
-    for run in runs:
-        kv_heads = run.keys.shape[1]
+    for keys, values in runs:
+        kv_heads = keys.shape[1]
         # The query heads of one KV head are so many queries: its keys are read once for all of them.
-        grouped = query.reshape(1, kv_heads, heads // kv_heads, dim).expand(run.count, -1, -1, -1)
+        grouped = query.reshape(1, kv_heads, heads // kv_heads, dim).expand(keys.shape[0], -1, -1, -1)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            grouped, run.keys, run.values, 0.0, False, scale=scale
+            grouped, keys, values, 0.0, False, scale=scale
         )
         outs.append(out)
         lses.append(lse)

@@ -1,4 +1,4 @@
-"""The attention implementation named "kvtier": views are attended where they lie, tensors as Transformers does."""
+"""The attention implementation named "kvtier": views are attended in place, tensors as Transformers does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from kvtier.attention.calls import repeat
+from kvtier.attention.dispatch import repeat
 from kvtier.errors import UnsupportedError
 from kvtier.hf.view import KVView, Snapshot
 from kvtier.kernels.params import AttentionParams
@@ -58,7 +58,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention as Transformers' `AttentionInterface` asks for it.
 
-    Views of a `TieredKVCache` are attended where their blocks lie. Ordinary tensors (a first prefill, resident layers,
+    Views of a `TieredKVCache` are attended in place. Ordinary tensors (a first prefill, resident layers,
     other caches) take Transformers' own sdpa function; where that cannot say what is asked (softcap, sinks, fewer
     causal queries than keys), the same in chunks of queries.
 
@@ -77,7 +77,7 @@ def attention_forward(
         s_aux: `[heads]`, attention sinks: logits that only add to the sum (gpt-oss).
         sliding_window: a query sees so many tokens, itself included. Only read where there is no mask.
         position_bias: `[batch or 1, heads, queries, tokens]`, added to the scaled scores (T5).
-        kwargs: what models pass beside; nothing in it changes attention, or it is refused.
+        kwargs: what else models pass; nothing in it changes attention, or it is refused.
 
     Returns:
         `[batch, queries, heads, v_dim]`, contiguous, in the query's dtype, and None for the weights. A query that sees
@@ -104,7 +104,7 @@ def attention_forward(
     if snapshot is not None and not dropout and not learns:
         if params.sinks is not None:
             params = replace(params, sinks=params.sinks.float())
-        out = snapshot.runtime.attend_with(snapshot.store, snapshot.length, snapshot.epoch, query, params)
+        out = snapshot.forward.attend(snapshot.reader, snapshot.length, snapshot.epoch, query, params)
         return out.transpose(1, 2).contiguous(), None
     key, value = (x.dense("attention") if isinstance(x, KVView) else x for x in (key, value))
     if params.softcap or params.sinks is not None or params.window or (params.causal and queries != tokens):

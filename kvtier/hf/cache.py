@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,26 +16,51 @@ from transformers.cache_utils import (
 )
 from transformers.configuration_utils import PretrainedConfig
 
-from kvtier.config import CacheOptions, Size
-from kvtier.errors import ConfigError, MismatchError
-from kvtier.hf import dynamo
+from kvtier.config import CacheOptions, MemoryOptions, Size, format_size, parse_share
+from kvtier.cpu import loader
+from kvtier.errors import BudgetError, ConfigError, MismatchError, UnsupportedError
+from kvtier.forward.forward import Forward
+from kvtier.hf import dynamo, rows
+from kvtier.hf.caller import Caller
 from kvtier.hf.layer import TieredLayer
-from kvtier.hf.resident import (
-    WINDOW,
-    RecurrentFace,
-    RecurrentStates,
-    check_resident,
-    resident_bytes,
+from kvtier.hf.model_config import (
+    check_model,
+    encoder_decoder,
+    own_config,
     transformers_layers,
     updated_by_every_forward,
 )
-from kvtier.metrics import CacheStats
-from kvtier.runtime import EngineFactory, Runtime, default_engine
-from kvtier.types import LayerResidency, Residency
+from kvtier.hf.resident import WINDOW, RecurrentFace, RecurrentStates, check_resident, resident_bytes
+from kvtier.hf.rows import row_indices, whole_number
+from kvtier.hf.threads import check_alone
+from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.policy import WRITE_THROUGH, Policy
+from kvtier.stats import CacheStats, LayerResidency, Residency
+
+
+class _NoHalf(UnsupportedError, AttributeError):
+    """An attribute that only an `EncoderDecoderCache` has; for `hasattr`, one that is missing."""
+
+
+class _NoLayer(UnsupportedError, IndexError):
+    """A layer that was not updated yet; for `try: ... except IndexError`, one that is missing."""
+
+
+class _GrowingLayers(list[Any]):
+    """Layers of a cache without a config, made as a model updates them."""
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return super().__getitem__(index)
+        except IndexError:
+            raise _NoLayer(
+                f"Layer {index} is not there yet: without a config, layers are made when a model updates keys and "
+                f"values, and {len(self)} were. Make the cache with TieredKVCache(model.config)."
+            ) from None
 
 
 class TieredKVCache(RecurrentFace):
-    """A KV cache whose blocks lie on the device and in host memory, each where there is room, with the tokens of
+    """A KV cache whose blocks are on the device and in host memory, each where there is room, with the tokens of
     `DynamicCache`.
 
         model.generate(**inputs, past_key_values=TieredKVCache(model.config, device_budget="4GiB"))
@@ -46,21 +72,24 @@ class TieredKVCache(RecurrentFace):
     Args:
         config: the model's config. Needed for models with layers that are not full attention; without it, every layer
             is taken for full attention, as with `DynamicCache()`.
-        device_budget: bytes of device memory for KV, staging and workspace included: an int, a text (`"4GiB"`), a
-            share of what is free (`0.5`), `"auto"` (what is free less a fifth, at least 1 GiB), or a mapping from
-            device (`"cuda:0"`) to any of these. The default is `"auto"` on an accelerator. On a CPU model the default
-            is no device tier at all: everything lies in the host tier; a budget there emulates one in RAM.
-        host_budget: bytes of host memory for KV, written the same way; `"auto"` leaves a fifth, at least 2 GiB.
+        device_budget, host_budget: of a memory that the cache makes for itself; see `kvtier.TieredMemory`. `resize`
+            changes them later.
         block_size: tokens per block, the unit of placement and sharing. `"auto"` is 256 on a CPU model without a device
             tier, where long runs are read fastest, and 64 otherwise.
         write_through: share of the device budget in use from which full blocks are copied to the host in the
             background, so that evicting them later moves no bytes; 0 copies each block as soon as it is full.
-        host_attention: let CPU threads attend to the blocks in host memory where they lie, when few tokens are decoded
-            at a time. False: such blocks are fetched, and logits are those of `DynamicCache` bit for bit; with it, they
-            agree to rounding (1e-4 in fp32).
+        host_attention: let CPU threads attend to the blocks in host memory where they are, when few tokens are decoded
+            at a time. False: such blocks are fetched, one layer's KV has to fit as a tensor into the device budget (on
+            a CPU model without a device tier into the host budget), and logits are those of `DynamicCache` bit for bit;
+            with it, they agree to rounding (1e-4 in fp32).
+        max_tokens: tokens per row that the cache will hold at the most. Budgets that are too small for so many are
+            then refused at the first forward, with the budget that is enough for all of them.
+        policy: decides what is fetched, evicted and written back; see `kvtier.Policy`. Not with `write_through`.
+        memory: a `kvtier.TieredMemory` that other caches may use too; budgets and policy are set there.
 
     Raises:
-        ConfigError: an option that is malformed.
+        ConfigError: an option that is malformed; a `config` of no model that generates; KVTIER_CPU names an instruction
+            set that is not there.
 
     A cache serves one model and one thread at a time. `crop`, `reorder_cache`, `batch_repeat_interleave`,
     `batch_select_indices` and `reset` are those of Transformers; `close`, or leaving a `with` block, gives all memory
@@ -72,41 +101,79 @@ class TieredKVCache(RecurrentFace):
         config: PretrainedConfig | None = None,
         *,
         device_budget: Size | Mapping[str, Size] | None = None,
-        host_budget: Size = "auto",
+        host_budget: Size | None = None,
         block_size: int | Literal["auto"] = "auto",
-        write_through: float = 0.5,
+        write_through: float | None = None,
         host_attention: bool = True,
+        max_tokens: int | None = None,
+        policy: Policy | None = None,
+        memory: TieredMemory | None = None,
     ) -> None:
-        if config is not None and not hasattr(config, "get_text_config"):
+        if config is not None and not isinstance(config, PretrainedConfig):
+            what = (
+                f"the class {config.__name__}" if isinstance(config, type) else f"an object of {type(config).__name__}"
+            )
             raise ConfigError(
-                f"config={type(config).__name__} is not a Transformers config. Pass `model.config`; options are "
-                "keywords."
+                f"config is {what}, not a Transformers config. Pass `model.config`; options are keywords."
             )
         self._config = config
-        self._options = CacheOptions.parse(device_budget, host_budget, block_size, write_through, host_attention)
-        self._setup()
+        self._options = CacheOptions.parse(block_size, host_attention, max_tokens)
+        loader.check_environment()
+        if memory is None:
+            budgets = MemoryOptions.parse(device_budget, "auto" if host_budget is None else host_budget)
+            if policy is not None and write_through is not None:
+                raise ConfigError("write_through is an option of the policy where one is given: set it there.")
+            if policy is None:
+                share = WRITE_THROUGH if write_through is None else parse_share("write_through", write_through)
+                policy = Policy(write_through=share)
+            memory = TieredMemory.of_one_cache(budgets, policy)
+        else:
+            if not isinstance(memory, TieredMemory):
+                raise ConfigError(f"memory={memory!r} is not a TieredMemory.")
+            given = {
+                "device_budget": device_budget,
+                "host_budget": host_budget,
+                "write_through": write_through,
+                "policy": policy,
+            }
+            twice = [name for name, value in given.items() if value is not None]
+            if twice:
+                raise ConfigError(
+                    f"{' and '.join(twice)}: set on the TieredMemory that the cache is given, not on both."
+                )
+        self._setup(memory)
 
-    def _setup(self, engine: EngineFactory = default_engine, *, poison: bool = False) -> None:
+    def _setup(self, memory: TieredMemory) -> None:
         dynamo.keep_out()
         layers = transformers_layers(self._config)
+        config = None if self._config is None else own_config(self._config)
+        kinds = tuple(type(layer) for layer in layers)
+        check = partial(check_model, type(self._config).__name__, kinds) if layers else lambda config: None
+        self._caller = Caller(config, check)
         tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
-        self._runtime = Runtime(
+        self._forward = Forward(
+            memory,
             self._options,
             expected=updated_by_every_forward(layers),
             tiered=len(tiered),
-            engine=engine,
-            poison=poison,
-            dense=getattr(self._config, "_attn_implementation", None) != "eager",
+            dense=self._caller.reads_workspace,
         )
+        steps = self._forward.steps
+        steps.inside = self._caller.places.in_forward
+        self._caller.check_alone = partial(check_alone, self._caller.places, steps)
         for i in tiered:
-            layers[i] = TieredLayer(self._runtime, i)
-        self.layers = layers
-        self._recurrent = RecurrentStates(self._runtime, layers)
+            layers[i] = TieredLayer(self._forward, i, self._caller)
+        self.layers = layers or _GrowingLayers()
+        self._recurrent = RecurrentStates(self._forward, self.layers)
         self._windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.layer_class_to_replicate = TieredLayer if not layers else None
         self.offloading = False
-        self._finalizer = weakref.finalize(self, self._runtime.close)
-        self._finalizer.atexit = False  # the process gives its memory back anyway
+
+    def __getattr__(self, name: str) -> Any:
+        """Only for what is missing: an encoder-decoder asks for the halves of an `EncoderDecoderCache`."""
+        if name in ("is_updated", "self_attention_cache", "cross_attention_cache"):
+            raise _NoHalf(str(encoder_decoder(self._config is not None)))
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
 
     # The forward
 
@@ -125,7 +192,8 @@ class TieredKVCache(RecurrentFace):
             that behave like tensors where there is.
 
         Raises:
-            BudgetError: the budgets are too small; names the smallest that works. Nothing was changed by this layer.
+            BudgetError: the budgets are too small; names the smallest that works. The cache is as it was before this
+                forward, unless recurrent layers have changed their states in it.
             MismatchError: not the model, dtype, device or batch that the cache holds.
             InterruptedStepError: the last forward did not finish.
             ConcurrentUseError, TransferError, ClosedError: as they say.
@@ -133,21 +201,38 @@ class TieredKVCache(RecurrentFace):
         layers = self.layers
         if layer_idx >= len(layers):
             self._add_layers(layer_idx)
-        layer = layers[layer_idx]
-        if type(layer) is TieredLayer:
-            return layer.update(key_states, value_states, *args, **kwargs)
-        self._runtime.check_open()
-        steps = self._runtime.steps
+        layer = list.__getitem__(layers, layer_idx)
+        try:
+            if type(layer) is TieredLayer:
+                return layer.update(key_states, value_states, *args, **kwargs)
+            return self._update_resident(layer_idx, layer, key_states, value_states, *args, **kwargs)
+        except BudgetError:
+            self._roll_back()
+            raise
+
+    def _update_resident(
+        self,
+        layer_idx: int,
+        layer: Any,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for a layer of Transformers'."""
+        self._forward.check_open()
+        self._caller.follow(layer_idx)
+        steps = self._forward.steps
         check_resident(layer_idx, layer, key_states, value_states)
         with steps.changing():
             before = {name: vars(layer)[name] for name in WINDOW if name in vars(layer)}
             length = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
             begins = steps.update(layer_idx, length)
-            self._runtime.counters.steps += begins
+            self._forward.counters.steps += begins
             try:
                 if begins:
                     self._windows.clear()
-                    self._runtime.admit(key_states.shape[2])
+                    self._forward.admit(key_states.shape[2])
                 keys, values = layer.update(key_states, value_states, *args, **kwargs)
             except BaseException:
                 vars(layer).update(before)
@@ -158,6 +243,18 @@ class TieredKVCache(RecurrentFace):
                 self._windows[layer_idx] = (keys, values)
         return keys, values
 
+    def _roll_back(self) -> None:
+        """A layer was refused: the layers before it give up what this forward gave them, where that is possible."""
+        steps = self._forward.steps
+        if steps.expected is None:
+            # Nobody knows yet which layers there are: a first forward that was refused would pass for a finished one.
+            self._forward.undo_first()
+        elif steps.undoable:
+            if not steps.complete:
+                self._drop_unfinished()
+        elif not steps.knows_states() and not any(steps.began.values()):
+            self.reset()
+
     def _add_layers(self, layer_idx: int) -> None:
         if self.layer_class_to_replicate is None:
             raise MismatchError(
@@ -165,17 +262,26 @@ class TieredKVCache(RecurrentFace):
                 "whose config it was given."
             )
         while len(self.layers) <= layer_idx:
-            self.layers.append(TieredLayer(self._runtime, len(self.layers)))
+            self.layers.append(TieredLayer(self._forward, len(self.layers), self._caller))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As in Transformers: tokens that a layer will show after `query_length` more, and where they begin."""
+        self._forward.steps.mask_made()
+        return super().get_mask_sizes(query_length, layer_idx)
 
     # Rows and length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens. Drops the tokens of an unfinished forward first."""
-        self._runtime.check_open()
-        tokens_to_remove = int(tokens_to_remove)  # 5.17 passes a tensor after assisted decoding
-        self._runtime.steps.check_sound()
-        self._runtime.steps.settle()
-        unfinished = not self._runtime.steps.complete
+        """Remove the last `-tokens_to_remove` tokens. Drops the tokens of an unfinished forward first.
+
+        Raises:
+            ConfigError: not a whole number; nothing was changed.
+        """
+        self._check_ours()
+        tokens_to_remove = whole_number("crop", tokens_to_remove)
+        self._forward.steps.check_sound()
+        self._forward.steps.settle()
+        unfinished = not self._forward.steps.complete
         if unfinished:
             self._drop_unfinished()
         if tokens_to_remove:
@@ -193,7 +299,7 @@ class TieredKVCache(RecurrentFace):
         self._end_step()
 
     def _drop_unfinished(self) -> None:
-        steps = self._runtime.steps
+        steps = self._forward.steps
         if not steps.undoable:
             raise steps.interrupted()
         fresh = transformers_layers(self._config)
@@ -222,39 +328,60 @@ class TieredKVCache(RecurrentFace):
                 getattr(layer, method)(argument)
             except Exception:
                 if changed:
-                    self._runtime.steps.break_off()
+                    self._forward.steps.break_off()
                 raise
             changed = True
         self._end_step()
 
     def _end_step(self) -> None:
-        self._runtime.steps.end()
+        self._forward.steps.end()
         self._windows.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let row `i` continue what row `beam_idx[i]` held. Moves no keys and values of tiered layers."""
+        """Let row `i` continue what row `beam_idx[i]` held. Moves no keys and values of tiered layers.
+
+        Raises:
+            ConfigError, MismatchError: not the indices of rows, `[rows]`; nothing was changed.
+        """
         self._check_whole()
-        self._change("reorder_cache", beam_idx.to("cpu"))
+        self._change("reorder_cache", row_indices("reorder_cache", beam_idx, self._batch(), mask=False))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times; the copies share their blocks until they part."""
+        """Repeat each row `repeats` times; the copies share their blocks until they part.
+
+        Raises:
+            ConfigError: not a whole number of at least 1; nothing was changed.
+        """
         self._check_whole()
-        self._change("batch_repeat_interleave", int(repeats))
+        self._change("batch_repeat_interleave", rows.repeats(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
+        """Keep the rows `indices`, or those where a mask of bools is true.
+
+        Raises:
+            ConfigError, MismatchError: not the indices of rows, `[rows]`; nothing was changed.
+        """
         self._check_whole()
-        # To the host once, not once for each layer.
-        self._change("batch_select_indices", indices.to("cpu") if isinstance(indices, torch.Tensor) else indices)
+        self._change("batch_select_indices", row_indices("batch_select_indices", indices, self._batch(), mask=True))
+
+    def _batch(self) -> int | None:
+        """Rows; None before the first update."""
+        batches = (x.batch if isinstance(x, TieredLayer) else rows.batch_of(x) for x in self.layers)
+        return next((batch for batch in batches if batch), None)
+
+    def _check_ours(self) -> None:
+        self._forward.check_open()
+        self._caller.check_alone()
 
     def _check_whole(self) -> None:
-        self._runtime.check_open()
-        self._runtime.steps.check_whole()
+        self._check_ours()
+        self._forward.steps.check_whole()
 
     def reset(self) -> None:
-        """Empty the cache and give its memory back, whatever state it is in. Options stay, counters begin anew."""
-        self._runtime.check_open()
-        self._runtime.clear()
+        """Empty the cache and give its memory back, whatever state it is in. Options stay, counters begin at 0."""
+        self._check_ours()
+        self._forward.clear()
+        self._caller.forget()
         self._windows.clear()
         fresh = transformers_layers(self._config)
         for i, layer in enumerate(self.layers):
@@ -273,6 +400,19 @@ class TieredKVCache(RecurrentFace):
     # What a user sees
 
     @property
+    def _is_user_defined(self) -> bool:
+        """Set by `generate` on the cache it is given, before anything else."""
+        return vars(self).get("_given", False)
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        model = sys._getframe(1).f_locals.get("self")
+        config = getattr(model, "config", None)
+        if isinstance(config, PretrainedConfig) and config.is_encoder_decoder:
+            raise encoder_decoder(self._config is not None)
+        self._given = value
+
+    @property
     def is_compileable(self) -> bool:
         """False: blocks move, which a compiled graph could not follow."""
         return False
@@ -280,51 +420,69 @@ class TieredKVCache(RecurrentFace):
     @property
     def stats(self) -> CacheStats:
         """Bytes and blocks per tier, bytes moved, hits, stalls, fallbacks: a snapshot."""
-        return self._runtime.stats(sum(resident_bytes(layer) for layer in self.layers))
+        return self._forward.stats(sum(resident_bytes(layer) for layer in self.layers))
 
     def residency(self) -> Residency:
-        """Where the KV of each layer lies. Printing it gives a table."""
-        rows = []
+        """Where the KV of each layer is. Printing it gives a table."""
+        lines = []
         for i, layer in enumerate(self.layers):
-            tiered = self._runtime.residency(i) if isinstance(layer, TieredLayer) else None
+            tiered = self._forward.residency(i) if isinstance(layer, TieredLayer) else None
             if tiered is not None:
-                rows.append(tiered)
+                lines.append(tiered)
                 continue
             tokens = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
             kind = "tiered" if isinstance(layer, TieredLayer) else type(layer).__name__
-            rows.append(LayerResidency(i, kind, tokens, 0, 0, 0, resident_bytes(layer)))
-        return Residency(tuple(rows))
+            lines.append(LayerResidency(i, kind, tokens, 0, 0, 0, resident_bytes(layer)))
+        return Residency(tuple(lines))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. For tests and debugging; walks every block."""
-        self._runtime.check_integrity()
+        self._forward.check_integrity()
 
     def __repr__(self) -> str:
-        if self._runtime.closed:
+        if self._forward.closed:
             return "TieredKVCache(closed)"
-        stores = self._runtime.layers.values()
-        if not stores:
+        tiered = [reader.layer for reader in self._forward.readers.values()]
+        if not tiered:
             return f"TieredKVCache({len(self.layers) or 'any number of'} layers, empty)"
-        first = next(iter(stores))
+        first = tiered[0]
         stats = self.stats
         tiers = [
-            f"{name} {tier.bytes / 2**20:.1f} of {tier.budget / 2**20:.1f} MiB"
+            f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
             for name, tier in (("device", stats.device), ("host", stats.host))
             if tier.budget
         ]
         return (
-            f"TieredKVCache({len(self.layers)} layers, {len(stores)} tiered, {first.batch} x {first.length} tokens, "
+            f"TieredKVCache({len(self.layers)} layers, {len(tiered)} tiered, {first.batch} x {first.length} tokens, "
             f"{', '.join(tiers)})"
         )
 
     # Life
 
+    def resize(
+        self, *, device_budget: Size | Mapping[str, Size] | None = None, host_budget: Size | None = None
+    ) -> None:
+        """Give the cache other budgets while it holds tokens. Blocks leave the device where its budget falls.
+
+        Args:
+            device_budget, host_budget: bytes, written as at construction; None: as it is.
+
+        Raises:
+            ConfigError: malformed; a device tier where there was none; or the cache is on a memory that others may use.
+            BudgetError: what the cache holds does not fit; names the smallest that works. Nothing was changed.
+        """
+        self._check_ours()
+        memory = self._forward.memory
+        if not memory.private:
+            raise ConfigError("The budgets are those of the TieredMemory that the cache was given: `memory.resize()`.")
+        memory.resize(device_budget=device_budget, host_budget=host_budget)
+
     def close(self) -> None:
-        """Give all memory back. The cache cannot be used afterwards."""
-        self._finalizer()
+        """Give back what the cache holds, with its own memory all of that. The cache cannot be used afterwards."""
+        self._forward.close()
 
     def __enter__(self) -> TieredKVCache:
-        self._runtime.check_open()
+        self._forward.check_open()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -332,7 +490,7 @@ class TieredKVCache(RecurrentFace):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_whole()
-        steps = self._runtime.steps
+        steps = self._forward.steps
         steps.end()
         layers: list[Any] = []
         for layer in self.layers:
@@ -340,11 +498,20 @@ class TieredKVCache(RecurrentFace):
                 layers.append(layer.dense("copy"))
             else:
                 layers.append(layer)
-        return {"config": self._config, "options": self._options, "layers": layers, "expected": steps.expected}
+        memory = self._forward.memory
+        return {
+            "config": self._config,
+            "options": self._options,
+            "budgets": memory.options,
+            "policy": memory.policy,
+            "layers": layers,
+            "expected": steps.expected,
+        }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, Any], memory: TieredMemory | None = None) -> None:
+        """What is unpickled has a memory of its own, with the same budgets."""
         self._config, self._options = state["config"], state["options"]
-        self._setup()
+        self._setup(TieredMemory.of_one_cache(state["budgets"], state["policy"]) if memory is None else memory)
         for i, content in enumerate(state["layers"]):
             if content is not None and not isinstance(content, tuple):
                 self.layers[i] = content
@@ -352,8 +519,8 @@ class TieredKVCache(RecurrentFace):
             if i >= len(self.layers):
                 self._add_layers(i)
             if content is not None:
-                self._runtime.append(i, *content)
-        steps = self._runtime.steps
+                self._forward.append(i, *content)
+        steps = self._forward.steps
         if state["expected"] is not None:
             steps.expected = (steps.expected or frozenset()) | state["expected"]
         self._recurrent.watch(self.layers)
@@ -365,6 +532,9 @@ class TieredKVCache(RecurrentFace):
         # What was made for this copy is copied once, into blocks; only Transformers' own layers need copying here.
         state["layers"] = [x if x is None or isinstance(x, tuple) else copy.deepcopy(x, memo) for x in state["layers"]]
         clone = type(self).__new__(type(self))
-        clone.__setstate__(state)
+        shared = None if self._forward.memory.private else self._forward.memory
+        if shared is None:
+            state["policy"] = copy.deepcopy(state["policy"], memo)
+        clone.__setstate__(state, shared)
         memo[id(self)] = clone
         return clone

@@ -54,7 +54,7 @@ def enable(model: nn.Module) -> Enabled:
             model.generate(**inputs, past_key_values=TieredKVCache(model.config))
 
     A `TieredKVCache` works without it: models read its views under `sdpa` and `eager`. With it, models that run under
-    `eager` only (attention sinks, softcap) attend to blocks where they lie too, and a chunk of a prefill needs no mask.
+    `eager` only (attention sinks, softcap) attend to blocks in place too, and a chunk of a prefill needs no mask.
     Other caches, and none, give what they gave.
 
     Args:

@@ -8,16 +8,27 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from kvtier.errors import BudgetError, MismatchError, UnsupportedError
+from kvtier.attention.reader import LayerReader
+from kvtier.errors import MismatchError, UnsupportedError
+from kvtier.forward.forward import Forward
+from kvtier.hf import rows
+from kvtier.hf.caller import Caller
+from kvtier.hf.rows import row_indices, whole_number
 from kvtier.hf.view import KVView, Snapshot
 from kvtier.kernels import launch
-from kvtier.runtime import Runtime
-from kvtier.storage.block import in_one_dtype
-from kvtier.storage.store import LayerStore
+from kvtier.memory.layout import in_one_dtype
+from kvtier.tables.layer import LayerKV
+
+#: What a layer holds at one time: its reader, length and epoch.
+_Moment = tuple[LayerReader, int, int]
+
+
+class _NotKept(UnsupportedError, AttributeError):
+    """An attribute that only layers of another kind have; for `hasattr`, one that is missing."""
 
 
 class TieredLayer(DynamicLayer):
-    """A layer that grows without end and whose blocks lie in tiers.
+    """A layer that grows without end and whose blocks are in tiers.
 
     It has the interface of Transformers' `DynamicLayer`, whose type it inherits; it keeps no tensors of its own. What
     is read through `keys` and `values` is a copy: writing into it, or into a slice of it, does not change the cache.
@@ -30,15 +41,31 @@ class TieredLayer(DynamicLayer):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, runtime: Runtime, index: int) -> None:
-        self._runtime = runtime
+    def __init__(self, forward: Forward, index: int, caller: Caller) -> None:
+        self._forward = forward
+        self._caller = caller
         self.index = index
         self._assigned: dict[int, torch.Tensor] = {}
         self._latest: weakref.ref[Snapshot] | None = None
+        self._half: tuple[_Moment, int, torch.Tensor] | None = None
 
     @property
-    def _store(self) -> LayerStore | None:
-        return self._runtime.layers.get(self.index)
+    def _reader(self) -> LayerReader | None:
+        return self._forward.readers.get(self.index)
+
+    @property
+    def _kv(self) -> LayerKV | None:
+        reader = self._forward.readers.get(self.index)
+        return None if reader is None else reader.layer
+
+    def __getattr__(self, name: str) -> Any:
+        """Only for what is missing: other kinds of layers have more than keys and values."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
+        raise _NotKept(
+            f"Layer {self.index} of this cache keeps keys and values of full attention and has no `{name}`. If a model "
+            "asked for it, the cache was made without its config, or with another model's: TieredKVCache(model.config)."
+        )
 
     def __repr__(self) -> str:
         return f"TieredLayer({self.index}, tokens={self.get_seq_length()})"
@@ -48,22 +75,28 @@ class TieredLayer(DynamicLayer):
     @property
     def is_initialized(self) -> bool:
         """Whether shapes are known."""
-        return self._store is not None
+        return self._kv is not None
 
     @property
     def dtype(self) -> torch.dtype | None:
         """Of keys and values; None before the first update."""
-        return None if self._store is None else self._store.layout.dtype
+        return None if self._kv is None else self._kv.layout.dtype
 
     @property
     def device(self) -> torch.device | None:
         """Where attention runs; None before the first update."""
-        return None if self._store is None else self._store.tiers.device
+        return None if self._kv is None else self._kv.device.device
+
+    @property
+    def batch(self) -> int:
+        """Rows; 0 before the first update."""
+        kv = self._kv
+        return 0 if kv is None or not kv.length else kv.batch
 
     def get_seq_length(self) -> int:
         """Tokens per row."""
-        store = self._store
-        return 0 if store is None else store.length
+        kv = self._kv
+        return 0 if kv is None else kv.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what the next `update` returns."""
@@ -77,8 +110,8 @@ class TieredLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Fix shapes, dtype and device from `[batch, heads, any, dim]` tensors."""
-        self._runtime.check_open()
-        self._runtime.early(self.index, key_states, value_states)
+        self._forward.check_open()
+        self._forward.early(self.index, key_states, value_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -91,38 +124,46 @@ class TieredLayer(DynamicLayer):
 
         Returns:
             The arguments, contiguous and in one dtype, if the layer was empty; else two `KVView`s of `[batch, heads,
-            all tokens, dim]`.
+            all tokens, dim]`, or tensors where the model reads KV itself.
 
         Raises:
             MismatchError, BudgetError, TransferError, InterruptedStepError, ConcurrentUseError, ClosedError.
-            UnsupportedError: a CUDA graph is being captured.
+            UnsupportedError: a CUDA graph is being captured, or an encoder-decoder was given one cache for two.
         """
-        runtime = self._runtime
-        runtime.check_open()
-        self._check_assigned()
-        steps = runtime.steps
-        with steps.changing():
-            before = self.get_seq_length()
-            begins = steps.update(self.index, before)  # which may count a step that a recurrent layer began
-            runtime.counters.steps += begins
+        forward, caller, index = self._forward, self._caller, self.index
+        if forward.closed or forward.memory.closed:
+            forward.check_open()
+        if self._assigned:
+            self._check_assigned()
+        if index <= caller.at:
+            caller.meet()
+        caller.at = index
+        self._half = None
+        steps = forward.steps
+        with steps.guard:
+            found = forward.readers.get(index)
+            before = 0 if found is None else found.layer.length
+            if steps.update(index, before):  # which may count a step that a recurrent layer began
+                forward.counters.steps += 1
             try:
-                if launch.capturing(key_states.device):
+                if key_states.is_cuda and launch.capturing(key_states.device):
                     raise UnsupportedError(
                         "A CUDA graph is being captured. Its replays would write and read where this step does, "
                         "whatever the cache holds by then: leave forwards with a TieredKVCache out of graphs."
                     )
-                store = runtime.append(self.index, key_states, value_states)
-            except BaseException as error:
+                reader = forward.append(index, key_states, value_states)
+            except BaseException:
                 if self.get_seq_length() == before:
                     steps.undo(self.index)
-                if isinstance(error, BudgetError):
-                    runtime.undo_first()
                 raise
         if before == 0:
             # Contiguous as the product of `DynamicCache`'s concatenation is: kernels round differently on strides.
             key_states, value_states = in_one_dtype(key_states, value_states)
             return key_states.contiguous(), value_states.contiguous()
-        return Snapshot(runtime, store).views()
+        kv = reader.layer
+        if caller.reads_dense(kv.layout):
+            return forward.densify(reader, kv.length, kv.epoch, None)
+        return Snapshot(forward, reader).views()
 
     # The dense face
 
@@ -130,7 +171,8 @@ class TieredLayer(DynamicLayer):
     def keys(self) -> torch.Tensor | None:
         """All keys, `[batch, heads, tokens, k_dim]`, as a view; None before the first update.
 
-        Assigning keys and values of the same batch and length replaces what the layer holds.
+        A tensor, where the model's attention cannot read views (cross-attention reads its KV here). Assigning keys and
+        values of the same batch and length replaces what the layer holds.
         """
         return self._view(0)
 
@@ -149,20 +191,33 @@ class TieredLayer(DynamicLayer):
 
     def dense(self, operation: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values as tensors of the caller's own; None before the first update."""
-        return None if self._store is None else Snapshot(self._runtime, self._store).dense(operation)
+        reader = self._reader
+        return None if reader is None else Snapshot(self._forward, reader).dense(operation)
 
     def _view(self, part: int) -> torch.Tensor | None:
         if part in self._assigned:
             return self._assigned[part]
-        store = self._store
-        if store is None:
+        reader = self._reader
+        if reader is None:
             return None
+        if self._caller.needs_tensors:
+            return self._half_of(reader, part)
         # Keys and values read one after the other are one snapshot, so that they are fetched together.
-        snapshot = self._latest() if self._latest is not None else None
-        if snapshot is None or (snapshot.store, snapshot.length, snapshot.epoch) != (store, store.length, store.epoch):
-            snapshot = Snapshot(self._runtime, store)
+        snapshot, kv = self._latest() if self._latest is not None else None, reader.layer
+        if snapshot is None or (snapshot.reader, snapshot.length, snapshot.epoch) != (reader, kv.length, kv.epoch):
+            snapshot = Snapshot(self._forward, reader)
             self._latest = weakref.ref(snapshot)
         return snapshot.views()[part]
+
+    def _half_of(self, reader: LayerReader, part: int) -> torch.Tensor:
+        """Keys or values as a tensor. They are read one after the other: the second is kept until then."""
+        moment, half = (reader, reader.layer.length, reader.layer.epoch), self._half
+        self._half = None
+        if half is not None and half[:2] == (moment, part):
+            return half[2]
+        pair = self._forward.densify(*moment, None)
+        self._half = (moment, 1 - part, pair[1 - part])
+        return pair[part]
 
     def _check_assigned(self) -> None:
         if self._assigned:
@@ -172,12 +227,13 @@ class TieredLayer(DynamicLayer):
             )
 
     def _assign(self, part: int, value: torch.Tensor | None) -> None:
-        self._runtime.check_open()
+        self._forward.check_open()
         if value is None:
             raise MismatchError(f"Layer {self.index}: `reset()` the cache instead of assigning None.")
         if isinstance(value, KVView):
             at = value.snapshot
-            if at.store is self._store and value.part == part and value.repeats == 1 and at.length == at.store.length:
+            whole = at.reader is self._reader and at.length == at.reader.layer.length
+            if whole and value.part == part and value.repeats == 1:
                 self._assigned.pop(part, None)
                 return
             value = value.dense("assign")
@@ -191,8 +247,8 @@ class TieredLayer(DynamicLayer):
             other = current.dense("assign") if isinstance(current, KVView) else current
         pair = (value, other) if part == 0 else (other, value)
         self._assigned.clear()
-        with self._runtime.steps.changing():
-            self._runtime.replace(self.index, *pair)
+        with self._forward.steps.changing():
+            self._forward.replace(self.index, *pair)
 
     # Rows and length
 
@@ -202,58 +258,51 @@ class TieredLayer(DynamicLayer):
         A positive number is what it is in the installed Transformers: the length to keep, or an error.
         """
         self._check_assigned()
-        tokens_to_remove = int(tokens_to_remove)  # 5.17 passes a tensor after assisted decoding
+        tokens_to_remove = whole_number("crop", tokens_to_remove)
         length = self.get_seq_length()
         if tokens_to_remove > 0:
             DynamicLayer().crop(tokens_to_remove)  # warns or raises as Transformers does
             kept = min(tokens_to_remove, length)
         else:
             kept = max(length + tokens_to_remove, 0)
-        if self._store is not None:
-            with self._runtime.steps.changing():
-                self._store.crop(kept)
+        if self._kv is not None:
+            with self._forward.steps.changing():
+                self._forward.crop(self.index, kept)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row `i` continue what row `beam_idx[i]` held."""
-        self._pick(beam_idx.tolist())
+        self._pick(row_indices("reorder_cache", beam_idx, self.batch or None, mask=False))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times. Copies nothing."""
-        if self._store is not None:
-            self._pick([row for row in range(self._store.batch) for _ in range(int(repeats))])
+        self._pick(torch.arange(self.batch, device="cpu").repeat_interleave(rows.repeats(repeats)))
 
     def batch_select_indices(self, indices: torch.Tensor | list[int]) -> None:
         """Keep the rows `indices` (or those where a boolean mask is true)."""
-        if not isinstance(indices, torch.Tensor):
-            indices = torch.as_tensor(indices, device="cpu")
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
-        self._pick(indices.tolist())
+        self._pick(row_indices("batch_select_indices", indices, self.batch or None, mask=True))
 
-    def _pick(self, rows: list[int]) -> None:
-        store = self._store
+    def _pick(self, indices: torch.Tensor) -> None:
+        kv = self._kv
         self._check_assigned()
-        if store is None or store.length == 0:
+        if kv is None or kv.length == 0:
             return
-        rows = [row + store.batch if row < 0 else row for row in rows]
-        if not all(0 <= row < store.batch for row in rows):
-            raise MismatchError(f"Rows {rows} are not all among the {store.batch} rows of layer {self.index}.")
-        if rows == list(range(store.batch)):
+        picked = indices.tolist()
+        if picked == list(range(kv.batch)):
             return
-        with self._runtime.steps.changing():
-            store.pick_rows(rows)
+        with self._forward.steps.changing():
+            self._forward.pick_rows(self.index, picked)
 
     def reset(self) -> None:
         """Drop every token of this layer."""
         self._assigned.clear()
-        if self._store is not None:
-            with self._runtime.steps.changing():
-                self._store.clear()
+        if self._kv is not None:
+            with self._forward.steps.changing():
+                self._forward.clear_layer(self.index)
 
     # Transformers' own offloading has no business here.
 
     def offload(self) -> None:
-        """Nothing: placement is the runtime's."""
+        """Nothing: placement is the memory's."""
 
     def prefetch(self) -> None:
-        """Nothing: placement is the runtime's."""
+        """Nothing: placement is the memory's."""

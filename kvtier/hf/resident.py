@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,49 +12,12 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.configuration_utils import PretrainedConfig
 
-from kvtier.errors import ConfigError, MismatchError, UnsupportedError
+from kvtier.errors import MismatchError
+from kvtier.forward.forward import Forward
+from kvtier.forward.steps import RecurrentPart
+from kvtier.hf.caller import Caller
 from kvtier.hf.layer import TieredLayer
-from kvtier.runtime import Runtime
-from kvtier.steps import RecurrentPart
-
-
-def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
-    """The layers that Transformers itself would use for a model, by its own mapping from layer types."""
-    if config is None:
-        return []
-    try:
-        return DynamicCache(config=config).layers
-    except KeyError as missing:
-        # A layer type registers itself when its model file is imported.
-        text = config.get_text_config(decoder=True)
-        module = type(text).__module__.replace(".configuration_", ".modeling_")
-        try:
-            importlib.import_module(module)
-            return DynamicCache(config=config).layers
-        except (ImportError, KeyError):
-            raise ConfigError(
-                f"Transformers knows no cache layer of type {missing} for {type(config).__name__}. Import the model's "
-                "class before making its cache."
-            ) from missing
-
-
-#: Every forward updates the attention of these. Of others that is not known.
-_PLAIN = {
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "LinearAttentionLayer",
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-    "DummyLayer",
-}
-
-
-def updated_by_every_forward(layers: Sequence[Any]) -> frozenset[int] | None:
-    """The attention layers of a model, if each of them is part of every forward; None where that is not known."""
-    if not layers or any(type(layer).__name__ not in _PLAIN for layer in layers):
-        return None
-    return frozenset(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin))
-
+from kvtier.hf.model_config import not_kept
 
 #: What an update of a sliding layer changes.
 WINDOW = ("keys", "values", "cumulative_length", "is_initialized")
@@ -143,12 +106,21 @@ class RecurrentStates:
     At most one layer at a time is under watch: the one that was reached last.
     """
 
-    def __init__(self, runtime: Runtime, layers: Sequence[Any]) -> None:
-        self._runtime = runtime
+    def __init__(self, forward: Forward, layers: Sequence[Any]) -> None:
+        self._forward = forward
+        # A cache that is dropped gives its states back at once: what it looks at must not keep it.
+        settle = weakref.WeakMethod(self.settle)
+
+        def pending() -> None:
+            look = settle()
+            if look is not None:
+                look()
+
+        self._pending = pending
         self.watch(layers)
 
     def watch(self, layers: Sequence[Any]) -> None:
-        """Begin anew with these layers, empty or just copied."""
+        """Begin again with these layers, empty or just copied."""
         self._layers: dict[int, dict[RecurrentPart, _State]] = {}
         self._groups: dict[tuple[int, int], dict[RecurrentPart, _State]] = {}
         for i, layer in enumerate(layers):
@@ -169,20 +141,20 @@ class RecurrentStates:
         self._recurrent_seen = {number for _, kind, number in present if kind == RECURRENT}
         self._announced = False  # whether the model says when it is about to change a layer
         self.last_read: tuple[int | None, int | None] = (None, None)
-        self._runtime.steps.undoable = not self._layers
+        self._forward.steps.undoable = not self._layers
         self._at: int | None = None
         self._by = 0  # the thread that reached it
         self._asked: dict[RecurrentPart, _State] = {}  # what of it may be changed in place
         self._assumed: dict[RecurrentPart, bool] = {}  # part -> whether a call may follow that means the same
         self._called: set[RecurrentPart] = set()
-        self._runtime.steps.pending = None
+        self._forward.steps.pending = None
 
     def settle(self) -> None:
         """Tell what was changed in place, and leave the layer reached last."""
         if self._at is not None:
             self._look(self._asked, self._by)
             self._at = None
-            self._runtime.steps.pending = None
+            self._forward.steps.pending = None
 
     def reached(self, layer: int, number: int | None, recording: bool | None = None) -> None:
         """A model is about to change a layer.
@@ -195,7 +167,7 @@ class RecurrentStates:
         """
         if layer not in self._layers:
             return
-        steps = self._runtime.steps
+        steps = self._forward.steps
         with steps.changing():
             self._announced = True
             self._ask(layer, self._numbered(layer, number))
@@ -203,7 +175,7 @@ class RecurrentStates:
             self._check_begun(layer, number or 0)
             for part, state in self._asked.items():
                 if self._recurrent_seen and state.number not in self._recurrent_seen:
-                    continue  # models ask more than once for the convolutions beside the one that feeds a recurrence
+                    continue  # models ask more than once for convolutions other than the one that feeds a recurrence
                 if self._uncounted(state) and not (recording and state.kind == CONV):
                     self._touch(part)
                     self._assumed[part] = recording is None or state.kind == RECURRENT
@@ -213,7 +185,7 @@ class RecurrentStates:
         self.last_read = (layer, number)
         if self._announced or (layer is not None and layer not in self._layers):
             return
-        with self._runtime.steps.changing():
+        with self._forward.steps.changing():
             if layer is not None:
                 self._ask(layer, self._numbered(layer, number))
             else:
@@ -225,7 +197,7 @@ class RecurrentStates:
         states = self._layers.get(layer, {})
         if part not in states:
             return change()  # which raises
-        state, steps = states[part], self._runtime.steps
+        state, steps = states[part], self._forward.steps
         with steps.changing():
             if kind == RECURRENT:
                 conv = (layer, CONV, number)
@@ -259,7 +231,7 @@ class RecurrentStates:
 
     def _check_begun(self, layer: int, number: int) -> None:
         """Raise where a forward comes to a layer that another left half changed: the model itself may trip over it."""
-        steps, states = self._runtime.steps, self._layers[layer]
+        steps, states = self._forward.steps, self._layers[layer]
         conv, recurrent = (layer, CONV, number), (layer, RECURRENT, number)
         if not states[recurrent].absent:
             unfinished = conv in steps.began and recurrent not in steps.began and not steps.complete
@@ -297,7 +269,7 @@ class RecurrentStates:
         self._asked = {}
         self._assumed.clear()
         self._called.clear()
-        self._runtime.steps.pending = self.settle
+        self._forward.steps.pending = self._pending
 
     def _look(self, states: dict[RecurrentPart, _State], by: int) -> None:
         for part, state in states.items():
@@ -305,26 +277,32 @@ class RecurrentStates:
                 state.mark()
                 self._counted.add(state.kind)
                 if self._assumed.pop(part, None) is None:
-                    self._runtime.counters.steps += self._runtime.steps.saw(part, by)
+                    self._forward.counters.steps += self._forward.steps.saw(part, by)
 
     def _uncounted(self, state: _State) -> bool:
         return state.kind not in self._counted and state.opaque
 
     def _touch(self, part: RecurrentPart) -> None:
-        self._runtime.counters.steps += self._runtime.steps.touch(part)
+        self._forward.counters.steps += self._forward.steps.touch(part)
 
 
 class RecurrentFace(DynamicCache):
-    """The part of a cache that recurrent layers see: Transformers', watched."""
+    """The part of a cache that recurrent layers see: Transformers', watched.
+
+    Layers with full attention have no part of it. A model that asks them for one is another than the cache was made
+    for, and gets an error before anything changes.
+    """
 
     _config: PretrainedConfig | None
-    _runtime: Runtime
+    _forward: Forward
     _recurrent: RecurrentStates
+    _caller: Caller
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """As in Transformers. Needs the cache to know the model's config."""
+        self._forward.check_open()
         self._check_recurrent(layer_idx)
         change = partial(super().update_conv_state, conv_states, layer_idx, state_idx, **kwargs)
         return self._recurrent.update(CONV, layer_idx, state_idx, change)
@@ -333,14 +311,24 @@ class RecurrentFace(DynamicCache):
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """As in Transformers. Needs the cache to know the model's config."""
+        self._forward.check_open()
         self._check_recurrent(layer_idx)
         change = partial(super().update_recurrent_state, recurrent_states, layer_idx, state_idx, **kwargs)
         return self._recurrent.update(RECURRENT, layer_idx, state_idx, change)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """As in Transformers. Needs the cache to know the model's config."""
+        self._forward.check_open()
+        if layer_idx >= len(self.layers) or isinstance(self.layers[layer_idx], TieredLayer):
+            raise not_kept(layer_idx, "the keys of an indexer", self._config)
+        return super().update_indexer(indexer_key_states, layer_idx)
 
     # Questions that a model asks before it changes a recurrent state in place: the only sign of it in some models.
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """As in Transformers."""
+        if layer_idx >= len(self.layers):
+            raise not_kept(layer_idx, "a recurrent state", self._config)
         recording: bool = getattr(self.layers[layer_idx], "record_past", False)
         read, number = self._recurrent.last_read
         self._recurrent.reached(layer_idx, number if read == layer_idx else None, recording)
@@ -348,6 +336,7 @@ class RecurrentFace(DynamicCache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As in Transformers."""
+        self._check_recurrent(layer_idx)
         if layer_idx is None:
             self._recurrent.read(None, None)
         else:
@@ -356,13 +345,18 @@ class RecurrentFace(DynamicCache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """As in Transformers (5.18 and newer)."""
+        self._check_recurrent(layer_idx)
         self._recurrent.read(layer_idx, state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
-    def _check_recurrent(self, layer_idx: int) -> None:
-        self._runtime.check_open()
-        if self._config is None:
-            raise UnsupportedError(
-                f"Layer {layer_idx} keeps a state that is not keys and values. Tell the cache what the model is made "
-                "of: TieredKVCache(model.config)."
-            )
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As in Transformers (5.18 and newer)."""
+        self._check_recurrent(layer_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def _check_recurrent(self, layer_idx: int | None) -> None:
+        """Raise unless a layer (any layer, where None) keeps a recurrent state, and no other thread uses the cache."""
+        self._caller.read_state(layer_idx or 0)
+        layers = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
+        if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
+            raise not_kept(layer_idx or 0, "a recurrent state", self._config)

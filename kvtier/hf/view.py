@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from kvtier.attention.calls import repeat
+from kvtier.attention.dispatch import repeat
+from kvtier.attention.reader import LayerReader
 from kvtier.errors import UnsupportedError
-from kvtier.runtime import Runtime
-from kvtier.storage.store import LayerStore
+from kvtier.forward.forward import Forward
 
+_SDPA = F.scaled_dot_product_attention
 _SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -21,32 +23,34 @@ class Snapshot:
     """The KV of one layer at one length, shared by a view of its keys and a view of its values.
 
     Attributes:
-        runtime, store: where it lies.
+        forward, reader: of the cache and of the layer.
         length: tokens shown.
-        epoch: of the store when it was taken.
+        epoch: of the layer when it was taken.
     """
 
-    __slots__ = ("__weakref__", "_dense", "epoch", "length", "runtime", "store")
+    __slots__ = ("__weakref__", "_dense", "epoch", "forward", "length", "reader")
 
-    def __init__(self, runtime: Runtime, store: LayerStore) -> None:
-        self.runtime = runtime
-        self.store = store
-        self.length = store.length
-        self.epoch = store.epoch
+    def __init__(self, forward: Forward, reader: LayerReader) -> None:
+        layer = reader.layer
+        self.forward = forward
+        self.reader = reader
+        self.length = layer.length
+        self.epoch = layer.epoch
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def dense(self, operation: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as tensors of their own, made once, for the sake of `operation`."""
         if self._dense is None:
-            self._dense = self.runtime.densify(self.store, self.length, self.epoch, operation)
+            self._dense = self.forward.densify(self.reader, self.length, self.epoch, operation)
         return self._dense
 
     def views(self) -> tuple[KVView, KVView]:
         """A view of the keys and one of the values."""
-        layout, batch = self.store.layout, self.store.batch
+        layer = self.reader.layer
+        layout, batch, length = layer.layout, layer.batch, self.length
         return (
-            KVView(self, 0, (batch, layout.k_heads, self.length, layout.k_dim)),
-            KVView(self, 1, (batch, layout.v_heads, self.length, layout.v_dim)),
+            _view(self, 0, (batch, layout.k_heads, length, layout.k_dim), layout.dtype, 1, 0),
+            _view(self, 1, (batch, layout.v_heads, length, layout.v_dim), layout.dtype, 1, 0),
         )
 
 
@@ -55,50 +59,84 @@ class KVView(torch.Tensor):
 
     `scaled_dot_product_attention` on a pair of views is taken over by kvtier. The `repeat_kv` that Transformers applies
     before it stays a view. Any other operation gets a dense tensor, made once per view and counted in the cache's
-    stats. Writing into a view raises: what the cache holds never changes.
+    stats. Writing into a view raises: what the cache holds never changes. There is no storage behind a view: whoever
+    asks for one from Python gets that of the dense tensor, and whoever asks from C++ gets an error.
+
+    Attributes:
+        snapshot: what is shown.
+        part: 0 for keys, 1 for values.
+        repeats: query heads that each KV head stands for.
+        form: 0: `[batch, heads * repeats, tokens, dim]`; 1: with an axis for repeats behind the heads; 2: that axis
+            expanded.
     """
+
+    __slots__ = ("_size", "form", "part", "repeats", "snapshot")
 
     snapshot: Snapshot
     part: int
-    repeats: int = 1
-    form: int = 0
-    _shape: torch.Size
+    repeats: int
+    form: int
+    _size: torch.Size
 
-    # form 0: [batch, heads * repeats, tokens, dim]; 1: with an axis for repeats behind the heads; 2: that axis
-    # expanded.
+    def __new__(cls, *args: Any, **kwargs: Any) -> KVView:
+        """Not for callers: `TieredKVCache.update` and `cache.layers[i].keys` make views."""
+        raise TypeError("TieredKVCache makes views; they have no constructor.")
 
-    @staticmethod
-    def __new__(cls, snapshot: Snapshot, part: int, shape: Sequence[int], repeats: int = 1, form: int = 0) -> KVView:
-        store = snapshot.store
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=store.layout.dtype, device=store.tiers.device)
-        self.snapshot = snapshot
-        self.part = part
-        if form or repeats != 1:
-            self.repeats, self.form = repeats, form
-        self._shape = torch.Size(shape)
-        return self
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    # What a model asks most, answered without torch's dispatcher.
+    # What models ask most is answered without torch's dispatcher, which takes some microseconds.
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """Shape, as of the dense tensor."""
-        return self._shape
+        return self._size
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Of the elements."""
+        return self.snapshot.reader.layer.layout.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where attention runs."""
+        return self.snapshot.reader.layer.device.device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Whether attention runs on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Number of dimensions."""
+        return len(self._size)
 
     def size(self, dim: int | None = None) -> Any:
         """As of the dense tensor."""
-        return self._shape if dim is None else self._shape[dim]
+        return self._size if dim is None else self._size[dim]
 
     def dim(self) -> int:
         """Number of dimensions."""
-        return len(self._shape)
+        return len(self._size)
+
+    # The three steps of `repeat_kv`, and what gives the view itself.
+
+    def __getitem__(self, index: Any) -> Any:
+        view = _index(self, index)
+        return _on_dense(torch.Tensor.__getitem__, (self, index), {}) if view is None else view
+
+    def expand(self, *sizes: Any, **named: Any) -> Any:
+        """As of the dense tensor; a view where it is the second step of `repeat_kv`."""
+        view = _expand(self, *sizes, **named)
+        return _on_dense(torch.Tensor.expand, (self, *sizes), named) if view is None else view
+
+    def reshape(self, *sizes: Any, **named: Any) -> Any:
+        """As of the dense tensor; a view where it is the third step of `repeat_kv`."""
+        view = _reshape(self, *sizes, **named)
+        return _on_dense(torch.Tensor.reshape, (self, *sizes), named) if view is None else view
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         part = "keys" if self.part == 0 else "values"
-        return f"KVView({part} of layer {self.snapshot.store.index}, shape={tuple(self._shape)}, dtype={self.dtype})"
+        layer = self.snapshot.reader.layer
+        return f"KVView({part} of layer {layer.index}, shape={tuple(self._size)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dense("pickle").__reduce_ex__(protocol)
@@ -114,27 +152,26 @@ class KVView(torch.Tensor):
         dense = self.snapshot.dense(operation)[self.part]
         if self.form == 0:
             return repeat(dense, self.repeats)
-        return dense[:, :, None].expand(self._shape)
+        return dense[:, :, None].expand(self._size)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        if func is F.scaled_dot_product_attention:
-            return _attention(args, kwargs)
+        if func is _SDPA:
+            return _attention(args, kwargs or {})
+        kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _PLACE:
+            return _PLACE[func](args[0].device)
         handler = _LAZY.get(func)
         if handler is not None:
             lazy = handler(*args, **kwargs)
             if lazy is not None:
                 return lazy
-        name = getattr(func, "__name__", str(func))
-        _refuse_writes(name, args, kwargs)
-        args, kwargs = _dense_arguments(name, args, kwargs)
-        return func(*args, **kwargs)
+        return _on_dense(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -147,30 +184,79 @@ class KVView(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def _attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+# Making views
+
+
+def _view(snapshot: Snapshot, part: int, shape: tuple[int, ...], dtype: torch.dtype, repeats: int, form: int) -> KVView:
+    blank, size = _blank(shape, dtype)
+    # Half the cost of `_make_wrapper_subclass`: what is done once for a blank is not done for each view.
+    view: KVView = blank.as_subclass(KVView)
+    view.snapshot = snapshot
+    view.part = part
+    view.repeats = repeats
+    view.form = form
+    view._size = size
+    return view
+
+
+def _derived(view: KVView, shape: tuple[int, ...], repeats: int, form: int) -> KVView:
+    """A view of what `view` shows, in another shape."""
+    return _view(view.snapshot, view.part, shape, view.dtype, repeats, form)
+
+
+# All layers of a model show the same few shapes in one step.
+@functools.lru_cache(maxsize=64)
+def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Size]:
+    """A tensor of some shape without storage, and its shape.
+
+    On the meta device torch's own functions cannot read it. The mark makes C++ that asks where its storage is raise;
+    it would get a null pointer.
+    """
+    with torch.inference_mode(False):
+        blank = torch.empty(shape, dtype=dtype, device="meta")
+    torch._C._set_throw_on_mutable_data_ptr(blank)
+    return blank, blank.shape
+
+
+# Operations
+
+
+def _attention(args: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor:
     if len(args) == 3:
-        (query, key, value), options = args, dict(kwargs)
+        query, key, value = args
     else:
-        options = dict(zip(_SDPA_NAMES, args, strict=False)) | dict(kwargs)
-        query, key, value = options.pop("query"), options.pop("key"), options.pop("value")
+        given = dict(zip(_SDPA_NAMES, args, strict=False)) | dict(options)
+        query, key, value = given.pop("query"), given.pop("key"), given.pop("value")
+        options = given
     pair = (
-        isinstance(key, KVView)
-        and isinstance(value, KVView)
-        and not isinstance(query, KVView)
+        type(key) is KVView
+        and type(value) is KVView
         and key.snapshot is value.snapshot
-        and (key.part, value.part) == (0, 1)
-        and key.form == value.form == 0
+        and key.part == 0
+        and value.part == 1
+        and key.form == 0
+        and value.form == 0
         and key.repeats == value.repeats
         and key.snapshot._dense is None
+        and type(query) is not KVView
+        and type(options.get("attn_mask")) is not KVView
     )
-    if pair and not isinstance(options.get("attn_mask"), KVView):
+    if pair:
         at = key.snapshot
-        return at.runtime.attend(at.store, at.length, at.epoch, key.repeats, query, options)
+        return at.forward.attend(at.reader, at.length, at.epoch, query, None, options, key.repeats)
     (query, key, value), options = _dense_arguments("scaled_dot_product_attention", (query, key, value), options)
-    return F.scaled_dot_product_attention(query, key, value, **options)
+    return _SDPA(query, key, value, **options)
 
 
-# The three steps of `repeat_kv`: x[:, :, None, :, :], .expand(batch, heads, n, tokens, dim), .reshape(...)
+def _on_dense(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Any operation: on the tensors that views show, unless it would write into them."""
+    name = getattr(func, "__name__", str(func))
+    _refuse_writes(name, args, kwargs)
+    args, kwargs = _dense_arguments(name, args, kwargs)
+    return func(*args, **kwargs)
+
+
+# x[:, :, None, :, :], .expand(batch, heads, n, tokens, dim), .reshape(batch, heads * n, tokens, dim)
 
 
 def _index(view: Any, index: Any) -> KVView | None:
@@ -179,8 +265,8 @@ def _index(view: Any, index: Any) -> KVView | None:
         return None
     if len(index) not in (3, 5) or index[2] is not None or any(i != whole for i in index[:2] + index[3:]):
         return None
-    batch, heads, tokens, dim = view._shape
-    return KVView(view.snapshot, view.part, (batch, heads, 1, tokens, dim), 1, form=1)
+    batch, heads, tokens, dim = view._size
+    return _derived(view, (batch, heads, 1, tokens, dim), 1, form=1)
 
 
 def _expand(view: Any, *sizes: Any, **named: Any) -> KVView | None:
@@ -188,14 +274,14 @@ def _expand(view: Any, *sizes: Any, **named: Any) -> KVView | None:
         sizes = tuple(sizes[0])
     if named or not isinstance(view, KVView) or view.form != 1 or len(sizes) != 5:
         return None
-    shape = view._shape
+    shape = view._size
     if (
         any(s not in (-1, shape[i]) for i, s in enumerate(sizes) if i != 2)
         or not isinstance(sizes[2], int)
         or sizes[2] < 1
     ):
         return None
-    return KVView(view.snapshot, view.part, (*shape[:2], sizes[2], *shape[3:]), sizes[2], form=2)
+    return _derived(view, (*shape[:2], sizes[2], *shape[3:]), sizes[2], form=2)
 
 
 def _reshape(view: Any, *sizes: Any, **named: Any) -> KVView | None:
@@ -203,10 +289,10 @@ def _reshape(view: Any, *sizes: Any, **named: Any) -> KVView | None:
         sizes = tuple(sizes[0])
     if named or not isinstance(view, KVView) or view.form != 2:
         return None
-    batch, heads, n, tokens, dim = view._shape
+    batch, heads, n, tokens, dim = view._size
     if tuple(sizes) != (batch, heads * n, tokens, dim):
         return None
-    return KVView(view.snapshot, view.part, tuple(sizes), n, form=0)
+    return _derived(view, tuple(sizes), n, form=0)
 
 
 def _itself(view: Any, *args: Any, **named: Any) -> KVView | None:
@@ -241,31 +327,32 @@ _LAZY: dict[Any, Callable[..., KVView | None]] = {
     torch.Tensor.to: _to,
 }
 
-_METADATA = {
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "device",
-        "dtype",
-        "ndim",
-        "is_cuda",
-        "is_cpu",
-        "layout",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "is_meta",
-    )
-} | {
+
+def _get(attribute: str) -> Any:
+    """What `__torch_function__` is called with when an attribute is read."""
+    return getattr(torch.Tensor, attribute).__get__
+
+
+# What the blank behind a view answers rightly.
+_METADATA = {_get(name) for name in ("dtype", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_nested")} | {
     torch.Tensor.numel,
     torch.Tensor.nelement,
     torch.Tensor.is_floating_point,
     torch.Tensor.is_complex,
     torch.Tensor.element_size,
-    torch.Tensor.get_device,
     torch.Tensor.__len__,
     torch.is_floating_point,
     torch.is_complex,
     torch.numel,
+}
+
+# What it does not, as it is on the meta device.
+_PLACE: dict[Any, Callable[[torch.device], Any]] = {
+    _get("device"): lambda device: device,
+    _get("is_cpu"): lambda device: device.type == "cpu",
+    _get("is_cuda"): lambda device: device.type == "cuda",
+    _get("is_meta"): lambda device: device.type == "meta",
+    torch.Tensor.get_device: lambda device: -1 if device.type == "cpu" else device.index,
 }
 
 

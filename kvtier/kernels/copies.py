@@ -8,10 +8,19 @@ import torch
 
 from kvtier.errors import MismatchError
 from kvtier.kernels import tables
-from kvtier.kernels.launch import Launcher, alignment, available, block_alignment, numbered, on, power_of_two
+from kvtier.kernels.launch import (
+    Launcher,
+    alignment,
+    available,
+    block_alignment,
+    device_index,
+    numbered,
+    on,
+    power_of_two,
+)
 from kvtier.kernels.tables import AddressTable, Layout
 
-#: Programs that `copy_blocks` takes at most: few fill a link, and leave the device to others.
+#: Programs that `copy_blocks` takes at most: so many fill a link, and leave the device to others.
 COPY_PROGRAMS = 64
 
 #: 4-byte words that a program copies at a time: 16 bytes for each of 128 threads, eight times.
@@ -22,54 +31,175 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def append(
-    keys: torch.Tensor, values: torch.Tensor, addresses: torch.Tensor, layout: Layout, starts: torch.Tensor | int
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    addresses: torch.Tensor,
+    layout: Layout,
+    starts: torch.Tensor | int,
+    *,
+    cu_tokens: torch.Tensor | None = None,
 ) -> None:
     """Write new tokens of all sequences of a layer into their blocks, in one launch.
 
     Args:
-        keys: `[rows, k_heads, tokens, k_dim]`, any strides.
-        values: `[rows, v_heads, tokens, v_dim]`, any strides.
+        keys: `[rows, k_heads, tokens, k_dim]`, any strides; or `[total_tokens, k_heads, k_dim]`, the tokens of all rows
+            one after the other, with `cu_tokens`.
+        values: the same of `v_heads` and `v_dim`.
         addresses: `[rows, blocks]` int64, multiples of 16: blocks that follow each other in each sequence, with room
             for the tokens. What belongs into a block at address 0 is not written (rows that share a block with one
             that writes it).
         layout: of each block, in the dtype of keys and values.
         starts: `[rows]` integers, or one number for all: tokens before the first new one, counted from the begin of the
             row's first block here.
+        cu_tokens: `[rows + 1]` int32, where each row's tokens begin and end, from 0 on; rows may have none. Tokens from
+            the last end on belong to no row, and are not written.
 
     Raises:
         MismatchError: shapes, dtypes or devices that do not fit.
     """
-    _check(keys, values, layout, addresses)
-    AddressTable(addresses)
-    if isinstance(starts, torch.Tensor):
-        if starts.shape != (keys.shape[0],) or starts.device != keys.device or not starts.is_contiguous():
-            raise MismatchError(f"starts is [{keys.shape[0]}] on {keys.device}, not {list(starts.shape)}.")
-    elif not 0 <= starts <= addresses.shape[1] * layout.block_size - keys.shape[2]:
-        raise MismatchError(f"{keys.shape[2]} tokens from {starts} on do not fit {addresses.shape[1]} blocks.")
-    rows, tokens = keys.shape[0], keys.shape[2]
-    if not rows * tokens:
+    _check_append(keys, values, addresses, layout, starts, cu_tokens)
+    if not keys.shape[0] * keys.shape[-2] or not addresses.shape[0]:
         return
     if not available(keys.device):
-        tables.append(keys, values, addresses, layout, starts)
+        tables.append(keys, values, addresses, layout, starts, cu_tokens=cu_tokens)
         return
-    size = 1 if tokens == 1 else 16
-    tiles = -(-tokens // size)
-    fixed = None if isinstance(starts, int) else starts
-    k_at, v_at = keys.stride(), values.stride()
-    # All that a program is compiled for.
-    align = min(alignment(keys), alignment(values))
-    key = (layout, keys.device, size, align, k_at[3], v_at[3], None if fixed is None else fixed.dtype)
-    launcher = _appends.get(key)
-    if launcher is None:
-        constants = _shape(keys, values, layout) | {"TOKENS": size}
-        launcher = _appends[key] = Launcher(programs().append, constants, num_warps=1 if size == 1 else 4)
-    count = rows * max(layout.k_heads, layout.v_heads) * tiles
-    numbers = (starts if fixed is None else 0, tokens, tiles, addresses.stride(0))
-    with on(keys.device):
-        launcher(count, *_bits(keys, values), addresses, fixed, *numbers, *k_at, *v_at)
+    AppendForm(keys, values, addresses, layout, starts, cu_tokens).launch(keys, values, addresses, starts, cu_tokens)
 
 
-#: By layout, device, tokens of a program, alignment, strides within a head and the dtype of `starts`.
+class PreparedAppend:
+    """`append` for a caller that repeats it, as each layer does at each step.
+
+    A call like the last one (same shapes, strides, dtypes and device) is checked by comparing, and launched as that
+    was; any other is checked and prepared as by `append`. Not for two threads at a time.
+
+    Args:
+        layout: of the blocks.
+    """
+
+    __slots__ = ("_form", "_layout")
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._form: AppendForm | None = None
+
+    def __call__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        addresses: torch.Tensor,
+        starts: torch.Tensor | int,
+        *,
+        cu_tokens: torch.Tensor | None = None,
+    ) -> None:
+        """See `append`."""
+        form = self._form
+        if form is None or not form.fits(keys, values, addresses, starts, cu_tokens):
+            _check_append(keys, values, addresses, self._layout, starts, cu_tokens)
+            served = keys.numel() and addresses.shape[0] and available(keys.device)
+            if not served:
+                append(keys, values, addresses, self._layout, starts, cu_tokens=cu_tokens)
+                return
+            form = self._form = AppendForm(keys, values, addresses, self._layout, starts, cu_tokens)
+        form.launch(keys, values, addresses, starts, cu_tokens)
+
+
+class AppendForm:
+    """What the launches of appends of one form have in common; see `PreparedAppend`. The call was checked."""
+
+    __slots__ = (
+        *("_addresses", "_count", "_cu_tokens", "_device", "_dtype", "_index", "_keys", "_launcher"),
+        *("_at", "_numbers", "_room", "_rows", "_starts", "_values"),
+    )
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        addresses: torch.Tensor,
+        layout: Layout,
+        starts: torch.Tensor | int,
+        cu_tokens: torch.Tensor | None,
+    ) -> None:
+        packed = cu_tokens is not None
+        rows, tokens = addresses.shape[0], keys.shape[0 if packed else 2]
+        size = 1 if tokens == 1 else 16
+        tiles = -(-tokens // size)
+        # A packed tensor is one row to the program, which finds the rows of its tokens.
+        k_at, v_at = (_row_strides(x) for x in (keys, values))
+        align = min(alignment(keys), alignment(values))
+        self._starts = None if isinstance(starts, int) else starts.dtype
+        # All that a program is compiled for.
+        key = (layout, keys.device, size, align, k_at[3], v_at[3], self._starts, packed)
+        launcher = _appends.get(key)
+        if launcher is None:
+            constants = _shape(keys, values, layout) | {"TOKENS": size}
+            launcher = _appends[key] = Launcher(programs().append, constants, num_warps=1 if size == 1 else 4)
+        self._launcher = launcher
+        self._count = (1 if packed else rows) * max(layout.k_heads, layout.v_heads) * tiles
+        self._numbers = (addresses.stride(0), rows, tokens, tiles, *k_at, *v_at)
+        self._dtype, self._device, self._index = keys.dtype, keys.device, device_index(keys.device)
+        self._keys, self._values = (keys.shape, keys.stride()), (values.shape, values.stride())
+        self._addresses = (addresses.shape, addresses.stride())
+        self._rows, self._cu_tokens = rows, packed
+        self._at = keys.data_ptr() % 16, values.data_ptr() % 16
+        self._room = addresses.shape[1] * layout.block_size - (0 if packed else tokens)
+
+    def fits(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        addresses: torch.Tensor,
+        starts: torch.Tensor | int,
+        cu_tokens: torch.Tensor | None,
+    ) -> bool:
+        """Whether a call is of this form, and in order."""
+        if (
+            keys.dtype is not self._dtype
+            or values.dtype is not self._dtype
+            or addresses.dtype is not torch.int64
+            or (keys.data_ptr() % 16, values.data_ptr() % 16) != self._at
+            or (keys.shape, keys.stride()) != self._keys
+            or (values.shape, values.stride()) != self._values
+            or (addresses.shape, addresses.stride()) != self._addresses
+            or not keys.device == values.device == addresses.device == self._device
+        ):
+            return False
+        if isinstance(starts, int):
+            if self._starts is not None or not 0 <= starts <= self._room:
+                return False
+        elif starts.dtype is not self._starts or not self._is_list(starts, self._rows):
+            return False
+        if cu_tokens is None:
+            return not self._cu_tokens
+        return self._cu_tokens and cu_tokens.dtype is torch.int32 and self._is_list(cu_tokens, self._rows + 1)
+
+    def _is_list(self, x: torch.Tensor, count: int) -> bool:
+        return x.shape == (count,) and x.device == self._device and x.is_contiguous()
+
+    def launch(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        addresses: torch.Tensor,
+        starts: torch.Tensor | int,
+        cu_tokens: torch.Tensor | None,
+    ) -> None:
+        """Launch a call of this form."""
+        if self._index is not None and torch.cuda.current_device() != self._index:
+            with torch.cuda.device(self._index):
+                self.launch(keys, values, addresses, starts, cu_tokens)
+            return
+        start, some = (starts, None) if isinstance(starts, int) else (0, starts)
+        if self._launcher.ready:
+            where = None if some is None else some.data_ptr()
+            ends = None if cu_tokens is None else cu_tokens.data_ptr()
+            pointers: tuple[Any, ...] = (keys.data_ptr(), values.data_ptr(), addresses.data_ptr(), where, ends)
+        else:
+            pointers = (*_bits(keys, values), addresses, some, cu_tokens)
+        self._launcher(self._count, *pointers, start, *self._numbers)
+
+
+#: By layout, device, tokens of a program, alignment, strides within a head, the dtype of `starts`, and whether packed.
 _appends: dict[tuple[Any, ...], Launcher] = {}
 
 
@@ -130,9 +260,9 @@ def copy_blocks(
             of 16.
         targets: `[n]` int64, the same for writing; no target overlaps another, or any source.
         nbytes: a multiple of 16.
-        device: that copies; None: where sources and targets lie. They may lie in page-locked memory of the host
-            instead: then they are read while the launch runs, and must stay as they are until it has ended.
-        most_programs: that work at the same time. Over a link, few are enough.
+        device: that copies; None: that of sources and targets. They may be in page-locked memory of the host instead:
+            then they are read while the launch runs, and must stay as they are until it has ended.
+        most_programs: that work at the same time.
 
     Raises:
         MismatchError: shapes, dtypes, devices or sizes that do not fit.
@@ -190,11 +320,52 @@ def _shape(keys: torch.Tensor, values: torch.Tensor, layout: Layout) -> dict[str
     }
 
 
-def _check(keys: torch.Tensor, values: torch.Tensor, layout: Layout, addresses: torch.Tensor) -> None:
+def _row_strides(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides of rows, heads, tokens and dimensions; of `[tokens, heads, dim]`, the first is 0."""
+    if x.dim() == 4:
+        return x.stride()
+    token, head, dim = x.stride()
+    return 0, head, token, dim
+
+
+def _check_append(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    addresses: torch.Tensor,
+    layout: Layout,
+    starts: torch.Tensor | int,
+    cu_tokens: torch.Tensor | None,
+) -> None:
+    if addresses.dim() != 2 or addresses.dtype != torch.int64 or (addresses.numel() and addresses.stride(1) != 1):
+        raise MismatchError(f"Addresses are [rows, blocks] int64 with rows contiguous, not {list(addresses.shape)}.")
+    rows, blocks = addresses.shape
+    _check(keys, values, layout, addresses, packed=cu_tokens is not None)
+    if cu_tokens is not None:
+        if cu_tokens.shape != (rows + 1,) or cu_tokens.dtype != torch.int32 or not cu_tokens.is_contiguous():
+            raise MismatchError(f"cu_tokens is [{rows + 1}] int32, not {list(cu_tokens.shape)} {cu_tokens.dtype}.")
+        if cu_tokens.device != keys.device:
+            raise MismatchError(f"cu_tokens on {cu_tokens.device}, keys on {keys.device}.")
+    tokens = 0 if cu_tokens is not None else keys.shape[2]
+    if isinstance(starts, torch.Tensor):
+        if starts.shape != (rows,) or starts.device != keys.device or not starts.is_contiguous():
+            raise MismatchError(f"starts is [{rows}] on {keys.device}, not {list(starts.shape)}.")
+    elif not 0 <= starts <= blocks * layout.block_size - tokens:
+        raise MismatchError(f"{tokens} tokens from {starts} on do not fit {blocks} blocks.")
+
+
+def _check(
+    keys: torch.Tensor, values: torch.Tensor, layout: Layout, addresses: torch.Tensor, *, packed: bool = False
+) -> None:
     rows = addresses.shape[0]
     for x, heads, dim in ((keys, layout.k_heads, layout.k_dim), (values, layout.v_heads, layout.v_dim)):
-        if x.dim() != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (rows, heads, dim) or x.shape[2] != keys.shape[2]:
-            raise MismatchError(f"Keys or values of [{rows}, {heads}, tokens, {dim}] were given as {list(x.shape)}.")
+        shape = x.shape
+        if packed:
+            fits, form = len(shape) == 3 and shape[1:] == (heads, dim) and shape[0] == keys.shape[0], "tokens, {}, {}"
+        else:
+            fits = len(shape) == 4 and (shape[0], shape[1], shape[3]) == (rows, heads, dim)
+            fits, form = fits and shape[2] == keys.shape[2], f"{rows}, {{}}, tokens, {{}}"
+        if not fits:
+            raise MismatchError(f"Keys or values of [{form.format(heads, dim)}] were given as {list(shape)}.")
         if x.dtype != layout.dtype or x.element_size() not in _BITS:
             raise MismatchError(f"Keys or values in {x.dtype} for blocks in {layout.dtype}.")
         if x.device != addresses.device:

@@ -30,7 +30,7 @@ def _move(source, target, ok, source_dim, target_dim, DIM: tl.constexpr, WIDTH: 
 
 
 _DENSE = {
-    "i32": "tokens tiles blocks start",
+    "i32": "tokens tiles blocks start rows",
     "i64": "key_row key_head key_token value_row value_head value_token addresses_row positions_row",
 }
 
@@ -41,10 +41,12 @@ def append(
     values,
     addresses,
     starts,
+    cu_tokens,
     start,  # of every row, where `starts` is None
-    tokens,
-    tiles,
     addresses_row,
+    rows,
+    tokens,  # of every row; with `cu_tokens`, of all
+    tiles,
     key_row,
     key_head,
     key_token,
@@ -66,18 +68,30 @@ def append(
     DENSE_ALIGN: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """New tokens of one head of one row into the blocks that the table names; blocks at address 0 are left out."""
+    """New tokens of one head of one row into the blocks that the table names; blocks at address 0 are left out.
+
+    With `cu_tokens`, a program takes TOKENS tokens of all rows, one after the other, and finds each token's row.
+    """
     HEADS: tl.constexpr = K_HEADS if K_HEADS > V_HEADS else V_HEADS
     dtype: tl.constexpr = keys.dtype.element_ty
     BYTES: tl.constexpr = dtype.primitive_bitwidth // 8
     pid = tl.program_id(0)
     head = (pid // tiles % HEADS).to(tl.int64)
-    row = (pid // (tiles * HEADS)).to(tl.int64)
     token = (pid % tiles * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    if starts is not None:
-        start = tl.load(starts + row)
-    slot = start + token
-    address = tl.load(addresses + row * addresses_row + slot // SIZE, mask=token < tokens, other=0)
+    live = token < tokens
+    if cu_tokens is None:
+        row = (pid // (tiles * HEADS)).to(tl.int64)
+        slot = token
+        if starts is not None:
+            start = tl.load(starts + row)
+    else:
+        row = _row_of(cu_tokens, token, rows, 128)
+        live = live & (row < rows)
+        slot = token - tl.load(cu_tokens + row, mask=live, other=0)
+        if starts is not None:
+            start = tl.load(starts + row, mask=live, other=0)
+    slot += start
+    address = tl.load(addresses + row * addresses_row + slot // SIZE, mask=live, other=0)
     written = address != 0
     inner = head * SIZE + slot % SIZE
     if head < K_HEADS:
@@ -89,6 +103,17 @@ def append(
         target = address + VALUES * BYTES + inner * (V_DIM * BYTES)
         target = tl.multiple_of((target).to(tl.pointer_type(dtype)), V_ALIGN)
         _move(tl.multiple_of(source, DENSE_ALIGN), target, written, value_dim, 1, V_DIM, V_WIDTH)
+
+
+@triton.jit
+def _row_of(cu_tokens, token, rows, STEP: tl.constexpr):
+    """How many rows end at or before each token: which row it belongs to, where that is less than `rows`."""
+    row = tl.zeros_like(token)
+    for first in range(0, bound(rows), STEP):
+        i = first + tl.arange(0, STEP)
+        end = tl.load(cu_tokens + 1 + i, mask=i < rows, other=2147483647)
+        row += tl.sum((end[None, :] <= token[:, None]).to(tl.int64), 1)
+    return row
 
 
 @typed(**_DENSE)

@@ -1,4 +1,4 @@
-"""What is launched: whether Triton runs at all, the tiles of its programs, how many share a context, alignments."""
+"""Launching: whether Triton runs at all, compiled programs, how many programs share a context, alignments."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 import platform
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ from kvtier.kernels.tables import Layout
 #: Chooses what runs: "triton" (also in Triton's interpreter, on a CPU), "torch" (the reference); unset: what there is.
 VARIABLE = "KVTIER_KERNELS"
 
-#: Programs per multiprocessor that a call of few tiles is split into, about, where that was not measured.
+#: Programs per multiprocessor that a low-query call is split into, about, where calibration stored no other number.
 PROGRAMS = 4
 #: Parts of a context at most, and tokens of one at least.
 MOST_PARTS, _LEAST_TOKENS = 128, 256
 
-#: What Triton takes for a yes.
+#: The values of TRITON_INTERPRET that Triton takes for yes.
 _YES = ("1", "true", "on", "yes", "y")
 
 
@@ -47,26 +47,26 @@ def available(device: torch.device) -> bool:
 
 
 @functools.cache
-def _available(device: torch.device, wish: str, interpreted: bool, installed: bool) -> bool:
-    if wish not in ("", "triton", "torch"):
-        raise ConfigError(f"{VARIABLE}={wish!r}: it is 'triton' or 'torch', or not set.")
-    if wish == "torch":
+def _available(device: torch.device, setting: str, interpreted: bool, installed: bool) -> bool:
+    if setting not in ("", "triton", "torch"):
+        raise ConfigError(f"{VARIABLE}={setting!r}: it is 'triton' or 'torch', or not set.")
+    if setting == "torch":
         return False
     if not installed:
-        if wish:
+        if setting:
             raise ConfigError(f"{VARIABLE}=triton, but Triton is not installed: pip install 'kvtier[cuda]'.")
         return False
     if device.type != "cuda":
-        return device.type == "cpu" and bool(wish) and interpreted
+        return device.type == "cpu" and bool(setting) and interpreted
     if interpreted:
         reason = "TRITON_INTERPRET is set: interpreted programs cannot read a CUDA device's memory."
-        if wish:
+        if setting:
             raise ConfigError(reason)
         _warn_of_torch(device, reason)
         return False
     if torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    if wish:
+    if setting:
         return True
     if capturing(device):  # an error is not kept: the next call asks again
         raise UnsupportedError(
@@ -108,7 +108,7 @@ def _installed() -> bool:
 
 @functools.cache
 def machine(device: torch.device) -> str:
-    """The device and the versions that a value measured on `device` depends on, as `kvtier.measured` is asked."""
+    """The device and the versions that a value measured on `device` depends on, for `kvtier.profile`."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         name = f"{torch.cuda.get_device_name(device)}, capability {major}.{minor}, {_processor()}"
@@ -140,6 +140,11 @@ def numbered(device: torch.device) -> torch.device:
     return device
 
 
+def device_index(device: torch.device) -> int | None:
+    """The number of a CUDA device; None of others."""
+    return device.index if device.type == "cuda" else None
+
+
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device: make `device` that."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
@@ -148,7 +153,7 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured there: then nothing can be measured, and what is launched is replayed."""
+    """Whether a CUDA graph is being captured there: launches will be replayed, and nothing may be waited for."""
     if device.type != "cuda":
         return False
     with on(device):
@@ -156,32 +161,38 @@ def capturing(device: torch.device) -> bool:
 
 
 class Launcher:
-    """A Triton program and what is compiled into it: after its first launch, without what Triton does for each.
+    """A Triton program with its constants. After the first launch, without what Triton does for each.
 
     Triton finds the compiled program of a launch by looking at all arguments, which takes longer than everything else.
-    Here whoever keeps a launcher answers for that: its launches differ in numbers and addresses only, not in dtypes,
-    nor in what is None, nor in what is compiled in.
+    The owner of a launcher guarantees that all of its launches are of one variant: same device, same dtypes, the same
+    arguments None; only addresses and other numbers differ.
     """
 
-    __slots__ = ("_compiled", "_constants", "_options", "_program", "_values")
+    __slots__ = ("_constants", "_launch", "_options", "_program")
 
     def __init__(self, program: Any, constants: dict[str, Any], **options: int) -> None:
         self._program = program
         self._constants = constants
-        # Otherwise a later Triton would make two roundings of a product and a sum, where there is one now.
+        # Otherwise a later Triton would round products before it adds them, where now it rounds once.
         self._options = {"enable_fp_fusion": True} | options
-        self._compiled: Any = None
-        self._values: tuple[Any, ...] = ()
+        self._launch: Callable[..., None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether tensors may be given as addresses. The first launch, and Triton's interpreter, need the tensors."""
+        return self._launch is not None
 
     def __call__(self, count: int, *args: Any) -> None:
-        """Launch `count` programs on the current stream of the current device, always the same device."""
-        if self._compiled is not None:
-            self._compiled[(count, 1, 1)](*args, *self._values)
+        """Launch `count` programs on the current stream of the current device."""
+        if self._launch is not None:
+            self._launch(count, *args)
             return
         compiled = self._first(count, args)
         if hasattr(compiled, "packed_metadata"):  # the interpreter returns nothing
-            self._values = tuple(self._constants[x] for x in self._program.arg_names if x in self._constants)
-            self._compiled = compiled
+            from kvtier.kernels import programs
+
+            constants = (self._constants[x] for x in self._program.arg_names if x in self._constants)
+            self._launch = programs.relauncher(compiled, tuple(constants))
 
     def _first(self, count: int, args: tuple[Any, ...]) -> Any:
         """A launch by Triton itself; with fewer stages where the device has no shared memory for all of them.
@@ -201,57 +212,7 @@ class Launcher:
                 self._options["num_stages"] = max(1, stages - 2)
 
 
-# Tiles
-
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """The tile of a program: ROWS (query, head) rows by TOKENS tokens, and how Triton lays it out."""
-
-    rows: int
-    tokens: int
-    warps: int
-    stages: int
-    few: bool
-
-
-def configuration(k_dim: int, v_dim: int, itemsize: int, rows: int) -> Configuration:
-    """The tile for so many (query, head of a group) rows of a KV head.
-
-    Keys and values wait for the address of their block, whose load takes half of the stages: of five, the next tile is
-    read while one is computed on, of three or four, none is. Where five do not fit, `Launcher` takes fewer.
-    """
-    widest = max(sum(chunks(k_dim)), sum(chunks(v_dim)))
-    # Products in fp32 are made without tensor cores, and take registers by the width of a head.
-    tokens = (32 if widest <= 128 else 16) if itemsize == 4 else 64 if widest <= 128 else 32 if widest <= 256 else 16
-    if rows <= 16 or (itemsize == 4 and widest > 128):
-        # In fp32 even one buffer for such heads is more than the smallest devices have room for.
-        stages = 1 if itemsize == 4 and widest > 256 else 5
-        return Configuration(16, tokens, 4 if widest <= 256 else 8, stages, rows <= 16)
-    if rows <= 32 or widest > 256 or itemsize == 4:
-        tokens = 16 if itemsize == 4 and widest > 96 else tokens
-        stages = 3 if itemsize == 4 else 5
-        return Configuration(32, tokens, 8 if itemsize == 4 or widest > 256 else 4, stages, rows <= 32)
-    if rows <= 64 or widest > 128:
-        return Configuration(64, tokens, 4 if widest <= 128 else 8, 5, rows <= 64)
-    return Configuration(128, tokens, 8, 5, False)
-
-
-def width(rows: int) -> int:
-    """Of calls with so many (query, head of a group) rows, one that stands for all that get the same tile."""
-    return min(power_of_two(max(rows, 16)), 128)
-
-
-def chunks(dim: int) -> tuple[int, int]:
-    """Two powers of two that hold `dim` columns, the second possibly 0; tensor cores want 16 at least.
-
-    A head of 80 is 64 and 16, of 96 is 64 and 32, of 576 is 512 and 64: nothing is computed in vain.
-    """
-    main = 1 << (dim.bit_length() - 1)
-    if main == dim or main < 16:
-        return max(16, power_of_two(dim)), 0
-    rest = max(16, power_of_two(dim - main))
-    return (2 * main, 0) if rest == main else (main, rest)
+# Shapes
 
 
 def power_of_two(n: int) -> int:
@@ -274,7 +235,7 @@ def block_alignment(layout: Layout) -> dict[str, int]:
 
 
 def factor(n: int) -> int:
-    """The greatest power of two, at most 16, that `n` is a multiple of."""
+    """The greatest power of two, at most 16, that `n` is a multiple of: of bytes, an alignment."""
     return (n | 16) & -(n | 16)
 
 
@@ -282,10 +243,10 @@ def parts_of(busy: int, tokens: int, device: torch.device, programs: int = PROGR
     """Parts of a context for a call of `busy` programs over at most so many tokens; a power of two.
 
     Args:
-        programs: wanted for each multiprocessor.
+        programs: for each multiprocessor, about.
     """
-    wanted = min(MOST_PARTS, programs * _processors(device) // busy, tokens // _LEAST_TOKENS)
-    return 1 << max(wanted, 1).bit_length() - 1
+    parts = min(MOST_PARTS, programs * _processors(device) // busy, tokens // _LEAST_TOKENS)
+    return 1 << max(parts, 1).bit_length() - 1
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Attention through block tables on the device, and the merge of parts: which programs, how many, and on what.
+"""Attention through block tables on the device, and the merge of parts: checks, allocates, launches.
 
 Paged attention is vLLM's (Kwon et al., SOSP 2023), for any number of queries per sequence as in Pensieve, section 4.4;
 contexts are split over programs and merged by log-sum-exp as in flash-decoding.
@@ -6,17 +6,17 @@ contexts are split over programs and merged by log-sum-exp as in flash-decoding.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from kvtier.errors import MismatchError
-from kvtier.kernels import launch, reference, tables, tuning
-from kvtier.kernels.launch import alignment, available, chunks
+from kvtier.kernels import forms, launch, reference, tables, tiles
+from kvtier.kernels.forms import AttendForm, MergeForm, Variants
+from kvtier.kernels.launch import alignment, available
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable, Layout
+from kvtier.kernels.tiles import Choice, Kind, Option
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKS = (torch.bool, *DTYPES)
@@ -35,17 +35,17 @@ def attend(
     lse: torch.Tensor | None = None,
     parts: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the last tokens of each sequence over those of its tokens that lie in a table's blocks.
+    """Attention of the last tokens of each sequence over those of its tokens that are in a table's blocks.
 
     Nothing waits for the device, and nothing is compiled again when a context, a batch or a table grows. No gradients.
 
     Args:
         query: `[rows, heads, queries, k_dim]`, any strides; or `[total_queries, heads, k_dim]`, those of all rows
             one after the other, with `cu_queries`. In the layout's dtype: fp32, bf16 or fp16.
-        table: where the blocks lie; a row for each sequence.
+        table: the blocks; a row for each sequence.
         layout: of each block; as many heads of values as of keys, and `heads` a multiple of it.
         lengths: tokens of each sequence, those of this call included, `[rows]` integers on the query's device, or one
-            number for all. Tokens at positions from there on do not exist, whatever lies there.
+            number for all. What the blocks hold at positions from there on is not read.
         params: scale, masks and biases; tensors on the query's device. `mask` has room for the longest sequence, and
             in a ragged batch for `max_queries` queries, each row's from the first on. Sinks are counted once: in one
             of several calls over parts of the same sequences only.
@@ -65,6 +65,7 @@ def attend(
         MismatchError: shapes, dtypes or devices that do not fit.
     """
     _check(query, table, layout, lengths, params, cu_queries)
+    most = _most_queries(query, params, cu_queries, max_queries)
     shape = (*query.shape[:-1], layout.v_dim)
     if out is None:
         out = torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -76,174 +77,104 @@ def attend(
         raise MismatchError(f"lse is {list(shape[:-1])} float32, not {list(lse.shape)} {lse.dtype}.")
     if not out.numel():
         return out, lse
-    most = shape[2] if cu_queries is None else max(1, min(shape[0], shape[0] if max_queries is None else max_queries))
-    if params.mask is not None and 1 < params.mask.shape[2] < most:
-        raise MismatchError(f"A mask for {params.mask.shape[2]} queries, where a row may have {most}.")
     if not available(query.device):
         return tables.attend(
             query, table, layout, lengths, params, cu_queries=cu_queries, max_queries=most, out=out, lse=lse
         )
-    group = shape[1] // layout.k_heads
-    kind = _kind(layout, query.device, group, launch.width(most * group))
-    _launch(kind, query, table, layout, lengths, params, cu_queries, most, parts, out, lse)
+    variants = _variants_of(layout, query, most)
+    form = AttendForm(variants, query, table, lengths, params, cu_queries, max_queries, most, out, lse, parts)
+    form.launch(query, table, lengths, params, cu_queries, out, lse)
     return out, lse
 
 
-def _launch(
-    kind: _Kind,
-    query: torch.Tensor,
-    table: AddressTable,
-    layout: Layout,
-    lengths: torch.Tensor | int,
-    params: AttentionParams,
-    cu_queries: torch.Tensor | None,
-    most: int,
-    parts: int | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """A call that was checked; `most` queries of a row at most."""
-    rows, blocks = table.addresses.shape
-    ragged = cu_queries is not None
-    device, heads, mask = query.device, query.shape[1], params.mask
-    group, size = kind.group, kind.rows
-    total = query.shape[0] if ragged else rows * most
-    tiles = -(-most * group // size)
-    if parts is None:
-        busy = layout.k_heads * min(rows * tiles, rows + total * group // size)
-        parts = launch.parts_of(busy, blocks * layout.block_size, device, kind.programs)
-    parts = max(1, min(parts, launch.MOST_PARTS))
-    if mask is not None:
-        mask = mask.expand(rows, heads, most if mask.shape[2] == 1 else -1, -1)
+class Prepared:
+    """`attend` for a caller that repeats it, as each layer does at each step.
 
-    # Parts are as the result is, one behind the other, in fp32.
-    target, target_lse, out_step, lse_step = out, lse, 0, 0
-    if parts > 1:
-        target = torch.empty((parts, *out.shape), dtype=torch.float32, device=device)
-        target_lse = torch.empty((parts, *lse.shape), dtype=torch.float32, device=device)
-        out_step, lse_step = target.stride(0), target_lse.stride(0)
-    fixed = None if isinstance(lengths, int) else lengths
-    step = query.stride(-1)
-    out_align = alignment(target)
-    attend = kind.launcher(
-        params,
-        (target.dtype, out_align, alignment(query), step == 1),
-        (fixed, table.counts, table.positions, cu_queries, mask, params.first_valid, params.sinks, params.slopes),
-    )
-    with launch.on(device):
-        attend(
-            rows * parts * layout.k_heads * tiles,
-            query,
-            target,
-            target_lse,
-            table.addresses,
-            table.counts,
-            table.positions,
-            fixed,
-            cu_queries,
-            mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask,
-            params.first_valid,
-            params.sinks,
-            params.slopes,
-            lengths if fixed is None else 0,
-            most,
-            blocks,
-            tiles,
-            parts,
-            *_places(query.stride()[:-1], ragged),
-            step,
-            out_step,
-            *_places(target.stride()[:-1], ragged),
-            lse_step,
-            *_places(target_lse.stride(), ragged),
-            table.addresses.stride(0),
-            0 if table.positions is None else table.positions.stride(0),
-            *((0, 0, 0, 0) if mask is None else mask.stride()),
-            params.scale,
-            float(params.softcap),
-            params.window,
-        )
-        if parts > 1:
-            _merge(target, target_lse, out_step, lse_step, out_align, parts, out, lse)
+    A call like the last one (same shapes, strides, dtypes, device, scale, and the same arguments None) is checked by
+    comparing, and launched as that was; any other is checked and prepared as by `attend`. Tables, lengths,
+    masks and the contents of all tensors may differ. Not for two threads at a time.
 
-
-class _Kind:
-    """Calls over blocks of one layout on one device, of queries that take the same tile, and what was compiled.
-
-    Attributes:
-        group: query heads of a KV head.
-        rows: (query, head of a group) rows of a program.
-        programs: for each multiprocessor, about, where few tiles share a context.
+    Args:
+        layout: of the blocks.
+        dtype: of the results: fp32, bf16 or fp16.
+        option: the tile; None: what is chosen for such calls.
     """
 
-    __slots__ = ("_constants", "_launchers", "_options", "group", "programs", "rows")
+    __slots__ = ("_dtype", "_form", "_layout", "_option")
 
-    def __init__(self, layout: Layout, group: int, option: tuning.Option) -> None:
-        config = option.tile
-        self.group, self.rows, self.programs = group, config.rows, option.programs
-        k_main, k_rest = chunks(layout.k_dim)
-        v_main, v_rest = chunks(layout.v_dim)
-        self._constants: dict[str, Any] = {
-            **{"KV_HEADS": layout.k_heads, "GROUP": group, "SIZE": layout.block_size, "VALUES": layout.k_numel},
-            **{"K_DIM": layout.k_dim, "K_MAIN": k_main, "K_REST": k_rest},
-            **{"V_DIM": layout.v_dim, "V_MAIN": v_main, "V_REST": v_rest},
-            **launch.block_alignment(layout),
-            **{"FEW": config.few, "ROWS": config.rows, "TOKENS": config.tokens},
-        }
-        self._options = {"num_warps": config.warps, "num_stages": config.stages}
-        self._launchers: dict[tuple[Any, ...], launch.Launcher] = {}
+    def __init__(self, layout: Layout, dtype: torch.dtype = torch.float32, *, option: Option | None = None) -> None:
+        self._layout, self._dtype, self._option = layout, dtype, option
+        self._form: AttendForm | None = None
 
-    def launcher(
+    def __call__(
         self,
+        query: torch.Tensor,
+        table: AddressTable,
+        lengths: torch.Tensor | int,
         params: AttentionParams,
-        given: tuple[torch.dtype, int, int, bool],
-        optional: tuple[torch.Tensor | None, ...],
-    ) -> launch.Launcher:
-        """For such a call: all that a program is compiled for beside what this kind has in common.
+        *,
+        cu_queries: torch.Tensor | None = None,
+        max_queries: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `attend`: out, in the dtype that was given, and lse, both new tensors."""
+        form = self._form
+        fits = form is not None and form.fits(query, table, lengths, params, cu_queries, max_queries)
+        if form is None or not fits:
+            return self._prepare(query, table, lengths, params, cu_queries, max_queries)
+        out = torch.empty(form.out_shape, dtype=self._dtype, device=query.device)
+        lse = torch.empty(form.lse_shape, dtype=torch.float32, device=query.device)
+        form.launch(query, table, lengths, params, cu_queries, out, lse)
+        return out, lse
 
-        Args:
-            given: dtype and alignment of the result, alignment of the query, whether it lies as `step` 1.
-            optional: all arguments that may be None.
-        """
-        kinds = [None if x is None else x.dtype for x in optional]
-        key = (*given, params.causal, params.window > 0, params.softcap > 0, *kinds)
-        found = self._launchers.get(key)
-        if found is None:
-            constants = self._constants | {
-                **{"O_ALIGN": given[1], "Q_ALIGN": given[2]},
-                **{"CAUSAL": params.causal, "WINDOW": params.window > 0, "CAP": params.softcap > 0},
-                "ADDED": params.mask is not None and params.mask.dtype != torch.bool,
-            }
-            found = self._launchers[key] = launch.Launcher(programs().attend, constants, **self._options)
-        return found
+    def _prepare(
+        self,
+        query: torch.Tensor,
+        table: AddressTable,
+        lengths: torch.Tensor | int,
+        params: AttentionParams,
+        cu_queries: torch.Tensor | None,
+        max_queries: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = self._layout
+        out = torch.empty((*query.shape[:-1], layout.v_dim), dtype=self._dtype, device=query.device)
+        if not out.numel() or not available(query.device):
+            ragged = {"cu_queries": cu_queries, "max_queries": max_queries}
+            return attend(query, table, layout, lengths, params, out=out, **ragged)  # type: ignore[arg-type]
+        _check(query, table, layout, lengths, params, cu_queries)
+        most = _most_queries(query, params, cu_queries, max_queries)
+        if self._option is None:
+            variants = _variants_of(layout, query, most)
+        else:
+            variants = Variants(layout, query.shape[1] // layout.k_heads, self._option)
+        lse = torch.empty(out.shape[:-1], dtype=torch.float32, device=query.device)
+        form = AttendForm(variants, query, table, lengths, params, cu_queries, max_queries, most, out, lse, None)
+        form.launch(query, table, lengths, params, cu_queries, out, lse)
+        self._form = form
+        return out, lse
 
 
-def _kind(layout: Layout, device: torch.device, group: int, width: int) -> _Kind:
-    key = (layout, device, group, width)
-    found = _kinds.get(key)
-    if found is None:
-        option = tuning.chosen(layout, device, group, width, _prepare).option
-        found = _kinds[key] = _Kind(layout, group, option)
-    return found
+def _most_queries(
+    query: torch.Tensor, params: AttentionParams, cu_queries: torch.Tensor | None, max_queries: int | None
+) -> int:
+    """The most queries of a row that are answered."""
+    if cu_queries is None:
+        return query.shape[2]
+    total = query.shape[0]
+    most = max(1, min(total, total if max_queries is None else max_queries))
+    if params.mask is not None and 1 < params.mask.shape[2] < most:
+        raise MismatchError(f"A mask for {params.mask.shape[2]} queries, where a row may have {most}.")
+    return most
 
 
-_kinds: dict[tuple[Any, ...], _Kind] = {}
+def _variants_of(layout: Layout, query: torch.Tensor, most: int) -> Variants:
+    group = query.shape[1] // layout.k_heads
+    return forms.variants_of(layout, query.device, group, tiles.width(most * group))
 
 
-def choice(layout: Layout, device: torch.device, heads: int, queries: int) -> tuning.Choice:
-    """The tile that calls with so many query heads, and queries of a row, take; measured, if it has to be."""
+def choice(layout: Layout, device: torch.device, heads: int, queries: int) -> Choice:
+    """The tile that calls with so many query heads, and queries of a row, take."""
     group = heads // layout.k_heads
-    return tuning.chosen(layout, device, group, launch.width(queries * group), _prepare)
-
-
-def _prepare(trial: tuning.Trial, option: tuning.Option) -> Callable[[], object]:
-    """The call of a trial with that tile."""
-    _, heads, queries, _ = trial.query.shape
-    kind = _Kind(trial.layout, heads // trial.layout.k_heads, option)
-    out = torch.empty((1, heads, queries, trial.layout.v_dim), dtype=torch.float32, device=trial.query.device)
-    lse = torch.empty((1, heads, queries), dtype=torch.float32, device=trial.query.device)
-    given = (trial.query, trial.table, trial.layout, trial.length, trial.params, None, queries, None, out, lse)
-    return functools.partial(_launch, kind, *given)
+    return tiles.chosen(Kind(layout, group, tiles.width(queries * group)), device)
 
 
 def merge(
@@ -266,7 +197,7 @@ def merge(
     Raises:
         MismatchError: parts that do not fit each other, or `out` that does not fit them.
     """
-    first, first_lse = parts[0]
+    first = parts[0][0]
     shape, device = first.shape, first.device
     for x, x_lse in parts:
         if x.shape != shape or x.dtype != first.dtype or x_lse.shape != shape[:-1]:
@@ -283,71 +214,24 @@ def merge(
     if len(parts) == 1 or not first.numel() or not served or not available(device):
         result, lse = reference.merge(parts)
         return out.copy_(result), lse
+    if len(parts) > forms.MOST_SEPARATE:
+        some = merge(parts[: forms.MOST_SEPARATE], dtype=torch.float32)
+        others = [(x.to(torch.float32), x_lse) for x, x_lse in parts[forms.MOST_SEPARATE :]]
+        return merge([some, *others], out=out)
     lse = torch.empty(shape[:-1], dtype=torch.float32, device=device)
-    merged, merged_lse = first.contiguous(), first_lse.contiguous()
+    outs, lses = [x.contiguous() for x, _ in parts], [x.contiguous() for _, x in parts]
+    # Separate tensors are parts so many elements from the first one.
+    begin, lse_begin, size = outs[0].data_ptr(), lses[0].data_ptr(), first.element_size()
+    offsets = [0] * (2 * forms.MOST_SEPARATE - 2)
+    align = alignment(outs[0])
+    for i, (x, x_lse) in enumerate(zip(outs[1:], lses[1:], strict=True)):
+        offsets[2 * i : 2 * i + 2] = (x.data_ptr() - begin) // size, (x_lse.data_ptr() - lse_begin) // 4
+        align = min(align, alignment(x))
+    given = (first.dtype, align)
+    form = MergeForm(device, given, len(parts), None, shape, out.dtype, alignment(out), out.stride(), lse.stride())
     with launch.on(device):
-        for n, (x, x_lse) in enumerate(parts[1:], 2):
-            last = n == len(parts)
-            target = out if last else torch.empty(shape, dtype=torch.float32, device=device)
-            target_lse = lse if last else torch.empty_like(lse)
-            x, x_lse = x.to(merged.dtype).contiguous(), x_lse.contiguous()
-            # Two tensors are two parts that lie so far from each other.
-            step = (x.data_ptr() - merged.data_ptr()) // x.element_size()
-            lse_step = (x_lse.data_ptr() - merged_lse.data_ptr()) // 4
-            align = min(alignment(merged), alignment(x))
-            _merge(merged, merged_lse, step, lse_step, align, 2, target, target_lse)
-            merged, merged_lse = target, target_lse
+        form.launch(outs[0], lses[0], out, lse, tuple(offsets))
     return out, lse
-
-
-def _merge(
-    outs: torch.Tensor,
-    lses: torch.Tensor,
-    out_step: int,
-    lse_step: int,
-    align: int,
-    parts: int,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Merge contiguous parts that begin `out_step` and `lse_step` elements apart, rows at multiples of `align`."""
-    if out.dim() > 4:
-        out, lse = out.flatten(0, -2), lse.flatten()
-    missing, v_dim = 4 - out.dim(), out.shape[-1]
-    first, second, third = (1,) * missing + out.shape[:-1]
-    few = parts == 2
-    key = (out.device, outs.dtype, out.dtype, align, alignment(out), v_dim, few)
-    found = _merges.get(key)
-    if found is None:
-        columns = min(128, launch.power_of_two(v_dim))
-        constants = {
-            **{"V_DIM": v_dim, "ALIGN": align, "O_ALIGN": alignment(out), "COLUMNS": columns},
-            # All that are read at a time are under way together: many take two rounds at most.
-            **{"MOST": 2 if few else launch.MOST_PARTS, "STEP": 2 if few else 64},
-        }
-        program = launch.Launcher(programs().merge, constants, num_warps=1 if few else 8)
-        found = _merges[key] = program, -(-v_dim // columns)
-    merge, pieces = found
-    numbers = (parts, out_step, lse_step, second, third)
-    none = (0,) * missing
-    places = (*none, *out.stride()[:-1], *none, *lse.stride())
-    merge(first * second * third * pieces, outs, lses, out, lse, *numbers, *places)
-
-
-#: By device, dtypes, alignments, `v_dim`, and whether two parts are merged; with the programs for a row.
-_merges: dict[tuple[Any, ...], tuple[launch.Launcher, int]] = {}
-
-
-def programs() -> Any:
-    """The Triton programs; imported at the first launch."""
-    from kvtier.kernels import programs
-
-    return programs
-
-
-def _places(strides: tuple[int, ...], ragged: bool) -> tuple[int, ...]:
-    """Of rows, heads and queries, from strides whose last are theirs."""
-    return (0, strides[-1], strides[-2]) if ragged else strides[-3:]
 
 
 def _check(

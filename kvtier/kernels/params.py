@@ -1,4 +1,4 @@
-"""What attention does beside softmax(q k) v: the words that every kernel shares."""
+"""Attention parameters: what attention does besides softmax(q k) v. Every kernel takes them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ class AttentionParams:
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing beside the scale, a causal limit and a window."""
+        """Whether there is nothing besides the scale, a causal limit and a window."""
         extras = (self.mask, self.first_valid, self.sinks, self.slopes)
         return not self.softcap and all(x is None for x in extras)

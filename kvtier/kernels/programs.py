@@ -11,9 +11,13 @@ import inspect
 import triton
 import triton.language as tl
 from triton import OutOfResources as OutOfResources  # raised where a device has less than a program takes
+from triton.runtime.driver import driver
 
 #: Triton's interpreter multiplies the bits of bf16 numbers as integers: there, products are made in fp32.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+#: Versions whose way to launch a compiled program `relauncher` knows.
+_KNOWN = ("3.6",)
 
 #: log2(e): scores are kept in units of log2 where that is exact enough, because devices raise to powers of two.
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -24,13 +28,37 @@ def typed(**numbers):
 
     def jit(program):
         every = inspect.signature(program).parameters
-        # What is not annotated are pointers; of their alignment it is told in capitals.
+        # What is not annotated are pointers; their alignment is told by constants.
         pointers = [name for name in every if name not in program.__annotations__]
         types = {name: kind for kind, names in numbers.items() for name in names.split() if name in every}
         program.__annotations__ |= types
         return triton.jit(program, do_not_specialize=[*types], do_not_specialize_on_alignment=pointers)
 
     return jit
+
+
+def relauncher(compiled, constants):
+    """What launches a compiled program again: called with the number of programs and the arguments before `constants`.
+
+    It does what `compiled[grid](*args)` does, without asking Triton for the device and its hooks' metadata each time.
+    Where hooks are set (a profiler's), or Triton is of another version, it calls just that.
+    """
+    version = ".".join(triton.__version__.split(".")[:2])
+    if version not in _KNOWN:
+        return lambda count, *args: compiled[(count, 1, 1)](*args, *constants)
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    device = driver.active.get_current_device()
+    hooks = triton.knobs.runtime
+
+    def launch(count, *args):
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            compiled[(count, 1, 1)](*args, *constants)
+        else:
+            stream = driver.active.get_current_stream(device)
+            run(count, 1, 1, stream, function, packed, None, None, None, *args, *constants)
+
+    return launch
 
 
 @triton.jit
@@ -95,7 +123,7 @@ def _walk(
     # so far: [rows] highest score, [rows] sum of powers, weighted sums of values [rows, V_MAIN] and [rows, V_REST]
     high, total, acc, acc_rest,
     q, q_rest,
-    # slots [lo, hi) of the table's row, lo a multiple of TOKENS; nobody in this tile sees tokens outside [floor, limit)
+    # slots [lo, hi) of the table's row, lo a multiple of TOKENS; tokens outside [floor, limit) are seen by no query
     lo, hi, floor, limit,
     addresses, positions, mask, mask_token,
     # [rows] position of each query, whether there is one, and its slope
@@ -117,7 +145,7 @@ def _walk(
         slot = start + tl.arange(0, TOKENS)
         position = slot
         if SIZE % TOKENS == 0:
-            # The tile lies in one block: one address, and tokens in a row.
+            # The tile is within one block: one address, and tokens in a row.
             block = start // SIZE
             inner = start % SIZE + tl.arange(0, TOKENS)
             address = tl.load(addresses + block)
@@ -135,7 +163,7 @@ def _walk(
             v_at = tl.multiple_of((address + value_offset + inner * (V_DIM * BYTES)).to(pointer), V_ALIGN)
             if positions is not None:
                 position = tl.load(positions + block, mask=there, other=0) * SIZE + inner
-        # What lies behind a sequence may be NaN, which not even a weight of zero removes: it is not read.
+        # Slots behind a sequence may hold NaN, which not even a weight of zero removes: they are not read.
         live = (slot < hi) & (position >= floor) & (position < limit)
 
         none = tl.full([q.shape[0], TOKENS], 0.0, tl.float32)
@@ -149,11 +177,11 @@ def _walk(
         if slope is not None:
             scores += slope[:, None] * (position[None, :] - at[:, None]).to(tl.float32)
         if mask is not None:
-            told = mask[:, None] + position[None, :].to(tl.int64) * mask_token
+            mask_at = mask[:, None] + position[None, :].to(tl.int64) * mask_token
             if ADDED:
-                scores += tl.load(told, mask=live_row[:, None] & live[None, :], other=0.0).to(tl.float32)
+                scores += tl.load(mask_at, mask=live_row[:, None] & live[None, :], other=0.0).to(tl.float32)
             else:
-                shown = tl.load(told, mask=live_row[:, None] & live[None, :], other=0)
+                shown = tl.load(mask_at, mask=live_row[:, None] & live[None, :], other=0)
                 scores = tl.where(shown != 0, scores, float("-inf"))
         if EDGE:
             seen = live[None, :]
@@ -179,18 +207,19 @@ def _walk(
 
 @typed(
     i32="length queries blocks tiles parts window",
-    i64="query_row query_head query_token out_part out_row out_head out_token lse_part lse_row lse_head lse_token "
-    "addresses_row positions_row mask_row mask_head mask_query mask_token",
+    i64="query_row query_head query_token query_dim out_part out_row out_head out_token "
+    "lse_part lse_row lse_head lse_token addresses_row positions_row mask_row mask_head mask_query mask_token",
     fp32="scale cap",
 )
 def attend(
     query, out, lse, addresses, counts, positions, lengths, cu_queries, mask, first_valid, sinks, slopes,
-    # of every sequence, where there are no `lengths`, `counts`; with `cu_queries`, the most queries that are answered
-    length, queries, blocks,
-    tiles, parts,
-    # strides
+    # What changes while a batch decodes. Tokens and blocks of every sequence, where there are no `lengths`, `counts`;
+    # strides of the table and of the mask
+    length, blocks, addresses_row, positions_row, mask_row, mask_head, mask_query, mask_token,
+    # What does not. With `cu_queries`, `queries` are the most that are answered of a sequence; then strides
+    queries, tiles, parts,
     query_row, query_head, query_token, query_dim, out_part, out_row, out_head, out_token,
-    lse_part, lse_row, lse_head, lse_token, addresses_row, positions_row, mask_row, mask_head, mask_query, mask_token,
+    lse_part, lse_row, lse_head, lse_token,
     scale, cap, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     # head sizes, and the powers of two that they are made of
@@ -200,10 +229,12 @@ def attend(
     SIZE: tl.constexpr, VALUES: tl.constexpr,
     # bytes that every query, result, key and value begins at a multiple of
     Q_ALIGN: tl.constexpr, O_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, V_ALIGN: tl.constexpr,
-    # what is asked for; ADDED: the mask is added, not a choice
+    # whether `query_dim` is 1
+    Q_ROWS: tl.constexpr,
+    # the attention parameters; ADDED: the mask is added, not a choice
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ADDED: tl.constexpr,
     # so few queries that it does not pay to find out which tiles all of them see
-    FEW: tl.constexpr,
+    LOW_QUERY: tl.constexpr,
     # the tile
     ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):
@@ -268,7 +299,7 @@ def attend(
     else:
         lo = 0
         hi = blocks * SIZE
-        if not FEW:
+        if not LOW_QUERY:
             # A block begins before a token, or ends at or before it.
             hi = _below(positions, blocks, (tl.maximum(limit, 0) + SIZE - 1) // SIZE, 256) * SIZE
             all_hi = _below(positions, blocks, all_limit // SIZE, 256) * SIZE
@@ -282,20 +313,21 @@ def attend(
     hi = tl.maximum(tl.minimum(hi, lo + share), lo)
     inner_lo = hi
     inner_hi = hi
-    if not FEW:
+    if not LOW_QUERY:
         inner_lo = tl.minimum(tl.maximum(tl.cdiv(all_lo, TOKENS) * TOKENS, lo), hi)
         inner_hi = tl.maximum(tl.minimum(all_hi // TOKENS * TOKENS, hi), inner_lo)
 
     query_at = query + row * query_row + head * query_head + (begin + i).to(tl.int64) * query_token
-    if query_dim == 1:
+    if Q_ROWS:
         query_at = tl.multiple_of(query_at, Q_ALIGN)
+        query_dim = 1
     d = tl.arange(0, K_MAIN)
     q = tl.load(query_at[:, None] + (d * query_dim)[None, :], mask=live_row[:, None] & (d < K_DIM)[None, :], other=0.0)
     q_rest = q
     if K_REST:
         d = K_MAIN + tl.arange(0, K_REST)
-        there = live_row[:, None] & (d < K_DIM)[None, :]
-        q_rest = tl.load(query_at[:, None] + (d * query_dim)[None, :], mask=there, other=0.0)
+        live_dim = live_row[:, None] & (d < K_DIM)[None, :]
+        q_rest = tl.load(query_at[:, None] + (d * query_dim)[None, :], mask=live_dim, other=0.0)
 
     if mask is not None:
         mask += row * mask_row + head * mask_head + i.to(tl.int64) * mask_query
@@ -324,7 +356,7 @@ def attend(
     value_offset = VALUES * BYTES + kv_head * (SIZE * V_DIM * BYTES)
     # Tiles that some queries see in part, tiles that all see whole, and again in part.
     for phase in tl.static_range(3):
-        if (phase == 0 and (FEW or WINDOW or first_valid is not None)) or (phase > 0 and not FEW):
+        if (phase == 0 and (LOW_QUERY or WINDOW or first_valid is not None)) or (phase > 0 and not LOW_QUERY):
             from_slot = lo if phase == 0 else inner_lo if phase == 1 else inner_hi
             to_slot = inner_lo if phase == 0 else inner_hi if phase == 1 else hi
             high, total, acc, acc_rest = _walk(
@@ -353,10 +385,10 @@ def attend(
         tl.store(out_at + d, _round(acc_rest * share_of[:, None], result), mask=live_row[:, None] & (d < V_DIM))
 
 
-@typed(i32="parts second third", i64="out_step lse_step a b c la lb lc")
+@typed(i32="parts second third", i64="out_1 lse_1 out_2 lse_2 out_3 lse_3 a b c la lb lc")
 def merge(
-    # part p begins p * out_step and p * lse_step elements behind the first one
-    outs, lses, out, lse, parts, out_step, lse_step,
+    # Part p begins out_p and lse_p elements behind the first one; where not SEPARATE, p * out_1 and p * lse_1
+    outs, lses, out, lse, parts, out_1, lse_1, out_2, lse_2, out_3, lse_3,
     # rows are numbered through three dimensions: the sizes of the last two, the strides of `out` and of `lse`
     second, third, a, b, c, la, lb, lc,
     V_DIM: tl.constexpr,
@@ -364,6 +396,8 @@ def merge(
     ALIGN: tl.constexpr, O_ALIGN: tl.constexpr,
     # columns of a program; parts there may be, and parts read at a time
     COLUMNS: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr,
+    # parts are at most four tensors, anywhere
+    SEPARATE: tl.constexpr,
 ):
     """Some columns of one row: the parts' results, weighted by their shares of the sum."""
     CHUNKS: tl.constexpr = (V_DIM + COLUMNS - 1) // COLUMNS
@@ -372,7 +406,7 @@ def merge(
     d = pid % CHUNKS * COLUMNS + tl.arange(0, COLUMNS)
 
     every = tl.arange(0, MOST).to(tl.int64)
-    each = tl.load(lses + every * lse_step + row, mask=every < parts, other=float("-inf"))
+    each = tl.load(lses + _behind(every, lse_1, lse_2, lse_3, SEPARATE) + row, mask=every < parts, other=float("-inf"))
     high = tl.max(each, 0)
     base = tl.where(high == float("-inf"), 0.0, high)
     total = tl.sum(tl.exp(each - base), 0)
@@ -381,10 +415,11 @@ def merge(
     acc = tl.full([COLUMNS], 0.0, tl.float32)
     for start in range(0, bound(parts), STEP):
         part = start + tl.arange(0, STEP).to(tl.int64)
-        weights = tl.exp(tl.load(lses + part * lse_step + row, mask=part < parts, other=float("-inf")) - base)
+        part_lse = lses + _behind(part, lse_1, lse_2, lse_3, SEPARATE) + row
+        weights = tl.exp(tl.load(part_lse, mask=part < parts, other=float("-inf")) - base)
         # An empty part's numbers are not read.
         used = (weights != 0.0)[:, None] & (d < V_DIM)[None, :]
-        at = tl.multiple_of(outs + part * out_step + row * V_DIM, ALIGN)
+        at = tl.multiple_of(outs + _behind(part, out_1, out_2, out_3, SEPARATE) + row * V_DIM, ALIGN)
         x = tl.load(at[:, None] + d[None, :], mask=used, other=0.0)
         acc += tl.sum(x.to(tl.float32) * weights[:, None], 0)
     acc = acc / tl.where(nothing, 1.0, total)
@@ -397,3 +432,12 @@ def merge(
     if pid % CHUNKS == 0:
         together = base + tl.log(tl.where(nothing, 1.0, total))
         tl.store(lse + i * la + j * lb + k * lc, tl.where(nothing, float("-inf"), together))
+
+
+@triton.jit
+def _behind(part, first, second, third, SEPARATE: tl.constexpr):
+    """Elements from the begin of part 0 to that of `part`."""
+    offset = part * first
+    if SEPARATE:
+        offset = tl.where(part == 2, second, tl.where(part == 3, third, offset))
+    return offset

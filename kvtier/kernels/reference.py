@@ -101,7 +101,7 @@ def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Ten
 
 
 def merge_stacked(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge` of parts that lie in one tensor each: `[parts, ..., queries, v_dim]` and `[parts, ..., queries]`."""
+    """`merge` of parts stacked in one tensor each: `[parts, ..., queries, v_dim]` and `[parts, ..., queries]`."""
     lses = lses.to(torch.promote_types(lses.dtype, torch.float32))
     lse = torch.logsumexp(lses, 0)
     shares = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0)).unsqueeze(-1)

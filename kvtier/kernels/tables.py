@@ -1,6 +1,6 @@
-"""Blocks named by address: the table that kernels read, and in plain torch whatever the Triton programs do with it.
+"""Blocks named by address: the table that kernels read, and in plain torch what the Triton programs do with it.
 
-Every function here has the signature and the results of its namesake in `paged` or `copies`, which say what they are.
+Every function here has the signature and the results of its namesake in `paged` or `copies`, which document them.
 They read addresses on the host, so on a CUDA device they wait for it: they are for machines and tests without Triton.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from kvtier.kernels.params import AttentionParams
 
 
 class Layout(Protocol):
-    """How a block lies in memory: keys `[k_heads, block_size, k_dim]`, values `[v_heads, block_size, v_dim]` behind."""
+    """A block in memory: keys `[k_heads, block_size, k_dim]`, then values `[v_heads, block_size, v_dim]`."""
 
     @property
     def k_heads(self) -> int: ...
@@ -40,7 +40,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AddressTable:
-    """Some blocks of each sequence of a batch, on the device that reads them.
+    """Some blocks of each sequence of a batch, on the device that reads them. It never changes.
 
     Attributes:
         addresses: `[rows, blocks]` int64, where the blocks begin, in memory that the device can read: its own, or
@@ -48,24 +48,41 @@ class AddressTable:
         counts: `[rows]` int32, how many of a row's addresses count; None: all. The others are not looked at.
         positions: `[rows, blocks]` int32, which block of its sequence each is, rising: token `t` of a block at
             position `i` is token `i * block_size + t` of the sequence. None: 0, 1, 2, ...
+        blocks: of each row, those that do not count included.
+        form: (device, rows, whether there are counts, whether there are positions): what a launch depends on.
+        pointers: where addresses, counts and positions begin in memory; None for what there is not.
+        strides: from row to row of addresses and positions, in elements.
     """
 
     addresses: torch.Tensor
     counts: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    blocks: int = field(init=False, repr=False, compare=False)
+    form: tuple[torch.device, int, bool, bool] = field(init=False, repr=False, compare=False)
+    pointers: tuple[int, int | None, int | None] = field(init=False, repr=False, compare=False)
+    strides: tuple[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         a = self.addresses
         if a.dim() != 2 or a.dtype != torch.int64 or (a.numel() and a.stride(1) != 1):
-            raise MismatchError(f"Addresses are [rows, blocks] int64 with rows contiguous, not {_said(a)}.")
+            raise MismatchError(f"Addresses are [rows, blocks] int64 with rows contiguous, not {_shown(a)}.")
         for name, shape in (("counts", a.shape[:1]), ("positions", a.shape)):
             x = getattr(self, name)
             if x is None:
                 continue
             if x.shape != shape or x.dtype != torch.int32 or x.device != a.device or (x.numel() and x.stride(-1) != 1):
                 raise MismatchError(
-                    f"{name.capitalize()} are {list(shape)} int32 on {a.device} with rows contiguous, not {_said(x)}."
+                    f"{name.capitalize()} are {list(shape)} int32 on {a.device} with rows contiguous, not {_shown(x)}."
                 )
+        counts, positions = self.counts, self.positions
+        found = {
+            "blocks": a.shape[1],
+            "form": (a.device, a.shape[0], counts is not None, positions is not None),
+            "pointers": (a.data_ptr(), *(None if x is None else x.data_ptr() for x in (counts, positions))),
+            "strides": (a.stride(0), 0 if positions is None else positions.stride(0)),
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
 
 def attend(
@@ -109,16 +126,27 @@ def attend(
 
 
 def append(
-    keys: torch.Tensor, values: torch.Tensor, addresses: torch.Tensor, layout: Layout, starts: torch.Tensor | int
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    addresses: torch.Tensor,
+    layout: Layout,
+    starts: torch.Tensor | int,
+    *,
+    cu_tokens: torch.Tensor | None = None,
 ) -> None:
     """See `copies.append`."""
+    bounds = None if cu_tokens is None else cu_tokens.tolist()
     for row, blocks in enumerate(addresses.tolist()):
         start = int(starts if isinstance(starts, int) else starts[row])
-        for token, index, inner, count in _spans(start, keys.shape[2], layout.block_size):
+        if bounds is None:
+            new_keys, new_values = keys[row], values[row]
+        else:
+            new_keys, new_values = (x[bounds[row] : bounds[row + 1]].transpose(0, 1) for x in (keys, values))
+        for token, index, inner, count in _spans(start, new_keys.shape[1], layout.block_size):
             if blocks[index]:
                 k, v = block_at(blocks[index], layout, addresses.device)
-                k[:, inner : inner + count] = keys[row, :, token : token + count]
-                v[:, inner : inner + count] = values[row, :, token : token + count]
+                k[:, inner : inner + count] = new_keys[:, token : token + count]
+                v[:, inner : inner + count] = new_values[:, token : token + count]
 
 
 def gather(table: AddressTable, layout: Layout, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -146,7 +174,7 @@ def copy_blocks(
 
 
 def memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """The `nbytes` bytes at an address of the host, or of a CUDA device, `uint8`; whoever asks keeps them alive."""
+    """The `nbytes` bytes at an address of the host, or of a CUDA device, `uint8`; the caller keeps them alive."""
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
     return torch.as_tensor(_CudaMemory(address, nbytes), device=device)
@@ -228,5 +256,5 @@ def _spans(start: int, count: int, size: int) -> Iterator[tuple[int, int, int, i
         done += here
 
 
-def _said(x: torch.Tensor) -> str:
+def _shown(x: torch.Tensor) -> str:
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}, strides {list(x.stride())}"

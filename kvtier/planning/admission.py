@@ -1,44 +1,84 @@
-"""Whether a step fits, asked before anything of it is done. Pure functions of bytes."""
+"""What a step needs, in bytes: the one answer, for admission and for the error. Pure arithmetic.
+
+On a device tier every sealed block can leave for the host, so it needs room only for what cannot: the blocks that are
+being filled, what one layer is read through, and one slot through which blocks are sealed, fetched and evicted. The
+host needs room for everything else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+#: Slots are multiples of so many bytes.
+_GRAIN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What a step needs on one device, in bytes.
+class Claim:
+    """What one cache may take on one compute device until its next forward begins, in bytes.
 
     Attributes:
-        held: blocks of all layers before it.
-        coming: blocks that its layers will add, those to come included.
-        room: what one layer is read through.
-        tails: blocks that will be open after it, which cannot leave the device.
-        slot: a block.
-        seals: whether there are full blocks, which pass through a slot more on their way down and up.
+        held: all blocks it will hold, those of layers to come included.
+        filling: blocks that are being filled at the same time, at the most: they cannot leave.
+        room: what one layer's KV is read through.
+        slot: its largest block, if any of its blocks are sealed; else 0.
+        smallest: its smallest block.
     """
 
-    held: int
-    coming: int
-    room: int
-    tails: int
-    slot: int
-    seals: bool
+    held: int = 0
+    filling: int = 0
+    room: int = 0
+    slot: int = 0
+    smallest: int = 0
 
-    def alone(self) -> int:
-        """Bytes of the only tier there is."""
-        return self.held + self.coming + self.room
+    def union(self, other: Claim) -> Claim:
+        """What is enough for both."""
+        smallest = [x.smallest for x in (self, other) if x.slot]
+        return Claim(
+            max(self.held, other.held),
+            max(self.filling, other.filling),
+            max(self.room, other.room),
+            max(self.slot, other.slot),
+            min(smallest, default=0),
+        )
 
-    def near(self) -> int:
-        """Bytes of the device tier, where all that can leave it leaves."""
-        return self.room + self.tails + self.seals * self.slot
 
-    def far(self, near_limit: int) -> int:
-        """Bytes of the tier below a device tier of `near_limit` bytes, which holds the rest but for one free slot."""
-        kept = (near_limit - self.room) // self.slot * self.slot - self.slot
-        return self.held + self.coming - kept
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What all claims on one compute device need together.
+
+    Attributes:
+        device: bytes of its device tier, at the least.
+        host: bytes of the host, given that device tier.
+    """
+
+    device: int
+    host: int
+
+
+def demand(claims: Iterable[Claim], device_limit: int | None) -> Demand:
+    """What claims on one compute device need.
+
+    Args:
+        claims: of every cache that uses it.
+        device_limit: bytes of its device tier; None where there is none.
+    """
+    claims = list(claims)
+    held = sum(claim.held for claim in claims)
+    room = sum(claim.room for claim in claims)
+    if device_limit is None:
+        return Demand(0, held + room)
+    slot = max((claim.slot for claim in claims), default=0)
+    smallest = min((claim.smallest for claim in claims if claim.slot), default=slot)
+    device = sum(claim.filling for claim in claims) + room + slot
+    # All but the slot that blocks pass through holds blocks, but for what is less than a block of the largest size.
+    kept = max(device_limit - room - slot, 0)
+    if slot:
+        kept = kept // slot * slot if smallest == slot else max(kept - slot + _GRAIN, 0)
+    return Demand(device, max(held - kept, 0))
 
 
 def whole_slots(limit: int, slot: int) -> int:
     """Bytes of a budget in which blocks of `slot` bytes fit."""
-    return limit // slot * slot
+    return limit // slot * slot if slot else limit

@@ -1,6 +1,12 @@
 """Fixtures of the tests of attention over a cache."""
 
+import sys
+from pathlib import Path
+
 import pytest
+
+for _folder in ("cpu", "kernels"):  # `problems`, `paged_problems`
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / _folder))
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,9 @@
-"""Random problems of decode attention: the memory they lie in, what torch makes of them, and the right answer."""
+"""Random problems of decode attention: their numbers in memory, what torch makes of them, and the right answer."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -36,7 +37,7 @@ def instruction_sets() -> list[str]:
 
 @dataclass(frozen=True)
 class Spec:
-    """What is asked; every field is a fact that the kernel branches on."""
+    """What is asked; the kernel branches on every field."""
 
     dtype: torch.dtype = torch.float32
     kv_heads: int = 2
@@ -164,7 +165,7 @@ class Case:
         return mask if spec.seed % 2 else mask[..., :longest]  # rows may be longer than the sequence
 
     def exact(self, s: int) -> Exact:
-        """Sequence `s` in float64, written the long way round."""
+        """Sequence `s` in float64, by plain operations."""
         spec, params, u = self.spec, self.params, UNIT[torch.float32]
         q = self.query[s].double()
         k = self.keys[s].double().repeat_interleave(spec.group, 0)
@@ -239,25 +240,32 @@ class Case:
         return weights @ v.repeat_interleave(spec.group, 0)
 
 
+Run = tuple[int, int, int]  # (address, index, count)
+
+
 class Paged:
-    """A case's keys and values in blocks, in random order, with NaN between them and behind each sequence."""
+    """A case's keys and values in blocks, with NaN between slots and behind each sequence.
+
+    Chunks of neighbouring slots are in random order, so that there are runs of one block and of several.
+    """
 
     def __init__(self, case: Case) -> None:
         spec = case.spec
         self.shape = native.Shape(spec.dtype, spec.kv_heads, spec.k_dim, spec.v_dim, spec.block_size)
+        self.random = random.Random(spec.seed)
         size = spec.block_size
         key_count, value_count = spec.kv_heads * size * spec.k_dim, spec.kv_heads * size * spec.v_dim
         stride = key_count + value_count + 16
         counts = [-(-n // size) for n in spec.lengths]
-        order = list(range(sum(counts)))
-        random.Random(spec.seed).shuffle(order)
+        order = self._order(counts)
         element = spec.dtype.itemsize
-        self.memory = torch.full(((len(order) * stride + 16) * element,), NAN, dtype=torch.uint8).view(spec.dtype)
+        self.stride = stride * element
+        self.memory = torch.full(((sum(counts) * stride + 16) * element,), NAN, dtype=torch.uint8).view(spec.dtype)
         self.addresses: list[list[int]] = []
-        for keys, values, count in zip(case.keys, case.values, counts, strict=True):
+        for keys, values, slots in zip(case.keys, case.values, order, strict=True):
             row = []
-            for index in range(count):
-                start = order.pop() * stride + 16
+            for index, slot in enumerate(slots):
+                start = slot * stride + 16
                 block = self.memory[start : start + key_count + value_count]
                 n = min(size, keys.shape[1] - index * size)
                 part = slice(index * size, index * size + n)
@@ -265,21 +273,101 @@ class Paged:
                 block[key_count:].view(spec.kv_heads, size, spec.v_dim)[:, :n] = values[:, part]
                 row.append(block.data_ptr())
             self.addresses.append(row)
-        self.lengths = torch.tensor(spec.lengths)
+        self.lengths = list(spec.lengths)
 
-    def blocks(self, chosen: list[list[int]] | None = None) -> native.BlockList:
+    def _order(self, counts: list[int]) -> list[list[int]]:
+        """A slot for each block of each row."""
+        chunks: list[tuple[int, int, int]] = []  # row, first index, blocks
+        for row, count in enumerate(counts):
+            index = 0
+            while index < count:
+                n = min(self.random.choice((1, 1, 2, 5, 40)), count - index)
+                chunks.append((row, index, n))
+                index += n
+        self.random.shuffle(chunks)
+        order = [[0] * count for count in counts]
+        slot = 0
+        for row, index, n in chunks:
+            order[row][index : index + n] = range(slot, slot + n)
+            slot += n
+        return order
+
+    def runs(self, row: int, indices: list[int], cut: float) -> list[Run]:
+        """Runs over these blocks of a row: neighbours are joined, but for a share `cut` of the places between them."""
+        runs: list[Run] = []
+        for index in indices:
+            address = self.addresses[row][index]
+            if runs:
+                start, first, count = runs[-1]
+                if index == first + count and address == start + count * self.stride and self.random.random() >= cut:
+                    runs[-1] = (start, first, count + 1)
+                    continue
+            runs.append((address, index, 1))
+        return runs
+
+    def sequences(self, chosen: list[list[int]] | None = None, *, cut: float | None = None) -> native.Sequences:
         """All blocks, or of each sequence only those with the chosen indices."""
         if chosen is None:
-            blocks = native.BlockList(self.addresses)
-        else:
-            rows = [[row[i] for i in indices] for row, indices in zip(self.addresses, chosen, strict=True)]
-            blocks = native.BlockList(rows, chosen)
-        blocks.lengths.copy_(self.lengths)
-        return blocks
+            chosen = [list(range(len(row))) for row in self.addresses]
+        if cut is None:
+            cut = self.random.choice((0.0, 0.3, 1.0))
+        sequences = native.Sequences(len(chosen), self.stride, keep=self.memory)
+        for row, indices in enumerate(chosen):
+            sequences.set_runs(row, self.runs(row, indices, cut))
+        sequences.set_lengths(self.lengths)
+        return sequences
+
+
+class Packed:
+    """The last queries of each sequence of a case end to end, as many as `counts` says, and where a call writes.
+
+    Query, out and lse are `[total, heads, ...]`, or `[1, heads, total, ...]`.
+    """
+
+    def __init__(self, case: Case, counts: list[int], *, four: bool) -> None:
+        spec, self.counts, self.four = case.spec, counts, four
+        self.cu_queries = [0, *itertools.accumulate(counts)]
+        rows = [query[:, spec.queries - n :] for query, n in zip(case.query, counts, strict=True)]
+        query = torch.cat([row.transpose(0, 1) for row in rows])  # [total, heads, k_dim]
+        wide = torch.full((*query.shape[:2], spec.k_dim + 3), torch.nan, dtype=spec.dtype)
+        wide[..., 2:-1] = query
+        self.query = self._form(wide[..., 2:-1] if spec.scattered else query)
+        self.params = dataclasses.replace(case.params, mask=self._mask(case))
+        total, heads, pad = query.shape[0], spec.heads, 5 if spec.scattered else 0
+        self.around = torch.full((total + 2, heads + pad, spec.v_dim + pad), 77.0, dtype=spec.out_dtype or spec.dtype)
+        self._out = self.around[1:-1, :heads, : spec.v_dim]
+        self._lses = torch.full((total + 2, heads + pad), 77.0)
+        self._lse = self._lses[1:-1, :heads]
+        self.out, self.lse = self._form(self._out), self._form(self._lse)
+
+    def _form(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1)[None] if self.four else x
+
+    def _mask(self, case: Case) -> torch.Tensor | None:
+        """The case's mask with its queries counted from the first new token of each row."""
+        mask = case.params.mask
+        if mask is None or mask.shape[2] == 1:
+            return mask
+        rows, most = len(self.counts), max(self.counts, default=0)
+        moved = torch.zeros((rows, mask.shape[1], most, mask.shape[3]), dtype=mask.dtype)
+        for row, n in enumerate(self.counts):
+            moved[row, :, :n] = mask[row if mask.shape[0] > 1 else 0, :, case.spec.queries - n :]
+        return moved
+
+    def row(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """out `[heads, queries, v_dim]` and lse `[heads, queries]` of one row."""
+        span = slice(self.cu_queries[row], self.cu_queries[row + 1])
+        return self._out[span].transpose(0, 1), self._lse[span].T
+
+    def touched_outside(self) -> bool:
+        around, lses = self.around.clone(), self._lses.clone()
+        around[1:-1, : self._out.shape[1], : self._out.shape[2]] = 77.0
+        lses[1:-1, : self._lse.shape[1]] = 77.0
+        return bool((around != 77.0).any() or (lses != 77.0).any())
 
 
 class Result:
-    """Where a call writes: filled with rubbish before, and with a guard round about."""
+    """Where a call writes: filled with other numbers before, and with a guard around."""
 
     def __init__(self, spec: Spec) -> None:
         batch, dtype = len(spec.lengths), spec.out_dtype or spec.dtype
@@ -297,18 +385,22 @@ class Result:
 
 def attend(case: Case, *, threads: int = 1) -> Result:
     paged, result = Paged(case), Result(case.spec)
-    native.attend(paged.shape, case.query, paged.blocks(), case.params, threads=threads, out=result.out, lse=result.lse)
+    call = (paged.shape, case.query, paged.sequences(), case.params)
+    native.attend(*call, threads=threads, out=result.out, lse=result.lse)
     return result
 
 
-def law(case: Case, s: int, exact: Exact, out: torch.Tensor, lse: torch.Tensor) -> str:
-    """What is wrong with the result for sequence `s`; nothing if it keeps the law.
+def bound(case: Case, s: int, exact: Exact, out: torch.Tensor, lse: torch.Tensor) -> str:
+    """What is wrong with the result for sequence `s`; nothing if its errors are within bounds.
 
-    out `[heads, queries, v_dim]`, lse `[heads, queries]`. The law: an error of at most twice torch's plus what it costs
-    to round scores, sums and the result once; and, whatever torch does, at most what the roundings of fp32 scores, of
-    bf16 weights, of sums and of the result can add up to.
+    out `[heads, queries, v_dim]`, lse `[heads, queries]`; fewer queries are the last ones. Errors are at most twice
+    torch's plus what it costs to round scores, sums and the result once; and, whatever torch does, at most what the
+    roundings of fp32 scores, of bf16 weights, of sums and of the result can add up to.
     """
     spec, u = case.spec, UNIT[torch.float32]
+    if out.shape[1] < spec.queries:
+        names = ("out", "lse", "size", "blur", "step", "theirs")
+        exact = Exact(*(getattr(exact, name)[:, spec.queries - out.shape[1] :] for name in names))
     blind = exact.lse == -torch.inf
     if not torch.equal(lse[blind], exact.lse[blind]) or bool(out[blind].count_nonzero()):
         return "a query that sees nothing gets more than 0 and -inf"

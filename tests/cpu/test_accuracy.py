@@ -1,6 +1,6 @@
 """Attention on the host against float64: errors are those of rounding, and nothing is read that is not asked for.
 
-The law itself is `problems.law`.
+The bounds are `problems.bound`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from problems import DTYPES, NAN, Case, Exact, Paged, Result, Spec, attend, changed, law, random_spec
+from problems import DTYPES, NAN, Case, Exact, Packed, Paged, Result, Spec, attend, bound, changed, random_spec
 
 from kvtier.cpu import native
 from kvtier.kernels import reference
@@ -31,10 +31,10 @@ def solved(spec: Spec) -> tuple[Case, list[Exact]]:
 
 
 def broken(case: Case, exact: list[Exact], result: Result) -> list[str]:
-    """Which laws this result breaks, and of which case."""
-    found = [law(case, s, e, result.out[s], result.lse[s]) for s, e in enumerate(exact)]
+    """What is wrong with this result, and in which case."""
+    found = [bound(case, s, e, result.out[s], result.lse[s]) for s, e in enumerate(exact)]
     if result.touched_outside():
-        found.append("wrote beside its results")
+        found.append("wrote outside of its results")
     return [f"{what}: {case.spec}" for what in found if what]
 
 
@@ -97,7 +97,7 @@ def test_long_sequences_are_as_exact(isa: str, dtype: torch.dtype, spec: Spec) -
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_of_sequences_merge_to_the_whole(isa: str, dtype: torch.dtype) -> None:
-    # The blocks of a sequence lie on host and device in any proportion, in any pattern.
+    # The blocks of a sequence are on host and device in any proportion, in any pattern.
     found = []
     for number in range(0, CASES, 3):
         case, exact = random_case(number, dtype)
@@ -111,7 +111,7 @@ def test_parts_of_sequences_merge_to_the_whole(isa: str, dtype: torch.dtype) -> 
             native.attend(
                 paged.shape,
                 case.query,
-                paged.blocks(chosen),
+                paged.sequences(chosen),
                 params,
                 threads=1,
                 out=result.out,
@@ -135,25 +135,163 @@ def without_sinks(params: AttentionParams) -> AttentionParams:
 def test_a_sequence_without_blocks_gives_zeros_and_minus_infinity(isa: str) -> None:
     case, exact = solved(Spec(lengths=(40, 30), group=2, seed=1))
     paged, result = Paged(case), Result(case.spec)
-    everything, nothing = list(range(3)), list[int]()
-    blocks = paged.blocks([nothing, list(range(2))])
-    native.attend(paged.shape, case.query, blocks, case.params, threads=1, out=result.out, lse=result.lse)
+    sequences = paged.sequences([[], [0, 1]])
+    native.attend(paged.shape, case.query, sequences, case.params, threads=1, out=result.out, lse=result.lse)
     assert not result.out[0].count_nonzero()
     assert bool((result.lse[0] == -torch.inf).all())
-    assert not law(case, 1, exact[1], result.out[1], result.lse[1])
-    # The same, where the sequence itself is empty; but sinks are there all the same.
-    paged.addresses[1], paged.lengths[1] = [], 0
+    assert not bound(case, 1, exact[1], result.out[1], result.lse[1])
+    # The same where the sequence itself is empty; but sinks still count.
+    sequences = paged.sequences([[0, 1, 2], []])
+    sequences.set_lengths([40, 0])
     params = AttentionParams(case.params.scale, sinks=torch.tensor([0.5, -1.0, 2.0, -torch.inf]))
-    native.attend(paged.shape, case.query, paged.blocks(), params, threads=1, out=result.out, lse=result.lse)
-    assert everything == list(range(len(paged.addresses[0])))
+    native.attend(paged.shape, case.query, sequences, params, threads=1, out=result.out, lse=result.lse)
     assert not result.out[1].count_nonzero()
     assert torch.equal(result.lse[1, :, 0], params.sinks)
 
 
-def test_an_empty_batch_is_no_error(isa: str) -> None:
-    shape = native.Shape(torch.float32, 2, 64, 64, 16)
-    out = native.attend(shape, torch.empty(0, 4, 1, 64), native.BlockList([]), AttentionParams(1.0), threads=2)
-    assert out.shape == (0, 4, 1, 64)
+def test_an_empty_batch_and_a_batch_without_queries_are_no_errors(isa: str) -> None:
+    shape, params = native.Shape(torch.float32, 2, 64, 64, 16), AttentionParams(1.0)
+    for rows, queries in ((0, 1), (2, 0)):
+        query = torch.empty(rows, 4, queries, 64)
+        out = native.attend(shape, query, native.Sequences(rows, 0), params, threads=2)
+        assert out.shape == (rows, 4, queries, 64)
+        native.submit(shape, query, native.Sequences(rows, 0), params, threads=2).wait()
+    out = native.attend(
+        shape, query[0, :, 0:0].mT.reshape(0, 4, 64), native.Sequences(0, 0), params, threads=1, cu_queries=[0]
+    )
+    assert out.shape == (0, 4, 64)
+
+
+# Runs and ragged batches
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_do_not_depend_on_how_blocks_are_grouped_into_runs(isa: str, dtype: torch.dtype) -> None:
+    specs = [random_spec(number, dtype) for number in range(0, CASES, 6)]
+    # Several tasks for each sequence, whose ends are within runs.
+    specs.append(Spec(dtype, 4, 2, lengths=(9_000, 20_011), block_size=64, seed=1))
+    specs.append(Spec(dtype, 4, 2, 3, lengths=(30_000,), block_size=16, causal=True, window=17_000, seed=2))
+    for spec in specs:
+        case, r = Case(spec), random.Random(spec.seed)
+        paged = Paged(case)
+        some = [[i for i in range(len(row)) if r.random() < 0.8] for row in paged.addresses]
+        for chosen in (None, some):
+            results = []
+            for cut in (0.0, 1.0, 0.3):
+                result = Result(spec)
+                sequences = paged.sequences(chosen, cut=cut)
+                native.attend(
+                    paged.shape, case.query, sequences, case.params, threads=1, out=result.out, lse=result.lse
+                )
+                results.append(result)
+            if chosen is None:
+                # Nor on blocks that no query sees.
+                first = (spec.lengths[0] - spec.queries - spec.window + 1) // spec.block_size if spec.window else 0
+                seen = [[i for i in range(len(row)) if spec.lengths[1:] or i >= first] for row in paged.addresses]
+                results.append(Result(spec))
+                out, lse = results[-1].out, results[-1].lse
+                native.attend(paged.shape, case.query, paged.sequences(seen), case.params, threads=1, out=out, lse=lse)
+            for other in results[1:]:
+                assert torch.equal(other.out, results[0].out), spec
+                assert torch.equal(other.lse, results[0].lse), spec
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ragged_batches_are_as_exact_and_write_nothing_else(isa: str, dtype: torch.dtype) -> None:
+    found = []
+    for number in range(0, CASES, 6 if isa == "portable" else 2):
+        case, exact = random_case(number, dtype)
+        spec, r = case.spec, random.Random(number)
+        counts = [r.choice((0, 1, r.randint(0, spec.queries), spec.queries)) for _ in spec.lengths]
+        paged, packed = Paged(case), Packed(case, counts, four=number % 4 == 0)
+        native.attend(
+            paged.shape,
+            packed.query,
+            paged.sequences(),
+            packed.params,
+            threads=1,
+            out=packed.out,
+            lse=packed.lse,
+            cu_queries=packed.cu_queries,
+        )
+        found += [
+            f"{what}: {spec}, {counts}" for s, e in enumerate(exact) if (what := bound(case, s, e, *packed.row(s)))
+        ]
+        if packed.touched_outside():
+            found.append(f"wrote outside of its results: {spec}")
+    assert not found, "\n".join(found)
+
+
+def test_rows_of_a_ragged_batch_are_the_float64_reference_of_each_alone(isa: str) -> None:
+    # The reference is another program, and knows neither blocks nor batches of different lengths.
+    spec = Spec(group=3, queries=5, lengths=(700, 5, 64, 129), block_size=16, causal=True, window=90, slopes=True)
+    case, counts = Case(spec), [1, 5, 0, 3]
+    paged, params = Paged(case), case.params
+    for four in (False, True):
+        packed = Packed(case, counts, four=four)
+        out = native.attend(
+            paged.shape,
+            packed.query,
+            paged.sequences(),
+            params,
+            threads=2,
+            lse=packed.lse,
+            cu_queries=packed.cu_queries,
+        )
+        assert out.shape == packed.out.shape
+        packed.out.copy_(out)
+        for row, n in enumerate(counts):
+            query = case.query[row : row + 1, :, spec.queries - n :].double()
+            tensors = (query, case.keys[row][None].double(), case.values[row][None].double())
+            right = reference.attend(*tensors, params) if n else (query[..., :64], query[..., 0])
+            torch.testing.assert_close(packed.row(row)[0].double(), right[0][0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(packed.row(row)[1].double(), right[1][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_gets_the_same_bits_alone_and_in_any_batch(isa: str, dtype: torch.dtype) -> None:
+    spec = Spec(dtype, 2, 3, 2, lengths=(9_000, 17, 700, 64), block_size=64, causal=True, seed=3)
+    case = Case(spec)
+    paged, together = Paged(case), Result(spec)
+    native.attend(
+        paged.shape, case.query, paged.sequences(), case.params, threads=1, out=together.out, lse=together.lse
+    )
+    packed = Packed(case, [2, 0, 2, 1], four=False)
+    native.attend(
+        paged.shape,
+        packed.query,
+        paged.sequences(),
+        packed.params,
+        threads=3,
+        out=packed.out,
+        lse=packed.lse,
+        cu_queries=packed.cu_queries,
+    )
+    everything = paged.sequences()
+    for row in range(len(spec.lengths)):
+        alone = native.Sequences(1, paged.stride)
+        alone.set_runs(0, everything.runs(row))
+        alone.set_length(spec.lengths[row])
+        out = native.attend(paged.shape, case.query[row : row + 1], alone, case.params, threads=2)
+        assert torch.equal(out[0], together.out[row])
+        if packed.counts[row] == spec.queries:
+            assert torch.equal(packed.row(row)[0], together.out[row])
+            assert torch.equal(packed.row(row)[1], together.lse[row])
+
+
+def test_blocks_that_no_query_sees_are_not_read(isa: str) -> None:
+    # They may have been freed: their addresses are none.
+    spec = Spec(group=2, queries=3, lengths=(1000, 2000), block_size=16, window=200, first_valid=(900, 0), causal=True)
+    case, exact = solved(spec)
+    paged = Paged(case)
+    for row, first in enumerate((900, 2000 - 3 - 200 + 1)):
+        paged.addresses[row][: first // 16] = [8] * (first // 16)
+        paged.addresses[row] += [8, 8]
+    for cut in (0.0, 1.0):
+        result = Result(spec)
+        sequences = paged.sequences(cut=cut)
+        native.attend(paged.shape, case.query, sequences, case.params, threads=1, out=result.out, lse=result.lse)
+        assert not broken(case, exact, result)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-30, 5.0])
@@ -163,7 +301,7 @@ def test_any_scale_is_meant(isa: str, scale: float, length: int) -> None:
     object.__setattr__(case.params, "scale", scale)
     exact = case.exact(0)
     result = attend(case)
-    assert not law(case, 0, exact, result.out[0], result.lse[0])
+    assert not bound(case, 0, exact, result.out[0], result.lse[0])
 
 
 @pytest.mark.parametrize("kind", [torch.bool, *DTYPES], ids=str)
@@ -184,7 +322,7 @@ def test_any_layout_of_a_mask_and_of_queries_is_meant(isa: str, kind: torch.dtyp
 
 @functools.cache
 def spoilt(dtype: torch.dtype, where: str, length: int, value: float) -> tuple[Case, Exact, torch.Tensor]:
-    """A problem with one number that is none, its answer in float64, and that of torch's plain operations in fp32.
+    """A problem with one number that is not finite, its answer in float64, and that of torch's operations in fp32.
 
     Torch's fused attention is no measure here: it gives zeros for some rows with an infinite score.
     """
@@ -267,14 +405,14 @@ def by_reference(case: Case, s: int, positions: torch.Tensor | None = None) -> t
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_reference_keeps_the_same_law(dtype: torch.dtype) -> None:
+def test_the_reference_keeps_the_same_bound(dtype: torch.dtype) -> None:
     found = []
     for number in range(CASES):
         case, exact = random_case(number, dtype)
         for s, right in enumerate(exact):
             out, lse = by_reference(case, s)
             assert out.dtype == dtype
-            found.append(f"{what}: {case.spec}" if (what := law(case, s, right, out[0], lse[0])) else "")
+            found.append(f"{what}: {case.spec}" if (what := bound(case, s, right, out[0], lse[0])) else "")
     assert not any(found), "\n".join(filter(None, found))
 
 
@@ -292,7 +430,7 @@ def test_parts_of_the_reference_merge_to_the_whole(dtype: torch.dtype) -> None:
             parts = [by_reference(case, s, (place == part).nonzero()[:, 0]) for part in range(3)]
             case.query = query
             out, lse = reference.merge(parts)
-            found.append(f"{what}: {case.spec}" if (what := law(case, s, right, out[0], lse[0])) else "")
+            found.append(f"{what}: {case.spec}" if (what := bound(case, s, right, out[0], lse[0])) else "")
     assert not any(found), "\n".join(filter(None, found))
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from problems import instruction_sets
 
-from kvtier.cpu import build, native
+from kvtier.cpu import build, loader, native
 from kvtier.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,10 +26,10 @@ REAL = build.TARGET
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., bool]]:
     """`native.available()` as in a new process, with these variables and this library."""
-    before = native.instruction_set() if native._load() is not None else None
+    before = native.instruction_set() if loader._load() is not None else None
 
     def fresh(forced: str | None = None, target: Path | None = None) -> bool:
-        monkeypatch.setattr(native, "_load", functools.cache(native._load.__wrapped__))
+        monkeypatch.setattr(loader, "_load", functools.cache(loader._load.__wrapped__))
         monkeypatch.setattr(build, "TARGET", target or tmp_path / "missing.so")
         if forced is None:
             monkeypatch.delenv(native.VARIABLE, raising=False)
@@ -121,6 +121,46 @@ def test_a_process_obeys_the_variable_and_else_uses_the_best(kernel: None) -> No
 def test_torch_finds_no_better_instruction_set_than_this_library(kernel: None) -> None:
     found, torchs = instruction_sets(), torch.backends.cpu.get_cpu_capability()
     assert torchs not in ("AVX512", "AVX2") or torchs.lower() in found
+
+
+ENVIRONMENT = """
+import os, sys, warnings
+import torch
+torch.zeros(8) + 1
+tasks = lambda: len(os.listdir("/proc/self/task"))
+before = tasks()
+from kvtier.cpu import native
+warnings.simplefilter("error")
+try:
+    for _ in range(2):
+        native.check_environment()
+except Exception as error:
+    print(type(error).__module__, type(error).__name__, error)
+    from kvtier.cpu import loader
+    assert "KVTIER_CPU" in str(error)
+else:
+    print("fine")
+assert tasks() == before
+"""
+
+
+@pytest.mark.parametrize(
+    ("forced", "said"),
+    [
+        (None, "fine"),
+        ("", "fine"),
+        ("none", "fine"),
+        ("portable", "fine"),
+        ("avx9", "kvtier.errors ConfigError KVTIER_CPU=avx9: this CPU, or this library, does not have it."),
+    ],
+)
+def test_a_process_learns_early_that_its_environment_cannot_be_honoured(
+    kernel: None, forced: str | None, said: str
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if forced is None else {native.VARIABLE: forced})
+    command = [sys.executable, "-c", ENVIRONMENT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == (said + "\n", 0), done.stderr
 
 
 # Compiling
@@ -235,6 +275,6 @@ def test_only_the_interface_is_exported(kernel: None) -> None:
     header = (build.SOURCE / "attention.h").read_text()
     declared = set(re.findall(r"^KVTIER_API .*?(\w+)\(", header, re.MULTILINE))
     exported = {line.split()[-1] for line in text.splitlines()}
-    assert len(declared) == 10
+    assert len(declared) == 13
     assert declared <= exported
     assert not {name for name in exported - declared if not name.startswith(("_ZNS", "_ZSt", "_ZNKS", "_ZTI", "_ZTS"))}

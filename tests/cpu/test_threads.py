@@ -9,14 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from problems import Case, Paged, Result, Spec, changed
+from problems import Case, Packed, Paged, Result, Spec, changed
 
-from kvtier.cpu import native
+from kvtier.cpu import build, native
 from kvtier.errors import KVTierError
 from kvtier.kernels.params import AttentionParams
 
@@ -31,7 +32,7 @@ LARGE = changed(SPEC, lengths=(60_000,), queries=8)
 @pytest.fixture(autouse=True)
 def _team() -> Iterator[None]:
     yield
-    native.library().kvtier_use_team(native._torch_team())
+    native.library().kvtier_use_team(native.torch_team())
 
 
 class Call:
@@ -40,20 +41,22 @@ class Call:
     def __init__(self, spec: Spec) -> None:
         self.case = Case(spec)
         self.paged = Paged(self.case)
-        self.blocks = self.paged.blocks()
+        self.sequences = self.paged.sequences()
         self.attend(1)
         self.right = self.attend(1)
 
     def attend(self, threads: int) -> Result:
         result = Result(self.case.spec)
         params, out, lse = self.case.params, result.out, result.lse
-        native.attend(self.paged.shape, self.case.query, self.blocks, params, threads=threads, out=out, lse=lse)
+        native.attend(self.paged.shape, self.case.query, self.sequences, params, threads=threads, out=out, lse=lse)
         return result
 
     def submit(self, threads: int) -> native.Future:
         result = Result(self.case.spec)
         params, out, lse = self.case.params, result.out, result.lse
-        return native.submit(self.paged.shape, self.case.query, self.blocks, params, threads=threads, out=out, lse=lse)
+        return native.submit(
+            self.paged.shape, self.case.query, self.sequences, params, threads=threads, out=out, lse=lse
+        )
 
     def is_right(self, out: torch.Tensor, lse: torch.Tensor | None) -> bool:
         assert lse is not None
@@ -66,7 +69,7 @@ def alive() -> int:
 
 @pytest.mark.parametrize("team", [True, False])
 def test_results_are_the_same_bit_for_bit_on_any_number_of_threads(isa: str, team: bool) -> None:
-    native.library().kvtier_use_team(native._torch_team() if team else None)
+    native.library().kvtier_use_team(native.torch_team() if team else None)
     call = Call(SPEC)
     for threads in (0, 1, 2, 3, 7):
         for _ in range(3):
@@ -76,34 +79,88 @@ def test_results_are_the_same_bit_for_bit_on_any_number_of_threads(isa: str, tea
             assert call.is_right(*call.submit(threads).wait())
 
 
-def test_a_team_whose_threads_come_late_is_left_alone_for_a_while() -> None:
+@pytest.mark.parametrize("team", [True, False])
+def test_ragged_results_are_the_same_bit_for_bit_on_any_number_of_threads(isa: str, team: bool) -> None:
+    native.library().kvtier_use_team(native.torch_team() if team else None)
+    case = Case(changed(SPEC, lengths=(9000, 3000, 17, 6000), queries=3))
+    paged, counts = Paged(case), [1, 0, 2, 3]
+    results = []
+    for threads in (1, 2, 5):
+        for attend in (native.attend, lambda *args, **options: native.submit(*args, **options).wait()[0]):
+            packed = Packed(case, counts, four=False)
+            results.append(packed)
+            options = {"threads": threads, "out": packed.out, "lse": packed.lse, "cu_queries": packed.cu_queries}
+            assert attend(paged.shape, packed.query, paged.sequences(), packed.params, **options) is packed.out
+    for other in results[1:]:
+        assert torch.equal(other.around, results[0].around)
+        assert torch.equal(other.lse, results[0].lse)
+
+
+def test_a_team_that_returns_late_is_left_alone_for_a_while() -> None:
     """As when another process is busy on a core: the team waits for a thread that has nothing left to do."""
-    late, used = [False], [0]
+    used = [0]
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
     @ctypes.CFUNCTYPE(None, function, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     def team(run: Callable[[int], None], data: int, threads: int, flags: int) -> None:
         used[0] += 1
         run(data)
-        if late[0]:
-            time.sleep(0.05)
+        time.sleep(0.2)
 
     call = Call(SPEC)
+    native.library().kvtier_use_team(team)
+    for _ in range(50):
+        result = call.attend(2)
+        assert call.is_right(result.out, result.lse)
+    assert used[0] == 2, "once, and after 16 calls again"
 
-    def uses(calls: int) -> int:
-        before = used[0]
-        for _ in range(calls):
-            result = call.attend(2)
-            assert call.is_right(result.out, result.lse)
-        return used[0] - before
 
-    library = native.library()
-    library.kvtier_use_team(team)
-    assert uses(10) == 10
-    late[0] = True
-    assert uses(50) == 2, "once, and after 16 calls again"
-    late[0] = False
-    assert uses(100) > 50, "it comes back"
+def test_a_team_is_left_alone_for_longer_each_time_and_comes_back(tmp_path: Path) -> None:
+    program = """
+#include <cstdio>
+#include "backoff.h"
+
+// Returns so late after 1 ms of work, for so many calls on the team; prints how many calls left it alone before each.
+static void calls(Backoff& backoff, int microseconds, int count) {
+  const Clock::time_point began{}, done = began + std::chrono::milliseconds(1);
+  for (int i = 0; i < count; i++) {
+    int alone = 0;
+    while (backoff.active()) alone++;
+    std::printf("%d ", alone);
+    backoff.observe(began, done, done + std::chrono::microseconds(microseconds));
+  }
+  std::printf("\\n");
+}
+
+int main() {
+  Backoff backoff;
+  calls(backoff, 90, 3);
+  calls(backoff, 240, 3);
+  calls(backoff, 260, 9);
+  calls(backoff, 0, 3);
+  calls(backoff, 260, 3);
+  backoff.reset();
+  calls(backoff, 260, 2);
+}
+"""
+    try:
+        command = build.compiler()
+    except build.BuildError:
+        pytest.skip("there is no C++ compiler here")
+    (tmp_path / "check.cpp").write_text(program)
+    made = tmp_path / "check"
+    subprocess.run(
+        [*command, "-std=c++17", f"-I{build.SOURCE}", str(tmp_path / "check.cpp"), "-o", str(made)], check=True
+    )
+    lines = subprocess.run([str(made)], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [[int(x) for x in line.split()] for line in lines] == [
+        [0, 0, 0],
+        [0, 0, 0],
+        [0, 16, 32, 64, 128, 256, 512, 512, 512],
+        [512, 0, 0],
+        [0, 16, 32],
+        [0, 16],
+    ]
 
 
 def test_a_submitted_call_goes_on_while_python_does() -> None:
@@ -150,6 +207,27 @@ def test_a_future_can_be_waited_for_twice() -> None:
     assert call.is_right(*again)
 
 
+def test_a_future_tells_how_long_its_job_ran() -> None:
+    call = Call(LARGE)
+    began = time.perf_counter()
+    future = call.submit(1)
+    assert future.seconds == 0.0
+    future.wait()
+    assert 0.0 < future.seconds <= time.perf_counter() - began
+    future.wait()
+    assert future.seconds > 0.0
+
+
+def test_sequences_may_change_as_soon_as_a_call_was_submitted() -> None:
+    call = Call(LARGE)
+    for _ in range(5):
+        future = call.submit(1)
+        call.sequences.set_length(1)
+        call.sequences.set_runs(0, [(8, 0, 1)])
+        assert call.is_right(*future.wait())
+        call.sequences = call.paged.sequences()
+
+
 def test_a_future_that_is_dropped_still_protects_what_its_threads_use() -> None:
     call = Call(SPEC)
     for _ in range(50):
@@ -181,7 +259,7 @@ def test_python_threads_call_at_the_same_time() -> None:
             if not (call.is_right(result.out, result.lse) and call.is_right(*future.wait())):
                 wrong.append(number)
 
-    for team in (native._torch_team(), None):
+    for team in (native.torch_team(), None):
         native.library().kvtier_use_team(team)
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for thread in threads:
@@ -191,7 +269,7 @@ def test_python_threads_call_at_the_same_time() -> None:
     assert not wrong
 
 
-def test_shutdown_leaves_no_thread_and_the_next_call_begins_anew() -> None:
+def test_shutdown_leaves_no_thread_and_the_next_call_starts_new_ones() -> None:
     call, library = Call(SPEC), native.library()
     library.kvtier_use_team(None)
     library.kvtier_shutdown()
@@ -242,7 +320,7 @@ FORK = """
 import os, signal, sys, torch
 sys.path[:0] = sys.argv[1:]
 from test_threads import LARGE, SPEC, Call
-from kvtier.cpu import native
+from kvtier.cpu import build, native
 from kvtier.errors import KVTierError
 
 call, slow = Call(SPEC), Call(LARGE)
@@ -282,14 +360,66 @@ def test_a_forked_child_attends_and_submits() -> None:
     assert done.stdout == "fine\n", done.stderr
 
 
-def test_a_process_ends_with_calls_in_flight() -> None:
-    program = """
+def test_blocks_live_as_long_as_calls_over_them() -> None:
+    # Memory of this size is unmapped when it is freed: threads that still read it would crash.
+    for _ in range(3):
+        call = Call(LARGE)
+        right, futures = call.right, [call.submit(1) for _ in range(4)]
+        assert not futures[-1].done()
+        del call
+        for future in futures:
+            out, lse = future.wait()
+            assert torch.equal(out, right.out)
+            assert torch.equal(lse, right.lse)
+
+
+# The globals of a program are cleared in the order in which they were made, before those of any module. `First` says
+# whether threads were still at work when that began; then goes the memory that they read.
+EXIT = """
 import sys
 sys.path[:0] = sys.argv[1:]
+
+class First:
+    def __del__(self):
+        print("idle" if all(future.done() for future in futures) else "at work", flush=True)
+
+first = First()
 from test_threads import LARGE, Call
 call = Call(LARGE)
-futures = [call.submit(2) for _ in range(4)]
-print("fine")
+call.sequences.keep = None
+futures = [call.submit(2) for _ in range(30)]
+print("fine" if not futures[-1].done() else "too early", flush=True)
+"""
+
+
+def test_a_process_that_ends_with_calls_in_flight_waits_for_them_before_it_frees_anything() -> None:
+    command = [sys.executable, "-c", EXIT, str(ROOT), str(Path(__file__).parent)]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "fine\nidle\n", "")
+
+
+def test_what_is_submitted_while_a_process_ends_is_done_at_once() -> None:
+    program = """
+import atexit, sys, time
+sys.path[:0] = sys.argv[1:]
+from test_threads import LARGE, SPEC, Call, native
+
+def last():  # registered before the library's own: it runs after it
+    before = call.submit(2)
+    assert before.done()
+    assert call.is_right(*before.wait())
+    result = call.attend(2)
+    assert call.is_right(result.out, result.lse)
+    print("fine")
+
+atexit.register(last)
+call = Call(SPEC)
+large = Call(LARGE)
+before = large.submit(1)
+time.sleep(2e-3)  # a thread took it from the queue, and is at work
+native.library().kvtier_drain()
+assert before.done()
 """
     command = [sys.executable, "-c", program, str(ROOT), str(Path(__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -301,36 +431,45 @@ SHAPE = native.Shape(torch.float32, 2, 64, 48, 16)
 
 def test_problems_that_cannot_be_are_errors_and_not_crashes() -> None:
     memory = torch.zeros(2, 2 * 16 * (64 + 48))
-    addresses = [block.data_ptr() for block in memory]
+    address = memory.data_ptr()
     query = torch.randn(1, 4, 1, 64)
 
     def refused(
         query: torch.Tensor = query,
         params: AttentionParams | None = None,
         shape: native.Shape = SHAPE,
-        blocks: native.BlockList | None = None,
-        **results: torch.Tensor,
+        runs: Sequence[tuple[int, int, int]] = ((address, 0, 2),),
+        length: int = 30,
+        **options: Any,
     ) -> None:
-        if blocks is None:
-            blocks = native.BlockList([addresses])
-            blocks.lengths.fill_(30)
+        sequences = native.Sequences(1, memory.stride(0) * 4)
+        sequences.set_runs(0, runs)
+        sequences.set_length(length)
         for call in (native.attend, lambda *args, **more: native.submit(*args, **more).wait()):
             with pytest.raises(KVTierError):
-                call(shape, query, blocks, params or AttentionParams(0.1), threads=2, **results)
+                call(shape, query, sequences, params or AttentionParams(0.1), threads=2, **options)
 
     refused(query=query[:, :3])  # not a multiple of the KV heads
     refused(query=query[:, :1])  # fewer
-    refused(query=query[:, :, :0])
     refused(query=query[..., :32])
     refused(query=query.bfloat16())
-    refused(query=query.expand(2, -1, -1, -1))  # more sequences than block lists
+    refused(query=query.expand(2, -1, -1, -1))  # more rows than sequences
     refused(query=query.double())
     refused(shape=native.Shape(torch.float32, 0, 64, 48, 16))
     refused(shape=native.Shape(torch.float32, 2, 64, 48, 0))
     refused(params=AttentionParams(0.1, window=-1))
-    few = native.BlockList([addresses[:1]])
-    few.lengths.fill_(17)
-    refused(blocks=few)
+    refused(length=-1)
+    for runs in (
+        [(address, 0, 1), (address, 1, 0)],  # no block
+        [(address, 0, 2), (address, 1, 1)],  # overlapping
+        [(address, 1, 1), (address, 0, 1)],  # falling
+    ):
+        refused(runs=runs)
+    for cu_queries in ([0], [0, 1, 1], [0, 3], [1, 4], [0, -1], []):
+        refused(query=query[0].mT.reshape(4, 1, 64)[:1].expand(4, 4, 64), cu_queries=cu_queries)
+    refused(query=query.expand(2, -1, -1, -1), cu_queries=[0, 1])
+    refused(query=query[0, 0], cu_queries=[0, 1])
+    refused(query=query[0])
     refused(out=torch.empty(1, 4, 1, 64))
     refused(out=torch.empty(1, 4, 1, 48, dtype=torch.float64))
     refused(out=torch.empty(1, 4, 48, 1).mT.expand(1, 4, 1, 48)[..., ::2])
@@ -347,9 +486,9 @@ def test_problems_that_cannot_be_are_errors_and_not_crashes() -> None:
 
 
 def test_a_future_of_a_problem_that_cannot_be_says_so_each_time() -> None:
-    blocks = native.BlockList([[]])
-    blocks.lengths.fill_(1)
-    future = native.submit(SHAPE, torch.randn(1, 4, 1, 64), blocks, AttentionParams(0.1), threads=1)
+    sequences = native.Sequences(1, 0)
+    sequences.set_length(-1)
+    future = native.submit(SHAPE, torch.randn(1, 4, 1, 64), sequences, AttentionParams(0.1), threads=1)
     assert future.done()
     for _ in range(2):
         with pytest.raises(KVTierError, match="shapes"):

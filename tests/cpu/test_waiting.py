@@ -1,4 +1,4 @@
-"""A call that was submitted may be waited for by whoever wants its result, several threads at once too."""
+"""A call that was submitted may be waited for by any thread, several at once too."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ pytestmark = pytest.mark.usefixtures("kernel")
 def test_any_number_of_threads_may_wait_at_once() -> None:
     case = Case(Spec(lengths=(4000, 3000), seed=1))
     paged, expected = Paged(case), Result(case.spec)
-    native.attend(paged.shape, case.query, paged.blocks(), case.params, threads=1, out=expected.out, lse=expected.lse)
+    native.attend(
+        paged.shape, case.query, paged.sequences(), case.params, threads=1, out=expected.out, lse=expected.lse
+    )
     for _ in range(50):
         result = Result(case.spec)
         future = native.submit(
-            paged.shape, case.query, paged.blocks(), case.params, threads=1, out=result.out, lse=result.lse
+            paged.shape, case.query, paged.sequences(), case.params, threads=1, out=result.out, lse=result.lse
         )
         seen: list[torch.Tensor] = []
         start = threading.Barrier(4)

@@ -28,12 +28,11 @@ from test_modes import MODES
 from transformers import Cache
 
 from kvtier import TieredKVCache
-from kvtier.attention import split, streamed
+from kvtier.attention import split, streaming
 from kvtier.cpu import native
 from kvtier.kernels import reference as torch_reference
-from kvtier.storage.transfer import Transfer
 from kvtier.testing import held, with_doubles
-from kvtier.types import Direction
+from kvtier.transfer.engine import Direction, Transfer
 
 SDPA = [name for name, family in FAMILIES.items() if family.tiered and "sdpa" in attentions(name)]
 MLA = ("deepseek_v3",)  # works on its keys between update and attention: a view must become a tensor
@@ -109,16 +108,16 @@ def test_at_every_split_point_the_logits_are_those_of_dynamic_cache(backend: str
     smallest = smallest_budget(make, run)
     roomy = make(ROOMY)
     run(roomy)
-    block = roomy._runtime.layers[0].layout.nbytes
-    everything = sum(store.count * block for store in roomy._runtime.layers.values())
+    block = roomy._forward.readers[0].layer.layout.nbytes
+    everything = sum(store.count * block for store in (x.layer for x in roomy._forward.readers.values()))
     shares = []
     # Of the torch backend, only that it is right is asked, at a third of the points.
     for budget in range(smallest, everything + 12 * block, block if backend == "native" else 3 * block):
         cache = make(budget)
         assert close(expected, run(cache))
         check_invariants(cache)
-        store = cache._runtime.layers[1]
-        shares.append((len(store.missing()), store.count))
+        store = cache._forward.readers[1].layer
+        shares.append((store.spilled, store.count))
         if backend == "native":
             assert cache.stats.bytes_up == 0, "what lies on the host is attended there, never fetched"
     if backend == "torch":
@@ -138,7 +137,7 @@ def test_plain_sdpa_decoding_densifies_nothing_and_the_stats_show_who_attended()
         stats = cache.stats
         assert stats.dense_fallbacks == 0
         assert stats.device.workspace_bytes == stats.host.workspace_bytes == 0
-        layers = len(cache._runtime.layers)
+        layers = len(cache._forward.readers)
         assert stats.views_attended == 6 * layers
         assert stats.host_attended == (6 * layers if budget is None and ON_HOST else 0)
     if not ON_HOST:
@@ -151,7 +150,7 @@ def test_plain_sdpa_decoding_densifies_nothing_and_the_stats_show_who_attended()
 
 def test_a_long_prefill_on_a_warm_cache_is_read_as_one_tensor_and_gives_its_memory_back() -> None:
     model = tiny_model("llama")
-    steps = (40, 1, split.MOST_QUERIES + 1, 1)
+    steps = (40, 1, split.MAX_HOST_QUERIES + 1, 1)
     cache = tiered_cache(model, None, host_attention=True)
     expected = list(forwards(dynamic_cache(model), steps))
     actual = forwards(cache, steps)
@@ -213,10 +212,9 @@ def test_a_sink_counts_once_however_the_kv_is_split() -> None:
         cache = TieredKVCache(device_budget=budget, host_budget=10**7, block_size=4)
         for i in range(0, 50, 10):
             cache.update(keys[:, :, i : i + 10], values[:, :, i : i + 10], 0)
-        runtime = cache._runtime
-        store = runtime.layers[0]
-        assert bool(store.missing()) == (budget in (6000, 3000))
-        out = runtime.attend_with(store, 50, store.epoch, query, params)
+        reader = cache._forward.readers[0]
+        assert bool(reader.layer.spilled) == (budget in (6000, 3000))
+        out = cache._forward.attend(reader, 50, reader.layer.epoch, query, params)
         assert close(expected.float(), out)
 
 
@@ -319,7 +317,7 @@ def test_ten_thousand_steps_leave_nothing_behind() -> None:
 def test_many_queries_with_params_of_every_kind_are_right_in_any_number_of_chunks(
     score_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed, "_SCORE_BYTES", score_bytes)
+    monkeypatch.setattr(streaming, "_SCORE_BYTES", score_bytes)
     torch.manual_seed(0)
     keys, values, query = torch.randn(2, 2, 60, 8), torch.randn(2, 2, 60, 8), torch.randn(2, 4, 25, 8)
     mask = torch.rand(2, 1, 25, 60) < 0.8
@@ -335,8 +333,8 @@ def test_many_queries_with_params_of_every_kind_are_right_in_any_number_of_chunk
         cache = TieredKVCache(block_size=8)
         for part in (slice(0, 35), slice(35, 60)):
             cache.update(keys[:, :, part], values[:, :, part], 0)
-        store = cache._runtime.layers[0]
-        out = cache._runtime.attend_with(store, 60, store.epoch, query, params)
+        reader = cache._forward.readers[0]
+        out = cache._forward.attend(reader, 60, reader.layer.epoch, query, params)
         expected, _ = torch_reference.attend(query.double(), keys.double(), values.double(), params)
         assert close(expected.float(), out)
 
@@ -353,9 +351,9 @@ def test_what_the_cache_makes_for_itself_is_made_where_it_belongs_whatever_the_d
     with torch.device("meta"):  # holds no numbers: whatever is made there shows
         for part in (slice(0, 40), *(slice(i, i + 1) for i in range(40, 60))):
             cache.update(keys[:, :, part], values[:, :, part], 0)
-        store, params = cache._runtime.layers[0], split.AttentionParams(0.3, causal=True, window=17)
+        reader, params = cache._forward.readers[0], split.AttentionParams(0.3, causal=True, window=17)
         # Not through a view: torch puts the default device aside while it calls those.
-        outs = [cache._runtime.attend_with(store, 60, store.epoch, query, params) for query in (one, many)]
+        outs = [cache._forward.attend(reader, 60, reader.layer.epoch, query, params) for query in (one, many)]
     with torch.device("cpu"):
         for query, out in zip((one, many), outs, strict=True):
             expected, _ = torch_reference.attend(query.double(), keys.double(), values.double(), params)

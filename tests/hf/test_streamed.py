@@ -13,13 +13,13 @@ from families import dynamic_cache, prompt_ids, tiny_model
 from placements import outcome, smallest_budget, tiered_cache
 
 from kvtier import BudgetError, TieredKVCache
-from kvtier.attention import streamed
+from kvtier.attention import streaming
+from kvtier.attention.reader import LayerReader
 from kvtier.kernels import reference
 from kvtier.kernels.params import AttentionParams
-from kvtier.planning import placement
-from kvtier.storage.store import LayerStore
-from kvtier.storage.transfer import Transfer
+from kvtier.planning import sizing
 from kvtier.testing import failing, held, with_doubles
+from kvtier.transfer.engine import Transfer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -66,12 +66,12 @@ class Problem:
             slopes=torch.rand(heads) if rng.random() < 0.2 else None,
         )
 
-    def store(self, cache: TieredKVCache) -> LayerStore:
+    def reader(self, cache: TieredKVCache) -> LayerReader:
         """The layer, filled in two steps, with another layer's KV beside it."""
         for part in (slice(0, self.past), slice(self.past, self.length)):
             for layer in (0, 1):
                 cache.update(self.keys[:, :, part], self.values[:, :, part], layer)
-        return cache._runtime.layers[0]
+        return cache._forward.readers[0]
 
     def expected(self) -> torch.Tensor:
         """In float64."""
@@ -87,14 +87,14 @@ def tolerance(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("seed", range(40))
 def test_parts_give_what_the_whole_gives(seed: int, device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(seed)
-    monkeypatch.setattr(placement, "STREAM_BYTES", problem.rng.randint(1, 4) * problem.row)
+    monkeypatch.setattr(sizing, "STREAM_BYTES", problem.rng.randint(1, 4) * problem.row)
     budget = problem.row * (7 + problem.rng.randint(0, 20)) if device else None
     cache = TieredKVCache(device_budget=budget, host_budget=2**24, block_size=problem.size, write_through=0.0)
     cache = with_doubles(cache, held(seed))
-    store = problem.store(cache)
-    if not streamed.serves(store, problem.length, problem.query, problem.params):
+    reader = problem.reader(cache)
+    if not streaming.serves(reader, problem.length, problem.query, problem.params):
         pytest.skip("one part holds all of this one")
-    out = streamed.attend(store, problem.length, problem.query, problem.params)
+    out = streaming.attend(reader, problem.length, problem.query, problem.params)
     assert out.dtype is problem.dtype
     torch.testing.assert_close(out.double(), problem.expected(), rtol=0, atol=tolerance(problem.dtype))
     cache.check_integrity()
@@ -123,7 +123,7 @@ def test_a_second_prompt_needs_no_room_for_a_whole_layer(name: str) -> None:
 
     expected = list(turns(model, dynamic_cache(model), lengths))
     smallest = smallest_budget(make, lambda cache: list(turns(model, cache, lengths)))
-    layer = max(x.layout.token_bytes * x.length for x in _layers(make, model, lengths))
+    layer = _largest_layer(make, model, lengths)
     assert smallest < layer / 2, "what passes through the workspace must not grow with the context"
     for budget, engine in (
         (smallest, held(1, eagerness=0.0)),
@@ -139,16 +139,16 @@ def test_a_second_prompt_needs_no_room_for_a_whole_layer(name: str) -> None:
         cache.check_integrity()
 
 
-def _layers(make: Any, model: Any, lengths: tuple[int, ...]) -> list[LayerStore]:
+def _largest_layer(make: Any, model: Any, lengths: tuple[int, ...]) -> int:
     cache = make(None)
     list(turns(model, cache, lengths))
-    return list(cache._runtime.layers.values())
+    return max(x.layer.layout.token_bytes * x.layer.length for x in cache._forward.readers.values())
 
 
 def test_on_the_host_a_long_past_takes_a_bounded_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     cache = tiered_cache(model, None, block_size=4, host_attention=True)
-    monkeypatch.setattr(placement, "STREAM_BYTES", 2000)
+    monkeypatch.setattr(sizing, "STREAM_BYTES", 2000)
     lengths = (200, 30)
     for ours, theirs in zip(turns(model, cache, lengths), turns(model, dynamic_cache(model), lengths), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -170,7 +170,7 @@ def test_what_lies_on_the_host_is_fetched_once_for_a_prompt() -> None:
     before = cache.stats
     next(steps)
     after = cache.stats
-    held_bytes = sum(x.count * x.layout.nbytes for x in cache._runtime.layers.values())
+    held_bytes = sum(x.count * x.layout.nbytes for x in (x.layer for x in cache._forward.readers.values()))
     assert 0 < after.bytes_up - before.bytes_up <= held_bytes
 
 

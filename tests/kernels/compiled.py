@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from kvtier.kernels import copies, launch, paged, tuning
+from kvtier.kernels import copies, forms, launch, paged, tiles
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.storage.block import BlockLayout
+from kvtier.memory.layout import BlockLayout
 
 #: The answer is the last line, behind this.
 MARK = "compiled: "
@@ -90,29 +90,27 @@ def record(request: dict[str, Any]) -> list[Launch]:
         launches.append(Launch(self._program.kernel, args, kwargs, LAUNCHERS.index(self)))
 
     paged.available = copies.available = lambda device: True
-    paged.programs = recorders(programs, "attend", "merge")
+    forms.programs = recorders(programs, "attend", "merge")
     copies.programs = recorders(copy_programs, "append", "gather", "copy")
     launch._processors = lambda device: request.get("processors", 132)
     launch.Launcher.__call__ = launched
     if request.get("afresh"):
-        for kept in (paged._kinds, paged._merges, copies._appends, copies._copies):
+        for kept in (forms._variants, forms._merges, copies._appends, copies._copies):
             kept.clear()
     if "candidate" in request:
-        paged._kinds.clear()
-        tuning.chosen = functools.partial(chosen, request["candidate"])
+        forms._variants.clear()
+        tiles.chosen = functools.partial(chosen, request["candidate"])
     call(request)
     return launches
 
 
-def chosen(candidate: int, layout: Any, device: torch.device, group: int, width: int, prepare: Any) -> tuning.Choice:
-    """The candidate of that number, as if it had been measured to be the best."""
-    explicit = launch.configuration(layout.k_dim, layout.v_dim, layout.dtype.itemsize, width)
-    tiles = tuning.candidates(explicit, layout.k_dim, layout.v_dim, layout.dtype.itemsize)
-    return tuning.Choice(tuning.Option(tiles[candidate], launch.PROGRAMS), {})
+def chosen(candidate: int, kind: tiles.Kind, device: torch.device) -> tiles.Choice:
+    """The candidate of that number, as if calibration had measured it to be the best."""
+    return tiles.Choice(tiles.Option(kind.tiles[candidate], launch.PROGRAMS), {})
 
 
 def call(request: dict[str, Any]) -> None:
-    """Make the call that a request describes, on tensors whose contents nobody reads."""
+    """Make the call that a request describes, on tensors whose contents are not read."""
     dtype = getattr(torch, request.get("dtype", "bfloat16"))
     kv_heads, group = request.get("kv_heads", 8), request.get("group", 4)
     k_dim = request.get("k_dim", 128)
@@ -152,8 +150,9 @@ def call(request: dict[str, Any]) -> None:
             out = torch.empty((rows, heads, queries, v_dim), dtype=getattr(torch, request.get("out", "float32")))
             paged.attend(query, table, layout, lengths, params, out=out)
     elif request["call"] == "merge":
-        outs = torch.zeros((2, rows, heads, queries, v_dim)), torch.zeros((2, rows, heads, queries))
-        # As far from each other as device memory and page-locked memory may be; nobody reads it.
+        parts = request.get("parts", 2)
+        outs = torch.zeros((parts, rows, heads, queries, v_dim)), torch.zeros((parts, rows, heads, queries))
+        # As far from each other as device memory and page-locked memory may be; it is not read.
         far = [[Far(x, request.get("apart", 0) * i) for i, x in enumerate(pair)] for pair in outs]
         paged.merge(list(zip(*far, strict=True)), dtype=dtype)
     elif request["call"] == "copy_blocks":
@@ -164,13 +163,17 @@ def call(request: dict[str, Any]) -> None:
         values = torch.zeros((rows, queries, kv_heads, v_dim), dtype=dtype).transpose(1, 2)
         if request["call"] == "append":
             starts = torch.zeros(rows, dtype=integers) if request.get("starts") else request.get("start", 0)
-            copies.append(keys, values, addresses, layout, starts)
+            cu = None
+            if request.get("ragged"):
+                keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (keys, values))
+                cu = torch.zeros(rows + 1, dtype=torch.int32)
+            copies.append(keys, values, addresses, layout, starts, cu_tokens=cu)
         else:
             copies.gather(table, layout, keys, values)
 
 
 class Far(torch.Tensor):
-    """A tensor that says it lies `apart` bytes from where it does."""
+    """A tensor that gives an address `apart` bytes from its own."""
 
     apart = 0
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cpu"))  # `problems`
+for _folder in ("cpu", "attention"):  # `problems`, `partitioned`
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / _folder))
 
 DEVICE = torch.device("cuda" if os.environ.get("KVTIER_TEST_DEVICE") == "cuda" else "cpu")
 

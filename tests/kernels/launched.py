@@ -1,24 +1,25 @@
 """What the driver is handed for each launch, without a GPU: run as a script, it attends a few times and reports.
 
 A process of its own, as `compiled`: Triton compiles, and a driver that only takes notes stands in for CUDA's. The
-answer is a JSON list of calls, each a list of launches `{"name", "grid", "function", "args", "by_triton", "stages",
-"shared", "fused"}`; tensors are addresses, and `by_triton` says that Triton's own launch was asked, not the compiled
-program. `launched.py small` makes calls that take much shared memory, each twice, on a device that has little.
+answer is a JSON list of calls, each a list of launches `{"name", "grid", "stream", "function", "packed", "args",
+"by_triton", "hooks", "stages", "shared", "fused"}`; tensors are addresses, `by_triton` says that Triton's own launch
+was asked, not the compiled program, and `hooks` that the driver was handed a profiler's. `launched.py small` makes
+calls that take much shared memory, each twice, on a device that has little.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from kvtier.kernels import launch, paged
+from benchmarks.stub import Driver, installed
+from kvtier.kernels import paged
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.storage.block import BlockLayout
+from kvtier.memory.layout import BlockLayout
 
 launches: list[dict[str, Any]] = []
 asked: list[int] = []
@@ -38,40 +39,20 @@ class Notes:
     def __call__(
         self, x: int, y: int, z: int, stream: int, function: int, packed: Any, metadata: Any, *rest: Any
     ) -> None:
-        _enter, _leave, *args = rest
+        enter, leave, *args = rest
         found = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+        with_hooks = bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
         launches.append(
-            {"name": self.name, "grid": [x, y, z], "function": function, "args": found, "by_triton": bool(asked)}
+            {"name": self.name, "grid": [x, y, z], "stream": stream, "function": function, "packed": packed}
+            | {"args": found, "by_triton": bool(asked), "hooks": with_hooks}
             | self.compiled
         )
 
 
-class Driver:
-    """Triton's driver, of a device of that capability and with so much shared memory, that nothing runs on."""
+class Notebook(Driver):
+    """A driver that runs nothing, and takes notes."""
 
     launcher_cls = Notes
-
-    def __init__(self, capability: int, shared: int) -> None:
-        self.loaded = 0
-        self.capability = capability
-        self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": shared}, load_binary=self.load
-        )
-
-    def load(self, *_: Any) -> tuple[int, int, int, int, int]:
-        self.loaded += 1
-        return 0, self.loaded, 32, 0, 1024
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
 
 
 #: The least shared memory that a program may take on a device of capability 8.0 or newer, which 8.6, 8.9, 12.0 have.
@@ -79,7 +60,6 @@ SMALL = 99 * 1024
 
 
 def main(small: bool) -> None:
-    from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
@@ -92,14 +72,14 @@ def main(small: bool) -> None:
             asked.pop()
 
     JITFunction.run = noted
-    driver.set_active(Driver(86, SMALL) if small else Driver(90, 227 * 1024))
-    paged.available = lambda device: True
-    launch._processors = lambda device: 132
-    print(json.dumps(wide() if small else decode()))
+    with installed(Notebook(86, SMALL) if small else Notebook()):
+        print(json.dumps(wide() if small else decode()))
 
 
 def decode() -> list[list[dict[str, Any]]]:
-    """One query over contexts of several lengths, by several numbers of programs."""
+    """One query over contexts of several lengths, by several numbers of programs; then as prepared, and with a hook."""
+    import triton
+
     layout = BlockLayout(2, 2, 64, 64, 64, torch.bfloat16)
     table = AddressTable(torch.zeros((1, 64), dtype=torch.int64), positions=torch.zeros((1, 64), dtype=torch.int32))
     query = torch.zeros((1, 8, 1, 64), dtype=torch.bfloat16)
@@ -107,6 +87,13 @@ def decode() -> list[list[dict[str, Any]]]:
     calls = []
     for length, parts in ((4000, 1), (4000, 1), (4080, 1), (4000, 4), (4000, 4), (4000, 8)):
         paged.attend(query, table, layout, length, AttentionParams(0.5), out=out, lse=lse, parts=parts)
+        calls.append(launches.copy())
+        launches.clear()
+    prepared = paged.Prepared(layout)
+    for hooked in (False, False, True):
+        if hooked:
+            triton.knobs.runtime.launch_enter_hook.add(lambda metadata: None)
+        prepared(query, table, 4000, AttentionParams(0.5))
         calls.append(launches.copy())
         launches.clear()
     return calls

@@ -1,6 +1,6 @@
-"""Problems of attention through block tables: the memory they lie in, the calls, and the law that answers keep.
+"""Problems of attention through block tables: the memory of the blocks, the calls, and the tolerance of answers.
 
-The numbers and the right answers are those of `problems`, beside the tests of the host's kernel.
+The numbers and the right answers are those of `problems`, which the tests of the host's kernel share.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from problems import NAN, TINY, UNIT, Case, Exact, Result, Spec, changed
 from kvtier.kernels import paged
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.storage.block import BlockLayout
+from kvtier.memory.layout import BlockLayout
 
-__all__ = ["Blocks", "attend", "broken", "changed", "law", "params_on", "small_spec", "solved", "without_sinks"]
+__all__ = ["Blocks", "attend", "broken", "changed", "excess", "params_on", "small_spec", "solved", "without_sinks"]
 
 GAP = 192  # bytes of poison between blocks
 
@@ -135,10 +135,10 @@ def attend(case: Case, device: torch.device, call: Callable[..., Any] = paged.at
     return result
 
 
-def law(case: Case, s: int, exact: Exact, out: torch.Tensor, lse: torch.Tensor) -> str:
-    """What is wrong with the result for the last queries of sequence `s`; nothing if it keeps the law.
+def excess(case: Case, s: int, exact: Exact, out: torch.Tensor, lse: torch.Tensor) -> str:
+    """What of the result for the last queries of sequence `s` exceeds the tolerance; empty if nothing does.
 
-    out `[heads, queries, v_dim]`, lse `[heads, queries]`. The law is that of the host's kernel (`problems.law`), but
+    out `[heads, queries, v_dim]`, lse `[heads, queries]`. The tolerance is that of the host's kernel (`problems`), but
     weights are rounded to the dtype in fp16 too, as tensor cores want them: an error of at most twice torch's plus the
     rounding of scores, weights, sums and the result; and, whatever torch does, at most what roundings add up to.
     """
@@ -171,8 +171,8 @@ def law(case: Case, s: int, exact: Exact, out: torch.Tensor, lse: torch.Tensor) 
 
 
 def broken(case: Case, exact: list[Exact], result: Result) -> list[str]:
-    """Which laws this result breaks, and of which case."""
-    found = [law(case, s, e, result.out[s], result.lse[s]) for s, e in enumerate(exact)]
+    """What of a result exceeds the tolerance, and of which case."""
+    found = [excess(case, s, e, result.out[s], result.lse[s]) for s, e in enumerate(exact)]
     if result.touched_outside():
-        found.append("wrote beside its results")
+        found.append("wrote outside its results")
     return [f"{what}: {case.spec}" for what in found if what]

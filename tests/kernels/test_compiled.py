@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from compiled import environment, report
 
-from kvtier.kernels import launch, tuning
+from kvtier.kernels import tiles
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Bytes of shared memory that a program may take, by capability.
@@ -57,10 +57,15 @@ def test_nothing_is_compiled_again_while_contexts_batches_and_tables_grow() -> N
     ragged = [x | {"ragged": True} for x in prefill]
     other: dict[str, Any] = {"compile": False, "blocks": 64}
     appended = [other | {"call": "append", "queries": n, "start": s} for n in tokens for s in (0, 1, 16)]
+    packed = [
+        other | {"call": "append", "queries": n, "rows": r, "ragged": True, "starts": True}
+        for n in tokens
+        for r in (1, 2, 16, 1024)
+    ]
     gathered = [other | {"call": "gather", "queries": n, "rows": 1 + n % 3} for n in tokens]
     copied = [{"compile": False, "call": "copy_blocks", "blocks": n} for n in tokens]
     decode = [asked | growth for growth in GROWTH]
-    groups = [decode, told, prefill, ragged, appended, gathered, copied]
+    groups = [decode, told, prefill, ragged, appended, gathered, copied, packed]
     launches = report([request | {"tag": i} for i, group in enumerate(groups) for request in group])
 
     def variants(group: int, name: str) -> int:
@@ -70,14 +75,15 @@ def test_nothing_is_compiled_again_while_contexts_batches_and_tables_grow() -> N
     assert variants(0, "merge") == 2  # of two parts, and of more
     assert variants(4, "append") == 2  # of one token, and of more
     assert (variants(5, "gather"), variants(6, "copy")) == (1, 1)
+    assert variants(7, "append") == 2
 
 
 def test_one_merge_serves_tensors_however_far_from_each_other() -> None:
     asked = {"compile": False, "call": "merge"}
-    apart = (0, 16, 2**20, 2**31, 2**33, -(2**31), 2**46, -(2**46))
-    launches = report([asked | {"apart": n} for n in apart])
-    assert len(launches) == len(apart)
-    assert len(keys(launches, "merge")) == 1
+    apart = (0, 16, 2**20, 2**31, 2**33, -(2**31), 2**45, -(2**45))
+    launches = report([asked | {"apart": n, "parts": parts} for n in apart for parts in (2, 3, 4)])
+    assert len(launches) == 3 * len(apart)
+    assert len(keys(launches, "merge")) == 2  # of two tensors, and of more
     assert len(keys(report([asked, asked | {"apart": 4}]), "merge")) == 2  # another alignment is another program
 
 
@@ -115,8 +121,9 @@ def test_what_is_launched_as_before_is_what_triton_would_launch() -> None:
     for name in ("merge", "append"):
         choice = {"rows": [1, 3], "dtype": choices["dtype"], "k_dim": [64, 20], "start": [0, 5], "queries": [1, 9]}
         choice |= {"starts": [False, True], "integers": ["int64", "int32"], "shift": [0, 1]}
+        choice |= {"ragged": [False, True], "parts": [2, 3, 4]}
         requests += [other | {"call": name} | {x: r.choice(some) for x, some in choice.items()} for _ in range(60)]
-    odd = asked | usual | {"k_dim": 33, "queries": 5}  # aligned as little as what lies in columns
+    odd = asked | usual | {"k_dim": 33, "queries": 5}  # aligned as little as columns are
     requests += [odd, odd | {"columns": True}]
     told = asked | usual | {"lengths": True, "first_valid": True}
     requests += [told, told | {"integers": "int32"}]
@@ -133,7 +140,7 @@ def test_what_is_launched_as_before_is_what_triton_would_launch() -> None:
 
 def test_after_the_first_launch_the_driver_is_handed_the_same_without_asking_triton() -> None:
     # A later Triton will fuse no products and sums, unless it is told to.
-    first, again, longer, split, resplit, eight = launched(TRITON_DEFAULT_FP_FUSION="0")
+    first, again, longer, split, resplit, eight, *others = launched(TRITON_DEFAULT_FP_FUSION="0")
     names = [[launch["name"] for launch in call] for call in (first, again, longer, split, resplit, eight)]
     assert names == [["attend"]] * 3 + [["attend", "merge"]] * 3
     asked = [[launch["by_triton"] for launch in call] for call in (first, again, longer, split, resplit, eight)]
@@ -146,6 +153,14 @@ def test_after_the_first_launch_the_driver_is_handed_the_same_without_asking_tri
     assert all(len(a["args"]) == len(b["args"]) for a, b in zip(split, resplit, strict=True))
     assert [launch["function"] for launch in split] == [launch["function"] for launch in eight]
     assert all(launch["fused"] for call in (first, split) for launch in call)
+    # A prepared call is the same; with a profiler's hook, every launch is Triton's own.
+    plain = [{k: v for k, v in launch.items() if k not in ("args", "grid")} for launch in resplit]
+    for call in others:
+        hooked = call is others[-1]
+        assert [{k: v for k, v in x.items() if k not in ("args", "grid")} for x in call] == [
+            launch | {"hooks": hooked} for launch in plain
+        ]
+        assert [len(launch["args"]) for launch in call] == [len(launch["args"]) for launch in resplit]
 
 
 def launched(*arguments: str, **variables: str) -> list[list[dict[str, Any]]]:
@@ -216,8 +231,8 @@ def test_tiles_that_may_be_chosen_fit_and_read_ahead_without_spills(k_dim: int, 
     asked: dict[str, Any] = {"call": "attend", "blocks": 256, "causal": True, "k_dim": k_dim, "v_dim": v_dim}
     requests = []
     for number, queries in enumerate((1, 8, 16, 2048)):
-        explicit = launch.configuration(k_dim, v_dim, 2, launch.width(4 * queries))
-        count = len(tuning.candidates(explicit, k_dim, v_dim, 2))
+        explicit = tiles.explicit_tile(k_dim, v_dim, 2, tiles.width(4 * queries))
+        count = len(tiles.candidates(explicit, k_dim, v_dim, 2))
         target = (80, 90)[(number + k_dim // 16) % 2]
         requests += [asked | {"queries": queries, "target": target, "candidate": n} for n in range(count)]
     # Five stages of 64 x 32 of 256, and of 32 x 16 of 576 and 512, are more than 99 KiB: `Launcher` takes three there.
@@ -276,9 +291,11 @@ def test_copies_move_sixteen_bytes_at_a_time() -> None:
     requests = [
         {"call": "copy_blocks"},
         {"call": "append", "queries": 100},
+        {"call": "append", "queries": 100, "rows": 3, "ragged": True, "starts": True},
         {"call": "gather", "queries": 128},
         {"call": "gather", "queries": 128, "dtype": "float32", "k_dim": 80},
         {"call": "merge"},
+        {"call": "merge", "parts": 3},
     ]
     for request, made in zip(requests, report(requests), strict=True):
         assert made["stack"] == 0

@@ -1,4 +1,4 @@
-"""Copies by address against the plainest models of them; bytes round about stay what they are."""
+"""Copies by address against the plainest models of them; all other bytes stay what they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvtier.errors import MismatchError
 from kvtier.kernels import copies, tables
 from kvtier.kernels.tables import AddressTable
-from kvtier.storage.block import BlockLayout
+from kvtier.memory.layout import BlockLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
 FILL = 0xA5
@@ -67,7 +67,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", layouts(), ids=lambda x: f"{x.dtype}-{x.k_dim}-{x.v_dim}-{x.block_size}")
 @pytest.mark.parametrize("module", [copies, tables], ids=["triton", "torch"])
-def test_new_tokens_come_to_lie_in_their_blocks_and_nowhere_else(
+def test_new_tokens_are_written_into_their_blocks_and_nowhere_else(
     module: Any, layout: BlockLayout, device: torch.device
 ) -> None:
     size = layout.block_size
@@ -91,13 +91,102 @@ def test_new_tokens_come_to_lie_in_their_blocks_and_nowhere_else(
         assert torch.equal(area.memory, right), (tokens, starts)
 
 
+def packed_into(
+    area: Area, table: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, counts: list[int], starts: list[int]
+) -> torch.Tensor:
+    """The area's memory with the tokens of each row written, one by one; block `[row, i]` is number row * width + i."""
+    right, done, size, width = area.memory.clone(), 0, area.layout.block_size, table.shape[1]
+    for row, count in enumerate(counts):
+        for token in range(count):
+            block, inner = divmod(starts[row] + token, size)
+            if table[row, block]:
+                k, v = area.split(right, row * width + block)
+                k[:, inner], v[:, inner] = keys[done + token], values[done + token]
+        done += count
+    return right
+
+
+@pytest.mark.parametrize("size", [1, 16, 19])
+@pytest.mark.parametrize("module", [copies, tables], ids=["triton", "torch"])
+def test_rows_with_their_own_numbers_of_tokens_are_written_where_they_belong(
+    module: Any, size: int, device: torch.device
+) -> None:
+    for number, counts in enumerate(
+        [
+            [1],
+            [0, 1, 0],
+            [3, 0, 1, 2 * size + 1],
+            [1] * 9,
+            [0] * 4 + [20, 0, 0, 5] + [0] * 3,
+            [size, size - 1, size + 1, 0],
+        ]
+    ):
+        for dtype in (torch.bfloat16, torch.float32):
+            r = random.Random(f"{number} {size} {dtype}")
+            layout = BlockLayout(r.choice((1, 2)), r.choice((1, 3)), r.choice((8, 17)), r.choice((16, 5)), size, dtype)
+            rows = len(counts)
+            # At the begin of a block, at its end, and within.
+            starts = [r.choice((0, size - 1, size, r.randrange(2 * size))) for _ in range(rows)]
+            width = max(-(-(a + n) // size) for a, n in zip(starts, counts, strict=True)) or 1
+            area = Area(layout, rows * width, device, number)
+            table = torch.tensor(area.addresses, dtype=torch.int64).view(rows, width)
+            if rows > 1:
+                table[r.randrange(rows)] = 0  # a row whose blocks another row writes
+                table[r.randrange(rows), r.randrange(width)] = 0
+            # Behind the last row, tokens that belong to none.
+            total = sum(counts) + r.choice((0, 3))
+            keys, values = (x[0].transpose(0, 1) for x in dense(layout, 1, total, device, spread=number % 2 == 0))
+            right = packed_into(area, table, keys, values, counts, starts)
+            ends = torch.tensor([sum(counts[:i]) for i in range(rows + 1)], dtype=torch.int32, device=device)
+            kind = r.choice((torch.int32, torch.int64))
+            told = torch.tensor(starts, dtype=kind, device=device)
+            module.append(keys, values, table.to(device), layout, told, cu_tokens=ends)
+            assert torch.equal(area.memory, right), (counts, starts)
+            if len({*starts}) == 1:
+                module.append(keys, values, table.to(device), layout, starts[0], cu_tokens=ends)
+                assert torch.equal(area.memory, right), (counts, starts)
+
+
+def test_more_rows_than_are_searched_at_a_time(device: torch.device) -> None:
+    layout = BlockLayout(1, 1, 4, 4, 4, torch.float32)
+    r = random.Random(0)
+    for rows in (127, 128, 129, 300):
+        counts = [r.choice((0, 0, 1, 2)) for _ in range(rows)]
+        starts = [r.randrange(4) for _ in range(rows)]
+        area = Area(layout, rows * 2, device, rows)
+        table = torch.tensor(area.addresses, dtype=torch.int64).view(rows, 2)
+        keys, values = (x[0].transpose(0, 1) for x in dense(layout, 1, sum(counts), device, spread=False))
+        right = packed_into(area, table, keys, values, counts, starts)
+        ends = torch.tensor([sum(counts[:i]) for i in range(rows + 1)], dtype=torch.int32, device=device)
+        copies.append(keys, values, table.to(device), layout, torch.tensor(starts, device=device), cu_tokens=ends)
+        assert torch.equal(area.memory, right), rows
+
+
+@pytest.mark.parametrize("module", [copies, tables], ids=["triton", "torch"])
+def test_packed_and_padded_tokens_are_written_alike(module: Any, device: torch.device) -> None:
+    layout = BlockLayout(2, 2, 8, 8, 16, torch.float16)
+    area = Area(layout, 9, device, 0)
+    table = torch.tensor(area.addresses, device=device).view(3, 3)
+    keys, values = dense(layout, 3, 5, device, spread=False)
+    starts = torch.tensor([0, 15, 27], device=device)
+    before = area.memory.clone()
+    module.append(keys, values, table, layout, starts)
+    padded = area.memory.clone()
+    assert not torch.equal(padded, before)
+    area.memory.copy_(before)
+    ends = torch.arange(0, 16, 5, dtype=torch.int32, device=device)
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (keys, values)]
+    module.append(*packed, table, layout, starts, cu_tokens=ends)
+    assert torch.equal(area.memory, padded)
+
+
 @pytest.mark.parametrize("layout", layouts(), ids=lambda x: f"{x.dtype}-{x.k_dim}-{x.v_dim}-{x.block_size}")
 @pytest.mark.parametrize("module", [copies, tables], ids=["triton", "torch"])
 def test_tokens_are_gathered_to_where_they_stand(module: Any, layout: BlockLayout, device: torch.device) -> None:
     size, rows = layout.block_size, 2
     for number, tokens in enumerate((1, size - 1 or 1, 2 * size, 2 * size + 1, 35)):
         r = random.Random(number)
-        width = -(-tokens // size) + 1  # blocks that lie behind the destination wholly are left out
+        width = -(-tokens // size) + 1  # blocks wholly behind the destination are left out
         area = Area(layout, rows * width, device, number)
         table = torch.tensor(area.addresses, dtype=torch.int64).view(rows, width)
         chosen = [sorted(r.sample(range(width), r.randint(1, width))) for _ in range(rows)]
@@ -191,6 +280,22 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     ):
         with pytest.raises(MismatchError):
             copies.append(*arguments)
+    packed, other = (x[0].transpose(0, 1) for x in (keys, values))
+    ends = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
+    copies.append(packed, other, addresses, layout, 29, cu_tokens=ends)
+    for arguments, cu_tokens in (
+        ((packed, other, addresses, layout, 0), None),
+        ((keys, values, addresses, layout, 0), ends),
+        ((packed[:, :1], other, addresses, layout, 0), ends),
+        ((packed, other[:2], addresses, layout, 0), ends),
+        ((packed, other, addresses, layout, 0), ends[:2]),
+        ((packed, other, addresses, layout, 0), ends.long()),
+        ((packed, other, addresses, layout, torch.zeros(3, dtype=torch.int64, device=device)), ends),
+        ((packed, other, addresses, layout, -1), ends),
+        ((packed, other, addresses, layout, 33), ends),
+    ):
+        with pytest.raises(MismatchError):
+            copies.append(*arguments, cu_tokens=cu_tokens)
     with pytest.raises(MismatchError):
         copies.gather(AddressTable(addresses), layout, keys[:1], values)
     some = addresses.flatten()

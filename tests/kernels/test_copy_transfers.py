@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "storage"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "transfer"))
 
 from mixed_runs import moves_exactly
 from stream_model import StreamModel
 
-from kvtier import measured
+from kvtier.calibration.copies import measure
 from kvtier.errors import MismatchError
 from kvtier.kernels import copies
-from kvtier.metrics import Counters
-from kvtier.storage import links
-from kvtier.storage.links import Launches
-from kvtier.storage.transfer import CudaTransfers
-from kvtier.types import Direction
+from kvtier.memory.slabs import SlabAllocator
+from kvtier.transfer import launches
+from kvtier.transfer.cuda import CudaTransfers
+from kvtier.transfer.engine import Direction
+from kvtier.transfer.launches import Launches
 
 #: Everything by launches, runs of middle lengths by the copy engine, only single blocks of the smallest by launches.
 LEAST = [(1,) * 5, (3, 3, 3, 3, 0), (2, 0, 0, 0, 0)]
@@ -33,27 +33,22 @@ def test_mixed_runs_move_exactly(
 ) -> None:
     launched: list[int] = []
     launch = Launches.launch
-    monkeypatch.setattr(links, "FEWEST", 1)
-    monkeypatch.setattr(links, "least_runs", lambda device, direction: least)
+    monkeypatch.setattr(launches, "FEWEST", 1)
+    monkeypatch.setattr(launches, "least_runs", lambda device, direction: least)
     monkeypatch.setattr(Launches, "launch", lambda self, batch: launched.append(batch.count) or launch(self, batch))
     if device.type == "cuda":
-        moves_exactly(CudaTransfers(torch.device("cuda", torch.cuda.current_device()), Counters()), seed)
+        moves_exactly(CudaTransfers(torch.device("cuda", torch.cuda.current_device())), seed)
     else:
+        monkeypatch.setattr(SlabAllocator, "is_mapped", lambda self, slab: True)
         with StreamModel(seed, monkeypatch) as model:
-            moves_exactly(model.engine(device, Counters()), seed)
+            moves_exactly(model.engine(device), seed)
     assert launched
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("direction", [Direction.FETCH, Direction.WRITE_BACK])
-def test_what_pays_is_measured_on_the_device(
-    direction: Direction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(measured.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(measured, "_known", {})
-    least = links.least_runs(torch.device("cuda", torch.cuda.current_device()), direction)
-    assert len(least) == len(links.SIZES)
-    assert len([*tmp_path.iterdir()]) == 1
+def test_what_pays_is_measured_on_the_device(direction: Direction) -> None:
+    assert launches.valid(measure(torch.device("cuda", torch.cuda.current_device()), direction))
 
 
 def test_addresses_may_lie_on_the_host_only_where_the_device_is_named(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What is launched: whether Triton runs at all, tiles, parts and alignments."""
+"""Launching: whether Triton runs at all, launchers, parts and alignments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.kernels import launch
-from kvtier.storage.links import Launches
+from kvtier.transfer.launches import Launches
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -25,13 +25,13 @@ def test_what_runs_is_what_the_variable_says(monkeypatch: pytest.MonkeyPatch, de
     with pytest.raises(ConfigError, match="'triton' or 'torch'"):
         launch.available(device)
     monkeypatch.delenv("KVTIER_KERNELS")
-    assert launch.available(device) == (device.type == "cuda")  # nobody wants the interpreter by accident
+    assert launch.available(device) == (device.type == "cuda")  # the interpreter is used on request only
     monkeypatch.setenv("KVTIER_KERNELS", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not launch.available(CPU)
 
 
-def test_without_triton_plain_torch_runs_and_a_wish_for_triton_is_an_error(
+def test_without_triton_plain_torch_runs_and_asking_for_triton_is_an_error(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setattr(launch, "_installed", lambda: False)
@@ -90,7 +90,7 @@ def test_nothing_is_tried_while_a_graph_is_captured_and_nothing_of_that_is_kept(
         with pytest.raises(UnsupportedError, match="before the capture"):
             launch.available(CUDA)
         patch.setenv("KVTIER_KERNELS", "triton")
-        assert launch.available(CUDA)  # whoever says so needs no trial
+        assert launch.available(CUDA)  # asked for by name, it needs no trial
     assert not tried
     assert launch.available(CUDA)
     monkeypatch.setattr(launch, "capturing", lambda device: True)
@@ -169,35 +169,6 @@ def test_products_and_sums_are_fused_whatever_triton_does_by_default() -> None:
     assert program.asked[0]["enable_fp_fusion"] is True
 
 
-def test_head_sizes_are_covered_by_powers_of_two_that_tensor_cores_take() -> None:
-    for dim in range(1, 600):
-        main, rest = launch.chunks(dim)
-        assert main + rest >= dim
-        assert all(x == 0 or (x >= 16 and x & (x - 1) == 0) for x in (main, rest))
-        assert main + rest <= launch.power_of_two(max(dim, 16))
-    assert [launch.chunks(dim) for dim in (64, 80, 96, 576)] == [(64, 0), (64, 16), (64, 32), (512, 64)]
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_tiles_hold_what_they_are_for(itemsize: int) -> None:
-    for dim in (8, 64, 80, 96, 128, 192, 256, 576):
-        before = 0
-        for rows in (1, 16, 17, 32, 33, 64, 65, 128, 4096):
-            made = launch.configuration(dim, dim, itemsize, rows)
-            assert made.tokens >= 16
-            assert before <= made.rows <= 128
-            assert made.rows >= rows or not made.few
-            before = made.rows
-
-
-def test_calls_of_one_width_take_one_tile() -> None:
-    for itemsize in (2, 4):
-        for dim in (8, 64, 80, 96, 128, 192, 256, 576):
-            for rows in range(1, 300):
-                width = launch.width(rows)
-                assert launch.configuration(dim, dim, itemsize, rows) == launch.configuration(dim, dim, itemsize, width)
-
-
 def test_a_machine_is_a_device_and_versions() -> None:
     said = launch.machine(CPU)
     assert f"torch {torch.__version__}" in said
@@ -206,7 +177,7 @@ def test_a_machine_is_a_device_and_versions() -> None:
     assert "\n" not in said
 
 
-def test_parts_are_few_and_follow_from_shapes() -> None:
+def test_parts_are_bounded_and_follow_from_shapes() -> None:
     for busy in (1, 3, 8, 500):
         before = 0
         for tokens in (0, 1, 255, 256, 512, 1000, 4096, 10**5, 10**7):

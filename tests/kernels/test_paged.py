@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_problems import Blocks, attend, broken, changed, law, params_on, small_spec, solved, without_sinks
+from paged_problems import Blocks, attend, broken, changed, excess, params_on, small_spec, solved, without_sinks
 from problems import DTYPES, Case, Spec
 
 from kvtier.errors import MismatchError
@@ -31,7 +31,7 @@ def test_random_problems_are_as_exact_as_torch_and_read_nothing_else(dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_same_in_plain_torch_keeps_the_same_law(dtype: torch.dtype, device: torch.device) -> None:
+def test_the_same_in_plain_torch_keeps_the_same_tolerance(dtype: torch.dtype, device: torch.device) -> None:
     found = []
     for number in range(CASES):
         case, exact = solved(small_spec(number, dtype))
@@ -129,7 +129,7 @@ def test_the_number_of_programs_that_share_a_context_does_not_matter(device: tor
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_of_sequences_merge_to_the_whole(dtype: torch.dtype, device: torch.device) -> None:
-    # The blocks of a sequence lie on host and device in any proportion, in any pattern.
+    # The blocks of a sequence are on host and device in any proportion, in any pattern.
     found = []
     for number in range(0, CASES, 3):
         case, exact = solved(small_spec(number, dtype, most_queries=17))
@@ -150,7 +150,7 @@ def test_parts_of_sequences_merge_to_the_whole(dtype: torch.dtype, device: torch
                 )
             )
         out, lse = (x.cpu() for x in paged.merge(parts))
-        found += [f"{w}: {case.spec}" for s, e in enumerate(exact) if (w := law(case, s, e, out[s], lse[s]))]
+        found += [f"{w}: {case.spec}" for s, e in enumerate(exact) if (w := excess(case, s, e, out[s], lse[s]))]
     assert not found, "\n".join(found)
 
 
@@ -183,7 +183,7 @@ def test_rows_of_one_and_of_many_queries_go_together(call: Any, dtype: torch.dty
         assert out.shape == (sum(counts), 3, 64)
         for s, e in enumerate(exact):
             span = slice(ends[s], ends[s + 1])
-            what = law(case, s, e, out[span].transpose(0, 1).cpu(), lse[span].T.cpu())
+            what = excess(case, s, e, out[span].transpose(0, 1).cpu(), lse[span].T.cpu())
             found.append(f"{what}: {case.spec}, row {s}" if what else "")
     assert not any(found), "\n".join(filter(None, found))
 
@@ -206,7 +206,7 @@ def test_how_many_queries_there_may_be_need_not_be_told(device: torch.device) ->
 def test_queries_beyond_the_most_are_not_answered_and_need_no_mask(
     kind: torch.dtype, call: Any, device: torch.device
 ) -> None:
-    counts, most = (5, 2, 0, 4), 3  # of three heads each: all queries of a row lie in one tile
+    counts, most = (5, 2, 0, 4), 3  # of three heads each: all queries of a row are in one tile
     case, _ = solved(Spec(torch.float32, 1, 3, 5, 16, 16, 16, (90, 33, 40, 64), causal=True, mask=kind, seed=7))
     blocks, ends = Blocks(case, device), [sum(counts[:i]) for i in range(5)]
     assert case.params.mask is not None
@@ -250,7 +250,7 @@ def test_a_row_without_blocks_gives_zeros_and_minus_infinity(device: torch.devic
         out, lse = (x.cpu() for x in paged.attend(*call, case.params, parts=parts))
         assert not out[0].count_nonzero()
         assert bool((lse[0] == -torch.inf).all())
-        assert not law(case, 1, exact[1], out[1], lse[1])
+        assert not excess(case, 1, exact[1], out[1], lse[1])
         out, lse = paged.attend(*call, AttentionParams(case.params.scale, sinks=sinks), parts=parts)
         assert not out[0].count_nonzero()
         torch.testing.assert_close(lse[0, :, 0], sinks)
@@ -289,7 +289,7 @@ def test_any_scale_is_meant(scale: float, softcap: float, device: torch.device) 
     case = Case(Spec(group=3, lengths=(37,), softcap=softcap))
     object.__setattr__(case.params, "scale", scale)
     result = attend(case, device)
-    assert not law(case, 0, case.exact(0), result.out[0], result.lse[0])
+    assert not excess(case, 0, case.exact(0), result.out[0], result.lse[0])
 
 
 @pytest.mark.parametrize("kind", [torch.bool, *DTYPES], ids=str)

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.cores import words
 from benchmarks.harness import Bench
 from benchmarks.scenarios.host import phases, submit, threads
 from benchmarks.scenarios.host.arena import Arena, Call, Ceiling, Make, Shape
@@ -47,7 +48,7 @@ def run_llama(bench: Bench, arena: Arena) -> None:
     shape = Shape(torch.bfloat16, 32, 8, 128, (tokens,), threads=torch.get_num_threads())
     bench.compare_plain(
         "host",
-        f"{shape}, {threads.words(shape.threads)}",
+        f"{shape}, {words(shape.threads)}",
         {CEILING: partial(Ceiling, arena, shape), "kvtier": partial(Call, arena, shape, ours())},
         unit="GB/s",
         rounds=bench.rounds(9),
@@ -62,7 +63,7 @@ def run_shapes(bench: Bench, arena: Arena) -> None:
         starts: dict[str, Start] = {name: partial(Call, arena, shape, one) for name, one in contenders.items()}
         bench.compare_plain(
             "host",
-            f"{shape}, one thread",
+            f"{shape}, {words(shape.threads)}",
             {CEILING: partial(Ceiling, arena, shape)} | starts,
             unit="GB/s",
             rounds=bench.rounds(9),

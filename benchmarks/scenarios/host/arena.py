@@ -1,4 +1,4 @@
-"""Memory to read from, problems that lie in it, and calls that rotate through it so that nothing comes from a cache."""
+"""Memory to read from, problems laid out in it, and calls that rotate through it so that no CPU cache serves them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.cores import torch_threads
 from kvtier.config import HOST_BLOCK
 from kvtier.cpu import build, native
-from kvtier.storage.memory import Budget, Memory
+from kvtier.memory.slabs import Budget, SlabAllocator
 
 #: Bytes through which every turn rotates, so that keys and values come from memory and not from a cache.
 ARENA = 2**30
 VARIANTS = 5
-#: A turn repeats its call for so many seconds.
+#: A turn repeats its call for this time.
 TURN_SECONDS = 0.15
 STREAM = Path(__file__).resolve().parents[2] / "native" / "stream.cpp"
 
@@ -81,7 +82,7 @@ class Arena:
     """Memory on huge pages, filled with random numbers in each dtype in turn."""
 
     def __init__(self) -> None:
-        self.memory = Memory(torch.device("cpu"), Budget("host", 2 * ARENA))
+        self.memory = SlabAllocator(torch.device("cpu"), Budget("host", 2 * ARENA))
         data = self.memory.allocate(ARENA)
         assert data is not None
         self.data = data
@@ -94,8 +95,8 @@ class Arena:
             subprocess.run(command, check=True)
             self.stream = ctypes.CDLL(str(library)).stream
         self.stream.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
-        # The threads that the kernel borrows too: a second team would get into their way.
-        self.team = native._torch_team()
+        # The threads that the kernel borrows too: a second team would compete with them for the cores.
+        self.team = native.torch_team()
 
     def fill(self, dtype: torch.dtype) -> None:
         """Random normal numbers of a dtype throughout."""
@@ -111,25 +112,27 @@ class Arena:
 
 
 class Rotating:
-    """Repeats a call for a while, each time on other bytes."""
+    """Repeats a call for a while, each time on other bytes, with torch on the shape's number of threads."""
 
     def __init__(self, shape: Shape, calls: list[Callable[[], Any]]) -> None:
         self.shape = shape
         self.calls = calls
         self.at = 0
-        for call in calls[:2]:
-            call()
+        with torch_threads(shape.threads):
+            for call in calls[:2]:
+                call()
 
     def measure(self) -> float:
         """GB/s, the median of the calls of one turn."""
         values: list[float] = []
-        began = time.perf_counter()
-        while not values or time.perf_counter() - began < TURN_SECONDS:
-            call = self.calls[self.at % len(self.calls)]
-            self.at += 1
-            start = time.perf_counter()
-            call()
-            values.append(self.shape.nbytes / (time.perf_counter() - start) / 1e9)
+        with torch_threads(self.shape.threads):
+            began = time.perf_counter()
+            while not values or time.perf_counter() - began < TURN_SECONDS:
+                call = self.calls[self.at % len(self.calls)]
+                self.at += 1
+                start = time.perf_counter()
+                call()
+                values.append(self.shape.nbytes / (time.perf_counter() - start) / 1e9)
         return sorted(values)[len(values) // 2]
 
     def facts(self) -> dict[str, Any]:
@@ -142,7 +145,7 @@ class Rotating:
 
 
 class Ceiling(Rotating):
-    """The best variant of reading, on as many threads as the shape says, chosen in this run."""
+    """The best variant of reading, on the shape's number of threads, chosen in this run."""
 
     def __init__(self, arena: Arena, shape: Shape) -> None:
         arena.fill(shape.dtype)

@@ -1,4 +1,4 @@
-"""Who takes part: each makes calls on as many copies of a problem as the arena holds."""
+"""The contenders of this scenario: each makes calls on every copy of a problem that the arena holds."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ def random_query(shape: Shape) -> torch.Tensor:
     return torch.randn(len(shape.lengths), shape.heads, 1, shape.dim).to(shape.dtype)
 
 
-def tables(arena: Arena, shape: Shape) -> Iterator[native.BlockList]:
-    """The blocks of every copy of the problem."""
+def tables(arena: Arena, shape: Shape) -> Iterator[native.Sequences]:
+    """The blocks of every copy of the problem, each sequence as one run."""
     size = sum(shape.blocks) * shape.block_bytes
     base = arena.data.data_ptr()
     for start in range(base, base + max(ARENA - size, 0) + 1, size):
-        lists, at = [], start
-        for count in shape.blocks:
-            lists.append([at + i * shape.block_bytes for i in range(count)])
+        table, at = native.Sequences(len(shape.lengths), shape.block_bytes, keep=arena.data), start
+        for row, count in enumerate(shape.blocks):
+            table.set_runs(row, [(at, 0, count)])
             at += count * shape.block_bytes
-        table = native.BlockList(lists)
-        table.lengths.copy_(torch.tensor(shape.lengths))
+        table.set_lengths(shape.lengths)
         yield table
 
 
@@ -39,23 +38,23 @@ def native_shape(shape: Shape) -> native.Shape:
 
 
 def ours(instruction_set: str | None = None, *, own_threads: bool = False) -> Make:
-    """The native kernel, on as many threads as the shape says: those that it borrows, or the library's own."""
+    """The native kernel, on the shape's number of threads: those of torch's OpenMP runtime, or the library's own."""
 
     def make(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
-        blocks, query, params = native_shape(shape), random_query(shape), AttentionParams(shape.dim**-0.5)
+        layout, query, params = native_shape(shape), random_query(shape), AttentionParams(shape.dim**-0.5)
 
-        def call(table: native.BlockList) -> None:
-            native.attend(blocks, query, table, params, threads=shape.threads)
+        def call(table: native.Sequences) -> None:
+            native.attend(layout, query, table, params, threads=shape.threads)
 
-        def forced(table: native.BlockList) -> None:
+        def forced(table: native.Sequences) -> None:
             assert instruction_set is not None
             native.use_instruction_set(instruction_set)
             call(table)
             native.use_instruction_set(arena.best)
 
-        def own(table: native.BlockList) -> None:
-            # Whoever waits helps.
-            native.submit(blocks, query, table, params, threads=shape.threads - 1).wait()
+        def own(table: native.Sequences) -> None:
+            # The thread that waits takes part.
+            native.submit(layout, query, table, params, threads=shape.threads - 1).wait()
 
         chosen = own if own_threads else forced if instruction_set else call
         for table in tables(arena, shape):
@@ -102,5 +101,4 @@ def torch_blocks(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
     count = shape.blocks[0]
     for start in range(0, blocks.shape[0] - count + 1, count):
         some = blocks[start : start + count]
-        run = fallback.Run(0, shape.block_size, count, some[:, 0], some[:, 1])
-        yield partial(fallback.attend, query, [[run]] * len(shape.lengths), params)
+        yield partial(fallback.attend, query, [[(some[:, 0], some[:, 1])]] * len(shape.lengths), params)

@@ -17,12 +17,13 @@ import torch
 
 from benchmarks.contenders import Unavailable
 from benchmarks.harness import Bench
-from benchmarks.records import table
+from benchmarks.records import table as text_table
 from benchmarks.scenarios.host.arena import Arena, Call, Shape
 from benchmarks.scenarios.host.calls import native_shape, ours, random_query, tables
 from benchmarks.scenarios.host.threads import USUAL
 from benchmarks.turns import Start
 from kvtier.cpu import build, native
+from kvtier.cpu.loader import check
 from kvtier.kernels.params import AttentionParams
 
 PHASES = ("keys", "softmax", "values", "rest")
@@ -59,14 +60,14 @@ class ClockedCall(Call):
         super().__init__(arena, shape, self._calls)
 
     def _calls(self, arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
-        blocks, query, params = native_shape(shape), random_query(shape), AttentionParams(shape.dim**-0.5)
+        layout, query, params = native_shape(shape), random_query(shape), AttentionParams(shape.dim**-0.5)
         attend = self.clocked.library.kvtier_attend
-        for list_ in tables(arena, shape):
-            problem, out, keep = native._problem(blocks, query, list_, params, None, None)
+        for table in tables(arena, shape):
+            prepared = native.Call(layout, query, table, params)
 
-            # The addresses in a problem are good as long as `kept` is.
-            def call(problem: Any = problem, kept: Any = (out, keep, list_)) -> None:
-                native._check(attend(ctypes.byref(problem), shape.threads))
+            # The addresses in a problem are good as long as the call is.
+            def call(prepared: native.Call = prepared) -> None:
+                check(attend(ctypes.byref(prepared.problem), shape.threads))
 
             yield call
 
@@ -102,14 +103,14 @@ def problems(*, quick: bool) -> Iterator[Shape]:
 
 def run_phases(bench: Bench, arena: Arena) -> None:
     """The kernel with clocks beside the kernel without: their ratio says what the clocks cost."""
-    bench.tell("host, phases: compiling")
+    bench.progress("host, phases: compiling")
     try:
         clocked = Clocked()
     except Unavailable as error:
-        bench.tell("")
+        bench.progress("")
         print(f"host, phases: {error}\n", flush=True)
         return
-    bench.tell("")
+    bench.progress("")
     rows = []
     for shape in problems(quick=bench.settings.quick):
         starts: dict[str, Start] = {
@@ -130,4 +131,4 @@ def run_phases(bench: Bench, arena: Arena) -> None:
             percent = outcomes[CLOCKED].facts["percent"]
             rows.append([str(shape), *(f"{percent[name]:.0f}%" for name in PHASES)])
     if rows:
-        print("host · share of the kernel's time\n" + table(["", *PHASES], rows, left=(0,)) + "\n", flush=True)
+        print("host · share of the kernel's time\n" + text_table(["", *PHASES], rows, left=(0,)) + "\n", flush=True)

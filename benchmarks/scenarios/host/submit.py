@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.cores import words
 from benchmarks.harness import Bench
 from benchmarks.scenarios.host.arena import TURN_SECONDS, Arena, Shape
 from benchmarks.scenarios.host.calls import native_shape, random_query, tables
-from benchmarks.scenarios.host.threads import USUAL, cores, words
+from benchmarks.scenarios.host.threads import USUAL, cores
 from benchmarks.turns import Start
 from kvtier.cpu import native
 from kvtier.kernels.params import AttentionParams
@@ -30,18 +31,15 @@ class Submitter:
     def __init__(self, arena: Arena, shape: Shape) -> None:
         arena.fill(shape.dtype)
         self.shape = shape
-        self.blocks, self.query, self.params = (
-            native_shape(shape),
-            random_query(shape),
-            AttentionParams(shape.dim**-0.5),
-        )
+        self.layout, self.query = native_shape(shape), random_query(shape)
+        self.params = AttentionParams(shape.dim**-0.5)
         out = torch.empty((len(shape.lengths), shape.heads, 1, shape.dim), dtype=torch.float32)
         lse = torch.empty((len(shape.lengths), shape.heads, 1), dtype=torch.float32)
-        lists = list(tables(arena, shape))
-        self.tables: Iterator[native.BlockList] = cycle(lists)
+        all_tables = list(tables(arena, shape))
+        self.tables: Iterator[native.Sequences] = cycle(all_tables)
         # As split attention does: a call is prepared once for a layer's blocks.
         self.prepared: Iterator[native.Call] = cycle(
-            [native.Call(self.blocks, self.query, x, self.params, out, lse) for x in lists]
+            [native.Call(self.layout, self.query, x, self.params, out, lse) for x in all_tables]
         )
         for _ in range(3):
             self.submit().wait()
@@ -52,7 +50,7 @@ class Submitter:
 
     def attend(self) -> None:
         """The same as one call that is waited for."""
-        native.attend(self.blocks, self.query, next(self.tables), self.params, threads=self.shape.threads)
+        native.attend(self.layout, self.query, next(self.tables), self.params, threads=self.shape.threads)
 
     def measure(self) -> float:
         """One turn."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cores import words
 from benchmarks.harness import Bench
 from benchmarks.neighbour import Neighbour
 from benchmarks.scenarios.host.arena import Arena, Call, Ceiling, Shape
@@ -19,13 +20,8 @@ from benchmarks.scenarios.host.calls import ours
 from benchmarks.turns import Start
 
 USUAL = Shape(torch.bfloat16, 32, 8, 128, (16384,))
-#: The scheduler shares a core out in slices of a few ms: a turn has many of them.
+#: The scheduler's time slices are milliseconds long: a turn spans many of them.
 BUSY_TURN_SECONDS = 0.6
-
-
-def words(threads: int) -> str:
-    """`one thread`, `2 threads`."""
-    return "one thread" if threads == 1 else f"{threads} threads"
 
 
 def cores() -> int:

@@ -10,10 +10,10 @@
 
 namespace KVTIER_ISA {
 
-constexpr int TOGETHER = 64;  // rows whose weights are kept at once
-constexpr int AHEAD = 4;      // lines that are prefetched with each row of softmax
+constexpr int MOST_ROWS = 64;  // whose scores and weights are kept at once
+constexpr int AHEAD = 4;       // cache lines that are prefetched with each row of softmax
 
-// A run of tokens within one block.
+// Neighbouring tokens of one block.
 struct Segment {
   const char* block;
   int64_t position;  // of the first token
@@ -27,107 +27,102 @@ class Attention {
  public:
   using T = typename M::Element;
 
-  static int rows(const kvtier_problem& p) { return p.heads * p.queries; }
-  static int group_rows(const kvtier_problem& p) { return p.heads / p.kv_heads * p.queries; }
+  static int rows(const kvtier_problem& p, int queries) { return p.heads * queries; }
+  static int group_rows(const kvtier_problem& p, int queries) { return p.heads / p.kv_heads * queries; }
 
-  static size_t partial_floats(const kvtier_problem& p) {
-    return static_cast<size_t>(rows(p)) * (Shape<M>::value_pad(p) + 2) + 64;
-  }
-
-  static Partial partial_at(const kvtier_problem& p, float* memory) {
-    const size_t values = static_cast<size_t>(rows(p)) * Shape<M>::value_pad(p);
-    return {memory + values, memory + values + rows(p), memory};
+  static size_t partial_floats(const kvtier_problem& p, int queries) {
+    return static_cast<size_t>(rows(p, queries)) * (Shape<M>::value_pad(p) + 2) + 64;
   }
 
-  static size_t query_bytes(const kvtier_problem& p) {
-    return (static_cast<size_t>(p.kv_heads) * up(group_rows(p), 4) * Shape<M>::query_pad(p) * sizeof(typename M::Query) +
-            63) / 64 * 64;
-  }
-  // KV heads whose scores are kept at once: enough for a long run through memory, few enough for the first level cache.
-  static int heads_at_once(const kvtier_problem& p) {
-    return std::clamp(TOGETHER / up(group_rows(p), 4), 1, p.kv_heads);
-  }
-  static size_t score_bytes(const kvtier_problem& p) {
-    return static_cast<size_t>(heads_at_once(p)) * up(group_rows(p), 4) * ROW * 4;
+  static Partial partial_at(const kvtier_problem& p, int queries, float* memory) {
+    const size_t all = static_cast<size_t>(rows(p, queries)), values = all * Shape<M>::value_pad(p);
+    return {memory + values, memory + values + all, memory};
   }
 
-  static size_t scratch_bytes(const kvtier_problem& p, int64_t max_blocks) {
-    (void)max_blocks;
-    return query_bytes(p) + 2 * score_bytes(p);
+  static size_t query_bytes(const kvtier_problem& p, int queries) {
+    return (static_cast<size_t>(p.kv_heads) * up(group_rows(p, queries), 4) * Shape<M>::query_pad(p) *
+                sizeof(typename M::Query) + 63) / 64 * 64;
+  }
+  // KV heads whose scores are kept at once: enough for a long pass through memory, few enough for the L1 cache.
+  static int heads_at_once(const kvtier_problem& p, int queries) {
+    return std::clamp(MOST_ROWS / up(group_rows(p, queries), 4), 1, p.kv_heads);
+  }
+  static size_t score_bytes(const kvtier_problem& p, int queries) {
+    return static_cast<size_t>(heads_at_once(p, queries)) * up(group_rows(p, queries), 4) * ROW * 4;
   }
 
-  static void attend(const kvtier_problem& p, const Task& task, char* scratch, Partial out) {
-    Attention self(p, task.sequence, scratch, out);
+  static size_t scratch_bytes(const kvtier_problem& p, int queries) {
+    return query_bytes(p, queries) + 2 * score_bytes(p, queries);
+  }
+
+  static void attend(const kvtier_problem& p, const Sequence& sequence, const Task& task, char* scratch, Partial out) {
+    Attention self(p, sequence, scratch, out);
     self.run(task);
   }
 
  private:
-  Attention(const kvtier_problem& p, int sequence, char* scratch, Partial out)
-      : p_(p), sequence_(sequence), out_(out), rows_(group_rows(p)), query_pad_(Shape<M>::query_pad(p)),
-        value_pad_(Shape<M>::value_pad(p)), length_(p.lengths[sequence]) {
+  Attention(const kvtier_problem& p, const Sequence& sequence, char* scratch, Partial out)
+      : p_(p), sequence_(sequence), out_(out), queries_(sequence.queries), rows_(group_rows(p, sequence.queries)),
+        query_pad_(Shape<M>::query_pad(p)), value_pad_(Shape<M>::value_pad(p)), length_(sequence.length) {
     query_ = reinterpret_cast<typename M::Query*>(scratch);
-    scratch += query_bytes(p);
+    scratch += query_bytes(p, queries_);
     scores_ = reinterpret_cast<float*>(scratch);
-    scratch += score_bytes(p);
+    scratch += score_bytes(p, queries_);
     weights_ = reinterpret_cast<typename M::Weight*>(scratch);
-    scratch += score_bytes(p);
-    const int64_t first = p.first_valid ? p.first_valid[sequence] : 0;
-    first_seen_ = std::max<int64_t>(first, 0);
-    lowest_ = first_seen_;
-    if (p.window > 0) lowest_ = std::max<int64_t>(lowest_, length_ - p.queries - p.window + 1);
-    // Else scores are scaled behind their end too, where they are -inf: 0 would make them NaN, less would show them.
-    special_ = !(p.scale > 0) || p.causal || p.window > 0 || p.mask_dtype != KVTIER_NONE || p.slopes || first_seen_ > 0;
+    // Else the scores behind a tile's last token, which are -inf, are scaled too: a scale of 0 would make them NaN, and
+    // a negative one +inf.
+    special_ = !(p.scale > 0) || p.causal || p.window > 0 || p.mask_dtype != KVTIER_NONE || p.slopes ||
+               sequence.first_seen > 0;
   }
 
   void run(const Task& task) {
     pack_query();
-    const int all = p_.heads * p_.queries;
+    const int all = p_.heads * queries_;
     std::fill_n(out_.highest, all, NEVER);
     std::fill_n(out_.sum, all, 0.0f);
     std::memset(out_.values, 0, static_cast<size_t>(all) * value_pad_ * 4);
 
     Segment tile[TILE];
     int count = 0, columns = 0;
-    for (int64_t b = task.first; b < task.last; b++) {
-      int64_t position;
-      int skip, n;
-      if (!part_of(b, task, position, skip, n)) continue;
-      while (n > 0) {
-        const int take = std::min(n, TILE - columns);
-        tile[count++] = {reinterpret_cast<const char*>(p_.blocks[b]), position, skip, take, columns};
-        columns += take;
-        position += take;
-        skip += take;
-        n -= take;
-        if (columns == TILE) {
-          attend_tile(tile, count, columns);
-          count = columns = 0;
+    const kvtier_run* run = task.run;
+    int64_t skip = task.skip;
+    for (int64_t left = task.blocks; left > 0; run++, skip = 0) {
+      const int64_t blocks = std::min(run->count - skip, left);
+      left -= blocks;
+      const char* block = reinterpret_cast<const char*>(run->address + skip * p_.block_stride);
+      int64_t start = (run->index + skip) * p_.block_size;
+      for (int64_t b = 0; b < blocks; b++, block += p_.block_stride, start += p_.block_size) {
+        // The tokens of this block that any query may see.
+        int64_t position = std::max(start, sequence_.lowest);
+        int skipped = static_cast<int>(position - start);
+        int n = static_cast<int>(std::min<int64_t>(start + p_.block_size, length_) - position);
+        while (n > 0) {
+          const int take = std::min(n, TILE - columns);
+          tile[count++] = {block, position, skipped, take, columns};
+          columns += take;
+          position += take;
+          skipped += take;
+          n -= take;
+          if (columns == TILE) {
+            attend_tile(tile, count, columns);
+            count = columns = 0;
+          }
         }
       }
     }
     if (columns) attend_tile(tile, count, columns);
   }
 
-  // The tokens of block b that any query may see.
-  bool part_of(int64_t b, const Task&, int64_t& position, int& skip, int& n) const {
-    const int64_t index = p_.indices ? p_.indices[b] : b - p_.begins[sequence_];
-    const int64_t start = index * p_.block_size, end = std::min<int64_t>(start + p_.block_size, length_);
-    position = std::max(start, lowest_);
-    skip = static_cast<int>(position - start);
-    n = static_cast<int>(end - position);
-    return n > 0;
-  }
-
   void pack_query() {
     const int group = p_.heads / p_.kv_heads, padded = up(rows_, 4);
-    const T* query = static_cast<const T*>(p_.query) + sequence_ * p_.query_strides[0];
+    const T* query = static_cast<const T*>(p_.query) + sequence_.query;
     for (int g = 0; g < p_.kv_heads; g++) {
       typename M::Query* q = query_ + static_cast<size_t>(g) * padded * query_pad_;
       std::memset(q, 0, static_cast<size_t>(padded) * query_pad_ * sizeof(*q));
       for (int h = 0; h < group; h++)
-        for (int i = 0; i < p_.queries; i++)
-          M::pack(q + static_cast<size_t>(h * p_.queries + i) * query_pad_,
-                  query + (g * group + h) * p_.query_strides[1] + i * p_.query_strides[2], p_.k_dim);
+        for (int i = 0; i < queries_; i++)
+          M::pack(q + static_cast<size_t>(h * queries_ + i) * query_pad_,
+                  query + (g * group + h) * p_.query_strides[0] + i * p_.query_strides[1], p_.k_dim);
     }
   }
 
@@ -144,6 +139,7 @@ class Attention {
     const auto* q = query_ + (static_cast<size_t>(g) * up(rows_, 4) + row) * query_pad_;
     float* scores = scores_ + (slot + row) * ROW + s.column;
     switch (p_.k_dim) {
+      case 32: return score<M, ROWS, 32>(keys_of(s, g), 32, s.n, q, query_pad_, scores, ROW);
       case 64: return score<M, ROWS, 64>(keys_of(s, g), 64, s.n, q, query_pad_, scores, ROW);
       case 128: return score<M, ROWS, 128>(keys_of(s, g), 128, s.n, q, query_pad_, scores, ROW);
       case 256: return score<M, ROWS, 256>(keys_of(s, g), 256, s.n, q, query_pad_, scores, ROW);
@@ -160,22 +156,22 @@ class Attention {
     }
   }
 
-  // Heads of a block lie behind each other: a block's keys of all heads are one run through memory, then its values
-  // are. The shorter blocks are, the more this counts: a head after the other, each through all blocks of a tile, was a
-  // fifth slower where a block has 64 tokens (docs/design/host-attention.md).
+  // The keys of all heads of a block are contiguous, then its values: this order reads them in one pass. The shorter
+  // the blocks, the more this counts: each head through all blocks of a tile was a fifth slower where a block has 64
+  // tokens (docs/design/host-attention.md).
   void attend_tile(const Segment* tile, int count, int columns) {
-    const int at_once = heads_at_once(p_), padded = up(rows_, 4);
+    const int at_once = heads_at_once(p_, queries_), padded = up(rows_, 4);
     for (int first = 0; first < p_.kv_heads; first += at_once) {
       const int last = std::min(first + at_once, p_.kv_heads);
       for (int i = 0; i < count; i++)
         for (int g = first; g < last; g++) score_tokens(tile[i], g, (g - first) * padded);
       clock_.end(Phase::keys);
-      // Softmax reads nothing from memory: meanwhile what comes next is brought nearer.
+      // Softmax reads nothing from memory: meanwhile the first values are prefetched.
       const char* ahead = reinterpret_cast<const char*>(values_of(tile[0], first));
       for (int g = first; g < last; g++)
         for (int row = 0; row < rows_; row++) {
           for (int line = 0; line < AHEAD; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-          soften(tile, count, columns, g, row, (g - first) * padded + row);
+          softmax(tile, count, columns, g, row, (g - first) * padded + row);
         }
       clock_.end(Phase::softmax);
       for (int i = 0; i < count; i++)
@@ -188,6 +184,7 @@ class Attention {
     const typename M::Weight* weights = weights_ + slot * ROW + s.column;
     float* out = out_.values + static_cast<size_t>(g) * rows_ * value_pad_;
     switch (p_.v_dim) {
+      case 32: return add_rows<M, 32>(values_of(s, g), 32, s.n, weights, rows_, out, 32);
       case 64: return add_rows<M, 64>(values_of(s, g), 64, s.n, weights, rows_, out, 64);
       case 128: return add_rows<M, 128>(values_of(s, g), 128, s.n, weights, rows_, out, 128);
       case 256: return add_rows<M, 256>(values_of(s, g), 256, s.n, weights, rows_, out, 256);
@@ -195,8 +192,8 @@ class Attention {
     }
   }
 
-  // Scores of one row become weights; what was added up before is scaled down where the highest score rises.
-  void soften(const Segment* tile, int count, int columns, int g, int row, int slot) {
+  // Online softmax: scores of one row become weights; sums of earlier tiles are rescaled where the highest score rises.
+  void softmax(const Segment* tile, int count, int columns, int g, int row, int slot) {
     float* s = scores_ + slot * ROW;
     const int padded = up(columns, W);
     V top = set1(NEVER);
@@ -204,21 +201,22 @@ class Attention {
     const bool adjusted = special_ || p_.softcap > 0;
     if (adjusted) adjust(tile, count, columns, g, row, s);
     for (int i = 0; i < padded; i += W) top = max(top, load(s + i));
-    // Scaled below, with the weights; the highest stays the highest.
+    // Scaled below, together with the weights: a positive scale does not change which score is the highest.
     const V scale = set1(adjusted ? 1.0f : p_.scale);
     top = mul(top, scale);
     const size_t at = static_cast<size_t>(g) * rows_ + row;
     const float before = out_.highest[at], now = std::max(before, highest(top));
     typename M::Weight* weights = weights_ + slot * ROW;
     V total = zero();
-    // Where nothing is seen yet all weights are 0, but a score that is not a number shows.
+    // Where nothing is seen yet all weights are 0, but a NaN score must show.
     const V m = set1(now == NEVER ? 0.0f : now);
     for (int i = 0; i < padded; i += W) {
       const V w = exp(sub(mul(load(s + i), scale), m));
       M::weights(weights + i, w);
       total = add(total, w);
     }
-    M::weights(weights + padded, zero());  // an odd last token is multiplied with a partner: memory might hold NaN
+    // An odd last token is multiplied together with a partner, for which memory might hold NaN.
+    M::weights(weights + padded, zero());
     if (now > before) {
       const float shrink = std::exp(before - now);
       out_.highest[at] = now;
@@ -231,8 +229,8 @@ class Attention {
 
   // Scale, softcap, biases and masks of one row.
   void adjust(const Segment* tile, int count, int columns, int g, int row, float* s) {
-    const int group = p_.heads / p_.kv_heads, head = g * group + row / p_.queries, query = row % p_.queries;
-    const int64_t position = length_ - p_.queries + query;
+    const int group = p_.heads / p_.kv_heads, head = g * group + row / queries_, query = row % queries_;
+    const int64_t position = length_ - queries_ + query;
     for (int i = 0; i < columns; i += W) {
       V x = mul(load(s + i), set1(p_.scale));
       if (p_.softcap > 0) x = mul(set1(p_.softcap), tanh(mul(x, set1(1.0f / p_.softcap))));
@@ -247,11 +245,11 @@ class Attention {
         for (int t = 0; t < segment.n; t++) scores[t] += slope * static_cast<float>(segment.position + t - position);
       }
       if (p_.mask_dtype != KVTIER_NONE) {
-        const int64_t offset = sequence_ * p_.mask_strides[0] + head * p_.mask_strides[1] +
+        const int64_t offset = sequence_.row * p_.mask_strides[0] + head * p_.mask_strides[1] +
                                query * p_.mask_strides[2] + segment.position;
         mask(scores, segment.n, offset);
       }
-      int64_t low = first_seen_, high = length_;
+      int64_t low = sequence_.first_seen, high = length_;
       if (p_.causal) high = std::min(high, position + 1);
       if (p_.window > 0) low = std::max(low, position - p_.window + 1);
       const int64_t begin = std::clamp<int64_t>(low - segment.position, 0, segment.n);
@@ -279,15 +277,15 @@ class Attention {
   }
 
  public:
-  static void finish(const kvtier_problem& p, int32_t sequence, const Partial* parts, size_t count) {
+  static void finish(const kvtier_problem& p, const Sequence& sequence, const Partial* parts, size_t count) {
     const int pad = Shape<M>::value_pad(p);
     const Partial& first = parts[0];
     for (int h = 0; h < p.heads; h++)
-      for (int i = 0; i < p.queries; i++) {
-        const size_t row = static_cast<size_t>(h) * p.queries + i;
+      for (int i = 0; i < sequence.queries; i++) {
+        const size_t row = static_cast<size_t>(h) * sequence.queries + i;
         float top = p.sinks ? p.sinks[h] : NEVER;
         for (size_t k = 0; k < count; k++) top = std::max(top, parts[k].highest[row]);
-        if (top == NEVER) top = 0.0f;  // nothing is seen; or nothing but NaN, which must show
+        if (top == NEVER) top = 0.0f;  // nothing is seen, or only NaN, which must show
         float* values = first.values + row * pad;
         float total = p.sinks ? std::exp(p.sinks[h] - top) : 0.0f;
         for (size_t k = 0; k < count; k++) {
@@ -302,11 +300,9 @@ class Attention {
         }
         const bool blind = total == 0.0f;
         const float share = blind ? 0.0f : 1.0f / total;
-        if (p.lse) {
-          float* lse = p.lse + (static_cast<size_t>(sequence) * p.heads + h) * p.queries + i;
-          *lse = blind ? NEVER : top + std::log(total);
-        }
-        const int64_t offset = sequence * p.out_strides[0] + h * p.out_strides[1] + i * p.out_strides[2];
+        if (p.lse)
+          p.lse[sequence.lse + h * p.lse_strides[0] + i * p.lse_strides[1]] = blind ? NEVER : top + std::log(total);
+        const int64_t offset = sequence.out + h * p.out_strides[0] + i * p.out_strides[1];
         switch (p.out_dtype) {
           case KVTIER_F32: write(static_cast<float*>(p.out) + offset, values, p.v_dim, share); break;
           case KVTIER_BF16: write(static_cast<bf16*>(p.out) + offset, values, p.v_dim, share); break;
@@ -324,26 +320,20 @@ class Attention {
       for (int c = 0; c < dim; c += DOT) {
         V a = load(values + c), b = load(values + c + W);
         in_order(a, b);
-        put(out + c, mul(a, s), std::min(W, dim - c));
-        if (dim - c > W) put(out + c + W, mul(b, s), std::min(W, dim - c - W));
+        to_first(out + c, mul(a, s), std::min(W, dim - c));
+        if (dim - c > W) to_first(out + c + W, mul(b, s), std::min(W, dim - c - W));
       }
       return;
     }
 #endif
-    for (int c = 0; c < dim; c += W) put(out + c, mul(load(values + c), s), std::min(W, dim - c));
-  }
-  template <class O>
-  static void put(O* out, V x, int n) {
-    if (n == W) to(out, x);
-    else to(out, x, n);
+    for (int c = 0; c < dim; c += W) to_first(out + c, mul(load(values + c), s), std::min(W, dim - c));
   }
 
   const kvtier_problem& p_;
-  const int sequence_;
+  const Sequence& sequence_;
   const Partial out_;
-  const int rows_, query_pad_, value_pad_;
+  const int queries_, rows_, query_pad_, value_pad_;
   const int64_t length_;
-  int64_t first_seen_, lowest_;
   bool special_;
   PhaseClock clock_;
   typename M::Query* query_;
@@ -364,24 +354,77 @@ inline auto with_dtype(const kvtier_problem& p, F f) {
   }
 }
 
+// Shares of the parts by log-sum-exp, then their weighted sum, row by row.
+template <class O>
+void merge_rows(const kvtier_merge_problem& m) {
+  const int64_t parts = m.part_count;
+  for (int64_t a = 0; a < m.shape[0]; a++)
+    for (int64_t b = 0; b < m.shape[1]; b++)
+      for (int64_t c = 0; c < m.shape[2]; c++) {
+        const auto at = [a, b, c](const int64_t* strides) { return a * strides[0] + b * strides[1] + c * strides[2]; };
+        const auto lse_of = [&](int64_t k) { return m.parts[k].lse[at(m.parts[k].lse_strides)]; };
+        float top = NEVER, sum = 0.0f, total = 0.0f;
+        for (int64_t k = 0; k < parts; k++) top = std::max(top, lse_of(k));
+        const float base = std::isinf(top) ? 0.0f : top;
+        for (int64_t k = 0; k < parts; k++) sum += std::exp(lse_of(k) - base);
+        const float lse = parts == 1 ? lse_of(0) : base + std::log(sum), reference = lse == NEVER ? 0.0f : lse;
+        // Scores at the lowest number swallow the logarithm of their count: shares are made to add up.
+        for (int64_t k = 0; k < parts; k++) total += std::exp(lse_of(k) - reference);
+        if (total < std::numeric_limits<float>::min()) total = std::numeric_limits<float>::min();
+        constexpr int AT_ONCE = 16;
+        float shares[AT_ONCE];
+        const int64_t kept = std::min<int64_t>(parts, AT_ONCE);
+        const auto share_of = [&](int64_t k) { return parts == 1 ? 1.0f : std::exp(lse_of(k) - reference) / total; };
+        for (int64_t k = 0; k < kept; k++) shares[k] = share_of(k);
+        O* out = static_cast<O*>(m.out) + at(m.out_strides);
+        for (int d = 0; d < m.dim; d += W) {
+          const int n = std::min(W, m.dim - d);
+          V x = zero();
+          for (int64_t k = 0; k < parts; k++) {
+            const float* row = m.parts[k].out + at(m.parts[k].out_strides) + d;
+            const V y = n == W ? load(row) : from(row, n);
+            const V share = set1(k < kept ? shares[k] : share_of(k));
+            x = k == 0 ? mul(y, share) : fma(y, share, x);
+          }
+          to_first(out + d, x, n);
+        }
+        if (m.lse) m.lse[at(m.lse_strides)] = lse;
+      }
+}
+
+inline void merge(const kvtier_merge_problem& m) {
+  switch (m.out_dtype) {
+    case KVTIER_F32: return merge_rows<float>(m);
+    case KVTIER_BF16: return merge_rows<bf16>(m);
+    default: return merge_rows<f16>(m);
+  }
+}
+
 inline const Kernel* kernel(const char* name) {
   static const Kernel it{
       name,
-      [](const kvtier_problem& p) {
-        return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::partial_floats(p); });
+      [](const kvtier_problem& p, int queries) {
+        return with_dtype(p, [&](auto* a) {
+          return std::remove_reference_t<decltype(*a)>::partial_floats(p, queries);
+        });
       },
-      [](const kvtier_problem& p, int64_t blocks) {
-        return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::scratch_bytes(p, blocks); });
+      [](const kvtier_problem& p, int queries) {
+        return with_dtype(p, [&](auto* a) {
+          return std::remove_reference_t<decltype(*a)>::scratch_bytes(p, queries);
+        });
       },
-      [](const kvtier_problem& p, float* memory) {
-        return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::partial_at(p, memory); });
+      [](const kvtier_problem& p, int queries, float* memory) {
+        return with_dtype(p, [&](auto* a) {
+          return std::remove_reference_t<decltype(*a)>::partial_at(p, queries, memory);
+        });
       },
-      [](const kvtier_problem& p, const Task& task, char* scratch, Partial out) {
-        with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::attend(p, task, scratch, out); });
+      [](const kvtier_problem& p, const Sequence& sequence, const Task& task, char* scratch, Partial out) {
+        with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::attend(p, sequence, task, scratch, out); });
       },
-      [](const kvtier_problem& p, int32_t sequence, const Partial* parts, size_t count) {
+      [](const kvtier_problem& p, const Sequence& sequence, const Partial* parts, size_t count) {
         with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::finish(p, sequence, parts, count); });
       },
+      merge,
   };
   return &it;
 }

@@ -1,4 +1,4 @@
-// What a kernel spends its time with, for one instruction set: products of queries with keys, and weighted sums of values.
+// The inner loops for one instruction set: products of queries with keys, and weighted sums of values.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,17 @@ namespace KVTIER_ISA {
 
 constexpr int TILE = 256;     // tokens whose scores are kept at once
 constexpr int ROW = TILE + 16;  // columns of a row: where a tile ends within a vector, that is written whole
-constexpr int SOME = 16;      // tokens of values that all rows pass over before the next
+constexpr int VALUE_STEP = 16;  // tokens whose values all rows add up before the next
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 inline int up(int x, int to) { return (x + to - 1) / to * to; }
+
+// Write the first n elements of a vector.
+template <class O>
+inline void to_first(O* p, V x, int n) {
+  if (n == W) to(p, x);
+  else to(p, x, n);
+}
 
 // exp(x) to about 1 ulp for x <= 0; 0 for -inf.
 inline V exp(V x) {
@@ -47,7 +54,7 @@ inline V tanh(V x) {
   return where_small(x, 0.2f, small, with_sign(ratio, x));
 }
 
-// How one dtype is multiplied. Weights is what probabilities are held as.
+// How one dtype is multiplied. `Weight` is the type of the softmax's results.
 template <class T>
 struct Widened {  // in fp32, for every dtype
   using Element = T;
@@ -119,8 +126,8 @@ KVTIER_INLINE void score_some(const typename M::Query* query, int query_stride, 
 }
 
 #ifdef KVTIER_HELD
-// How many of four query rows of DIM elements stay in registers beside what is added up: all if they are short; three
-// where the fourth can be loaded with each key. Either way keys are converted once and read in one pass.
+// How many of four query rows of DIM elements stay in registers together with the accumulators: all if they are short;
+// three where the fourth can be loaded with each key. Either way keys are converted once and read in one pass.
 template <class M, int ROWS, int DIM>
 constexpr int held = ROWS != 4 || DIM == 0 || DIM % M::STEP != 0 ? 0 : DIM / M::STEP <= 4 ? 4 : DIM / M::STEP <= 8 ? 3 : 0;
 
@@ -168,7 +175,7 @@ inline void score(const typename M::Element* keys, int dim, int n, const typenam
     score_some<M, ROWS, DIM>(query, query_stride, at, dim, scores + t, score_stride);
   }
   if (t < n) {
-    // The last token stands in for those that are not there.
+    // The last token is repeated in place of those that do not exist.
     const auto at = [=](int i) KVTIER_LAMBDA { return keys + static_cast<ptrdiff_t>(std::min(t + i, n - 1)) * dim; };
     score_some<M, ROWS, 0>(query, query_stride, at, dim, scores + t, score_stride);
   }
@@ -237,7 +244,7 @@ KVTIER_INLINE void add_columns(const bf16* values, int dim, int columns, int n, 
     for (; t + 1 < n; t += 2) pair(t, part);
   }
   if (t < n) {
-    // The last token of an odd number: its partner is not there, and must not be read.
+    // The last token of an odd number: its partner does not exist and must not be read.
     pair(t, [&](int s, int c) KVTIER_LAMBDA { return s == t ? part(s, c) : zero_pairs(); });
   }
   UNROLL for (int r = 0; r < ROWS; r++)
@@ -260,10 +267,11 @@ KVTIER_INLINE void add_values(const typename M::Element* values, int dim, int n,
   constexpr int COLUMNS = M::COLUMNS, WIDE = PANEL * W, HALF = WIDE / 2;
   using T = typename M::Element;
   if constexpr (DIM != 0) {
-    static_assert(DIM % HALF == 0 && HALF % COLUMNS == 0);
+    static_assert((DIM % HALF == 0 || DIM < HALF) && DIM % COLUMNS == 0);
     int c = 0;
     for (; c + WIDE <= DIM; c += WIDE) add_columns<T, ROWS, WIDE / COLUMNS>(values + c, DIM, WIDE, n, weights, out + c, DIM);
-    if constexpr (DIM % WIDE != 0) add_columns<T, ROWS, HALF / COLUMNS>(values + c, DIM, HALF, n, weights, out + c, DIM);
+    constexpr int REST = DIM % WIDE;
+    if constexpr (REST != 0) add_columns<T, ROWS, REST / COLUMNS>(values + c, DIM, REST, n, weights, out + c, DIM);
   } else {
     int c = 0;
     for (; c + HALF <= dim; c += HALF)
@@ -278,8 +286,8 @@ template <class M, int DIM>
 inline void add_rows(const typename M::Element* values, int dim, int n, const typename M::Weight* weights, int rows,
                      float* out, int out_stride) {
   if constexpr (DIM != 0) out_stride = DIM;
-  // All rows pass over few tokens before the next: memory is read without a pause, and those tokens stay at hand.
-  const int step = rows > 8 ? TILE : SOME;
+  // Rows alternate every few tokens: memory is read without a pause, and those tokens stay in the cache.
+  const int step = rows > 8 ? TILE : VALUE_STEP;
   for (int t = 0; t < n; t += step, values += static_cast<ptrdiff_t>(step) * (DIM ? DIM : dim), weights += step) {
     const int some = std::min(step, n - t);
     int row = 0;

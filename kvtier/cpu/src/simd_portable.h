@@ -1,4 +1,4 @@
-// Vectors of 8 floats in plain C++, for the compiler to map on what it has. Serves every machine, ARM among them.
+// Vectors of 8 floats in plain C++, which the compiler maps to the instructions it has. For every machine, also ARM.
 #pragma once
 
 #include <cmath>

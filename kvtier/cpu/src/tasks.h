@@ -1,4 +1,4 @@
-// What the threads and the kernels share: a problem cut into tasks.
+// What the engine and the kernels share: a problem cut into tasks.
 #pragma once
 
 #include <atomic>
@@ -9,11 +9,24 @@
 
 #include "attention.h"
 
-// A run of one sequence's blocks. Where a sequence is cut depends on its size alone, never on how many threads there
-// are or which was faster: results are the same, bit for bit, each time.
+// One sequence of a problem, copied, so that the caller may change its own as soon as the call was taken.
+struct Sequence {
+  int32_t row;      // in the problem: of the mask
+  int32_t queries;  // at least 1
+  int64_t length;
+  int64_t first_seen;  // first position that is no padding
+  int64_t lowest;      // first position that any query sees
+  int64_t query, out, lse;
+  size_t first_task, task_count;
+};
+
+// Some of one sequence's blocks. Where a sequence is cut depends on its size alone, never on the number of threads, on
+// their timing, or on how its blocks are grouped in runs: results are the same, bit for bit, each time.
 struct Task {
   int32_t sequence;
-  int64_t first, last;  // [first, last) in problem.blocks
+  const kvtier_run* run;  // the first
+  int64_t skip;           // blocks of the first run that belong to an earlier task
+  int64_t blocks;         // of this run and those behind it
 };
 
 // What has been seen so far, for every row (head, query) of a sequence: out = values / sum.
@@ -33,13 +46,14 @@ struct Scratch {
 
 struct Kernel {
   const char* name;
-  // Floats of one partial and bytes of scratch for this problem.
-  size_t (*partial_floats)(const kvtier_problem&);
-  size_t (*scratch_bytes)(const kvtier_problem&, int64_t max_blocks);
-  Partial (*partial_at)(const kvtier_problem&, float* memory);
-  void (*attend)(const kvtier_problem&, const Task&, char* scratch, Partial);
-  // Merge a sequence's partials into `out` and `lse`. Overwrites parts[0].
-  void (*finish)(const kvtier_problem&, int32_t sequence, const Partial* parts, size_t count);
+  // Floats of one partial and bytes of scratch, for a sequence with so many queries.
+  size_t (*partial_floats)(const kvtier_problem&, int queries);
+  size_t (*scratch_bytes)(const kvtier_problem&, int queries);
+  Partial (*partial_at)(const kvtier_problem&, int queries, float* memory);
+  void (*attend)(const kvtier_problem&, const Sequence&, const Task&, char* scratch, Partial);
+  // Combine a sequence's partials into `out` and `lse`. Overwrites parts[0].
+  void (*finish)(const kvtier_problem&, const Sequence&, const Partial* parts, size_t count);
+  void (*merge)(const kvtier_merge_problem&);
 };
 
 const Kernel* portable_kernel();

@@ -1,0 +1,304 @@
+"""`LayerReader`: how attention reads one layer's KV, and what it keeps from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.attention.partition import Partition
+from kvtier.cpu import native
+from kvtier.errors import BudgetError
+from kvtier.kernels import paged
+from kvtier.memory import residency
+from kvtier.memory.block import Run, State
+from kvtier.memory.buffers import IoBuffers, Workspace
+from kvtier.memory.readers import Reading
+from kvtier.memory.tiered import Owner, TieredMemory
+from kvtier.tables.layer import LayerKV
+from kvtier.tables.table import BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A run where attention runs, and where it belongs.
+
+    Attributes:
+        slot: its first slot in the home pool.
+        count: blocks.
+        index: of its first block in its sequences.
+        rows: the rows of the batch that hold it.
+    """
+
+    slot: int
+    count: int
+    index: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A run that is not on the device, or on its way there, and where it belongs."""
+
+    run: Run
+    index: int
+    rows: tuple[int, ...]
+
+
+class LayerReader:
+    """Reads one layer of one cache. Made under the memory's lock.
+
+    Args:
+        layer: its rows and tables.
+        memory: that it is in.
+        owner: the cache's part of that.
+        host_attention: whether host threads may attend to what is on the host.
+
+    Attributes:
+        workspace: in which one layer's KV is laid out.
+        io_buffers: through which queries and results pass.
+        fetched: what was fetched to be read next, and is to leave the device again.
+        keep: of the blocks that are fetched to be read, how many stay on the device; set by the forward.
+        shape: of its blocks, as the native library takes it.
+        dense_plan: how the layer is laid out in the workspace, kept by `dense`.
+    """
+
+    def __init__(self, layer: LayerKV, memory: TieredMemory, owner: Owner, *, host_attention: bool) -> None:
+        self.layer = layer
+        self.memory = memory
+        self.owner = owner
+        self.host_attention = host_attention
+        self.counters = owner.counters
+        self.device = layer.device
+        self.workspace: Workspace = memory.workspace(owner, layer.device)
+        self.io_buffers: IoBuffers = memory.io_buffers(owner, layer.device)
+        self.fetched: list[Run] = []
+        self.keep = 0
+        self.dense_plan: object = None
+        layout = layer.layout
+        self.shape = native.Shape(layout.dtype, layout.k_heads, layout.k_dim, layout.v_dim, layout.block_size)
+        self._partition: Partition | None = None
+        self._partition_of: tuple[object, ...] = ()
+        self._prepared: dict[torch.dtype, paged.Prepared] = {}
+
+    def partition(self, lengths: int | Sequence[int]) -> Partition:
+        """Where the blocks of the first tokens are: as many of every row, or of each. The caller holds the lock."""
+        layer = self.layer
+        size = layer.layout.block_size
+        counts = -(-lengths // size) if isinstance(lengths, int) else tuple(-(-length // size) for length in lengths)
+        key = (layer.blocks.version, layer.shape_version, counts)
+        if self._partition is None or self._partition_of != key:
+            before, self._partition = self._partition, None
+            each = [counts] * layer.batch if isinstance(counts, int) else counts
+            partition = Partition(layer.blocks.pools, layer.rows, each)
+            # Looking at tables may cut nothing, but resolves what was cut: the version is the one of the snapshot.
+            self._partition = partition.keep(before)
+            self._partition_of = key
+        return self._partition
+
+    def prepared(self, dtype: torch.dtype) -> paged.Prepared:
+        """The device's attention with results in `dtype`, kept from call to call."""
+        found = self._prepared.get(dtype)
+        if found is None:
+            found = self._prepared[dtype] = paged.Prepared(self.layer.layout, dtype)
+        return found
+
+    def begin(self) -> Reading | None:
+        """What is found under the lock is read from now on without it. The caller holds the lock."""
+        memory = self.memory
+        self.layer.blocks.last_used = memory.clock
+        return None if memory.private else memory.readers.begin()
+
+    def end(self, reading: Reading | None) -> None:
+        """It was read, or the kernels that read it were launched."""
+        if reading is None:
+            self._mark()
+            return
+        with self.memory.lock:
+            self._mark()
+            self.memory.readers.end(reading)
+
+    def _mark(self) -> None:
+        """Only whoever waits for the slots of these blocks needs to know when exactly the reading ends."""
+        blocks, engine = self.layer.blocks, self.device.engine
+        if engine.asynchronous:
+            blocks.last_read = engine.mark() if blocks.spilled or blocks.counts[State.ARRIVING] else None
+
+    def _places(self, first: int, last: int) -> tuple[list[Place], list[Missing], list[Run]]:
+        """The blocks `[first, last)` of every row: those that are where attention runs, and the others.
+
+        Runs that have to be fetched are cut at both ends. The caller holds the lock.
+
+        Returns:
+            Places, what is missing, and the runs that nobody reads again once the places were read.
+        """
+        rows_of: dict[BlockTable, list[int]] = {}
+        for row, table in enumerate(self.layer.rows):
+            rows_of.setdefault(table, []).append(row)
+        one_tier = self.layer.blocks.pools.device is None
+        here: dict[tuple[int, int, int], list[int]] = {}
+        missing: dict[tuple[Run, int], list[int]] = {}
+        done: list[Run] = []
+        for table, rows in rows_of.items():
+            index = 0
+            for run in list(table.resolve()):
+                start, stop = max(first - index, 0), min(last - index, run.count)
+                if start < stop:
+                    if one_tier or (run.device is not None and run.state is not State.ARRIVING):
+                        here.setdefault((run.home + start, stop - start, index + start), []).extend(rows)
+                        if stop == run.count:
+                            done.append(run)
+                    else:
+                        part = residency.cut(run, stop)[0] if stop < run.count else run
+                        part = residency.cut(part, start)[1] if start else part
+                        missing.setdefault((part, index + start), []).extend(rows)
+                index += run.count
+        return (
+            [Place(*place, tuple(rows)) for place, rows in here.items()],
+            [Missing(run, index, tuple(rows)) for (run, index), rows in missing.items()],
+            done,
+        )
+
+    def portions(self, first: int, last: int, most: int = 0) -> Generator[list[Place], None, None]:
+        """Bring the blocks `[first, last)` of every row where attention runs, in portions.
+
+        Args:
+            first, last: block indices.
+            most: blocks fetched at a time, the next ones on their way while these are read; 0: as many as there is
+                room for.
+
+        Yields:
+            Places, good until the next ones are asked for: first what is there already, if anything is, then what had
+            to be fetched.
+
+        Raises:
+            BudgetError: there is no room for one block. TransferError: a fetch failed.
+        """
+        lock = self.memory.lock
+        with lock:
+            here, missing, read = self._places(first, last)
+            reading = self.begin()
+        if here:
+            self.counters.block_hits += sum(place.count for place in here)
+            try:
+                yield here
+            finally:
+                self.end(reading)
+        elif reading is not None:
+            self.end(reading)
+        while missing:
+            with lock:
+                self.retire(read)  # what was read gives its slots to what follows
+                ready, missing = self._next(missing, most)
+                read = [each.run for each in ready]
+                self.expect(read)
+                places = [Place(each.run.home, each.run.count, each.index, each.rows) for each in ready]
+                reading = self.begin()
+            try:
+                yield places
+            finally:
+                self.end(reading)
+        if self.fetched:
+            with lock:
+                self.retire(read)
+
+    def _next(self, missing: list[Missing], most: int) -> tuple[list[Missing], list[Missing]]:
+        """Something of `missing` that has arrived for the compute stream, and what is missing then."""
+        blocks, every = self.layer.blocks, self.layer.count
+        while True:
+            missing = list(_whole(missing))
+            ready = [each for each in missing if each.run.state is not State.HOST]
+            left = [each for each in missing if each.run.state is State.HOST]
+            if ready:
+                break
+            runs = [each.run for each in left]
+            try:
+                self.device.fetch(runs, most or every, blocks, evict=True)
+            except BudgetError:
+                # All that is left are blocks of this layer; those that were resident have been read.
+                self.device.fetch([each.run for each in _whole(left)], most or every, None, evict=True)
+        for each in ready:
+            residency.arrive(each.run)
+        if left and most:
+            ahead = self.device.fetch([each.run for each in left], most, blocks, evict=False)
+            self.counters.prefetched += sum(run.count for run in ahead)
+        return ready, list(_whole(left))
+
+    def fetch_ahead(self, first: int, last: int) -> None:
+        """Begin to fetch what of the blocks `[first, last)` is on the host only, if there is room. Holds the lock."""
+        if self.layer.spilled:
+            _, missing, _ = self._places(first, last)
+            ahead = self.device.fetch(
+                [each.run for each in missing if each.run.state is State.HOST],
+                self.layer.count,
+                self.layer.blocks,
+                evict=False,
+            )
+            self.counters.prefetched += sum(run.count for run in ahead)
+
+    def expect(self, runs: Sequence[Run]) -> None:
+        """These were fetched to be read next. Some may be known already."""
+        known = {part for run in self.fetched for part in run.leaves()}
+        new = [run for run in runs if run not in known]
+        self.fetched += new
+        self.layer.blocks.transient += sum([run.count for run in new])
+
+    @property
+    def fetched_blocks(self) -> int:
+        """Blocks that were fetched to be read next."""
+        return self.layer.blocks.transient
+
+    def forget(self) -> None:
+        """What was fetched is like any block on the device from now on."""
+        self.fetched = []
+        self.layer.blocks.transient = 0
+
+    def retire(self, read: Sequence[Run] | None = None) -> None:
+        """Fetched blocks were read: let them leave the device again, but for those that stay. Holds the lock.
+
+        Args:
+            read: these were; None: all.
+        """
+        over = None if read is None else {part for run in read for part in run.leaves()}
+        left: list[Run] = []
+        for run in self.fetched:
+            for part in list(run.leaves()):
+                if part.state is not State.BOTH and part.state is not State.ARRIVING:
+                    continue
+                if over is not None and part not in over:
+                    left.append(part)
+                elif self.keep >= part.count:
+                    self.keep -= part.count
+                    self.counters.promotions += part.count
+                else:
+                    residency.evict(part, self.device.fence(self.layer.blocks))
+        self.fetched = left
+        self.layer.blocks.transient = sum([run.count for run in left])
+
+    # For tests
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the layer's counts agree, and what is kept from call to call is up to date."""
+        layer = self.layer
+        layer.check_integrity()
+        assert self.fetched or not layer.blocks.transient, "blocks that leave again are counted wrong"
+        if self._partition is not None and self._partition_of[:2] == (layer.blocks.version, layer.shape_version):
+            counts = self._partition_of[2]
+            each = [counts] * layer.batch if isinstance(counts, int) else counts
+            now = Partition(layer.blocks.pools, layer.rows, each)  # type: ignore[arg-type]
+            for name in ("device", "arriving", "host"):
+                kept, found = getattr(self._partition, name), getattr(now, name)
+                assert kept.rows == found.rows, (
+                    f"blocks have moved, and what is kept of the {name} part says where from"
+                )
+                assert kept.blocks == found.blocks, f"blocks of the {name} part are counted wrong"
+
+
+def _whole(missing: Sequence[Missing]) -> Iterator[Missing]:
+    """The same blocks, in runs that were not cut."""
+    for each in missing:
+        index = each.index
+        for part in each.run.leaves():
+            yield Missing(part, index, each.rows)
+            index += part.count

@@ -1,0 +1,131 @@
+"""The native library: found, checked and loaded at first use."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import warnings
+from pathlib import Path
+
+from kvtier.cpu import build
+from kvtier.errors import ConfigError, KVTierError
+
+#: Forces an instruction set ("avx512_bf16", "avx512", "avx2", "portable"), or "none": the torch reference.
+VARIABLE = "KVTIER_CPU"
+
+_ERRORS = {
+    1: "shapes that do not fit each other",
+    2: "no memory left",
+    3: "it was submitted before this process was forked off",
+}
+
+
+def available() -> bool:
+    """Whether the native library is there. Warns, once, if it is not. Raises `ConfigError` if it was asked for."""
+    return _load() is not None
+
+
+def check_environment() -> None:
+    """Check that `KVTIER_CPU` can be honoured, before any work depends on it.
+
+    Loads the library if the variable names an instruction set; starts no thread, and does nothing if it is not set.
+
+    Raises:
+        ConfigError: the library or the CPU lacks what the variable asks for.
+    """
+    if os.environ.get(VARIABLE):
+        _load()
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library; only where `available()`. A call of its functions releases the GIL."""
+    found = _load()
+    assert found is not None
+    return found
+
+
+@functools.cache
+def library_with_gil() -> ctypes.PyDLL:
+    """The same, keeping the GIL: for calls that are shorter than giving it away."""
+    return ctypes.PyDLL(library()._name)
+
+
+def instruction_set() -> str:
+    """The one in use."""
+    return library().kvtier_instruction_set().decode()
+
+
+def use_instruction_set(name: str) -> None:
+    """Use another one from now on. Raises `ConfigError` where this CPU lacks it."""
+    if library().kvtier_use_instruction_set(name.encode()):
+        raise ConfigError(f"This CPU, or this library, does not have {name!r}.")
+
+
+def check(error: int) -> None:
+    """Raise `KVTierError` for an error code of the library."""
+    if error:
+        raise KVTierError(f"Attention on the host failed: {_ERRORS.get(error, f'error {error}')}.")
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | None:
+    forced = os.environ.get(VARIABLE, "")
+    if forced == "none":
+        return None
+    why = None
+    # An installed package has no sources that its library could be older than, nor could it be compiled there.
+    in_tree = build.SOURCE.is_dir()
+    if not build.TARGET.exists():
+        why = "it was not compiled"
+    else:
+        try:
+            library = ctypes.CDLL(str(build.TARGET))
+        except OSError as error:
+            why = f"it cannot be loaded ({error})"
+        else:
+            library.kvtier_source.restype = ctypes.c_char_p
+            if in_tree and library.kvtier_source().decode() != build.digest():
+                why = "it was compiled from other sources"
+    if why is not None:
+        cure = "`python -m kvtier.cpu.build` compiles it." if in_tree else "Install a C++ compiler, then kvtier again."
+        if forced:
+            raise ConfigError(f"{VARIABLE}={forced} asks for the native kernel, but {why}. {cure}")
+        warnings.warn(
+            f"kvtier's native kernel is not used: {why}. Attention on the host runs on torch, several times slower. "
+            f"{cure} {VARIABLE}=none asks for that, without a warning.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    pointer = ctypes.c_void_p
+    library.kvtier_done.argtypes = [pointer]
+    library.kvtier_use_team.argtypes = [pointer]
+    library.kvtier_use_team.restype = library.kvtier_shutdown.restype = library.kvtier_drain.restype = None
+    library.kvtier_instruction_set.restype = ctypes.c_char_p
+    if forced and library.kvtier_use_instruction_set(forced.encode()):
+        raise ConfigError(f"{VARIABLE}={forced}: this CPU, or this library, does not have it.")
+    library.kvtier_use_team(torch_team())
+    # Before the interpreter frees what jobs in flight read: modules are cleared in an order that no one controls.
+    atexit.register(library.kvtier_drain)
+    return library
+
+
+def torch_team() -> int | None:
+    """The address of the `GOMP_parallel` that torch's own parallel loops call; None where torch has no such runtime.
+
+    A process may have several OpenMP runtimes: torch's, the system's, one that was preloaded. Each has a team of
+    threads of its own, and two teams compete for the cores. So the symbol is looked up as the dynamic linker does it
+    for torch: first in the global scope (a preloaded runtime is found there), then in what libtorch_cpu is linked with.
+    """
+    try:
+        paths = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+        path = next(path for path in paths if path.rsplit("/", 1)[-1].startswith("libtorch_cpu.so"))
+        linked = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).GOMP_parallel
+    except (OSError, StopIteration, AttributeError):
+        return None
+    with contextlib.suppress(AttributeError):
+        linked = ctypes.CDLL(None).GOMP_parallel
+    return ctypes.cast(linked, ctypes.c_void_p).value

@@ -1,0 +1,100 @@
+"""What the step that begins needs of the memory: a claim for each compute device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from kvtier.attention import dispatch
+from kvtier.memory.block import State
+from kvtier.planning.admission import Claim
+from kvtier.tables import sharing
+from kvtier.tables.layer import LayerKV
+from kvtier.tables.sharing import Group
+
+
+def claim(
+    layers: Sequence[LayerKV],
+    done: Collection[LayerKV],
+    first: LayerKV,
+    groups: Sequence[Group],
+    tokens: int,
+    *,
+    later: int = 0,
+    to_come: int,
+    host_attention: bool,
+    dense: bool,
+    limit: int,
+) -> Claim:
+    """What the layers of one compute device need for a step, together.
+
+    Args:
+        layers: all of them.
+        done: those that have had their new tokens.
+        first: the layer at hand, which stands for those that have none yet.
+        groups: how its rows share tables, see `sharing.group_rows`.
+        tokens: new tokens per row.
+        later: tokens per row that steps to come will add, each row its own.
+        to_come: layers that nobody has seen yet.
+        host_attention: whether host threads may attend.
+        dense: whether attention asks for tensors.
+        limit: bytes of the tier where blocks begin.
+    """
+    batch = sum(len(group.rows) for group in groups)
+    total = first.length + tokens + later
+    held = filling = room = slot = 0
+    smallest = first.layout.nbytes
+    for layer in layers:
+        size, nbytes = layer.layout.block_size, layer.layout.nbytes
+        open_now = layer.blocks.counts[State.FILLING]
+        if layer in done:
+            coming, length, open_then = 0, layer.length, open_now
+        else:
+            mine = groups
+            if layer is not first:
+                alike = len(layer.rows) in (0, batch)
+                mine = (
+                    sharing.same_groups(layer.rows if layer.length else (), groups)
+                    if alike
+                    else (sharing.likely_groups(layer.rows, tokens))
+                )
+            coming = _coming(mine, tokens, later, size)
+            length = layer.length + tokens + later
+            open_then = _open(mine, batch, length, later, size)
+        held += (layer.count + coming) * nbytes
+        filling += max(open_now, open_then) * nbytes
+        if length >= size:
+            slot = max(slot, nbytes)
+        smallest = min(smallest, nbytes)
+        new = tokens if layer not in done else 0
+        room = max(
+            room,
+            dispatch.room_for(
+                layer, new or tokens, length, batch, host_attention=host_attention, dense=dense, limit=limit
+            ),
+        )
+    size, nbytes = first.layout.block_size, first.layout.nbytes
+    held += to_come * _coming(groups, tokens, later, size) * nbytes
+    filling += to_come * _open(groups, batch, total, later, size) * nbytes
+    return Claim(held, filling, room, slot, smallest)
+
+
+def _coming(groups: Sequence[Group], tokens: int, later: int, size: int) -> int:
+    """New blocks of a layer."""
+    if later:
+        return sharing.blocks_needed_apart(groups, tokens, later, size)
+    return sharing.blocks_needed(groups, tokens, size)
+
+
+def _open(groups: Sequence[Group], rows: int, length: int, later: int, size: int) -> int:
+    """Blocks that are being filled when a layer has so many tokens, or before."""
+    if later:
+        return rows if size > 1 else 0
+    return len(groups) if length % size else 0
+
+
+def at_rest(layers: Sequence[LayerKV], room: int = 0) -> Claim:
+    """What the layers of one compute device hold between two steps."""
+    held = sum(layer.count * layer.layout.nbytes for layer in layers)
+    filling = sum(layer.blocks.counts[State.FILLING] * layer.layout.nbytes for layer in layers)
+    sealed = [x.layout.nbytes for x in layers if x.count > x.blocks.counts[State.FILLING]]
+    return Claim(held, filling, room, max(sealed, default=0), min(sealed, default=0))

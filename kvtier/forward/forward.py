@@ -1,0 +1,505 @@
+"""`Forward`: what one cache does in a forward, on a memory that others may use too."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvtier.attention import dispatch, split
+from kvtier.attention.dense import own_kv
+from kvtier.attention.reader import LayerReader
+from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
+from kvtier.errors import ClosedError, StaleViewError
+from kvtier.forward import admission
+from kvtier.forward.schedule import Schedule
+from kvtier.forward.steps import Steps
+from kvtier.kernels.params import AttentionParams
+from kvtier.memory import system
+from kvtier.memory.device import ComputeDevice
+from kvtier.memory.layout import BlockLayout, in_one_dtype
+from kvtier.memory.tiered import Owner, TieredMemory, too_small
+from kvtier.planning.admission import Claim
+from kvtier.planning.step import StepRecord
+from kvtier.stats import CacheStats, Counters, LayerResidency
+from kvtier.tables import sharing
+from kvtier.tables.layer import LayerKV
+from kvtier.tables.sharing import Alike, Group
+
+
+class Held:
+    """What a cache holds of a memory: apart from `Forward`, so that it can be given back when that is garbage."""
+
+    def __init__(self, memory: TieredMemory) -> None:
+        self.memory = memory
+        self.owner: Owner = memory.join()
+        self.readers: dict[int, LayerReader] = {}
+
+    def lengths(self) -> set[int]:
+        """The distinct numbers of tokens in the layers that hold any."""
+        return {x.layer.length for x in self.readers.values() if x.layer.length}
+
+    def release(self) -> None:
+        """Give everything back. The caller holds the lock."""
+        split.release_threads(self.owner)
+        for reader in self.readers.values():
+            reader.layer.epoch += 1
+            reader.layer.clear()
+        self.readers.clear()
+        for device in self.memory.devices:
+            for blocks in [blocks for blocks in self.owner.sets if blocks in device.sets]:
+                self.memory.drop_set(self.owner, device, blocks)
+        self.memory.leave(self.owner)
+        if self.memory.private:
+            self.memory.reset()
+
+    def renew(self) -> None:
+        """Join the memory again, empty."""
+        self.owner = self.memory.join()
+
+
+class Forward:
+    """Everything behind a `TieredKVCache`, between Transformers and the memory.
+
+    Args:
+        memory: that the cache is in.
+        options: checked options.
+        expected: the layers that a forward updates, where that is known in advance.
+        tiered: how many tiered layers there will be, where that is known in advance.
+        dense: whether attention is expected to ask for one layer's KV as tensors, now.
+    """
+
+    def __init__(
+        self,
+        memory: TieredMemory,
+        options: CacheOptions,
+        *,
+        expected: frozenset[int] | None = None,
+        tiered: int = 0,
+        dense: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.memory = memory
+        self.options = options
+        self._held = Held(memory)
+        self.steps = Steps(
+            expected,
+            self._held.lengths,
+            partial(setattr, memory, "interrupted", True),
+        )
+        self.closed = False
+        self._tiered = tiered
+        self._dense = dense
+        self._schedules: dict[ComputeDevice, Schedule] = {}
+        self._rooms: dict[ComputeDevice, int] = {}
+        self._step = -1
+        self._admitted: set[ComputeDevice] = set()
+        self._decoding = False
+        self._alike: Alike | None = None
+        self._groups: Sequence[Group] | None = None
+        self._record = StepRecord()
+        self._began = 0.0
+        self._last: StepRecord | None = None
+        #: The totals when the step under way began, from the first step on that a policy has planned.
+        self._before: Counters | None = None
+        # Not this object: what it holds is given back when nobody uses it any more, layers and views included.
+        self._finalizer = weakref.finalize(self, memory.abandon, self._held.release)
+        self._finalizer.atexit = False  # the process gives its memory back anyway
+
+    @property
+    def readers(self) -> dict[int, LayerReader]:
+        """The layers by index, as attention reads them."""
+        return self._held.readers
+
+    @property
+    def counters(self) -> Counters:
+        """What was done for this cache."""
+        return self._held.owner.counters
+
+    def layer(self, index: int) -> LayerKV | None:
+        """A layer's KV; None before its first update."""
+        reader = self.readers.get(index)
+        return None if reader is None else reader.layer
+
+    # Updates
+
+    def append(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
+        """Add keys `[batch, heads, tokens, k_dim]` and values `[batch, heads, tokens, v_dim]` to a layer.
+
+        Raises:
+            MismatchError, BudgetError, TransferError: the layer is as it was before.
+        """
+        reader, graph = self._held.readers.get(index), False
+        if keys.requires_grad or values.requires_grad:
+            graph = torch.is_grad_enabled()
+            keys, values = keys.detach(), values.detach()
+        if keys.dtype is not values.dtype:
+            keys, values = in_one_dtype(keys, values)
+        memory = self.memory
+        with memory.lock:
+            if memory.needs_tidying:
+                memory.tidy()
+            begins = self._step != self.steps.count
+            if begins:
+                self._begin_step(keys.shape[2] if keys.dim() == 4 else 0)
+            if reader is None:
+                reader = self._new_layer(index, keys, values)
+            layer = reader.layer
+            if graph:
+                layer.carries_graph = True
+            # A token that takes no new slot needs what the last token needed.
+            if not (self._decoding and layer.is_token(keys, values) and layer.append_token(keys, values)):
+                self._append(layer, keys, values)
+            elif begins and layer.device.spilled:
+                self._plan(layer.device, 1)
+            self._record.layers += 1
+        return reader
+
+    def _append(self, layer: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+        layer.check(keys, values)
+        tokens = keys.shape[2]
+        if not tokens:
+            return
+        layer.device.poll()
+        groups, self._alike = layer.group(keys, values, self._alike)
+        if layer.device not in self._admitted or self._differs(groups):
+            self._admit(layer, groups, tokens)
+            self._plan(layer.device, tokens)
+        layer.append(keys, values, groups)
+
+    def _differs(self, groups: Sequence[Group]) -> bool:
+        """Whether rows share less in this layer than in the one that the step was admitted with."""
+        before, self._groups = self._groups, groups
+        if before is None or len(before) != len(groups):
+            return before is not None
+        return any(a.shared_blocks > b.shared_blocks for a, b in zip(before, groups, strict=True))
+
+    def replace(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Let a layer hold these tokens and nothing else. On an error it holds what it held."""
+        reader = self.readers.get(index)
+        saved = own_kv(reader, reader.layer.length) if reader is not None and reader.layer.length else None
+        self._remove(index)
+        self._admitted.clear()
+        try:
+            self.append(index, keys, values)
+        except Exception:
+            self._remove(index)
+            if saved is not None:
+                self.append(index, *saved)
+            raise
+
+    def _remove(self, index: int) -> None:
+        reader = self._held.readers.pop(index, None)
+        if reader is not None:
+            with self.memory.lock:
+                reader.layer.clear()
+                self.memory.drop_set(self._held.owner, reader.device, reader.layer.blocks)
+                self._schedules.pop(reader.device, None)
+
+    def undo_first(self) -> None:
+        """After a refusal: take back what it was the first forward of, where nobody knows yet which layers there are,
+        so that `crop(0)` could not tell it from one that is finished."""
+        if self.steps.expected is None and not any(self.steps.began.values()):
+            # The layer that refused began nothing, but it may exist by now.
+            for index in [i for i, x in self.readers.items() if i in self.steps.began or not x.layer.length]:
+                self._remove(index)
+            self.steps.began = {}
+
+    def early(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make a layer from tensors that may have no tokens."""
+        if index not in self.readers:
+            with self.memory.lock:
+                self._new_layer(index, *in_one_dtype(keys, values))
+
+    def _new_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
+        memory, owner = self.memory, self._held.owner
+        device = memory.on(keys.device)
+        self._at_rest_elsewhere(device)
+        size = self.options.block_size or (HOST_BLOCK if device.slabs is None else DEVICE_BLOCK)
+        layout = BlockLayout.of(keys, values, size)
+        layer = LayerKV(index, layout, device, memory.block_set(owner, device, layout, index), owner.counters)
+        try:
+            layer.check(keys, values)
+        except Exception:
+            memory.drop_set(owner, device, layer.blocks)
+            raise
+        reader = LayerReader(layer, memory, owner, host_attention=self.options.host_attention)
+        self._held.readers[index] = reader
+        self._schedules.pop(device, None)
+        self._admitted.discard(device)
+        return reader
+
+    def _at_rest_elsewhere(self, device: ComputeDevice) -> None:
+        """A layer comes to a device: those that were expected on others claim no room there any more."""
+        others = {reader.device: None for reader in self.readers.values()}
+        if not others or device in others:
+            return
+        for other in others:
+            layers = [reader.layer for reader in self.readers.values() if reader.device is other]
+            self._held.owner.claims[other] = admission.at_rest(layers, self._rooms.get(other, 0))
+            self._admitted.discard(other)
+
+    # A step
+
+    def _begin_step(self, tokens: int) -> None:
+        """A forward begins: the last one is over and its record is made."""
+        self._step = self.steps.count
+        now = time.perf_counter()
+        self.memory.clock += 1
+        if self._before is not None:
+            self._observe(self._before, now)
+        self._admitted.clear()
+        self._alike = self._groups = None
+        self._decoding = self._record.tokens == tokens == 1
+        self._record = StepRecord(tokens=tokens)
+        self._began = now
+        self._before = self._totals() if self._schedules else None
+
+    def _totals(self) -> Counters:
+        totals = Counters()
+        totals.add(self.counters)
+        return totals
+
+    def _observe(self, before: Counters, now: float) -> None:
+        """Tell the policy what the last step took."""
+        record, after = self._record, self.counters
+        if not record.tokens:
+            return
+        record.seconds = now - self._began
+        for name in ("bytes_up", "bytes_down", "seconds_up", "seconds_down", "host_seconds", "host_blocks"):
+            setattr(record, name, getattr(after, name) - getattr(before, name))
+        record.stall_seconds = after.stall_seconds - before.stall_seconds
+        record.fetched = after.block_fetches - before.block_fetches
+        record.evicted = after.evictions - before.evictions
+        self._last = record
+        self.memory.policy.observe(record)
+
+    def admit(self, tokens: int) -> None:
+        """Refuse a step that will not fit, for a step whose first layer is not tiered. Raises `BudgetError`."""
+        with self.memory.lock:
+            if self.memory.needs_tidying:
+                self.memory.tidy()
+            self._begin_step(tokens)
+            for device in {reader.device: None for reader in self.readers.values()}:
+                first = next(reader.layer for reader in self.readers.values() if reader.device is device)
+                self._groups = sharing.likely_groups(first.rows, tokens)
+                self._admit(first, self._groups, tokens)
+                self._plan(device, tokens)
+
+    def _admit(self, layer: LayerKV, groups: Sequence[Group], tokens: int) -> None:
+        """Refuse, before anything changes, a step that will not fit: this layer stands for those still to come."""
+        device, owner = layer.device, self._held.owner
+        claim = partial(self._claim, layer, groups, tokens)
+        # Layers that nobody has seen yet are taken to be where the last new one is.
+        to_come = max(self._tiered - len(self.readers), 0)
+        refused = self.memory.admit(owner, device, partial(claim, to_come))
+        if refused is not None and to_come and system.has_alternatives(device.device):
+            # They may be on other devices: whether this step fits is known when they come.
+            refused = self.memory.admit(owner, device, partial(claim, 0)) and refused
+        if refused is not None:
+            raise too_small(*refused, f"A step of {tokens} tokens on top of {layer.length} needs")
+        room = owner.claims[device].room
+        self._rooms[device] = room
+        self._admitted.add(device)
+        workspace = owner.workspaces.get(device)
+        if workspace is not None:
+            workspace.shrink(room)
+
+    def _claim(self, layer: LayerKV, groups: Sequence[Group], tokens: int, to_come: int, limit: int) -> Claim:
+        """What this cache needs on a layer's device for a step, `to_come` unseen layers included."""
+        layers = [reader.layer for reader in self.readers.values() if reader.device is layer.device]
+        done = [x for x in layers if x.index in self.steps.began and x is not layer]
+        later = max((self.options.max_tokens or 0) - layer.length - tokens, 0)
+        found = [
+            admission.claim(
+                layers,
+                done,
+                layer,
+                groups,
+                tokens,
+                later=more,
+                to_come=to_come,
+                host_attention=self.options.host_attention,
+                dense=self._dense(),
+                limit=limit,
+            )
+            for more in {0, later}
+        ]
+        return found[0] if len(found) == 1 else found[0].union(found[1])
+
+    def _plan(self, device: ComputeDevice, tokens: int) -> None:
+        """Let the policy plan the step on a device where anything is spilled."""
+        if not device.spilled:
+            return
+        if self._before is None:
+            self._before = self._totals()
+        schedule = self._schedules.get(device)
+        if schedule is None:
+            readers = sorted((x for x in self.readers.values() if x.device is device), key=lambda x: x.layer.index)
+            schedule = self._schedules[device] = Schedule(readers)
+        hosted = [self._in_place(reader.layer, tokens) for reader in schedule.readers]
+        plan = self.memory.policy.plan(schedule.state(tokens, hosted, self._last))
+        schedule.begin(plan)
+
+    def _in_place(self, layer: LayerKV, tokens: int) -> bool:
+        """Whether what of a layer is on the host need not be fetched: host threads attend to it, or nobody reads it."""
+        if not self.steps.began.get(layer.index, layer.length):
+            return True  # first tokens are their own keys and values
+        return self.options.host_attention and tokens <= split.MAX_HOST_QUERIES and split.can_attend(layer)
+
+    # Reading
+
+    def attend(
+        self,
+        reader: LayerReader,
+        length: int,
+        epoch: int,
+        query: torch.Tensor,
+        params: AttentionParams | None,
+        options: dict[str, Any] | None = None,
+        repeats: int = 1,
+    ) -> torch.Tensor:
+        """Attention of `query` over a view of a layer; see `dispatch.attend`. Then what is due is fetched."""
+        layer = reader.layer
+        if self.closed or layer.epoch != epoch or length > layer.length:
+            self.check_view(reader, length, epoch)
+        with self.steps.guard:
+            reader.counters.views_attended += 1
+            dtype = query.dtype
+            if torch.is_autocast_enabled(query.device.type):
+                query, dtype = dispatch.under_autocast(layer, query)
+            if options is not None:
+                params = dispatch.params_of(layer, length, repeats, query, options)
+            out = dispatch.attend(
+                reader, length, query, params, options, repeats, room=self._rooms.get(layer.device, 0)
+            )
+            if self._schedules:
+                self._after(reader)
+        return out if out.dtype is dtype else out.to(dtype)
+
+    def densify(
+        self, reader: LayerReader, length: int, epoch: int, operation: str | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a view as tensors of the caller's own; `operation` None: by design."""
+        self.check_view(reader, length, epoch)
+        with self.steps.changing():
+            keys, values = own_kv(reader, length)
+            self.counters.count_dense(operation, keys.nbytes + values.nbytes)
+            self._after(reader)
+        return dispatch.without_gradient(reader.layer, keys, values)
+
+    def check_view(self, reader: LayerReader, length: int, epoch: int) -> None:
+        """Raise `StaleViewError` unless the cache still holds what a view shows."""
+        layer = reader.layer
+        if self.closed:
+            self.check_open()
+        if layer.epoch != epoch or self._held.readers.get(layer.index) is not reader or length > layer.length:
+            raise StaleViewError(
+                f"A view of layer {layer.index} is read after the cache dropped or reordered tokens. Take a new one."
+            )
+
+    def _after(self, reader: LayerReader) -> None:
+        schedule = self._schedules.get(reader.device)
+        if schedule is not None:
+            with self.memory.lock:
+                schedule.after(reader)
+
+    # Rows and length
+
+    def crop(self, index: int, length: int) -> None:
+        """Keep the first `length` tokens of every row of a layer."""
+        layer = self.readers[index].layer
+        with self.memory.lock:
+            layer.crop(length)
+            self._changed(layer.device)
+
+    def pick_rows(self, index: int, rows: Sequence[int]) -> None:
+        """Make the rows of before with these numbers the rows of a layer."""
+        layer = self.readers[index].layer
+        with self.memory.lock:
+            layer.pick_rows(rows)
+            self._changed(layer.device)
+
+    def clear_layer(self, index: int) -> None:
+        """Drop every token of a layer."""
+        layer = self.readers[index].layer
+        with self.memory.lock:
+            layer.clear()
+            self._changed(layer.device)
+
+    def _changed(self, device: ComputeDevice) -> None:
+        """Fewer blocks are held: claim no more, and give back what is free and much."""
+        self._admitted.discard(device)
+        schedule = self._schedules.get(device)
+        if schedule is not None:
+            schedule.drop()
+        layers = [reader.layer for reader in self.readers.values() if reader.device is device]
+        self._held.owner.claims[device] = admission.at_rest(layers, self._rooms.get(device, 0))
+        self._decoding = False
+        self.memory.trim()
+
+    # Life
+
+    def clear(self) -> None:
+        """Drop everything and give all memory back; counters begin at 0."""
+        self._release()
+        self._held.renew()
+        self._schedules.clear()
+        self._rooms.clear()
+        self._admitted.clear()
+        self._record, self._last, self._before = StepRecord(), None, None
+        self.steps.reset()
+
+    def _release(self) -> None:
+        with self.memory.lock:
+            self.memory.tidy()
+            self._held.release()
+
+    def close(self) -> None:
+        """Give all memory, streams and registrations back. Idempotent."""
+        if self.closed:
+            return
+        self._finalizer.detach()
+        self._release()
+        if self.memory.private:
+            self.memory.close()
+        self._schedules.clear()
+        self.steps.reset()
+        self.closed = True
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` after `close`."""
+        if self.closed:
+            raise ClosedError("This TieredKVCache was closed. Make a new one.")
+        if self.memory.closed:
+            self.memory.check_open()
+
+    # What a user sees
+
+    def stats(self, resident_bytes: int) -> CacheStats:
+        """A snapshot of all counters, and of the memory's tiers."""
+        with self.memory.lock:
+            return self.memory.snapshot(self.counters, resident_bytes)
+
+    def residency(self, index: int) -> LayerResidency | None:
+        """Where the blocks of a layer are; None before its first update."""
+        layer = self.layer(index)
+        if layer is None:
+            return None
+        with self.memory.lock:
+            runs = layer.runs()
+            device = sum(run.count for run in runs if run.device is not None)
+            host = sum(run.count for run in runs if run.host is not None)
+            shared = sum(run.count for run in runs if run.refs > 1)
+            total = sum(run.count for run in runs) * layer.layout.nbytes
+        return LayerResidency(index, "tiered", layer.length, device, host, shared, total)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every count agrees with every other. For tests and debugging."""
+        self.memory.check_integrity()
+        with self.memory.lock:
+            for reader in self.readers.values():
+                reader.check_integrity()

@@ -1,0 +1,349 @@
+"""A forward over all layers, seen from the cache: where it began, whether it ended, who runs it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection
+from functools import partial
+from types import TracebackType
+
+from kvtier.errors import ConcurrentUseError, InterruptedStepError
+
+#: One state of a recurrent layer: (layer, kind, number).
+RecurrentPart = tuple[int, str, int]
+#: What a forward updates: an attention layer, or a recurrent state.
+Part = int | RecurrentPart
+
+_CUT_SHORT = "A change of the cache was cut short. `reset()` it before using it again."
+
+
+class Guard:
+    """A context manager around a change. Written out, as it is entered once per layer and token.
+
+    Args:
+        met: makes the error for a thread that comes while another is inside.
+        interrupted: called when a change is cut short by what is not an `Exception`.
+
+    Attributes:
+        broken: a change was cut short and did not undo itself.
+    """
+
+    __slots__ = ("_inside", "_interrupted", "_met", "broken")
+
+    def __init__(
+        self, met: Callable[[], Exception] = ConcurrentUseError, interrupted: Callable[[], None] | None = None
+    ) -> None:
+        self._met = met
+        self._interrupted = interrupted
+        # Under 0, who is inside: taken and signed in one step, so that a signal finds no lock without a holder.
+        self._inside: dict[int, list[int]] = {}
+        self.broken = False
+
+    def __enter__(self) -> None:
+        me = [threading.get_ident()]
+        holder = self._inside.setdefault(0, me)
+        if holder is not me:
+            if holder == me:  # a signal came between two lines of this class
+                raise InterruptedStepError(_CUT_SHORT)
+            raise self._met()
+        if self.broken:
+            self._inside.clear()
+            raise InterruptedStepError(_CUT_SHORT)
+        self.broken = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A change that raises an Exception has undone itself. A signal may come anywhere: nothing is known after one.
+        self.broken = kind is not None and not issubclass(kind, Exception)
+        if self.broken and self._interrupted is not None:
+            self._interrupted()
+        self._inside.clear()
+
+
+class Steps:
+    """Follows the updates of a forward and refuses what would mix two of them.
+
+    A step begins when a part is updated that was updated before, and is complete when every part was that was in the
+    first step. What cannot be distinguished from a finished forward is treated as one. Attention layers are announced
+    before they change (`update`). So are recurrent states (`touch`), but for those that a model changes in place, which
+    are found changed afterwards (`saw`).
+
+    Threads: a forward belongs to the thread that began it. An update of another thread in its middle is refused before
+    it changes anything, and so is a forward whose mask was made before another thread's forward began. If the refused
+    thread has itself run forwards on this cache, each thread has read tokens of the other: the cache is *mixed*, and
+    refuses every use by any thread until `reset`. Whole forwards may come from any thread, one after the other: a pool
+    of workers that serves one conversation looks like that.
+
+    Args:
+        expected: attention layers that belong to every forward, where they are known in advance.
+        lengths: gives the distinct numbers of tokens in the layers that hold any; once equal, they must stay so.
+        interrupted: called when a change was cut short by what is not an `Exception`.
+
+    Attributes:
+        began: length of each updated layer before the step under way (or the last one); 0 for recurrent states.
+        owner: identifier of the thread that began it; 0 before the first.
+        count: steps begun since the cache was made or reset.
+        ended_at: the last part of the step before.
+        undoable: whether an unfinished step can be dropped by `crop`.
+        pending: set while a recurrent layer may have been changed in place; looks at it and reports what it `saw`.
+        guard: see `changing`.
+        inside: whether a thread, given by its identifier, is inside a forward with this cache now; where nobody
+            knows, it is taken to have left.
+    """
+
+    def __init__(
+        self,
+        expected: frozenset[int] | None = None,
+        lengths: Callable[[], Collection[int]] = frozenset,
+        interrupted: Callable[[], None] | None = None,
+    ) -> None:
+        self._given = expected
+        self._lengths = lengths
+        self._even = True
+        self.expected: frozenset[Part] | None = expected
+        self.began: dict[Part, int] = {}
+        self.ended_at: Part | None = None
+        self.undoable = True
+        self.pending: Callable[[], None] | None = None
+        self.owner = 0
+        self.count = 0
+        self._torn = False
+        self._mixed = False
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # those that ran a forward
+        self._masks: weakref.WeakKeyDictionary[threading.Thread, int] = weakref.WeakKeyDictionary()  # -> `count` then
+        self.inside: Callable[[int], bool] = lambda thread: False
+        self._first: dict[type, int] = {}
+        self._interrupted = interrupted
+        self.guard = Guard(partial(self._refused, True), interrupted)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no step is known to be unfinished. `settle` first."""
+        return not self._torn and (
+            not self.began or self.expected is None or self.began.keys() >= self.expected or self._reached_end()
+        )
+
+    def _reached_end(self) -> bool:
+        """Whether only layers before the last updated one are missing: the model passes them over.
+
+        Models update layers in their order, so a step that breaks off leaves the layers behind some layer as they were.
+        """
+        missing = (self.expected or frozenset()) - self.began.keys()
+        layers = [part for part in missing if isinstance(part, int)]
+        updated = (part for part in self.began if isinstance(part, int))
+        return len(layers) == len(missing) and max(updated, default=-1) > max(layers)
+
+    def changing(self) -> Guard:
+        """Guard one change of the cache. One thread at a time; what a signal cuts short stays refused until `reset`."""
+        return self.guard
+
+    def update(self, layer: int, length: int) -> bool:
+        """Called before `layer`, now `length` tokens long, is updated. True if that begins a step.
+
+        Raises:
+            InterruptedStepError: the last step did not finish.
+            ConcurrentUseError: another thread's step is under way.
+        """
+        if self.pending is not None:
+            self.pending()
+        if self._torn:
+            raise self.interrupted()
+        me = threading.get_ident()
+        begins = not self.began or layer in self.began
+        first = self._first.setdefault(int, layer)
+        if begins:
+            self._check_complete()
+            self._check_first(layer, first)
+            self._check_even()
+            if self.owner != me:
+                self._check_mask()
+            self._begin(me)
+        elif self.owner != me:
+            raise self._refused(overlap=True)
+        elif self.expected is not None and layer not in self.expected and length == 0 and any(self.began.values()):
+            raise InterruptedStepError(
+                f"Layer {layer} is new to a cache whose other layers hold {max(self.began.values())} tokens: the first "
+                "forward did not finish, or this is another model. `reset()` the cache."
+            )
+        self.began[layer] = length
+        return begins
+
+    def touch(self, part: RecurrentPart) -> bool:
+        """Called before a recurrent state is changed. True if that begins a step. Raises what `update` raises."""
+        if self._torn:
+            raise self.interrupted()
+        begins = not self.began or part in self.began
+        first = self._first.setdefault(tuple, part[0])
+        if begins:
+            self._check_complete()
+            self._check_first(part[0], first)
+            if self.owner != threading.get_ident():
+                self._check_mask()
+            self._begin(threading.get_ident())
+        elif self.owner != threading.get_ident():
+            raise self._refused(overlap=True)
+        elif self.expected is not None and part not in self.expected and self.knows_states():
+            self.expected |= {part}  # so that this step stays unfinished
+            raise InterruptedStepError(
+                f"A {part[1]} state of layer {part[0]} is new to a cache that holds others: the first forward did not "
+                "finish, or this is another model. `reset()` the cache."
+            )
+        self.began[part] = 0
+        return begins
+
+    def saw(self, part: RecurrentPart, owner: int) -> bool:
+        """Called after thread `owner` changed a recurrent state in place, in the forward under way or in the last.
+
+        Never raises: the next announcement raises if that mixed two forwards. True if it began a step.
+        """
+        begins = not self.began or part in self.began
+        if begins:
+            if not self.complete:
+                self._torn = True
+                return False
+            self._first.setdefault(tuple, part[0])
+            self._begin(owner)
+        self.began[part] = 0
+        return begins
+
+    def mask_made(self) -> None:
+        """Called when a thread asks for the lengths that its next forward sees. Raises where forwards were mixed."""
+        if self._mixed:
+            raise self.interrupted()
+        self._masks[threading.current_thread()] = self.count
+
+    def undo(self, part: Part) -> None:
+        """The update announced last did not happen."""
+        self.began.pop(part, None)
+
+    def tear(self) -> None:
+        """An update failed half-way and cannot be undone: nothing but `reset` is possible."""
+        self._torn = True
+
+    def settle(self) -> None:
+        """Look at what may have been changed in place."""
+        if self.pending is not None:
+            with self.guard:
+                self.pending()
+
+    def check_goes_on(self) -> None:
+        """Raise if forwards were mixed, or another thread's step is under way."""
+        if self._torn:
+            raise self.interrupted()
+        if self.owner != threading.get_ident() and not self.complete:
+            self._check_complete()
+
+    def _begin(self, owner: int) -> None:
+        self._learn()
+        self.ended_at = next(reversed(self.began), None)
+        self.began = {}
+        self.count += 1
+        if self.owner != owner:
+            self.owner = owner
+            self._threads.add(threading.current_thread())
+
+    def _check_mask(self) -> None:
+        """Raise where another thread began a forward after this one made its mask."""
+        if self._masks.pop(threading.current_thread(), self.count) != self.count:
+            raise self._refused(overlap=True)
+
+    def _check_first(self, layer: int, first: int) -> None:
+        if layer != first:
+            raise ConcurrentUseError(
+                f"A forward goes on at layer {layer}, but the cache was cropped, reordered or reset since it began. "
+                "Run it again from its first layer."
+            )
+
+    def knows_states(self) -> bool:
+        """Whether a forward has updated recurrent states to its end."""
+        return any(type(part) is tuple for part in self.expected or ())
+
+    def check_sound(self) -> None:
+        """Raise if a change was cut short, or forwards of two threads were mixed."""
+        if self._mixed:
+            raise self.interrupted()
+        if self.guard.broken:
+            raise InterruptedStepError(_CUT_SHORT)
+
+    def check_whole(self) -> None:
+        """Raise if a step is known to be unfinished, or a change was cut short."""
+        self.check_sound()
+        self.settle()
+        self._check_complete()
+
+    def break_off(self) -> None:
+        """A change of some layers failed in others: nothing but `reset` is possible."""
+        self.guard.broken = True
+
+    def _check_complete(self) -> None:
+        if not self.complete:
+            raise self._refused(self.inside(self.owner)) if self._owned_by_another() else self.interrupted()
+
+    def end(self) -> None:
+        """Whatever was under way is over: the rows or the length changed. A forward that goes on is refused."""
+        self._learn()
+        self.began = {}
+
+    def _learn(self) -> None:
+        if self.began and not self.began.keys() <= (self.expected or frozenset()):
+            self.expected = (self.expected or frozenset()) | self.began.keys()
+
+    def _check_even(self) -> None:
+        even = len(self._lengths()) <= 1
+        # Layers of cross-attention have a length of their own, from the first forward on (Mllama).
+        whole = self._given is not None and self.began.keys() >= self._given
+        if self._even and not even and not whole:
+            raise InterruptedStepError(
+                f"The layers hold different numbers of tokens, {sorted(self._lengths())}: an earlier forward did not "
+                "finish. `reset()` the cache; and for a model with cross-attention, make it with the model's config."
+            )
+        self._even = even
+
+    def reset(self) -> None:
+        """Nothing is under way and nothing is broken."""
+        if not self._owned_by_another():
+            self._first = {}  # else a forward of that thread may go on, and must be noticed
+        self.began = {}
+        self.count += 1  # a mask that was made before does not fit what comes
+        self.pending = None
+        self._torn = self._mixed = False
+        self.owner = 0
+        self._threads.clear()
+        self._masks.pop(threading.current_thread(), None)
+        self.expected = self._given
+        self._even = True
+        self.guard = Guard(partial(self._refused, True), self._interrupted)
+
+    def interrupted(self) -> InterruptedStepError | ConcurrentUseError:
+        """The error for a step that did not finish."""
+        if self._mixed:
+            return ConcurrentUseError(
+                "Two threads ran forwards on one TieredKVCache at a time, so that each read tokens of the other. What "
+                "it holds belongs to neither: `reset()` it, and give each thread its own cache."
+            )
+        if not self.undoable:
+            return InterruptedStepError(
+                "The last forward did not finish, and layers with a recurrent state cannot undo their part of it. "
+                "`reset()` the cache."
+            )
+        assert self.expected is not None
+        return InterruptedStepError(
+            f"The last forward updated {len(self.began)} of {len(self.expected)} layers and did not finish. `crop(0)` "
+            "drops it and keeps what was there before; `reset()` empties the cache."
+        )
+
+    def _owned_by_another(self) -> bool:
+        owner = self.owner
+        return owner != threading.get_ident() and any(thread.ident == owner for thread in threading.enumerate())
+
+    def _refused(self, overlap: bool) -> InterruptedStepError | ConcurrentUseError:
+        """The error for a thread that comes between another's updates. `overlap`: that one is known to go on."""
+        if overlap and threading.current_thread() in self._threads:
+            self._torn = self._mixed = True
+            return self.interrupted()
+        return ConcurrentUseError(
+            "A second thread updates this TieredKVCache while a forward of another thread is under way. Give each "
+            "thread its own cache. `crop(0)` drops the unfinished step."
+        )

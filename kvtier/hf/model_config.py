@@ -1,0 +1,112 @@
+"""What a model's config says about its cache: which layers there are, and whether a model fits a cache."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.configuration_utils import PretrainedConfig
+
+from kvtier.errors import ConfigError, MismatchError, UnsupportedError
+
+
+def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
+    """The layers that Transformers itself would use for a model, by its own mapping from layer types.
+
+    Raises:
+        ConfigError: it knows none for this config.
+    """
+    if config is None:
+        return []
+    try:
+        decoder_layers = getattr(config, "num_decoder_layers", None)
+        if config.is_encoder_decoder and decoder_layers not in (None, config.num_hidden_layers):
+            # T5 and its like: Transformers counts the layers of the encoder.
+            config = copy.copy(config)
+            config.num_hidden_layers = decoder_layers
+        try:
+            return DynamicCache(config=config).layers
+        except KeyError:
+            # A layer type registers itself when its model file is imported.
+            importlib.import_module(type(own_config(config)).__module__.replace(".configuration_", ".modeling_"))
+            return DynamicCache(config=config).layers
+    except Exception as error:
+        reason = f"it knows no cache layer of type {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(
+            f"Transformers makes no cache for {type(config).__name__}: {reason}. Pass the config of a model that "
+            "generates text (`model.config`); where its code is not part of Transformers, import its class first."
+        ) from error
+
+
+def own_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The part of a config that a model's decoder holds: the same object, which says its attention implementation."""
+    text: PretrainedConfig = config.get_text_config(decoder=True)
+    # Of old encoder-decoders, Transformers gives a copy in which names are changed.
+    return text if any(text is part for part in vars(config).values()) else config
+
+
+def check_model(made_for: str, kinds: Sequence[type], config: PretrainedConfig) -> None:
+    """Raise `MismatchError` where a cache with layers of these `kinds` does not fit the model with this config.
+
+    A full-attention layer fits every attention layer: it keeps more than a window needs.
+    """
+    try:
+        needed = [type(layer) for layer in transformers_layers(config)]
+    except ConfigError:
+        return
+    given = f"This TieredKVCache was made with a {made_for} of {len(kinds)} layers"
+    way_out = "Nothing was changed. Make the cache with that model's own config: TieredKVCache(model.config)."
+    if len(needed) != len(kinds):
+        raise MismatchError(
+            f"{given}, but the model that uses it has {len(needed)} ({type(config).__name__}). {way_out}"
+        )
+    for i, (kind, own) in enumerate(zip(kinds, needed, strict=True)):
+        if kind is not own and not (kind is DynamicLayer and issubclass(own, CacheLayerMixin)):
+            raise MismatchError(
+                f"{given}, in which layer {i} is a {kind.__name__}. In the model that uses it "
+                f"({type(config).__name__}) it is a {own.__name__}. {way_out}"
+            )
+
+
+#: Every forward updates the attention of these. Of others that is not known.
+_PLAIN = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "DummyLayer",
+}
+
+
+def updated_by_every_forward(layers: Sequence[Any]) -> frozenset[int] | None:
+    """The attention layers of a model, if each of them is part of every forward; None where that is not known."""
+    if not layers or any(type(layer).__name__ not in _PLAIN for layer in layers):
+        return None
+    return frozenset(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin))
+
+
+def not_kept(layer_idx: int, what: str, config: PretrainedConfig | None) -> UnsupportedError:
+    """The error for a model that asks a full-attention layer for more than keys and values."""
+    if config is None:
+        return UnsupportedError(
+            f"Layer {layer_idx} of this model keeps {what}, which a cache without a config has no layer for. Tell the "
+            "cache what the model is made of: TieredKVCache(model.config)."
+        )
+    return UnsupportedError(
+        f"The model asks layer {layer_idx} for {what}, but the cache was made with a {type(config).__name__}, in which "
+        "that layer keeps none: it is not the config of this model. Make the cache with TieredKVCache(model.config)."
+    )
+
+
+def encoder_decoder(with_config: bool) -> UnsupportedError:
+    """The error for a cache that a model with self- and cross-attention was given."""
+    one = f"TieredKVCache({'model.config' if with_config else ''})"
+    return UnsupportedError(
+        "This model has self-attention and cross-attention, and each needs a cache of its own. Write "
+        f"past_key_values=EncoderDecoderCache({one}, {one}), with EncoderDecoderCache from transformers and budgets "
+        "for each. `reset()` this cache before using it again."
+    )

@@ -1,0 +1,14 @@
+"""Where blocks are, and the memory that they are in. It owns budgets, pools, moves and eviction; it knows no sequence.
+
+layout.py     the bytes of one block
+slabs.py      budgets, and slabs allocated under them
+system.py     what the host and the devices have free
+pool.py       slots of one layout in one tier, in ranges
+block.py      states of blocks, the runs in which they move, the sets in which they are counted
+residency.py  the one place that moves a block, and its transition table
+reclaim.py    defragmentation: slabs become free bytes, free slots become neighbours
+buffers.py    workspaces and pinned I/O buffers of attention
+readers.py    attention calls that read outside the lock
+host.py, device.py   the host tier; a compute device with its tier: making room, eviction, fetches
+tiered.py     `TieredMemory`, which puts them together
+"""

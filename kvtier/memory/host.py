@@ -1,0 +1,152 @@
+"""`HostTier`: slots in host memory, shared by the layers of all compute devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from kvtier.memory import reclaim, residency
+from kvtier.memory.block import BlockSet, State
+from kvtier.memory.buffers import Reclaimable
+from kvtier.memory.layout import BlockLayout
+from kvtier.memory.pool import BlockPool
+from kvtier.memory.readers import Readers
+from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.planning import sizing
+
+
+class HostTier:
+    """Host memory under one budget.
+
+    Args:
+        limit: bytes.
+        readers: attention calls under way.
+        poison: fill free slots with NaN (tests).
+
+    Attributes:
+        slabs: where memory comes from.
+        pools: slots by layout.
+        sets: all blocks of the memory, for those that may leave the host.
+        reclaimable: who holds memory of this budget that can be given back.
+        promote: brings blocks of a layout from the host to where a device has room; whether any.
+        drain: waits for every copy from and to the host.
+    """
+
+    def __init__(self, limit: int, readers: Readers, *, poison: bool = False) -> None:
+        self.slabs = SlabAllocator(torch.device("cpu"), Budget("host", limit), poison=poison)
+        self.pools: dict[BlockLayout, BlockPool] = {}
+        self.sets: list[BlockSet] = []
+        self.reclaimable: list[Reclaimable] = []
+        self.promote: Callable[[BlockLayout | None], bool] = lambda layout: False
+        self.drain: Callable[[], None] = lambda: None
+        self._readers = readers
+        self._poison = poison
+
+    def pool(self, layout: BlockLayout) -> BlockPool:
+        """The slots of a layout, made on first use."""
+        found = self.pools.get(layout)
+        if found is None:
+            found = self.pools[layout] = BlockPool(layout, self.slabs, poison=self._poison)
+        return found
+
+    def take(self, pool: BlockPool, count: int, after: int | None, *, required: bool) -> tuple[int, int] | None:
+        """Take host slots: at least one and at most `count` neighbours; None if there are none.
+
+        Args:
+            pool: of which layout.
+            count: slots wanted.
+            after: prefer those behind this slot.
+            required: for one slot, give up what can be had elsewhere: idle buffers, copies of blocks that are on a
+                device too, slabs of other layouts. Otherwise only what is free or may be allocated.
+        """
+        pool.poll()
+        if pool.free < count:
+            self.grow(pool, count - pool.free)
+        found = pool.take(count, after)
+        while found is None and required and self._make_room(pool):
+            found = pool.take(count, after)
+        return found
+
+    def grow(self, pool: BlockPool, wanted: int = 1) -> bool:
+        """Allocate a slab for at least some of `wanted` slots, if the budget allows it. Whether it did."""
+        return pool.grow(sizing.slab_slots(self.slabs.budget.limit, pool.layout.nbytes, pool.nbytes, wanted)) > 0
+
+    def make_room(self, nbytes: int) -> bool:
+        """Free so many bytes of the budget, for what is not blocks. Whether they are free."""
+        budget = self.slabs.budget
+        while budget.free < nbytes:
+            if not (self.release_idle() or self._reclaim(nbytes) or self._readers.wait()):
+                return False
+        return True
+
+    def release_idle(self) -> int:
+        """Take back buffers and workspaces that nobody uses now. Returns the bytes."""
+        return sum([each.release_idle() for each in self.reclaimable])
+
+    def poll(self) -> None:
+        """Free the slots whose fence has passed."""
+        for pool in self.pools.values():
+            pool.poll()
+
+    def _make_room(self, pool: BlockPool) -> bool:
+        """Free at least one slot of a pool, the cheapest way first. False if there is none left."""
+        return (
+            pool.free > 0
+            or (self.release_idle() > 0 and self.grow(pool))
+            or (self._drop_copy(pool.layout) and pool.free > 0)
+            or (self._reclaim(pool.layout.nbytes) and self.grow(pool))
+            or self._readers.wait()
+        )
+
+    def _reclaim(self, nbytes: int) -> bool:
+        """Give slabs back until `nbytes` of the budget are free; False if that many cannot be had.
+
+        First copies of blocks that are on a device too go for it, then blocks that a device has room for.
+        """
+        pools = self.pools.values()
+        while True:
+            if reclaim.free_bytes(pools) < nbytes:
+                if not (self._drop_copy(None) or self._settle() or self.promote(None)):
+                    return False
+            elif not self._readers.wait():  # while it waits, others may take what was free
+                break
+        self.drain()  # what a copy uses cannot move
+        self._settle()
+        return reclaim.reclaim(pools, self._placed, nbytes)
+
+    def _drop_copy(self, layout: BlockLayout | None) -> bool:
+        """Give up the host copy of a block, of this layout or of any, that is on a device too. Whether there was one.
+
+        Of the fullest layer, the latest: the oldest leave the device next, and would have to be written again.
+        """
+        fullest: BlockSet | None = None
+        for each in self.sets:
+            asked = layout in (None, each.pools.layout)
+            if asked and each.counts[State.BOTH] > (0 if fullest is None else fullest.counts[State.BOTH]):
+                fullest = each
+        if fullest is None:
+            return False
+        run = next(run for run in reversed(fullest.resident) if run.state is State.BOTH)
+        if run.count > 1:
+            run = residency.cut(run, run.count - 1)[1]
+        residency.drop_copy(run, self._readers.fence())
+        self._settle()
+        return True
+
+    def _settle(self) -> bool:
+        """Wait for copies that hold host slots. Whether any slot became free."""
+        before = sum([pool.held for pool in self.pools.values()])
+        if before:
+            for pool in self.pools.values():
+                for fence in pool.fences():
+                    fence.settle()
+            self.poll()
+        return sum([pool.held for pool in self.pools.values()]) < before
+
+    def _placed(self, pool: BlockPool) -> Iterator[reclaim.Placed]:
+        for each in self.sets:
+            if each.pools.host is pool:
+                for run in each.runs:
+                    if run.host is not None:
+                        yield reclaim.Placed(run.host, run)

@@ -1,0 +1,112 @@
+"""Attention calls that read slots outside the memory's lock, and what holds the slots until they have ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvtier.memory.pool import Fence
+from kvtier.transfer.engine import Event
+
+
+class Reading:
+    """One attention call: between `Readers.begin` and `Readers.end` its thread reads what it found under the lock."""
+
+    __slots__ = ("over", "thread")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.over = False
+
+
+class Readers:
+    """The attention calls under way in all threads. The caller holds the lock.
+
+    A call takes a snapshot of addresses under the lock, reads without it, and never waits for memory in between: so
+    whoever waits for it with `wait` is not waited for.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._active: list[Reading] = []
+        self._ended = threading.Condition(lock)
+
+    def begin(self) -> Reading:
+        """A call of this thread begins to read."""
+        reading = Reading()
+        self._active.append(reading)
+        return reading
+
+    def end(self, reading: Reading) -> None:
+        """It has ended. Behind its CUDA kernels an event is a fence, see `fence`."""
+        reading.over = True
+        self._active.remove(reading)
+        self._ended.notify_all()
+
+    def fence(self, event: Event | None = None) -> Fence | None:
+        """What holds slots that become free now: calls of other threads, and the last reader on the compute stream.
+
+        Args:
+            event: the last attention that may read the slots; None: nothing runs behind the CPU's back.
+        """
+        me = threading.get_ident()
+        others = [reading for reading in self._active if reading.thread != me]
+        return ReadFence(others, event) if others else event
+
+    def others(self) -> bool:
+        """Whether a call of another thread is under way."""
+        me = threading.get_ident()
+        return any(reading.thread != me for reading in self._active)
+
+    def wait(self) -> bool:
+        """Let go of the lock until some call of another thread has ended. False if there is none."""
+        if not self.others():
+            return False
+        self._ended.wait()
+        return True
+
+
+class ReadFence:
+    """Holds slots until some attention calls of other threads have ended."""
+
+    __slots__ = ("_event", "_readings")
+
+    def __init__(self, readings: Sequence[Reading], event: Event | None) -> None:
+        self._readings = readings
+        self._event = event
+
+    @property
+    def event(self) -> Event | None:
+        """As of `Fence`."""
+        return self._event if all(reading.over for reading in self._readings) else None
+
+    def passed(self) -> bool:
+        """As of `Fence`."""
+        return all(reading.over for reading in self._readings) and (self._event is None or self._event.passed())
+
+    def settle(self) -> None:
+        """As of `Fence`."""
+        if self._event is not None:
+            self._event.settle()
+
+
+class Fences:
+    """Holds slots until several fences have passed."""
+
+    __slots__ = ("_fences",)
+
+    def __init__(self, *fences: Fence) -> None:
+        self._fences = fences
+
+    @property
+    def event(self) -> None:
+        """As of `Fence`: only once all have passed."""
+        return None
+
+    def passed(self) -> bool:
+        """As of `Fence`."""
+        return all(fence.passed() for fence in self._fences)
+
+    def settle(self) -> None:
+        """As of `Fence`."""
+        for fence in self._fences:
+            fence.settle()

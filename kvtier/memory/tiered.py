@@ -1,0 +1,590 @@
+"""`TieredMemory`: budgets, pools and transfers, shared by any number of caches. It knows no sequence and no model."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from kvtier.config import (
+    DEVICE_RESERVE,
+    DEVICE_RESERVE_SHARE,
+    HOST_RESERVE,
+    HOST_RESERVE_SHARE,
+    MemoryOptions,
+    Size,
+    format_size,
+    resolve_size,
+    warn_if_beyond,
+)
+from kvtier.errors import BudgetError, ClosedError, ConfigError, MemoryInUseError
+from kvtier.memory import residency, system
+from kvtier.memory.block import BlockSet
+from kvtier.memory.buffers import IoBuffers, Workspace
+from kvtier.memory.device import ComputeDevice
+from kvtier.memory.host import HostTier
+from kvtier.memory.layout import BlockLayout
+from kvtier.memory.pool import BlockPool
+from kvtier.memory.readers import Readers
+from kvtier.memory.slabs import SlabAllocator
+from kvtier.planning.admission import Claim, demand
+from kvtier.planning.policy import Policy
+from kvtier.stats import NO_TIER, CacheStats, Counters, TierStats
+from kvtier.transfer.cuda import CudaTransfers
+from kvtier.transfer.engine import InlineTransfers, TransferEngine
+
+EngineFactory = Callable[[torch.device], TransferEngine]
+
+
+def default_engine(device: torch.device) -> TransferEngine:
+    """CUDA streams on a CUDA device; inline copies elsewhere."""
+    return CudaTransfers(device) if device.type == "cuda" else InlineTransfers(device)
+
+
+class Owner:
+    """One cache's part of a memory.
+
+    Attributes:
+        number: unique.
+        counters: what was done for it.
+        claims: what it may take on each compute device until its next forward begins.
+        sets: its blocks.
+        workspaces, io_buffers: what its attention passes through, by device.
+        uses_threads: whether threads of the native library may be at work or asleep for it.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.counters = Counters()
+        self.claims: dict[ComputeDevice, Claim] = {}
+        self.sets: list[BlockSet] = []
+        self.workspaces: dict[ComputeDevice, Workspace] = {}
+        self.io_buffers: dict[ComputeDevice, IoBuffers] = {}
+        self.uses_threads = False
+
+
+class TieredMemory:
+    """Memory for KV in two tiers, device and host, under hard budgets. Several caches may use it, from several threads.
+
+        memory = kvtier.TieredMemory(device_budget="8GiB", host_budget="64GiB")
+        first = TieredKVCache(model.config, memory=memory)
+        second = TieredKVCache(other.config, memory=memory)
+
+    The caches may be of any models, layouts and block sizes; a block leaves the device for whoever needs the room, as
+    the policy says. A cache that is closed gives back what it held. Nothing is allocated before the first forward.
+
+    Args:
+        device_budget: bytes of device memory for KV, fetched blocks and workspaces: an int, a string (`"4GiB"`), a
+            share of what is free (`0.5`), `"auto"` (what is free less a fifth, at least 1 GiB), or a mapping from
+            device (`"cuda:0"`) to any of these. The default is `"auto"` on an accelerator, and on the CPU no device
+            tier at all; a budget there emulates one in RAM.
+        host_budget: bytes of host memory, written the same way; `"auto"` leaves a fifth, at least 2 GiB.
+        policy: decides what is fetched, evicted and written back; see `kvtier.Policy`.
+
+    Raises:
+        ConfigError: an option that is malformed.
+    """
+
+    def __init__(
+        self,
+        *,
+        device_budget: Size | Mapping[str, Size] | None = None,
+        host_budget: Size = "auto",
+        policy: Policy | None = None,
+    ) -> None:
+        self._setup(MemoryOptions.parse(device_budget, host_budget), Policy() if policy is None else policy)
+
+    @classmethod
+    def of_one_cache(cls, options: MemoryOptions, policy: Policy) -> TieredMemory:
+        """A memory that a cache makes for itself, with options that are checked already."""
+        self = cls.__new__(cls)
+        self._setup(options, policy)
+        self.private = True
+        return self
+
+    def _setup(
+        self, options: MemoryOptions, policy: Policy, engine: EngineFactory = default_engine, *, poison: bool = False
+    ) -> None:
+        self.options = options
+        self.policy = policy
+        self.lock = threading.Lock()
+        self.readers = Readers(self.lock)
+        self.closed = False
+        self.interrupted = False
+        #: Made by one cache for itself, which refuses a second thread: nobody reads while another thread changes it.
+        self.private = False
+        #: Rises with every forward: for policies, see `BlockSet.last_used`.
+        self.clock = 0
+        self._engine = engine
+        self._poison = poison
+        self._owners: dict[int, Owner] = {}
+        self._numbers = itertools.count()
+        self._devices: dict[torch.device, ComputeDevice] = {}
+        self._abandoned: deque[Callable[[], None]] = deque()
+        self._totals = Counters()
+        self._peaks: dict[str, TierStats] = {}
+        self._host: HostTier | None = None
+
+    def set_up(self, engine: EngineFactory, *, poison: bool = False) -> None:
+        """Use other transfer engines, and poison free slots, from the first use on (tests)."""
+        assert not self._devices, "the memory is in use"
+        assert self._host is None
+        self._engine, self._poison = engine, poison
+
+    # Owners
+
+    def join(self) -> Owner:
+        """A new owner. Raises `ClosedError`."""
+        with self.lock:
+            self.check_open()
+            owner = Owner(next(self._numbers))
+            self._owners[owner.number] = owner
+            return owner
+
+    def leave(self, owner: Owner) -> None:
+        """An owner whose sets are empty gives back everything else. The caller holds the lock."""
+        for workspace in owner.workspaces.values():
+            workspace.release()
+        for buffers in owner.io_buffers.values():
+            buffers.release()
+        for device in self._devices.values():
+            device.reclaimable[:] = [x for x in device.reclaimable if x not in owner.workspaces.values()]
+        if self._host is not None:
+            mine = [*owner.workspaces.values(), *owner.io_buffers.values()]
+            self._host.reclaimable[:] = [x for x in self._host.reclaimable if x not in mine]
+        owner.claims.clear()
+        if self._owners.pop(owner.number, None) is not None:
+            self._totals.add(owner.counters)
+        self.trim(all_free=True)
+
+    def abandon(self, release: Callable[[], None]) -> None:
+        """Let `release`, which gives up what a dropped cache held, run under the lock: now, or when it is free.
+
+        Garbage is collected at any moment, perhaps by a thread that holds the lock.
+        """
+        self._abandoned.append(release)
+        if self.lock.acquire(blocking=False):
+            try:
+                self.tidy()
+            finally:
+                self.lock.release()
+
+    def tidy(self) -> None:
+        """Give up what dropped caches held, and after an interrupt what nobody owns. The caller holds the lock."""
+        while self._abandoned:
+            self._abandoned.popleft()()
+        if self.interrupted:
+            self._recover()
+
+    @property
+    def needs_tidying(self) -> bool:
+        """Whether `tidy` has anything to do."""
+        return bool(self._abandoned) or self.interrupted
+
+    # Devices
+
+    def on(self, device: torch.device) -> ComputeDevice:
+        """The compute device for layers on `device`, made on first use. The caller holds the lock.
+
+        Raises:
+            ConfigError: the options have no budget for it, or one number for an emulated device and a real one.
+        """
+        found = self._devices.get(device)
+        if found is None:
+            self.check_open()
+            limit = None
+            size = self._device_size(device, self.options)
+            if device.type != "cpu" or size is not None:
+                limit = resolve_size(
+                    "device_budget",
+                    "auto" if size is None else size,
+                    system.free_device_memory(device),
+                    DEVICE_RESERVE,
+                    DEVICE_RESERVE_SHARE,
+                )
+                warn_if_beyond("device_budget", limit, system.total_device_memory(device), str(device))
+            host = self.host
+            if device.type == "cuda" and host.slabs.lock_for is None:
+                host.slabs.lock_for = device
+            found = ComputeDevice(
+                device, limit, host, self._engine(device), self.policy, self.readers, poison=self._poison
+            )
+            self._devices[device] = found
+        return found
+
+    def _device_size(self, device: torch.device, options: MemoryOptions) -> int | float | str | None:
+        """The budget of a device tier on `device`, as parsed; None: the default.
+
+        A budget that names no device is that of accelerators. On the CPU it emulates one, only where none is in use:
+        beside an accelerator (a mixed `device_map`), layers on the CPU are in the host tier, within `host_budget`.
+        """
+        size = options.device_size(str(device))
+        if isinstance(options.device_budget, Mapping):
+            return size
+        if device.type == "cpu":
+            return None if any(each.type != "cpu" for each in self._devices) else size
+        if any(each.type == "cpu" and found.slabs is not None for each, found in self._devices.items()):
+            raise ConfigError(
+                f"device_budget={options.device_budget!r} emulates a device for layers on the CPU, but a layer is on "
+                f"{device}. Name the devices: device_budget={{{str(device)!r}: {options.device_budget!r}}} leaves the "
+                "layers on the CPU in the host tier."
+            )
+        return size
+
+    @property
+    def devices(self) -> list[ComputeDevice]:
+        """The compute devices in use."""
+        return list(self._devices.values())
+
+    @property
+    def host(self) -> HostTier:
+        """The host tier, made on first use."""
+        if self._host is None:
+            limit = resolve_size(
+                "host_budget",
+                self.options.host_budget,
+                system.free_host_memory(),
+                HOST_RESERVE,
+                HOST_RESERVE_SHARE,
+            )
+            warn_if_beyond("host_budget", limit, system.total_host_memory(), "this machine")
+            self._host = HostTier(limit, self.readers, poison=self._poison)
+            self._host.promote = lambda layout: any(device.promote(layout) for device in self.devices)
+            self._host.drain = self._drain
+        return self._host
+
+    def block_set(self, owner: Owner, device: ComputeDevice, layout: BlockLayout, layer: int) -> BlockSet:
+        """A new set of blocks of an owner."""
+        blocks = device.block_set(layout, layer, owner.number, owner.counters)
+        owner.sets.append(blocks)
+        return blocks
+
+    def drop_set(self, owner: Owner, device: ComputeDevice, blocks: BlockSet) -> None:
+        """Free whatever is left in a set of an owner, and the set."""
+        for run in list(blocks.runs):
+            device.free(run)
+        device.drop_set(blocks)
+        owner.sets.remove(blocks)
+
+    def workspace(self, owner: Owner, device: ComputeDevice) -> Workspace:
+        """The memory in which an owner lays out one layer's KV."""
+        found = owner.workspaces.get(device)
+        if found is None:
+            found = owner.workspaces[device] = Workspace(device.home, device.make_room)
+            (self.host if device.slabs is None else device).reclaimable.append(found)
+        return found
+
+    def io_buffers(self, owner: Owner, device: ComputeDevice) -> IoBuffers:
+        """The memory through which queries and results of an owner pass between device and host."""
+        found = owner.io_buffers.get(device)
+        if found is None:
+            found = owner.io_buffers[device] = IoBuffers(self.host.slabs)
+            self.host.reclaimable.append(found)
+        return found
+
+    # Admission
+
+    def admit(
+        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim]
+    ) -> tuple[SlabAllocator, int] | None:
+        """Let an owner take what it claims on a device until its next claim, if the budgets hold all claims together.
+
+        Args:
+            claim: what it claims, if the tier where blocks begin has so many bytes: what a layer is read through may
+                grow with that.
+
+        Returns:
+            None; or, and nothing is changed, the memory that is too small, and the smallest limit with which the claim
+            is admitted.
+        """
+        home = device.home
+        if device.slabs is not None:
+            device.slabs.recover()
+
+        def wanted(limit: int) -> int:
+            return self._demand(owner, device, claim(limit), limit)[device.slabs is None]
+
+        limit = home.budget.limit
+        if wanted(limit) > limit:
+            needed = _fixed_point(wanted, limit)
+            if not (device.slabs is not None and device.slabs.allow(needed)):
+                return home, needed
+        mine, host = claim(home.budget.limit), self.host.slabs
+        needed = self._demand(owner, device, mine, home.budget.limit)[1]
+        if needed > host.budget.limit:
+            return host, needed
+        owner.claims[device] = mine
+        return None
+
+    def _demand(self, owner: Owner, device: ComputeDevice, mine: Claim, limit: int) -> tuple[int, int]:
+        """Bytes that a device's tier, and the host, need at the least for one claim and all others."""
+        host, own = 0, 0
+        for each in self._devices.values():
+            claims = [x.claims[each] for x in self._owners.values() if each in x.claims and x is not owner]
+            if each is device:
+                claims.append(mine)
+            elif each in owner.claims:
+                claims.append(owner.claims[each])
+            budget = None if each.slabs is None else each.slabs.budget.limit
+            found = demand(claims, limit if each is device and each.slabs is not None else budget)
+            host += found.host
+            if each is device:
+                own = found.device
+        return own, host
+
+    def resize(
+        self, *, device_budget: Size | Mapping[str, Size] | None = None, host_budget: Size | None = None
+    ) -> None:
+        """Give other budgets while caches are in use. Blocks leave the device where its budget falls.
+
+        Args:
+            device_budget, host_budget: as at construction; None: as it is.
+
+        Raises:
+            ConfigError: malformed.
+            BudgetError: what the caches hold does not fit; names the smallest that works. Nothing was changed.
+        """
+        options = self.options.with_budgets(device_budget, host_budget)
+        with self.lock:
+            self.check_open()
+            self.tidy()
+            limits: dict[SlabAllocator, int] = {}
+            for device in self._devices.values() if device_budget is not None else ():
+                size = self._device_size(device.device, options)
+                if (device.slabs is None) != (size is None):
+                    how = "begins to" if size is not None else "no longer has one to"
+                    raise ConfigError(
+                        f"device_budget={device_budget!r}: {device.device} {how} emulate a device, which cannot change "
+                        "while caches are in use. Make a new TieredMemory."
+                    )
+                if device.slabs is not None and size is not None:
+                    limits[device.slabs] = resolve_size(
+                        "device_budget",
+                        size,
+                        system.free_device_memory(device.device) + device.slabs.budget.used,
+                        DEVICE_RESERVE,
+                        DEVICE_RESERVE_SHARE,
+                    )
+            if host_budget is not None and self._host is not None:
+                free = system.free_host_memory() + self._host.slabs.budget.used
+                limits[self._host.slabs] = resolve_size(
+                    "host_budget", options.host_budget, free, HOST_RESERVE, HOST_RESERVE_SHARE
+                )
+            self._resize(limits)
+            self.options = options
+
+    def _resize(self, limits: dict[SlabAllocator, int]) -> None:
+        before = {slabs: slabs.limits for slabs in limits}
+        try:
+            for slabs, limit in limits.items():
+                slabs.resize(limit)
+            for device in self._devices.values():
+                refused = self.admit(Owner(-1), device, lambda limit: Claim())
+                if refused is not None:
+                    raise too_small(*refused, "What the caches hold needs")
+            # What leaves one tier may need what another one gains.
+            for slabs, limit in limits.items():
+                slabs.resize(max(limit, before[slabs].limit))
+            for slabs, limit in limits.items():
+                self._vacate(slabs, limit)
+        except BaseException:
+            for slabs, limits_before in before.items():
+                slabs.limits = limits_before
+            raise
+        for slabs, limit in limits.items():
+            slabs.resize(limit)
+
+    def _vacate(self, slabs: SlabAllocator, limit: int) -> None:
+        """Give memory back until no more than `limit` bytes are taken."""
+        budget = slabs.budget
+        if budget.used <= limit:
+            return
+        for device in self._devices.values():
+            if device.slabs is slabs:
+                device.make_room(budget.limit - limit)
+                return
+        if not self.host.make_room(budget.limit - limit):
+            raise too_small(slabs, budget.used, "What the caches hold needs")
+
+    def trim(self, *, all_free: bool = False) -> None:
+        """Give back slabs that are wholly free: all, or where much is free. The caller holds the lock."""
+        if self._host is None:
+            return
+        pools: list[BlockPool] = list(self._host.pools.values())
+        for device in self._devices.values():
+            device.poll()
+            pools += device.device_pools
+        for pool in pools:
+            if all_free or pool.free > max(pool.used // 4, 8):
+                pool.retire_free()
+
+    # The end
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` after `close`."""
+        if self.closed:
+            raise ClosedError("This TieredMemory was closed. Make a new one.")
+
+    def close(self) -> None:
+        """Give all memory, streams and registrations back. Idempotent.
+
+        Raises:
+            MemoryInUseError: caches use it: close them first.
+        """
+        with self.lock:
+            if self.closed:
+                return
+            self.tidy()
+            if self._owners:
+                raise MemoryInUseError(
+                    f"{len(self._owners)} caches use this TieredMemory. Close them first: `cache.close()`, or a `with` "
+                    "block."
+                )
+            self.reset()
+            self.closed = True
+
+    def reset(self) -> None:
+        """Give everything back; budgets are found out again at the next use. The caller holds the lock, no owner any
+        blocks."""
+        self._peaks = self._tiers()
+        for device in self._devices.values():
+            device.close()
+        self._devices.clear()
+        if self._host is not None:
+            for pool in self._host.pools.values():
+                pool.close()
+        self._host = None
+
+    def __enter__(self) -> TieredMemory:
+        self.check_open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _recover(self) -> None:
+        """After a change was cut short: settle every copy, and free all slots that no run has."""
+        while self.readers.wait():
+            pass  # other threads read slots that nobody owns any more
+        self.interrupted = False
+        self._drain()
+        used: dict[BlockPool, list[tuple[int, int]]] = {}
+        for device in self._devices.values():
+            for blocks in device.sets:
+                residency.repair(blocks)
+                for run in blocks.runs:
+                    for pool, slot in ((blocks.pools.device, run.device), (blocks.pools.host, run.host)):
+                        if pool is not None and slot is not None:
+                            used.setdefault(pool, []).append((slot, run.count))
+        for pool in self._all_pools():
+            pool.reset(used.get(pool, []))
+        for device in self._devices.values():
+            device.note_writes()  # fences went with the slots that they held
+
+    def _drain(self) -> None:
+        for device in self._devices.values():
+            device.engine.drain()
+
+    def _all_pools(self) -> list[BlockPool]:
+        pools = [] if self._host is None else list(self._host.pools.values())
+        return pools + [pool for device in self._devices.values() for pool in device.device_pools]
+
+    # What a user sees
+
+    @property
+    def stats(self) -> CacheStats:
+        """Bytes and blocks per tier, and what was done for all caches: a snapshot."""
+        with self.lock:
+            total = Counters()
+            total.add(self._totals)
+            for owner in self._owners.values():
+                total.add(owner.counters)
+            return self.snapshot(total)
+
+    def snapshot(self, counters: Counters, resident_bytes: int = 0) -> CacheStats:
+        """A snapshot of the tiers with these counters."""
+        stats = CacheStats()
+        stats.add(counters)
+        tiers = self._tiers()
+        stats.device, stats.host, stats.resident_bytes = tiers["device"], tiers["host"], resident_bytes
+        return stats
+
+    def _tiers(self) -> dict[str, TierStats]:
+        if self._host is None:
+            gone = self._peaks or {"device": NO_TIER, "host": NO_TIER}
+            given = {"device": self.options.device_bytes(), "host": self.options.host_bytes()}
+            return {
+                name: TierStats(given[name] or last.budget, 0, last.peak_bytes, 0, 0, 0, 0, 0)
+                for name, last in gone.items()
+            }
+        spaces = [x for owner in self._owners.values() for x in owner.workspaces.items()]
+        on_device = sum(space.nbytes for where, space in spaces if where.slabs is not None)
+        on_host = sum(space.nbytes for where, space in spaces if where.slabs is None)
+        buffers = sum(b.nbytes for owner in self._owners.values() for b in owner.io_buffers.values())
+        devices = [d for d in self._devices.values() if d.slabs is not None]
+        device = _tier([d.slabs for d in devices if d.slabs], [p for d in devices for p in d.device_pools], on_device)
+        host = _tier([self._host.slabs], list(self._host.pools.values()), on_host, buffers)
+        if not devices and (given_bytes := self.options.device_bytes()):
+            device = TierStats(given_bytes, 0, 0, 0, 0, 0, 0, 0)
+        return {"device": device, "host": host}
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "TieredMemory(closed)"
+        stats = self.stats
+        parts = [f"{len(self._owners)} caches"]
+        parts += [
+            f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
+            for name, tier in (("device", stats.device), ("host", stats.host))
+            if tier.budget
+        ]
+        return f"TieredMemory({', '.join(parts)})"
+
+    def __getstate__(self) -> Any:
+        raise ConfigError("A TieredMemory cannot be copied or pickled: make a new one.")
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all counts agree. For tests and debugging; walks every run."""
+        with self.lock:
+            self.tidy()
+            from kvtier.memory import integrity
+
+            integrity.check(self._host, list(self._devices.values()), list(self._owners.values()))
+
+
+def _tier(slabs: list[SlabAllocator], pools: list[BlockPool], workspace: int, io_buffers: int = 0) -> TierStats:
+    return TierStats(
+        budget=sum(x.budget.limit for x in slabs),
+        bytes=sum(x.budget.used + x.budget.rounded for x in slabs),
+        peak_bytes=sum(x.budget.peak for x in slabs),
+        workspace_bytes=workspace,
+        io_buffer_bytes=io_buffers,
+        page_locked_bytes=sum(x.page_locked for x in slabs),
+        used_blocks=sum(p.used for p in pools),
+        free_blocks=sum(p.free for p in pools),
+    )
+
+
+def _fixed_point(wanted: Callable[[int], int], limit: int) -> int:
+    """The smallest number above `limit`, for which too much is wanted, for which no more is wanted than itself."""
+    # What is wanted never falls with the limit, so that no smaller number is passed over.
+    while (needed := wanted(limit)) > limit:
+        limit = needed
+    return limit
+
+
+def too_small(slabs: SlabAllocator, needed: int, what: str) -> BudgetError:
+    """The error for a budget that is too small, before anything changes."""
+    budget = slabs.budget
+    return BudgetError(
+        f"{budget.tier}_budget is {budget.limit} bytes ({format_size(budget.limit)}). {what} at least {needed} bytes "
+        f"({format_size(needed)}). "
+        f"Nothing was changed. Give {budget.tier}_budget={needed} or more.",
+        tier=budget.tier,
+        needed=needed,
+        budget=budget.limit,
+    )

@@ -1,0 +1,177 @@
+"""`Policy`: what is fetched and when, what stays on the device, what is evicted and what is written back ahead of need.
+
+The base class is the default. To decide otherwise, override what you want in a file of your own:
+
+    class EvictLeastRecentlyUsed(kvtier.Policy):
+        def victims(self, candidates, blocks):
+            return self.in_turn(sorted(candidates, key=lambda x: x.last_used), blocks)
+
+    TieredKVCache(model.config, device_budget="4GiB", policy=EvictLeastRecentlyUsed())
+
+A policy gets numbers and returns numbers. It never sees a tensor, and whatever it answers is exact: what does not fit
+is not fetched, what must be read is read. One policy serves all caches of a memory, one call at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
+
+T = TypeVar("T")
+
+#: Share of the device budget in use from which sealed blocks are written back, where the user gives none.
+WRITE_THROUGH = 0.5
+#: Layers ahead of its use at which a fetch may begin.
+AHEAD = 4
+#: Room for fetches takes at most this part of the device budget.
+RESERVE_SHARE = 8
+#: Blocks that leave the device together, where there are many: their slots are neighbours, and so are those that come.
+BATCH = 16
+
+
+class Candidate(Protocol):
+    """Blocks of one layer of one cache, some of which may leave the device.
+
+    Attributes:
+        layer: index in the model.
+        owner: a number for the cache.
+        evictable: blocks that may leave.
+        transient: of these, blocks that were fetched for one use, and leave by themselves after it.
+        last_used: the memory's clock at the last attention over them; it rises.
+    """
+
+    layer: int
+    owner: int
+    transient: int
+    last_used: int
+
+    @property
+    def evictable(self) -> int:
+        """Blocks that may leave."""
+
+
+class Victims(NamedTuple):
+    """Blocks to evict: so many of a candidate, in the order in which they came to the device, or the latest first."""
+
+    candidate: Candidate
+    blocks: int
+    latest_first: bool = False
+
+
+class Policy:
+    """The default: what is spilled is attended to on the host where it can be, else fetched a few layers ahead; layers
+    spill evenly, oldest blocks first; full blocks are written through once half of the device is in use.
+
+    Args:
+        write_through: share of the device budget in use from which sealed blocks are copied to the host in the
+            background, so that evicting them later moves no bytes.
+        ahead: layers ahead of its use at which a fetch may begin.
+    """
+
+    def __init__(self, *, write_through: float = WRITE_THROUGH, ahead: int = AHEAD) -> None:
+        self.write_through = write_through
+        self.ahead = ahead
+
+    def plan(self, state: StepState) -> StepPlan:
+        """What to do with spilled blocks in the step that begins.
+
+        Called once a step and device if any blocks are spilled; in a first forward again with each new layer.
+        """
+        most = max((x.spilled * x.block_bytes for x in state.layers if not x.host_attention), default=0)
+        reserve = min(most, state.device_bytes // RESERVE_SHARE)
+        # Fetched blocks stay in room that neither fetches nor the next new blocks ask back, evenly over the layers.
+        free = state.free_bytes - 2 * reserve
+        free += sum([(x.fetched - x.sequences) * x.block_bytes for x in state.layers])
+        # What the host can attend to comes back where much is free, as after `crop`: not what was just evicted.
+        fetched = [x for x in state.layers if not x.host_attention]
+        if not fetched:
+            free -= state.device_bytes // RESERVE_SHARE
+        returning = fetched or state.layers
+        keep = dict.fromkeys(map(id, state.layers), 0)
+        if returning and free > 0:
+            block = max(x.block_bytes for x in returning)
+            keep.update({id(x): n for x, n in level([(x, x.spilled) for x in returning], free // block)})
+        return StepPlan(
+            [LayerPlan(keep[id(x)] if x.host_attention else x.spilled, self.ahead, keep[id(x)]) for x in state.layers],
+            reserve,
+        )
+
+    def observe(self, record: StepRecord) -> None:
+        """What a step took. Called when the next step of the same cache begins, once something of it was spilled."""
+
+    def victims(self, candidates: Sequence[Candidate], blocks: int) -> Iterable[Victims]:
+        """Which blocks leave the device, so that `blocks` slots become free.
+
+        Args:
+            candidates: layers of all caches with blocks of the size that is wanted.
+            blocks: slots wanted.
+
+        Returns:
+            Victims in the order in which to evict; whoever asks stops when there is room. Fewer blocks than wanted are
+            allowed where there are no more.
+        """
+        return self.evenly(candidates, blocks)
+
+    def write_back(self, used_bytes: int, device_bytes: int, sealed: int) -> int:
+        """How many blocks to copy to the host after `sealed` blocks of a layer were sealed.
+
+        None below the watermark. Above it two for each sealed one: between half the budget and all of it, the backlog
+        and the newly sealed then get their copies just in time for the first eviction.
+        """
+        return 2 * sealed if used_bytes >= self.write_through * device_bytes else 0
+
+    # Orders to choose from
+
+    @staticmethod
+    def evenly(candidates: Sequence[Candidate], blocks: int) -> list[Victims]:
+        """From the fullest layers, the oldest blocks first, so that all layers stay as full as each other."""
+        staying = [Victims(x, n) for x, n in level([(x, x.evictable - x.transient) for x in candidates], blocks)]
+        # Where that is not enough, what was fetched goes too, the latest first: it is needed last.
+        return [*staying, *(Victims(x, x.transient, latest_first=True) for x in candidates if x.transient)]
+
+    @staticmethod
+    def in_turn(candidates: Iterable[Candidate], blocks: int) -> list[Victims]:
+        """From the first candidate all that is needed, then from the next."""
+        found = []
+        for x in candidates:
+            n = min(blocks, x.evictable)
+            if n:
+                found.append(Victims(x, n))
+                blocks -= n
+        return found
+
+
+def level(amounts: Sequence[tuple[T, int]], total: int) -> list[tuple[T, int]]:
+    """Take `total` from some amounts, from the highest first, so that what is left is as even as can be.
+
+    Returns:
+        what is taken from whom, where it is not 0; less than `total` together where there is not so much.
+    """
+    left = sorted(((n, i) for i, (_, n) in enumerate(amounts) if n > 0), reverse=True)
+    total = min(total, sum([n for n, _ in left]))
+    if total <= 0:
+        return []
+    # Lower the highest together to the next one, until enough is taken.
+    height, count, taken = left[0][0], 0, 0
+    while taken < total:
+        while count < len(left) and left[count][0] >= height:
+            count += 1
+        below = left[count][0] if count < len(left) else 0
+        step = min(height - below, -(-(total - taken) // count))
+        height -= step
+        taken += step * count
+    # The last step may have taken one too many from some.
+    spare = taken - total
+    found = []
+    for n, i in reversed(left[:count]):
+        give = n - height
+        if spare and give:
+            give, spare = give - 1, spare - 1
+        if give:
+            found.append((amounts[i][0], give))
+    return found[::-1]
+
+
+__all__ = ["Candidate", "LayerPlan", "LayerState", "Policy", "StepPlan", "StepRecord", "StepState", "Victims"]

@@ -1,0 +1,107 @@
+"""A step as data: what a policy sees before it, what it decides, and what the step really took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class LayerState:
+    """One layer of the cache whose forward begins.
+
+    Attributes:
+        layer: index in the model.
+        block_bytes: bytes of a block.
+        resident: sealed blocks that stay on the device.
+        fetched: blocks that were fetched for this step already, and leave again after their use.
+        spilled: all other sealed blocks, the fetched ones included: they are fetched, or attended to on the host.
+        sequences: distinct block tables.
+        host_attention: whether host threads can attend to what is on the host in this step. If not, all of it is
+            fetched, in portions where it does not fit.
+    """
+
+    layer: int
+    block_bytes: int
+    resident: int
+    fetched: int
+    spilled: int
+    sequences: int
+    host_attention: bool
+
+
+@dataclass(slots=True)
+class StepState:
+    """What a policy sees when a forward begins.
+
+    Attributes:
+        tokens: new tokens per sequence, at the most.
+        layers: of one compute device, in the order of the forward.
+        free_bytes: of the device budget, to be had without evicting anything.
+        device_bytes: the device budget.
+        last: what the cache's last finished step took; None before the first.
+    """
+
+    tokens: int
+    layers: list[LayerState]
+    free_bytes: int
+    device_bytes: int
+    last: StepRecord | None = None
+
+
+@dataclass(slots=True)
+class LayerPlan:
+    """What a step does with the spilled blocks of one layer.
+
+    Attributes:
+        fetch: how many of them to fetch, those fetched already included, from the first on. The rest is attended to on
+            the host, or, where that cannot be, fetched when it is read.
+        ahead: layers before this one at which the fetch may begin. It begins as early as there is room.
+        keep: of the fetched blocks, how many stay on the device after their use.
+    """
+
+    fetch: int = 0
+    ahead: int = 0
+    keep: int = 0
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What a step does, for the layers of `StepState` in the same order.
+
+    Attributes:
+        layers: a plan for each.
+        reserve: bytes of the device to keep free for what is fetched: blocks are evicted when new ones take them.
+    """
+
+    layers: list[LayerPlan] = field(default_factory=list)
+    reserve: int = 0
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What a step really took. Seconds are zero where nothing measured them.
+
+    Attributes:
+        tokens: new tokens per sequence, at the most.
+        layers: that were updated.
+        seconds: from the first update to the next step's, or to the end of the last attention.
+        bytes_up, bytes_down: of blocks that began to move in it.
+        seconds_up, seconds_down: that such copies took, as far as they have ended.
+        host_seconds: of attention on host threads.
+        host_blocks: blocks attended to there.
+        stall_seconds: in which attention, or room for new tokens, waited for a copy of blocks.
+        fetched, evicted: blocks.
+    """
+
+    tokens: int = 0
+    layers: int = 0
+    seconds: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds_up: float = 0.0
+    seconds_down: float = 0.0
+    host_seconds: float = 0.0
+    host_blocks: int = 0
+    stall_seconds: float = 0.0
+    fetched: int = 0
+    evicted: int = 0

@@ -1,0 +1,120 @@
+"""The profile of a machine: values that `kvtier.calibrate` measured, in a JSON file that every process reads.
+
+Nothing is measured here. A kernel's tile and the sizes from which a launch pays are looked up; without a value, the
+stated estimate serves. Tiles decide the order of sums and so the last bits of results: a value changes only when the
+machine is calibrated again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+
+#: "off": no profile is read, and estimates serve. An absolute path: the folder of the profiles. Unset: `kvtier` in the
+#: user's cache folder.
+VARIABLE = "KVTIER_PROFILE"
+
+
+def enabled() -> bool:
+    """Whether profiles are read.
+
+    Raises:
+        ConfigError: KVTIER_PROFILE is neither "off" nor an absolute path.
+    """
+    setting = os.environ.get(VARIABLE, "")
+    if setting and setting != "off" and not os.path.isabs(os.path.expanduser(setting)):
+        raise ConfigError(f"{VARIABLE}={setting!r}: it is 'off', the absolute path of a folder, or not set.")
+    return setting != "off"
+
+
+def lookup(machine: str, name: str, valid: Callable[[object], bool]) -> object | None:
+    """A stored value, or None: nothing is stored, it is not valid, the file cannot be read, or KVTIER_PROFILE is "off".
+
+    The file is read at each call: a caller that needs the value again keeps it.
+
+    Args:
+        machine: names the device and the versions that the value depends on.
+        name: what was measured, with the shapes that it depends on.
+        valid: whether something read from the file is such a value.
+
+    Raises:
+        ConfigError: KVTIER_PROFILE is neither "off" nor an absolute path.
+    """
+    if not enabled():
+        return None
+    value = _read(machine).get(name)
+    return value if valid(value) else None
+
+
+def store(machine: str, name: str, value: float | str | list[int] | list[float]) -> Path:
+    """Keep a value for this and later processes. Only calibration calls this.
+
+    The file is written under another name and renamed: a reader sees the old or the new one, whole. Of two processes
+    that store at once, one may lose what the other added.
+
+    Returns:
+        the file.
+
+    Raises:
+        ConfigError: KVTIER_PROFILE is "off", or the folder cannot be written; the file is as before.
+    """
+    path = folder() / _file_name(machine)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({"machine": machine, "values": {**_read(machine), name: value}}, indent=1, sort_keys=True)
+        file, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(file, "w", encoding="utf-8") as out:
+                out.write(content)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"The profile {path} cannot be written ({error}): set {VARIABLE} to a folder that can."
+        ) from error
+    return path
+
+
+def folder() -> Path:
+    """The folder of the profiles.
+
+    Raises:
+        ConfigError: KVTIER_PROFILE is "off" or not an absolute path, or there is no home folder and it is not set.
+    """
+    if not enabled():
+        raise ConfigError(f"{VARIABLE}=off: there is no profile.")
+    setting = os.environ.get(VARIABLE, "")
+    try:
+        if setting:
+            return Path(setting).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
+    except RuntimeError as error:
+        raise ConfigError(f"There is no home folder for the profile: set {VARIABLE} to a folder.") from error
+
+
+def file_of(machine: str) -> Path:
+    """The file of a machine's values. Raises ConfigError as `folder` does."""
+    return folder() / _file_name(machine)
+
+
+def _file_name(machine: str) -> str:
+    return f"profile-{hashlib.sha256(machine.encode(errors='backslashreplace')).hexdigest()[:16]}.json"
+
+
+def _read(machine: str) -> dict[str, object]:
+    try:
+        with file_of(machine).open(encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError):  # a ConfigError too: without a home folder there is no profile
+        return {}
+    if not isinstance(found, dict) or found.get("machine") != machine or not isinstance(found.get("values"), dict):
+        return {}
+    return dict(found["values"])

@@ -1,0 +1,259 @@
+"""`LayerKV`: the keys and values of one layer of one cache. Rows of the batch point at block tables."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from kvtier.errors import MismatchError
+from kvtier.kernels import copies
+from kvtier.memory.block import BlockSet, Run, State
+from kvtier.memory.device import ComputeDevice
+from kvtier.memory.layout import BlockLayout
+from kvtier.stats import Counters
+from kvtier.tables import sharing, writing
+from kvtier.tables.sharing import Alike, Group
+from kvtier.tables.table import BlockTable, distinct
+
+
+class LayerKV:
+    """One layer, `length` tokens for each of `batch` rows.
+
+    Every change is all or nothing for the layer. The caller holds the memory's lock.
+
+    Args:
+        index: the layer's index in the model.
+        layout: of its blocks.
+        device: that attends to it.
+        blocks: the set that the memory counts its blocks in.
+        counters: of the cache.
+
+    Attributes:
+        rows: the table of each row; equal rows share one.
+        tables: the distinct tables.
+        length: tokens per row.
+        epoch: changes whenever tokens are dropped, replaced or reordered; views of an older epoch are stale.
+        shape_version: changes whenever rows or tables do, other than by tokens added behind their last.
+        carries_graph: whether keys or values came with an autograd graph, which is not kept.
+    """
+
+    def __init__(
+        self, index: int, layout: BlockLayout, device: ComputeDevice, blocks: BlockSet, counters: Counters
+    ) -> None:
+        self.index = index
+        self.layout = layout
+        self.device = device
+        self.counters = counters
+        self.blocks = blocks
+        self.rows: list[BlockTable] = []
+        self.tables: list[BlockTable] = []
+        self.length = 0
+        self.epoch = 0
+        self.shape_version = 0
+        self.carries_graph = False
+        self._tails: writing.TailWriter | None = None
+        self._prepared = copies.PreparedAppend(layout)
+        self._token_shapes: tuple[tuple[int, ...], ...] = ((), ())
+
+    # What it holds
+
+    @property
+    def batch(self) -> int:
+        """Rows; 0 before the first append."""
+        return len(self.rows)
+
+    @property
+    def count(self) -> int:
+        """Distinct blocks."""
+        return self.blocks.blocks
+
+    @property
+    def spilled(self) -> int:
+        """Blocks that are not on the device, nor on their way."""
+        return self.blocks.spilled
+
+    def runs(self) -> dict[Run, None]:
+        """The distinct runs of all tables, in table order."""
+        return distinct(self.tables)
+
+    def workspace_bytes(self, tokens: int, batch: int = 0) -> int:
+        """Bytes in which `tokens` per row of this layer are one tensor of keys and one of values, whole blocks."""
+        blocks = -(-tokens // self.layout.block_size)
+        exact = max(batch or self.batch, 1) * blocks * self.layout.block_size * self.layout.token_bytes
+        return -(-exact // 64) * 64
+
+    # Append
+
+    def is_token(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these are one more token for every row, in the layer's own shape, dtype and device. Fast."""
+        shapes = self._token_shapes
+        return (
+            keys.shape == shapes[0]
+            and values.shape == shapes[1]
+            and keys.dtype is values.dtype is self.layout.dtype
+            and keys.device == values.device == self.device.device
+        )
+
+    def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raise `MismatchError` unless `keys` and `values` continue what the layer holds."""
+        self.layout.check(keys, values, self.index)
+        if keys.device != self.device.device or values.device != keys.device:
+            raise MismatchError(
+                f"Layer {self.index} is on {self.device.device}, but was given keys on {keys.device} and values on "
+                f"{values.device}. `reset()` the cache after moving a model."
+            )
+        if self.length and keys.shape[0] != self.batch:
+            raise MismatchError(
+                f"Layer {self.index} holds {self.batch} rows, but was given {keys.shape[0]}. Continue with the same "
+                "batch, select rows with `batch_select_indices`, or `reset()`."
+            )
+
+    def group(
+        self, keys: torch.Tensor, values: torch.Tensor, known: Alike | None = None
+    ) -> tuple[list[Group], Alike | None]:
+        """Which rows share a table when `keys` and `values` are appended; see `sharing.group_rows`."""
+        return sharing.group_rows(self.rows if self.length else (), self.layout, keys, values, known)
+
+    def append_token(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Add one token to every row where that takes no new slot: the steady state of decoding.
+
+        Returns:
+            False, and nothing done, if it does.
+        """
+        offset = self.length % self.layout.block_size
+        tails = self._tails
+        if tails is None or not offset:
+            return False
+        if tails.version != self.blocks.version:
+            tails = self._tails = writing.TailWriter.of(self.device, self.blocks, self.tables, self._prepared)
+            if tails is None:
+                return False
+        tails.write(keys, values, offset)
+        self.length += 1
+        for table in self.tables:
+            table.length += 1
+        if offset + 1 == self.layout.block_size:
+            self._tails = None
+            for table in self.tables:
+                self.device.seal(table.resolve()[-1])
+        return True
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, groups: Sequence[Group]) -> None:
+        """Add tokens to every row.
+
+        Args:
+            keys: `[batch, k_heads, tokens, k_dim]`; copied, the caller keeps its tensor.
+            values: `[batch, v_heads, tokens, v_dim]`.
+            groups: what `group` answered for them.
+
+        Raises:
+            BudgetError, TransferError: nothing was appended.
+        """
+        self._tails = None
+        tables = self._regroup(groups, keys.shape[0])
+        try:
+            for group, table in zip(groups, tables, strict=True):
+                done = 0
+                if group.shared is not None:
+                    done = group.shared_blocks * self.layout.block_size
+                    table.runs = tables[group.shared].head(group.shared_blocks).runs
+                writing.append(self.device, self.blocks, table, keys[group.row], values[group.row], done)
+        except Exception:
+            self._trim(self.length)
+            raise
+        self.length += keys.shape[2]
+        if self.length % self.layout.block_size and len(self.tables) == self.batch:
+            self._tails = writing.TailWriter.of(self.device, self.blocks, self.tables, self._prepared)
+
+    def _regroup(self, groups: Sequence[Group], batch: int) -> list[BlockTable]:
+        """Give every group a table of its own."""
+        if self.length == 0:
+            self._drop(self.tables)
+        tables = []
+        rows: list[BlockTable | None] = [None] * batch
+        for group in groups:
+            table = BlockTable() if group.table is None else group.table.fork() if group.fork else group.table
+            tables.append(table)
+            for row in group.rows:
+                rows[row] = table
+        self._set_rows(rows)  # type: ignore[arg-type]
+        return tables
+
+    # Drop, pick, share
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens of every row."""
+        assert 0 <= length <= self.length
+        if length < self.length:
+            self._trim(length)
+            self.length = length
+            self.epoch += 1
+
+    def pick_rows(self, indices: Sequence[int]) -> None:
+        """Make the rows `indices` of before the rows of now. Copies nothing; rows picked twice share their table."""
+        rows = [self.rows[i] for i in indices]
+        kept = set(rows)
+        dropped = [table for table in self.tables if table not in kept]
+        self._set_rows(rows)
+        self._drop(dropped)
+        self.epoch += 1
+
+    def clear(self) -> None:
+        """Drop every token."""
+        dropped = self.tables
+        self._set_rows([])
+        self._drop(dropped)
+        self.length = 0
+        self.carries_graph = False
+        self.epoch += 1
+
+    def _set_rows(self, rows: list[BlockTable]) -> None:
+        self._tails = None
+        if len(rows) == len(self.rows) and all(map(operator.is_, rows, self.rows)):
+            return
+        self.rows = rows
+        self.tables = list(dict.fromkeys(rows))
+        layout, batch = self.layout, len(rows)
+        self._token_shapes = ((batch, layout.k_heads, 1, layout.k_dim), (batch, layout.v_heads, 1, layout.v_dim))
+        self.shape_version += 1
+
+    def _trim(self, length: int) -> None:
+        """Drop the blocks behind `length` tokens."""
+        gone = [table.crop(length, self.layout.block_size, self.device.free) for table in self.tables]
+        if any(gone):
+            self._tails = None
+            self.shape_version += 1
+
+    def _drop(self, tables: Sequence[BlockTable]) -> None:
+        for table in tables:
+            table.clear(self.device.free)
+        self.shape_version += 1
+
+    # For tests
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless rows, tables, runs, references and counts agree with each other."""
+        assert list(dict.fromkeys(self.rows)) == self.tables, "a row points at no table, or a table has no row"
+        layout, rows = self.layout, len(self.rows)
+        shapes = ((rows, layout.k_heads, 1, layout.k_dim), (rows, layout.v_heads, 1, layout.v_dim))
+        assert not rows or self._token_shapes == shapes, "a token has another shape"
+        size = self.layout.block_size
+        refs: dict[Run, int] = {}
+        for table in self.tables:
+            runs = table.resolve()
+            assert table.length == self.length, "rows of one layer have one length"
+            assert table.blocks == -(-table.length // size), "a table does not match its length"
+            for i, run in enumerate(runs):
+                refs[run] = refs.get(run, 0) + 1
+                assert run.parts is None
+                assert run.blocks is self.blocks, "a block of another set"
+                whole = i < len(runs) - 1 or table.length % size == 0
+                assert run.sealed or (not whole and run.count == 1), "a full block is not sealed"
+        assert refs.keys() == self.blocks.runs.keys(), "runs are listed wrong"
+        assert all(run.refs == n for run, n in refs.items()), "a run miscounts its tables"
+        for state in State:
+            assert self.blocks.counts[state] == sum(run.count for run in refs if run.state is state), state
+        if self._tails is not None and self._tails.version == self.blocks.version:
+            self._tails.check_integrity([table.resolve()[-1] for table in self.tables])

@@ -1,0 +1,276 @@
+"""New tokens into open blocks: any number into one table, or one into each of several."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from kvtier.cpu import native
+from kvtier.kernels import copies, launch
+from kvtier.memory import residency
+from kvtier.memory.block import BlockSet, Run, State
+from kvtier.memory.device import ComputeDevice
+from kvtier.memory.layout import BlockLayout
+from kvtier.memory.pool import BlockPool
+from kvtier.tables.table import BlockTable
+
+
+def append(
+    device: ComputeDevice, blocks: BlockSet, table: BlockTable, keys: torch.Tensor, values: torch.Tensor, skip: int = 0
+) -> None:
+    """Append tokens to one table, all but the first `skip`, which it has already.
+
+    Args:
+        device: that attends to the blocks.
+        blocks: the set that counts them.
+        table: its length is that before `keys`, and is set at the end.
+        keys: `[k_heads, tokens, k_dim]`, copied.
+        values: `[v_heads, tokens, v_dim]`, copied.
+
+    Raises:
+        BudgetError, TransferError: the length is what it was; blocks behind it may have been added, see
+            `BlockTable.crop`.
+    """
+    size, tokens, done = blocks.pools.layout.block_size, keys.shape[1], skip
+    pool = blocks.pools.home
+    offset = (table.length + done) % size
+    if offset and tokens > done:
+        run = writable(device, table)
+        n = min(tokens - done, size - offset)
+        slot = run.home
+        pool.keys(slot, 1)[0, :, offset : offset + n].copy_(keys[:, done : done + n])
+        pool.values(slot, 1)[0, :, offset : offset + n].copy_(values[:, done : done + n])
+        done += n
+        if offset + n == size:
+            device.seal(run)
+    while tokens - done >= size:
+        run = _allocate(device, blocks, table, (tokens - done) // size)
+        slot, n = run.home, run.count
+        span = slice(done, done + n * size)
+        pool.keys(slot, n).copy_(keys[:, span].unflatten(1, (n, size)).transpose(0, 1))
+        pool.values(slot, n).copy_(values[:, span].unflatten(1, (n, size)).transpose(0, 1))
+        done += n * size
+        device.seal(run)
+    if tokens > done:
+        slot = _allocate(device, blocks, table, 1).home
+        pool.keys(slot, 1)[0, :, : tokens - done].copy_(keys[:, done:])
+        pool.values(slot, 1)[0, :, : tokens - done].copy_(values[:, done:])
+    table.length += tokens
+    table.defragment()
+
+
+def append_packed(
+    device: ComputeDevice,
+    blocks: BlockSet,
+    tables: Sequence[BlockTable],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cu_tokens: Sequence[int],
+) -> None:
+    """Append tokens to several tables, to each as many as it is given; to all or to none.
+
+    Args:
+        device: that attends to the blocks.
+        blocks: the set that counts them.
+        tables: all different; of any lengths.
+        keys: `[1, k_heads, total, k_dim]`, the new tokens of all tables end to end; copied.
+        values: `[1, v_heads, total, v_dim]`, copied.
+        cu_tokens: `[tables + 1]`, where the tokens of each table begin and end; a table may be given none.
+
+    Raises:
+        BudgetError, TransferError: nothing was appended.
+    """
+    layout = blocks.pools.layout
+    size, before = layout.block_size, [table.length for table in tables]
+    short: list[tuple[BlockTable, Run, tuple[int, int, int]]] = []
+    try:
+        for table, (begin, end) in zip(tables, itertools.pairwise(cu_tokens), strict=True):
+            offset, tokens = table.length % size, end - begin
+            if not tokens:
+                continue
+            if offset + tokens > size:
+                append(device, blocks, table, keys[0, :, begin:end], values[0, :, begin:end])
+                continue
+            run = writable(device, table) if offset else _allocate(device, blocks, table, 1)
+            short.append((table, run, (offset, begin, tokens)))
+        # Slots are known for good only now: making room for one block may move another.
+        _write_spans(blocks.pools.home, keys, values, [(run.home, *span) for _, run, span in short])
+        for table, run, (offset, _, tokens) in short:
+            table.length += tokens
+            if offset + tokens == size:
+                device.seal(run)
+    except Exception:
+        for table, length in zip(tables, before, strict=True):
+            table.crop(length, size, device.free)
+        raise
+
+
+def _write_spans(
+    pool: BlockPool, keys: torch.Tensor, values: torch.Tensor, spans: Sequence[tuple[int, int, int, int]]
+) -> None:
+    """Write tokens of a packed batch: (slot, its first token to write, the first new token, tokens) each."""
+    if keys.device.type == "cpu" and native.available():
+        if keys.stride(3) != 1 or values.stride(3) != 1:
+            keys, values = keys.contiguous(), values.contiguous()
+        _appender(pool.layout).append(
+            keys, values, [[(pool.address(slot), offset, begin, n)] for slot, offset, begin, n in spans]
+        )
+        return
+    if len(spans) > 1 and launch.available(keys.device):
+        _launch_spans(pool, keys, values, spans)
+        return
+    for slot, offset, begin, tokens in spans:
+        pool.keys(slot, 1)[0, :, offset : offset + tokens].copy_(keys[0, :, begin : begin + tokens])
+        pool.values(slot, 1)[0, :, offset : offset + tokens].copy_(values[0, :, begin : begin + tokens])
+
+
+def _launch_spans(
+    pool: BlockPool, keys: torch.Tensor, values: torch.Tensor, spans: Sequence[tuple[int, int, int, int]]
+) -> None:
+    """The same by one launch of the device."""
+    ends = [begin + tokens for _, _, begin, tokens in spans]
+    begins = [begin for _, _, begin, _ in spans]
+    if begins[1:] != ends[:-1]:  # tokens of other tables are between: those of `spans` alone, end to end
+        index = _up(torch.cat([torch.arange(a, b) for a, b in zip(begins, ends, strict=True)]), keys.device)
+        keys, values = keys.index_select(2, index), values.index_select(2, index)
+    else:
+        keys, values = keys[:, :, begins[0] : ends[-1]], values[:, :, begins[0] : ends[-1]]
+    counts = [tokens for *_, tokens in spans]
+    numbers = _up(torch.tensor([offset for _, offset, _, _ in spans], dtype=torch.int32), keys.device)
+    bounds = _up(torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32), keys.device)
+    addresses = _up(torch.tensor([[pool.address(slot)] for slot, *_ in spans]), keys.device)
+    new_keys, new_values = keys[0].transpose(0, 1), values[0].transpose(0, 1)
+    copies.append(new_keys, new_values, addresses, pool.layout, numbers, cu_tokens=bounds)
+
+
+def _up(made: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On a device, from page-locked memory, so that nothing waits for it."""
+    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+
+
+def _allocate(device: ComputeDevice, blocks: BlockSet, table: BlockTable, count: int) -> Run:
+    runs = table.resolve()
+    run = device.allocate(blocks, count, runs[-1] if runs else None)
+    table.resolve()
+    table.runs.append(run)
+    return run
+
+
+def writable(device: ComputeDevice, table: BlockTable) -> Run:
+    """The last block of a table, made open: not sealed, where blocks begin, held by this table alone.
+
+    Raises:
+        BudgetError, TransferError: nothing was changed.
+    """
+    run = table.resolve()[-1]
+    if run.state is State.FILLING and run.refs == 1:
+        return run
+    if run.count > 1:
+        residency.cut(run, run.count - 1)
+        run = table.resolve()[-1]
+    if run.refs > 1:
+        copy = device.copy_of(run)
+        run = table.resolve()[-1]
+        table.runs[-1] = copy
+        run.refs -= 1
+        return copy
+    if run.blocks.pools.device is not None and run.state in (State.HOST, State.ARRIVING):
+        device.bring(run)
+    residency.reopen(run)
+    return run
+
+
+class TailWriter:
+    """Writes one token into the last block of each of some tables: the steady state of decoding.
+
+    Made for open blocks, all different, and good until the set that counts them changes.
+
+    Attributes:
+        version: of the set, when this was made.
+    """
+
+    __slots__ = ("_addresses", "_blocks", "_keys", "_layout", "_native", "_prepared", "_slots", "_values", "version")
+
+    def __init__(
+        self, device: ComputeDevice, blocks: BlockSet, runs: Sequence[Run], prepared: copies.PreparedAppend
+    ) -> None:
+        pool = blocks.pools.home
+        self.version = blocks.version
+        self._layout: BlockLayout = pool.layout
+        self._slots: torch.Tensor | None = None
+        self._addresses: torch.Tensor | None = None
+        self._native: native.Appender | None = None
+        self._prepared = prepared
+        slots = [run.home for run in runs]
+        self._blocks = [pool.address(slot) for slot in slots]
+        # Made outside of inference mode: later calls may be.
+        with torch.inference_mode(False):
+            if launch.available(device.device) and (len(slots) > 1 or device.device.type != "cpu"):
+                self._addresses = torch.tensor([[address] for address in self._blocks], device="cpu")
+                if device.device.type != "cpu":
+                    # From page-locked memory, so that nothing waits for the device.
+                    self._addresses = self._addresses.pin_memory().to(device.device, non_blocking=True)
+                return
+            if device.device.type == "cpu" and native.available():
+                self._native = _appender(self._layout)
+                return
+            self._keys, self._values = pool.keys(slots[0], 1), pool.values(slots[0], 1)
+            if len(slots) > 1:
+                slab = pool.slab(slots[0])
+                self._keys, self._values = slab.keys, slab.values
+                self._slots = torch.tensor([slot - slab.base for slot in slots], device=device.device)
+
+    @classmethod
+    def of(
+        cls, device: ComputeDevice, blocks: BlockSet, tables: Sequence[BlockTable], prepared: copies.PreparedAppend
+    ) -> TailWriter | None:
+        """A writer for the tables' last blocks; None if they must be written one by one.
+
+        Args:
+            device: that attends to the blocks.
+            blocks: the set that counts them.
+            tables: one for each row, all different.
+            prepared: the launches of the layer's writers.
+        """
+        pool, runs = blocks.pools.home, [table.resolve()[-1] for table in tables]
+        if any(run.state is not State.FILLING or run.refs > 1 for run in runs):
+            return None
+        by_address = launch.available(device.device) or (device.device.type == "cpu" and native.available())
+        if len(runs) > 1 and not by_address:
+            slab = pool.slab(runs[0].home)
+            if any(pool.slab(run.home) is not slab for run in runs):
+                return None
+        return cls(device, blocks, runs, prepared)
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> None:
+        """Write a token of each row, `[rows, heads, 1, dim]`, as number `offset` of its block."""
+        if self._native is not None:
+            if keys.stride(3) != 1 or values.stride(3) != 1:
+                keys, values = keys.contiguous(), values.contiguous()
+            self._native.append_token(keys, values, self._blocks, offset)
+        elif self._addresses is not None:
+            self._prepared(keys, values, self._addresses, offset)
+        elif self._slots is None:
+            self._keys.narrow(2, offset, 1).copy_(keys)
+            self._values.narrow(2, offset, 1).copy_(values)
+        else:
+            self._keys.select(2, offset).index_copy_(0, self._slots, keys.select(2, 0))
+            self._values.select(2, offset).index_copy_(0, self._slots, values.select(2, 0))
+
+    def check_integrity(self, runs: Sequence[Run]) -> None:
+        """Raise AssertionError unless this writes into the blocks `runs`."""
+        pool = runs[0].blocks.pools.home
+        assert self._blocks == [pool.address(run.home) for run in runs], "new tokens go to where a block was"
+        assert all(run.state is State.FILLING and run.refs == 1 for run in runs), "a writer of blocks that are sealed"
+
+
+# One for each layout: all layers of a model write tokens of one shape.
+
+
+@functools.lru_cache(maxsize=64)
+def _appender(layout: BlockLayout) -> native.Appender:
+    shape = native.Shape(layout.dtype, layout.k_heads, layout.k_dim, layout.v_dim, layout.block_size)
+    return native.Appender(shape, v_heads=layout.v_heads, values_offset=layout.k_numel * layout.dtype.itemsize)

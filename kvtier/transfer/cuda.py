@@ -1,0 +1,203 @@
+"""Copies on CUDA streams, one for each direction, ordered by events."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.stats import Counters
+from kvtier.transfer.engine import Direction, Event, Transfer, TransferEngine
+from kvtier.transfer.launches import Batch, Launches
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Where a transfer is on a device.
+
+    Attributes:
+        began: recorded before its first copy, behind all that it waits for.
+        ended: recorded behind its last copy.
+        batches: what it launched; their addresses are read until then.
+    """
+
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    batches: list[Batch]
+
+
+class Mark(Event):
+    """An event recorded on the compute stream. Its CUDA event is used again when nobody holds the mark."""
+
+    __slots__ = ("_spare", "recorded")
+
+    def __init__(self, recorded: torch.cuda.Event, spare: list[torch.cuda.Event]) -> None:
+        self.recorded = recorded
+        self._spare = spare
+
+    def passed(self) -> bool:
+        """Whether the device has come by."""
+        return self.recorded.query()
+
+    def settle(self) -> None:
+        """Block the CPU until the device has come by."""
+        self.recorded.synchronize()
+
+    def __del__(self) -> None:
+        # A wait that was enqueued keeps what the event stood for then: it may be recorded again.
+        self._spare.append(self.recorded)
+
+
+class CudaTransfers(TransferEngine):
+    """A stream for each direction, for one device.
+
+    Ordering, both ways: copies begin behind events of the compute stream (`behind`: the last readers of what they
+    write; else all its work so far), so that they see what was written and do not overwrite what is still being read;
+    whoever reads the copy makes the compute stream wait for the copy's event. The fetch stream has the higher priority:
+    what a layer needs soon goes before what is written back for later (Pensieve, section 5.1). Events, streams and the
+    memory of addresses are made once and re-used; nothing here blocks the CPU but `synchronize` and `drain`.
+
+    Seconds are those of the device: timed events around each transfer and around each wait of the compute stream, read
+    when a later `poll` finds them passed.
+    """
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        with torch.cuda.device(device):
+            lowest, highest = 0, -1
+            self._streams = {
+                Direction.FETCH: torch.cuda.Stream(device, priority=highest),
+                Direction.WRITE_BACK: torch.cuda.Stream(device, priority=lowest),
+                Direction.QUERY: torch.cuda.Stream(device, priority=highest),
+                Direction.RESULT: torch.cuda.Stream(device, priority=highest),
+            }
+        self._in_flight: deque[Transfer] = deque()
+        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event, Counters]] = deque()
+        self._spare: list[torch.cuda.Event] = []
+        self._spare_marks: list[torch.cuda.Event] = []
+        self._launches = Launches(device)
+
+    def mark(self) -> Mark:
+        """The end of the compute stream's work so far."""
+        event = self._spare_marks.pop() if self._spare_marks else torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return Mark(event, self._spare_marks)
+
+    def _start(self, transfer: Transfer, behind: Sequence[Event] | None) -> None:
+        stream = self._streams[transfer.direction]
+        ticket = transfer.ticket = Ticket(self._event(), self._event(), [])
+        self._in_flight.append(transfer)  # first: whatever cuts this short, `drain` still waits for the copies
+        try:
+            # First: who waits for this stream, as below where anything fails, waits for what it waits for.
+            for mark in (self.mark(),) if behind is None else behind:
+                stream.wait_event(mark.recorded)  # type: ignore[attr-defined]
+            for earlier in transfer.after:
+                stream.wait_event(earlier.ticket.ended)
+            alone, together = self._launches.divide(transfer.copies, transfer.direction)
+            for copies in together:
+                ticket.batches.append(self._launches.prepare(copies))
+            ticket.began.record(stream)
+            with torch.cuda.stream(stream):
+                for copy in alone:
+                    copy.run(non_blocking=True)
+                for batch in ticket.batches:
+                    self._launches.launch(batch)
+            ticket.ended.record(stream)
+        except Exception as error:
+            # Copies before the failing one may still run: their slots must not be re-used under them.
+            self._in_flight.remove(transfer)
+            try:
+                stream.synchronize()
+                self._launches.release(ticket.batches)
+            finally:
+                transfer.settle(error)
+        except BaseException:
+            # An interrupt. What was begun goes on, and ends before this: `poll` must not take it to have ended.
+            ticket.ended.record(stream)
+            raise
+
+    def _wait(self, transfer: Transfer) -> None:
+        ended: torch.cuda.Event = transfer.ticket.ended
+        stream = torch.cuda.current_stream(self.device)
+        if transfer.direction is not Direction.FETCH or ended.query():
+            stream.wait_event(ended)
+            return
+        before, after = self._event(), self._event()
+        before.record(stream)
+        stream.wait_event(ended)
+        after.record(stream)
+        self._stalls.append((before, after, transfer.counters))
+
+    def _block(self, transfer: Transfer) -> None:
+        ticket = transfer.ticket
+        if ticket is not None:  # another thread may have seen the end meanwhile
+            ticket.ended.synchronize()
+
+    def _synchronize(self, transfer: Transfer) -> None:
+        transfer.ticket.ended.synchronize()
+        self._in_flight.remove(transfer)
+        self._end(transfer)
+
+    def poll(self) -> None:
+        """Settle what has ended. Within a stream, transfers end in the order of submission."""
+        still: deque[Transfer] = deque()
+        blocked: set[Direction] = set()
+        try:
+            while self._in_flight:
+                transfer = self._in_flight[0]
+                ended = transfer.direction not in blocked and transfer.ticket.ended.query()
+                self._in_flight.popleft()
+                if ended:
+                    self._end(transfer)
+                else:
+                    blocked.add(transfer.direction)
+                    still.append(transfer)
+        finally:
+            # A device that has failed may refuse to say: nothing is dropped for that.
+            still.extend(self._in_flight)
+            self._in_flight = still
+        while self._stalls and self._stalls[0][1].query():
+            before, after, counters = self._stalls.popleft()
+            counters.stall_seconds += before.elapsed_time(after) / 1e3
+            self._spare += (before, after)
+
+    def in_flight(self) -> Sequence[Transfer]:
+        """Submitted and not yet seen to end."""
+        return tuple(self._in_flight)
+
+    def drain(self) -> None:
+        """Block until nothing is in flight, tracked or not."""
+        error: Exception | None = None
+        for stream in self._streams.values():
+            try:
+                stream.synchronize()
+            except Exception as failure:
+                error = failure
+        while self._in_flight:
+            self._end(self._in_flight.popleft(), error)
+
+    def close(self) -> None:
+        """Drain; streams, events and the memory of addresses go with this object."""
+        self.drain()
+        self._stalls.clear()
+        self._spare.clear()
+        self._launches.close()
+
+    def _end(self, transfer: Transfer, error: Exception | None = None) -> None:
+        ticket, transfer.ticket = transfer.ticket, None
+        if error is None:
+            seconds = ticket.began.elapsed_time(ticket.ended) / 1e3
+            if transfer.direction is Direction.FETCH:
+                transfer.counters.seconds_up += seconds
+            elif transfer.direction is Direction.WRITE_BACK:
+                transfer.counters.seconds_down += seconds
+        self._spare += (ticket.began, ticket.ended)
+        self._launches.release(ticket.batches)
+        transfer.settle(error)
+
+    def _event(self) -> torch.cuda.Event:
+        return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)

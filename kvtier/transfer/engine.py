@@ -1,0 +1,267 @@
+"""The seam through which bytes move between tiers, and inline copies for machines without an accelerator.
+
+A transfer has two phases. *Prepare* is the caller's: it owns both ends and keeps them until the transfer has settled.
+*Complete* and *fail* are the engine's: it settles the transfer once, and calls back. A failed transfer leaves its
+source. Who needs the bytes calls `wait` (the compute stream) or `synchronize` (the CPU) first; `poll` settles what has
+ended without waiting.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvtier.errors import TransferError
+from kvtier.stats import Counters
+from kvtier.transfer.copies import Copy, TensorCopy
+
+__all__ = ["Direction", "InlineTransfers", "State", "Transfer", "TransferEngine"]
+
+
+class Direction(enum.StrEnum):
+    """What a transfer is for. Fetches go before write-backs (Pensieve, section 5.1), and what attention on the host
+    waits for before both."""
+
+    FETCH = "fetch"  # blocks, host -> device
+    WRITE_BACK = "write_back"  # blocks, device -> host
+    QUERY = "query"  # what attention on the host reads, device -> host
+    RESULT = "result"  # what it wrote, host -> device
+
+
+class State(enum.Enum):
+    """Life of a transfer."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+def nothing() -> None:
+    """No callback."""
+
+
+class Transfer:
+    """A handle on submitted copies.
+
+    Attributes:
+        copies: what moves.
+        direction: which way.
+        after: transfers that end before this one begins.
+        nbytes: that move.
+        state: pending until the engine knows better.
+        error: why it failed.
+        ticket: what an engine needs to find its copies again.
+    """
+
+    __slots__ = (
+        "_engine",
+        "_on_done",
+        "_on_failed",
+        "after",
+        "copies",
+        "counters",
+        "direction",
+        "error",
+        "nbytes",
+        "state",
+        "ticket",
+    )
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        copies: Sequence[Copy | TensorCopy],
+        direction: Direction,
+        counters: Counters,
+        after: Sequence[Transfer],
+        on_done: Callable[[], None],
+        on_failed: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self.copies = copies
+        self.direction = direction
+        self.counters = counters
+        self.nbytes = sum([copy.nbytes for copy in copies])
+        self._on_done = on_done
+        self._on_failed = on_failed
+        self.state = State.PENDING
+        self.after = [earlier for earlier in after if earlier.pending]
+        self.error: BaseException | None = None
+        self.ticket: Any = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether it may still read its source and write its target."""
+        return self.state is State.PENDING
+
+    def wait(self) -> None:
+        """Order all later work of the compute stream behind this transfer. Raises `TransferError` if it failed."""
+        if self.state is State.PENDING:
+            self._engine._wait(self)
+        self._raise_if_failed()
+
+    def synchronize(self) -> None:
+        """Block the CPU until the transfer is complete. Raises `TransferError` if it failed."""
+        if self.state is State.PENDING:
+            began = time.perf_counter()
+            self._engine._synchronize(self)
+            if self.direction is Direction.FETCH or self.direction is Direction.WRITE_BACK:
+                self.counters.stall_seconds += time.perf_counter() - began
+        self._raise_if_failed()
+
+    def block(self) -> None:
+        """Block the CPU until the copies have ended. Settles nothing, so that no lock is needed."""
+        if self.state is State.PENDING:
+            self._engine._block(self)
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """For engines: end the transfer, well or with `error`, and call back. Once."""
+        if self.state is not State.PENDING:
+            return
+        self.state = State.DONE if error is None else State.FAILED
+        self.error = error
+        if error is not None:
+            self.counters.failed_transfers += 1
+        callback = self._on_done if error is None else self._on_failed
+        self._on_done = self._on_failed = nothing
+        self.after = []
+        callback()
+
+    def _raise_if_failed(self) -> None:
+        if self.state is State.FAILED:
+            raise TransferError(f"A {self.direction} of {len(self.copies)} copies failed: {self.error}") from self.error
+
+
+class Event(ABC):
+    """A point in the work of a compute stream, from `TransferEngine.mark`."""
+
+    @property
+    def event(self) -> Event:
+        """This point: slots that wait for it may be written by whoever orders the write behind it."""
+        return self
+
+    @abstractmethod
+    def passed(self) -> bool:
+        """Whether the device has come by. Never blocks."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Block the CPU until the device has come by."""
+
+
+class TransferEngine(ABC):
+    """Submits copies for one device. Subclasses say when they run.
+
+    Attributes:
+        device: where attention runs.
+        asynchronous: whether work goes on behind the CPU's back, so that `mark` has something to say.
+    """
+
+    asynchronous = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def submit(
+        self,
+        copies: Sequence[Copy | TensorCopy],
+        direction: Direction,
+        counters: Counters,
+        *,
+        after: Sequence[Transfer] = (),
+        behind: Sequence[Event] | None = None,
+        on_done: Callable[[], None] = nothing,
+        on_failed: Callable[[], None] = nothing,
+    ) -> Transfer:
+        """Start copies.
+
+        Args:
+            copies: the caller keeps both ends until the transfer has settled.
+            direction: which way.
+            counters: that count it.
+            after: transfers that end before these copies begin.
+            behind: points of the compute stream that these copies begin behind; None: all its work so far.
+            on_done, on_failed: called once, when the engine learns of the end, by the thread that polls or waits.
+        """
+        transfer = Transfer(self, copies, direction, counters, after, on_done, on_failed)
+        if direction is Direction.FETCH:
+            counters.bytes_up += transfer.nbytes
+            counters.copies_up += len(copies)
+        elif direction is Direction.WRITE_BACK:
+            counters.bytes_down += transfer.nbytes
+            counters.copies_down += len(copies)
+        else:
+            counters.attention_bytes += transfer.nbytes
+        self._start(transfer, behind)
+        return transfer
+
+    def mark(self) -> Event | None:
+        """The end of the compute stream's work so far; None where everything runs at once."""
+        return None
+
+    def poll(self) -> None:  # noqa: B027 - engines without a background have nothing to learn
+        """Settle what has ended meanwhile. Never blocks."""
+
+    def in_flight(self) -> Sequence[Transfer]:
+        """Transfers that have not settled."""
+        return ()
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until nothing is in flight; failures go to the callbacks, and are not raised."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drain and give up streams."""
+
+    def _block(self, transfer: Transfer) -> None:  # noqa: B027 - `synchronize` does it, where nothing takes long
+        """Block the CPU until the copies of a transfer have ended, and change nothing. Any thread may call this."""
+
+    @abstractmethod
+    def _start(self, transfer: Transfer, behind: Sequence[Event] | None) -> None: ...
+
+    @abstractmethod
+    def _wait(self, transfer: Transfer) -> None: ...
+
+    @abstractmethod
+    def _synchronize(self, transfer: Transfer) -> None: ...
+
+
+class InlineTransfers(TransferEngine):
+    """Copies at once, on the calling thread: for machines without an accelerator. Copies of blocks are stalls."""
+
+    def _start(self, transfer: Transfer, behind: Sequence[Event] | None) -> None:
+        blocks = transfer.direction is Direction.FETCH or transfer.direction is Direction.WRITE_BACK
+        began = time.perf_counter() if blocks else 0.0
+        try:
+            for copy in transfer.copies:
+                copy.run()
+        except BaseException as error:
+            transfer.settle(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            transfer.settle()
+        if blocks:
+            seconds = time.perf_counter() - began
+            transfer.counters.stall_seconds += seconds
+            if transfer.direction is Direction.FETCH:
+                transfer.counters.seconds_up += seconds
+            else:
+                transfer.counters.seconds_down += seconds
+
+    def _wait(self, transfer: Transfer) -> None:
+        raise AssertionError("an inline transfer is never pending")
+
+    _synchronize = _wait
+
+    def drain(self) -> None:
+        """Nothing is ever in flight."""
+
+    def close(self) -> None:
+        """Nothing to give up."""

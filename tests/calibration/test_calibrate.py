@@ -1,0 +1,324 @@
+"""`kvtier.calibrate` measures on request, stores each value as soon as it has it, and says what it did not do."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, LlamaForCausalLM, LlavaConfig
+
+import kvtier
+from kvtier import profile
+from kvtier.calibration import __main__ as command
+from kvtier.calibration import copies, run, tiles
+from kvtier.calibration.shapes import STANDARD, Shape, shapes_of
+from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.kernels import launch
+from kvtier.kernels import tiles as choices
+from kvtier.kernels.tiles import Choice, Kind, Option
+from kvtier.transfer import launches
+from kvtier.transfer.engine import Direction
+
+CUDA = torch.device("cuda", 0)
+LLAMA = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, dtype="float16")
+LEAST = [3, 4, 5, 0, 0]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A CUDA device, in so far as calibration looks at one; the names of what is measured on it."""
+    measured: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "capturing", lambda device: False)
+    monkeypatch.setattr(launch, "available", lambda device: True)
+    monkeypatch.setattr(launch, "machine", lambda device: f"a machine with {device}")
+
+    def tile(kind: Kind, device: torch.device) -> Choice:
+        assert not torch.is_inference_mode_enabled()
+        assert not torch.is_grad_enabled()
+        measured.append(kind.name)
+        best = Option(kind.tiles[-1], kind.programs[-1])
+        return Choice(best, {Option(kind.explicit, launch.PROGRAMS): 2e-6, best: 1e-6})
+
+    def least(device: torch.device, direction: Direction) -> list[int]:
+        measured.append(launches.profile_name(direction))
+        return LEAST
+
+    monkeypatch.setattr(tiles, "measure", tile)
+    monkeypatch.setattr(copies, "measure", least)
+    return measured
+
+
+def names(found: kvtier.Calibration) -> list[str]:
+    return [x.name for x in found.measurements]
+
+
+# With a device
+
+
+def test_what_is_calibrated_is_what_kernels_and_links_take(device: list[str]) -> None:
+    kinds = [*tiles.kinds_of(shapes_of(LLAMA)[0], 64, all_widths=True)]
+    assert len(kinds) >= 4
+    assert launches.least_runs(CUDA, Direction.FETCH) == launches.ESTIMATE
+    with torch.inference_mode():
+        found = kvtier.calibrate(LLAMA, progress=False)
+    assert names(found) == device
+    assert {*device} == {*(x.name for x in kinds), *map(launches.profile_name, (Direction.FETCH, Direction.WRITE_BACK))}
+    assert (found.device, found.failures, found.skipped, found.notes) == ("cuda:0", (), (), ())
+    assert found.path == profile.file_of("a machine with cuda:0")
+    for kind in kinds:
+        assert choices.chosen(kind, CUDA).option == Option(kind.tiles[-1], kind.programs[-1])
+    assert launches.least_runs(CUDA, Direction.FETCH) == launches.least_runs(CUDA, Direction.WRITE_BACK) == LEAST
+    assert str(found).count("\n") == len(device)
+    assert str(found.path) in str(found)
+
+
+def test_without_a_model_common_shapes_are_measured_and_what_matters_most_first(device: list[str]) -> None:
+    found = kvtier.calibrate(progress=False)
+    n = len(STANDARD)
+    assert len(names(found)) == 2 * n + 2
+    assert all("low-query, 16 rows" in name for name in device[:n])
+    assert all("block copies" in name for name in device[n : n + 2])
+    assert all("prefill" in name for name in device[n + 2 :])
+    assert all("blocks of 64" in name for name in device if "tile" in name)
+    kvtier.calibrate(progress=False, block_size=16)
+    assert "blocks of 16" in device[-1]
+
+
+def test_a_second_calibration_measures_and_stores_again(device: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    kvtier.calibrate(LLAMA, progress=False)
+    before = len(device)
+    monkeypatch.setattr(copies, "measure", lambda device, direction: [0] * 5)
+    kvtier.calibrate(LLAMA, progress=False)
+    assert len(device) == 2 * before - 2
+    assert launches.least_runs(CUDA, Direction.FETCH) == [0] * 5
+
+
+def test_a_tile_in_use_stays_and_that_is_said(device: list[str]) -> None:
+    kind = next(tiles.kinds_of(shapes_of(LLAMA)[0], 64, all_widths=False))
+    before = choices.chosen(kind, CUDA)
+    found = kvtier.calibrate(LLAMA, progress=False)
+    assert "until it ends" in found.notes[0]
+    assert choices.chosen(kind, CUDA) is before
+
+
+def test_progress_is_one_line_for_each_measurement_on_stderr(
+    device: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kvtier.calibrate(LLAMA)
+    told = capsys.readouterr()
+    assert told.out == ""
+    lines = told.err.splitlines()
+    assert len(lines) == len(device)
+    assert all(name in line for name, line in zip(device, lines, strict=True))
+    assert f"1/{len(device)} " in lines[0]
+    assert "1.0 us; the estimated tile 2.0 us" in lines[0]
+    kvtier.calibrate(LLAMA, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_fails_is_named_and_leaves_all_others_and_what_was_stored(
+    device: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kvtier.calibrate(LLAMA, progress=False)
+
+    def fail(device: torch.device, direction: Direction) -> list[int]:
+        raise RuntimeError("no compiler\nand more")
+
+    monkeypatch.setattr(copies, "measure", fail)
+    found = kvtier.calibrate(LLAMA, progress=False)
+    assert [x.partition(": ")[2].rpartition(": ")[2] for x in found.failures] == ["no compiler"] * 2
+    assert len(found.measurements) == len({*device}) - 2
+    assert "failed: block copies" in str(found)
+    assert launches.least_runs(CUDA, Direction.FETCH) == LEAST
+
+
+def test_no_measurement_begins_after_the_limit(device: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    measure = tiles.measure
+
+    def slow(kind: Kind, device: torch.device) -> Choice:
+        now[0] += 0.4 * run.SECONDS
+        return measure(kind, device)
+
+    monkeypatch.setattr(tiles, "measure", slow)
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
+    found = kvtier.calibrate(progress=False)
+    assert len(found.measurements) == len(device) == 3
+    assert len(found.skipped) == 2 * len(STANDARD) + 2 - 3
+    assert "not begun after 30 s" in str(found)
+
+
+def test_each_value_is_stored_as_soon_as_it_is_measured(device: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(device: torch.device, direction: Direction) -> list[int]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copies, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kvtier.calibrate(LLAMA, progress=False)
+    kind = next(tiles.kinds_of(shapes_of(LLAMA)[0], 64, all_widths=False))
+    assert choices.chosen(kind, CUDA).option == Option(kind.tiles[-1], kind.programs[-1])
+
+
+def test_a_profile_that_cannot_be_stored_is_an_error(
+    device: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for setting in ("off", "here"):
+        monkeypatch.setenv(profile.VARIABLE, setting)
+        with pytest.raises(ConfigError, match="KVTIER_PROFILE"):
+            kvtier.calibrate(LLAMA, progress=False)
+    assert not device, "that is found out before anything is measured"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(profile.VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        kvtier.calibrate(LLAMA, progress=False)
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(device: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "capturing", lambda device: True)
+    with pytest.raises(UnsupportedError, match="before"):
+        kvtier.calibrate(LLAMA)
+    assert not device
+
+
+def test_without_triton_nothing_is_stored_and_that_is_said(
+    device: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(launch, "available", lambda device: False)
+    found = kvtier.calibrate(LLAMA, progress=False)
+    assert found.path is None
+    assert "Triton does not run here" in str(found)
+    assert not folder.exists()
+
+
+# Without one
+
+
+def test_without_cuda_it_says_so_and_stores_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for model in (None, LLAMA):
+        found = kvtier.calibrate(model)
+        assert (found.device, found.path, found.measurements) == ("cpu", None, ())
+        assert "no CUDA device" in str(found)
+        assert "no CUDA device" in capsys.readouterr().err
+    assert kvtier.calibrate(device="cpu", progress=False) == found
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv(profile.VARIABLE, "off")
+    assert kvtier.calibrate(progress=False) == found
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("wrong", ["cuda:99", "tpu", "meta", 1.5])
+def test_a_device_that_is_not_there_is_an_error(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="device="):
+        kvtier.calibrate(device=wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -16])
+def test_a_block_holds_at_least_one_token(wrong: int) -> None:
+    with pytest.raises(ConfigError, match="block_size"):
+        kvtier.calibrate(block_size=wrong)
+
+
+def test_a_forward_does_not_even_import_what_measures() -> None:
+    """Nothing is measured in a forward: the modules that could are not there."""
+    code = (
+        "import sys, torch, kvtier;"
+        "cache = kvtier.TieredKVCache(device_budget=2**20, host_budget=2**20, block_size=4);"
+        "k = torch.zeros(1, 1, 9, 8);"
+        "[cache.update(k, k, 0) for _ in range(3)];"
+        "print([m for m in sys.modules if 'calibration' in m])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+# Shapes
+
+
+def shape(group: int, k_dim: int, v_dim: int | None = None, dtype: torch.dtype = torch.bfloat16) -> tuple[Shape, ...]:
+    return (Shape(group, k_dim, v_dim or k_dim, dtype),)
+
+
+def test_shapes_are_read_from_configs_and_models() -> None:
+    assert shapes_of(LLAMA) == shape(2, 16, dtype=torch.float16)
+    assert shapes_of(LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=4)) == shape(1, 16)
+    assert shapes_of(GPT2Config(n_embd=96, n_head=3)) == shape(1, 32)
+    small = LlamaConfig(
+        hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    model = LlamaForCausalLM(small)
+    assert shapes_of(model) == shape(2, 16, dtype=torch.float32)
+    assert shapes_of(model.half()) == shape(2, 16, dtype=torch.float16)
+    assert shapes_of(LlavaConfig(text_config=LLAMA)) == shape(2, 16, dtype=torch.float16)
+    latent = DeepseekV3Config(num_attention_heads=8, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)
+    assert shapes_of(latent) == shape(1, 48, 24)
+
+
+def test_a_config_needs_no_transformers() -> None:
+    plain = SimpleNamespace(num_attention_heads=6, num_key_value_heads=3, hidden_size=48, torch_dtype="float16")
+    assert shapes_of(plain) == shape(2, 8, dtype=torch.float16)
+    with_parts = SimpleNamespace(get_text_config=lambda: plain, dtype=torch.float32)
+    assert shapes_of(with_parts) == shape(2, 8, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "meta-llama/Llama-3.1-8B",
+        {"num_attention_heads": 8},
+        LlamaConfig,
+        3,
+        torch.nn.Linear(2, 2),
+        SimpleNamespace(num_attention_heads=None, hidden_size=8),
+        SimpleNamespace(num_attention_heads=4),
+        SimpleNamespace(num_attention_heads=4, num_key_value_heads=3, hidden_size=8),
+        SimpleNamespace(num_attention_heads=[4, 8], hidden_size=8),
+    ],
+    ids=str,
+)
+def test_what_is_neither_a_model_nor_a_config_is_an_error_that_says_what_to_pass(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"takes a model or a model's config|attention|head"):
+        kvtier.calibrate(wrong, progress=False)
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("calibrate", "code"),
+    [
+        (lambda **_: kvtier.Calibration("cuda:0", Path("/p")), 0),
+        (lambda **_: kvtier.Calibration("cuda:0", Path("/p"), failures=("a: b",)), 1),
+    ],
+)
+def test_the_command_prints_the_result(
+    calibrate: Callable[..., Any], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "calibrate", calibrate)
+    assert command.main([]) == code
+    assert "cuda:0" in capsys.readouterr().out
+
+
+def test_the_command_passes_its_options_on_and_errors_are_messages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def calibrate(**options: Any) -> kvtier.Calibration:
+        assert options == {"device": "cuda:1", "block_size": 16}
+        raise ConfigError("no such device")
+
+    monkeypatch.setattr(command, "calibrate", calibrate)
+    assert command.main(["--device=cuda:1", "--block-size=16"]) == 2
+    assert "no such device" in capsys.readouterr().err

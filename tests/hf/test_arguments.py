@@ -1,0 +1,152 @@
+"""What `crop` and the row operations are given is checked before anything changes, in every kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import dynamic_cache, prompt_ids, tiny_model
+from placements import alike, outcome
+from transformers import Cache, DynamicCache
+
+from kvtier import ConfigError, KVTierError, MismatchError, TieredKVCache
+
+ROWS = 3
+#: Only full attention, full attention among windows, and with recurrent layers.
+NAMES = ("llama", "gemma3", "qwen3_next")
+
+
+@torch.no_grad()
+def used(name: str, cache: Cache) -> Cache:
+    model = tiny_model(name)
+    for length, seed in ((11, 1), (1, 2)):
+        model(input_ids=prompt_ids(rows=ROWS, length=length, seed=seed), past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def next_logits(name: str, cache: Cache, rows: int = ROWS) -> torch.Tensor:
+    return tiny_model(name)(input_ids=prompt_ids(rows=rows, length=2, seed=3), past_key_values=cache).logits
+
+
+Call = Callable[[Any], Any]
+MALFORMED: dict[str, Call] = {
+    "crop_fraction": lambda cache: cache.crop(-2.5),
+    "crop_whole_float": lambda cache: cache.crop(-2.0),
+    "crop_text": lambda cache: cache.crop("x"),
+    "crop_digits": lambda cache: cache.crop("-2"),
+    "crop_none": lambda cache: cache.crop(None),
+    "crop_bool": lambda cache: cache.crop(True),
+    "crop_tensor_of_floats": lambda cache: cache.crop(torch.tensor(-2.5)),
+    "crop_tensor_of_two": lambda cache: cache.crop(torch.tensor([-1, -2])),
+    "repeat_negative": lambda cache: cache.batch_repeat_interleave(-1),
+    "repeat_zero": lambda cache: cache.batch_repeat_interleave(0),
+    "repeat_fraction": lambda cache: cache.batch_repeat_interleave(1.5),
+    "repeat_text": lambda cache: cache.batch_repeat_interleave("2"),
+    "repeat_of_each": lambda cache: cache.batch_repeat_interleave(torch.tensor([1, 2, 3])),
+    "reorder_floats": lambda cache: cache.reorder_cache(torch.tensor([0.0, 1.0, 2.0])),
+    "reorder_bools": lambda cache: cache.reorder_cache(torch.tensor([True, False, True])),
+    "reorder_text": lambda cache: cache.reorder_cache("012"),
+    "reorder_none": lambda cache: cache.reorder_cache(None),
+    "select_floats": lambda cache: cache.batch_select_indices(torch.tensor([0.0])),
+    "select_text": lambda cache: cache.batch_select_indices(["a"]),
+}
+MISFITS: dict[str, Call] = {
+    "reorder_beyond": lambda cache: cache.reorder_cache(torch.tensor([0, 1, ROWS])),
+    "reorder_before": lambda cache: cache.reorder_cache(torch.tensor([0, 1, -ROWS - 1])),
+    "reorder_matrix": lambda cache: cache.reorder_cache(torch.tensor([[0, 1, 2]])),
+    "reorder_scalar": lambda cache: cache.reorder_cache(torch.tensor(0)),
+    "select_beyond": lambda cache: cache.batch_select_indices(torch.tensor([ROWS])),
+    "select_matrix": lambda cache: cache.batch_select_indices(torch.tensor([[0]])),
+    "select_short_mask": lambda cache: cache.batch_select_indices(torch.tensor([True, False])),
+    "select_list_beyond": lambda cache: cache.batch_select_indices([0, ROWS]),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_cannot_be_meant_is_refused_and_changes_nothing(name: str) -> None:
+    expected = next_logits(name, used(name, dynamic_cache(tiny_model(name))))
+    cache = used(name, TieredKVCache(tiny_model(name).config, block_size=4, host_attention=False))
+    before = cache.stats
+    for calls, error in ((MALFORMED, ConfigError), (MISFITS, MismatchError)):
+        for what, call in calls.items():
+            refusal = outcome(lambda call=call: call(cache))
+            assert type(refusal) is error, (what, repr(refusal))
+    assert cache.stats == before
+    assert alike(expected, next_logits(name, cache))
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("what", [*MALFORMED, *MISFITS])
+def test_a_layer_by_itself_refuses_the_same(what: str) -> None:
+    cache = used("llama", TieredKVCache(tiny_model("llama").config, block_size=4))
+    refusal = outcome(lambda: (MALFORMED | MISFITS)[what](cache.layers[0]))
+    assert isinstance(refusal, KVTierError), repr(refusal)
+    assert cache.layers[0].get_seq_length() == 12
+    cache.check_integrity()
+
+
+MEANT: dict[str, tuple[Call, Call]] = {
+    # as numpy and Transformers 5.17 count, and what `DynamicCache` takes for the same
+    "crop_numpy": (lambda cache: cache.crop(np.int64(-2)), lambda cache: cache.crop(-2)),
+    "crop_tensor": (lambda cache: cache.crop(torch.tensor(-2)), lambda cache: cache.crop(-2)),
+    "crop_nothing": (lambda cache: cache.crop(torch.tensor(0)), lambda cache: None),
+    "repeat_numpy": (
+        lambda cache: cache.batch_repeat_interleave(np.int32(2)),
+        lambda cache: cache.batch_repeat_interleave(2),
+    ),
+    "repeat_tensor": (
+        lambda cache: cache.batch_repeat_interleave(torch.tensor(2)),
+        lambda cache: cache.batch_repeat_interleave(2),
+    ),
+    "reorder_int32": (
+        lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0], dtype=torch.int32)),
+        lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])),
+    ),
+    "reorder_list": (
+        lambda cache: cache.reorder_cache([2, 0, 0]),
+        lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])),
+    ),
+    "select_list": (
+        lambda cache: cache.batch_select_indices([1]),
+        lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    ),
+    "select_from_the_end": (
+        lambda cache: cache.batch_select_indices(torch.tensor([-1, 0])),
+        lambda cache: cache.batch_select_indices(torch.tensor([2, 0])),
+    ),
+    "select_mask": (
+        lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
+        lambda cache: cache.batch_select_indices(torch.tensor([0, 2])),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),  # a window that has moved on cannot go back
+    [(what, name) for what in MEANT for name in ("llama", "gemma3") if name == "llama" or not what.startswith("crop")],
+)
+def test_what_can_be_meant_is_what_dynamic_cache_does(what: str, name: str) -> None:
+    ours, theirs = MEANT[what]
+    cache = used(name, TieredKVCache(tiny_model(name).config, block_size=4, host_attention=False))
+    expected = used(name, DynamicCache(config=tiny_model(name).config))
+    ours(cache)
+    theirs(expected)
+    rows = cache.layers[-1].keys.shape[0]
+    assert alike(next_logits(name, expected, rows), next_logits(name, cache, rows))
+    cache.check_integrity()
+
+
+def test_before_the_first_forward_only_what_is_malformed_is_refused() -> None:
+    cache = TieredKVCache(tiny_model("llama").config)
+    for call in MALFORMED.values():
+        with pytest.raises(ConfigError):
+            call(cache)
+    cache.reorder_cache(torch.tensor([5]))
+    cache.batch_select_indices(torch.tensor([5]))
+    cache.crop(-3)
+    cache.batch_repeat_interleave(2)
+    assert cache.get_seq_length() == 0

@@ -1,0 +1,119 @@
+"""`needed` is exact both ways: with the budget that is named the same forwards go through; with a byte less the step is
+refused, and nothing has changed."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from families import build_model, prompt_ids, tiny_model
+from placements import ON_HOST
+
+from kvtier import BudgetError, TieredKVCache
+
+#: Cases of the always-run test; KVTIER_TEST_CASES asks for more.
+CASES = int(os.environ.get("KVTIER_TEST_CASES", "120"))
+FAMILIES = ("llama", "gpt2", "qwen3", "phi3", "gemma3", "falcon", "opt", "deepseek_v3", "qwen3_next", "mixtral")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Forwards of one model on a cache of which one budget is searched for."""
+
+    family: str
+    tier: str
+    options: dict[str, Any]
+    rows: int
+    equal_rows: bool
+    forwards: tuple[int, ...]
+
+    @classmethod
+    def random(cls, seed: int) -> Case:
+        rng = random.Random(seed)
+        tier = rng.choice(("device", "host"))
+        options: dict[str, Any] = {
+            "block_size": rng.choice((1, 1, 3, 4, 4, 16)),
+            "host_attention": rng.random() < 0.6,
+            "write_through": rng.choice((0.0, 0.5, 1.0)),
+        }
+        # The other budget: none, roomy, or little.
+        if tier == "host":
+            options["device_budget"] = rng.choice((None, 10**7, 60_000, 120_000))
+        if rng.random() < 0.2:
+            options["max_tokens"] = rng.randint(20, 60)
+        forwards = tuple(rng.choice((1, 1, 1, 2, 5, 13, 17, 24, 40)) for _ in range(rng.randint(2, 6)))
+        return cls(rng.choice(FAMILIES), tier, options, rng.choice((1, 1, 2, 3)), rng.random() < 0.3, forwards)
+
+    def cache(self, budget: int) -> TieredKVCache:
+        model = tiny_model(self.family)
+        return TieredKVCache(model.config, **(self.options | {f"{self.tier}_budget": budget}))
+
+    @torch.no_grad()
+    def run(self, cache: TieredKVCache) -> tuple[int, BudgetError | None]:
+        """How many forwards went through, and what refused the next one."""
+        model = tiny_model(self.family)
+        for done, tokens in enumerate(self.forwards):
+            rows = 1 if self.equal_rows and done == 0 else self.rows
+            ids = prompt_ids(rows=rows, length=tokens, seed=done).expand(self.rows, -1)
+            before = state(cache)
+            try:
+                model(input_ids=ids, past_key_values=cache)
+            except BudgetError as error:
+                # States that a forward has changed in place cannot be taken back.
+                if self.family != "qwen3_next" or not done:
+                    assert state(cache) == before, "a refused step changed something"
+                cache.check_integrity()
+                return done, error
+        cache.check_integrity()
+        return len(self.forwards), None
+
+
+def state(cache: TieredKVCache) -> tuple[Any, ...]:
+    """What a refused step must not change."""
+    residency = cache.residency()
+    return tuple((x.layer, x.tokens, x.shared_blocks, x.bytes) for x in residency.layers)
+
+
+@pytest.mark.skipif(not ON_HOST, reason="budgets are emulated")
+@pytest.mark.parametrize("seed", range(CASES))
+def test_the_budget_that_is_named_works_and_a_byte_less_is_refused_without_a_change(seed: int) -> None:
+    case = Case.random(seed)
+    budget, refused_at = 1, -1
+    for _ in range(30):
+        done, error = case.run(case.cache(budget))
+        if error is None:
+            break
+        if error.tier != case.tier:
+            return  # the other budget is too small for this
+        assert done >= refused_at, "what a smaller budget got through is refused"
+        assert error.budget == budget
+        assert error.needed > budget
+        again, same = case.run(case.cache(error.needed - 1))
+        assert same is not None, "one byte less works as well"
+        assert (again, same.needed) == (done, error.needed), "one byte less is refused otherwise"
+        refused_at, budget = done + 1, error.needed
+        further, later = case.run(case.cache(budget))
+        assert further > done or (later is not None and later.tier != case.tier), "the budget that is named fails"
+    else:
+        raise AssertionError("the errors lead nowhere")
+
+
+def test_a_budget_named_for_all_tokens_to_come_is_named_once() -> None:
+    model = build_model("llama", "sdpa")
+    ids = prompt_ids(rows=2, length=21)
+    refused: list[int] = []
+    budget = 1
+    while True:
+        cache = TieredKVCache(model.config, device_budget=budget, block_size=4, max_tokens=61)
+        try:
+            model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False)
+        except BudgetError as error:
+            refused.append(cache.get_seq_length())
+            budget = error.needed
+        else:
+            break
+    assert refused == [0]

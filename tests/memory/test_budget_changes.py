@@ -1,0 +1,199 @@
+"""Budgets of a memory in use are raised and lowered; what does not fit is refused with the budget that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvtier import BudgetError, ClosedError, ConfigError, TieredKVCache, TieredMemory
+from kvtier.memory.device import ComputeDevice
+from kvtier.memory.layout import BlockLayout
+
+LAYERS, HEADS, DIM, BLOCK_SIZE = 2, 2, 8, 4
+BLOCK = BLOCK_SIZE * 2 * HEADS * DIM * 4
+
+
+def new_tokens(tokens: int, seed: int) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 1, HEADS, tokens, DIM, generator=rng) for _ in range(LAYERS)]
+
+
+class Driven:
+    """A cache and what it should hold."""
+
+    def __init__(self, **options: Any) -> None:
+        self.cache = TieredKVCache(block_size=BLOCK_SIZE, **options)
+        self.held = [torch.zeros(2, 1, HEADS, 0, DIM) for _ in range(LAYERS)]
+
+    def step(self, tokens: int, seed: int = 0) -> None:
+        new = new_tokens(tokens, seed)
+        for i in range(LAYERS):
+            keys, values = self.cache.update(*new[i], i)
+            F.scaled_dot_product_attention(torch.ones(1, HEADS, 1, DIM), keys, values)
+        self.held = [torch.cat([a, b], 3) for a, b in zip(self.held, new, strict=True)]
+
+    def check(self) -> None:
+        """Every byte is there, within the budgets."""
+        self.cache.check_integrity()
+        for i, (keys, values) in enumerate(self.held):
+            assert torch.equal(self.cache.layers[i].keys.dense(), keys)
+            assert torch.equal(self.cache.layers[i].values.dense(), values)
+        stats = self.cache.stats
+        assert stats.device.bytes <= stats.device.budget
+        assert stats.host.bytes <= stats.host.budget
+
+
+def refused(act: Callable[[], Any]) -> BudgetError | None:
+    """The error of a refusal."""
+    try:
+        act()
+    except BudgetError as error:
+        return error
+    return None
+
+
+def state(cache: TieredKVCache) -> tuple[Any, ...]:
+    stats = cache.stats
+    return stats.device, stats.host, cache.residency()
+
+
+@pytest.mark.parametrize("host_attention", [True, False])
+def test_after_its_budget_is_raised_a_refused_step_goes_through(host_attention: bool) -> None:
+    driven = Driven(device_budget=6 * BLOCK, host_budget=20 * BLOCK, host_attention=host_attention)
+    driven.step(8)
+    while (error := refused(lambda: driven.step(30, seed=1))) is not None:
+        assert driven.cache.get_seq_length() == 8
+        driven.check()
+        driven.cache.resize(**{f"{error.tier}_budget": error.needed})
+        assert getattr(driven.cache.stats, error.tier).budget == error.needed
+    assert driven.cache.get_seq_length() == 38
+    driven.check()
+
+
+@pytest.mark.parametrize("host_attention", [True, False])
+def test_a_lower_device_budget_moves_blocks_to_the_host_and_is_never_exceeded_again(host_attention: bool) -> None:
+    driven = Driven(device_budget=200 * BLOCK, host_budget=200 * BLOCK, host_attention=host_attention)
+    driven.step(90)
+    assert driven.cache.stats.evictions == 0
+    driven.cache.resize(device_budget=40 * BLOCK)
+    assert driven.cache.stats.device.budget == 40 * BLOCK
+    assert driven.cache.stats.device.bytes <= 40 * BLOCK
+    assert driven.cache.stats.evictions > 0
+    driven.check()
+    for n in range(10):
+        driven.step(1, n)
+        assert driven.cache.stats.device.bytes <= 40 * BLOCK
+    driven.check()
+    driven.cache.resize(device_budget=200 * BLOCK)
+    driven.step(100, 3)
+    driven.check()
+
+
+@pytest.mark.parametrize("options", [{}, {"device_budget": 60 * BLOCK}, {"device_budget": 200 * BLOCK}], ids=str)
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_what_does_not_fit_is_refused_with_a_budget_that_fits_and_nothing_changes(
+    tier: str, options: dict[str, Any]
+) -> None:
+    if tier == "device" and not options:
+        pytest.skip("there is none")
+    driven = Driven(host_budget=200 * BLOCK, **options)
+    driven.step(90)
+    driven.step(1, 1)
+    before, budget = state(driven.cache), 1
+    for _ in range(9):
+        error = refused(lambda budget=budget: driven.cache.resize(**{f"{tier}_budget": budget}))
+        if error is None or error.tier != tier:  # the other tier is full by now: that is the end of it
+            break
+        assert (error.budget, state(driven.cache)) == (budget, before)
+        driven.check()
+        assert refused(lambda error=error: driven.cache.resize(**{f"{tier}_budget": error.needed - 1})) is not None
+        assert state(driven.cache) == before
+        budget = error.needed
+    else:
+        raise AssertionError("the errors lead nowhere")
+    driven.check()
+    driven.cache.resize(host_budget=400 * BLOCK, **options)
+    driven.step(1, 2)
+    driven.check()
+
+
+def test_both_budgets_change_together_where_one_alone_could_not() -> None:
+    driven = Driven(device_budget=60 * BLOCK, host_budget=4 * BLOCK)
+    driven.step(90)
+    with pytest.raises(BudgetError):
+        driven.cache.resize(device_budget=20 * BLOCK)
+    driven.check()
+    driven.cache.resize(device_budget=20 * BLOCK, host_budget=60 * BLOCK)
+    driven.check()
+    driven.cache.resize(device_budget=60 * BLOCK, host_budget=4 * BLOCK)
+    driven.check()
+
+
+def test_room_that_is_not_to_be_had_is_refused_and_blocks_do_not_go_up_and_down_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both tiers are full: what an accelerator without memory asks for, whose budget shrinks, is nowhere."""
+    driven = Driven(device_budget=60 * BLOCK, host_budget=4 * BLOCK)
+    driven.step(112)
+    promoted: list[object] = []
+    promote = ComputeDevice.promote
+
+    def counted(device: ComputeDevice, layout: BlockLayout | None) -> bool:
+        promoted.append(layout)
+        assert len(promoted) < 1000, "this would not end"
+        return promote(device, layout)
+
+    monkeypatch.setattr(ComputeDevice, "promote", counted)
+    memory = driven.cache._forward.memory
+    with memory.lock, pytest.raises(BudgetError):
+        memory.devices[0].make_room(10 * BLOCK)
+    driven.check()
+
+
+def test_before_the_first_forward_and_after_reset_the_new_budgets_are_those_that_count() -> None:
+    driven = Driven(device_budget=1, host_budget=1)
+    driven.cache.resize(device_budget=50 * BLOCK, host_budget=51 * BLOCK)
+    for _ in range(2):
+        stats = driven.cache.stats
+        assert (stats.device.budget, stats.host.budget) == (50 * BLOCK, 51 * BLOCK)
+        driven.step(90)
+        driven.cache.reset()
+
+
+def test_a_budget_that_cannot_change_is_refused() -> None:
+    driven = Driven(host_budget=200 * BLOCK)
+    driven.step(9)
+    with pytest.raises(ConfigError, match="emulate"):
+        driven.cache.resize(device_budget=50 * BLOCK)
+    with pytest.raises(ConfigError, match="host_budget"):
+        driven.cache.resize(host_budget="lots")
+    assert driven.cache.stats.host.budget == 200 * BLOCK
+    emulated = Driven(device_budget=50 * BLOCK)
+    emulated.step(9)
+    with pytest.raises(ConfigError, match="emulate"):
+        emulated.cache.resize(device_budget={"cuda": "1GiB"})
+    driven.cache.close()
+    with pytest.raises(ClosedError):
+        driven.cache.resize(host_budget=1)
+
+
+def test_a_cache_on_a_shared_memory_leaves_its_budgets_to_the_memory() -> None:
+    memory = TieredMemory(device_budget=50 * BLOCK, host_budget=200 * BLOCK)
+    first, second = Driven(memory=memory), Driven(memory=memory)
+    first.step(30)
+    second.step(30)
+    with pytest.raises(ConfigError, match=r"memory\.resize"):
+        first.cache.resize(host_budget=100 * BLOCK)
+    memory.resize(device_budget=30 * BLOCK, host_budget=100 * BLOCK)
+    for driven in (first, second):
+        driven.step(1, 1)
+        driven.check()
+    error = refused(lambda: memory.resize(device_budget=4 * BLOCK, host_budget=4 * BLOCK))
+    assert error is not None
+    memory.resize(**{f"{error.tier}_budget": error.needed})
+    for driven in (first, second):
+        driven.check()

@@ -1,0 +1,300 @@
+"""The walks find what they are for: without any one wait, fence, reference, lock or notice they fail, in a few seeds.
+
+A test here that fails means that the walks went blind, or that the core does not need what is taken away: not that a
+cache is wrong. What orders work on CUDA streams is taken away in `tests/transfer/test_order.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from stepped import Turns, check_lock
+from transformers import Gemma3TextConfig, LlamaConfig
+from walk import ENGINES, Walk
+
+from kvtier.attention import dense, dispatch, split, streaming
+from kvtier.attention.reader import LayerReader
+from kvtier.forward.forward import Forward
+from kvtier.hf.cache import TieredKVCache
+from kvtier.memory import residency
+from kvtier.memory.buffers import IoBuffers, Workspace
+from kvtier.memory.device import ComputeDevice
+from kvtier.memory.host import HostTier
+from kvtier.memory.pool import BlockPool
+from kvtier.memory.readers import Readers, ReadFence
+from kvtier.memory.slabs import SlabAllocator
+from kvtier.memory.tiered import TieredMemory
+from kvtier.tables import writing
+from kvtier.tables.layer import LayerKV
+from kvtier.tables.table import BlockTable
+from kvtier.transfer.engine import Transfer
+
+Patch = pytest.MonkeyPatch
+Mutation = Callable[[Patch], None]
+#: Seeds of each way to walk, and operations of each walk.
+SEEDS, STEPS = 12, 80
+
+
+def rewritten(owner: type | ModuleType, name: str, old: str, new: str, which: int = -1) -> Callable[..., Any]:
+    """The function `name` of `owner` with `old` replaced by `new` in its source, where it occurs for the `which`-th
+    time; -1: everywhere. The source must contain it."""
+    found = owner.__dict__[name]
+    wrap = found.fget if isinstance(found, property) else found
+    function = inspect.unwrap(wrap)
+    source = textwrap.dedent(inspect.getsource(function))
+    parts = source.split(old)
+    assert len(parts) > max(which + 1, 1), f"{owner.__name__}.{name} no longer contains {old!r}: renew this mutation"
+    at = range(len(parts) - 1) if which < 0 else (which,)
+    source = parts[0] + "".join((new if i in at else old) + part for i, part in enumerate(parts[1:]))
+    names: dict[str, Any] = {}
+    exec(
+        compile("from __future__ import annotations\n" + source, f"<mutated {name}>", "exec"),
+        function.__globals__,
+        names,
+    )
+    return names[name]
+
+
+def edit(owner: type | ModuleType, name: str, old: str, new: str, which: int = -1) -> Mutation:
+    """A mutation by rewriting one function, everywhere it was imported to."""
+
+    def apply(patch: Patch) -> None:
+        was, made = owner.__dict__[name], rewritten(owner, name, old, new, which)
+        patch.setattr(owner, name, made)
+        if isinstance(owner, ModuleType):
+            for module in (dense, dispatch, split, streaming):
+                if module.__dict__.get(name) is was:
+                    patch.setattr(module, name, made)
+
+    return apply
+
+
+def gone(owner: type | ModuleType, name: str, answer: Any = None) -> Mutation:
+    """A mutation: a function does nothing."""
+    return lambda patch: patch.setattr(owner, name, lambda *args, **options: answer)
+
+
+#: What walks of caches in one thread notice.
+ALONE: dict[str, Mutation] = {
+    # waits
+    "nobody waits for a fetch before reading": edit(residency, "arrive", "move.transfer.wait()", "pass"),
+    "wait does nothing": gone(Transfer, "wait"),
+    "an eviction does not wait for the copy": edit(
+        ComputeDevice,
+        "evict_run",
+        "run.move.transfer.synchronize()",
+        "residency._enter(run, residency.Operation.COMPLETE)",
+    ),
+    "a fetch does not follow the copy before": edit(residency, "fetch", "after.append(run.move.transfer)", "pass"),
+    "an open block does not wait for its copy": edit(residency, "reopen", "run.move.settle()", "pass"),
+    # fences
+    "slots under a copy are free at once": edit(residency, "free", "if under is not None:", "if False:"),
+    "slots of a fetch that is given up are free at once": edit(
+        residency, "evict", "fence = move if fence is None else Fences(move, fence)", "fence = None"
+    ),
+    "a host copy is dropped while a fetch reads it": edit(residency, "drop_copy", "if under is not None:", "if False:"),
+    "what a copy uses may move": edit(residency, "can_move", " and _under(run) is None", ""),
+    "held slots are handed out": edit(BlockPool, "give", "if fence is None:", "if True:"),
+    # references
+    "a fork counts no references": edit(BlockTable, "fork", "run.refs += 1", "pass"),
+    "a shared head counts no references": edit(BlockTable, "head", "run.refs += 1", "pass"),
+    "a crop forgets references": edit(BlockTable, "crop", "release(each, free)", "pass"),
+    "a table that ends keeps its blocks": edit(BlockTable, "clear", "release(run, free)", "pass"),
+    "a part of a run that is cut has one reference": edit(
+        residency,
+        "cut",
+        "part.state, part.refs, part.move = run.state, run.refs, run.move",
+        "part.state, part.refs, part.move = run.state, 1, run.move",
+    ),
+    "a table that was copied from keeps its reference": edit(writing, "writable", "run.refs -= 1", "pass"),
+    # copy on write
+    "a shared tail is written in place": edit(
+        writing, "writable", "if run.refs > 1:", "if run.refs > 1 and (setattr(run, 'refs', 1) or False):"
+    ),
+    "an opened block keeps its host copy": edit(residency, "reopen", "drop_copy(run)", "run.state = State.DEVICE"),
+    "shared tails may have one writer": edit(
+        writing.TailWriter, "of", "if any(run.state is not State.FILLING or run.refs > 1 for run in runs):", "if False:"
+    ),
+    # notices: what is kept from call to call
+    "a move of a run changes no version": edit(residency, "_enter", "blocks.version += 1", "pass"),
+    "a crop keeps the writer of the tails": edit(LayerKV, "_trim", "self._tails = None", "pass"),
+    "new rows keep the writer of the tails": edit(LayerKV, "_set_rows", "self._tails = None", "pass"),
+    "new rows change no version": edit(LayerKV, "_set_rows", "self.shape_version += 1", "pass"),
+    "a crop changes no epoch": edit(LayerKV, "crop", "self.epoch += 1", "pass"),
+    "a copy does not know what was cut": edit(residency, "cut", "[] if run.move is None else run.move.runs", "[]"),
+    # failures
+    "a failed copy keeps its slots": edit(residency, "_fail", "pools.host.give(run.host, run.count)", "pass"),
+    "a failed fetch keeps its slots": edit(residency, "_fail", "pools.device.give(run.device, run.count)", "pass"),
+    "nobody is told that a fetch failed": edit(Transfer, "settle", "error is None else self._on_failed", "True else 0"),
+    "an append that failed leaves its blocks": edit(LayerKV, "append", "self._trim(self.length)", "pass"),
+    "slots that were taken for a fetch are lost": edit(
+        ComputeDevice, "fetch", "pools.device.give(start, run.count)", "pass"
+    ),
+    # what is given back
+    "a cache that is closed leaves its workspace": edit(TieredMemory, "leave", "workspace.release()", "pass"),
+    "a cache that is closed leaves its claims": edit(
+        TieredMemory, "leave", "if self._owners.pop(owner.number, None) is not None:", "if False:"
+    ),
+    "a cache that is dropped keeps what it has": gone(TieredMemory, "abandon"),
+    "a workspace in use is given back": edit(
+        Workspace, "release_idle", "0 if self.in_use else self.nbytes", "self.nbytes"
+    ),
+    # admission
+    "nothing is admitted": edit(TieredMemory, "admit", "if wanted(limit) > limit:", "if False:"),
+    "claims of others do not count": edit(
+        TieredMemory, "_demand", "if each in x.claims and x is not owner", "if False"
+    ),
+    "a refusal leaves what came before": gone(TieredKVCache, "_roll_back"),
+}
+
+#: What walks of threads that take turns notice.
+THREADS: dict[str, Mutation] = {
+    "attention does not say that it reads": edit(
+        LayerReader, "begin", "None if memory.private else memory.readers.begin()", "None"
+    ),
+    "an attention call ends before it reads": edit(
+        split,
+        "attend",
+        "reading = reader.begin()",
+        ("reading = reader.begin(); reader.memory.readers.end(reading); reading = None"),
+    ),
+    "slots are not held for readers": gone(Readers, "fence"),
+    "a fence does not ask whether readers have ended": edit(
+        ReadFence, "passed", "all(reading.over for reading in self._readings)", "True"
+    ),
+    "an eviction holds no slots": edit(residency, "evict", "run.count, fence)", "run.count)"),
+    "a host copy that is dropped holds no slots": edit(
+        HostTier, "_drop_copy", "residency.drop_copy(run, self._readers.fence())", "residency.drop_copy(run)"
+    ),
+    "a fetch that is given up holds no slots for readers": edit(
+        residency, "evict", "move if fence is None else Fences(move, fence)", "move"
+    ),
+    "nobody waits for a fetch that another thread gives up": edit(
+        split._Call, "_arrive", "move.transfer.wait()", "pass"
+    ),
+    "blocks move under readers": edit(ComputeDevice, "_reclaim", "elif not self._readers.wait():", "else:"),
+    "blocks move under readers on the host": edit(HostTier, "_reclaim", "elif not self._readers.wait():", "else:"),
+    "who waits for readers is not told that they ended": edit(Readers, "end", "self._ended.notify_all()", "pass"),
+    "addresses are looked up after the lock": edit(
+        LayerReader,
+        "portions",
+        "yield places",
+        "yield [Place(x.run.home, x.run.count, x.index, x.rows) for x in ready]",
+    ),
+    "a buffer is given back in the midst of a call": edit(
+        IoBuffers, "release_idle", "0 if self.in_use else self.nbytes", "self.nbytes"
+    ),
+    "a workspace is given back in the midst of a call": ALONE["a workspace in use is given back"],
+}
+
+#: Where the lock is taken, and under which names.
+TAKERS: tuple[type | ModuleType, ...] = (TieredMemory, Forward, LayerReader, split, split._Call, split._HostPart, dense)
+NAMES = ("lock", "memory.lock", "self.lock", "self.memory.lock", "reader.memory.lock", "self.reader.memory.lock")
+
+
+def locks() -> Iterator[tuple[str, Mutation]]:
+    """Each place that takes the lock, without it."""
+    for owner in TAKERS:
+        for name, found in owner.__dict__.items():
+            function = inspect.unwrap(found.fget if isinstance(found, property) else found)
+            home = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
+            if not inspect.isfunction(function) or function.__module__ != home:
+                continue
+            for text in (f" with {lock}:" for lock in NAMES):
+                for i in range(inspect.getsource(function).count(text)):
+                    yield f"{owner.__name__.split('.')[-1]}.{name}, {i}", edit(owner, name, text, " if True:", i)
+
+
+LOCKS = dict(locks())
+
+
+def alone(seed: int, engine: str) -> None:
+    """A walk in one thread."""
+    trip = Walk(900 + seed, ENGINES[engine](seed), members=3)
+    for _ in range(STEPS):
+        trip.step()
+    trip.end()
+
+
+def in_turns(seed: int, engine: str) -> None:
+    """A walk of threads, and what no walk comes by, with the lock looked after."""
+    with Patch.context() as patch:
+        turns = Turns(seed, chance=0.5)
+        trip = Walk(900 + seed, ENGINES[engine](seed), members=3, turns=turns)
+        check_lock(patch, turns)
+        aside(trip.memory)
+        trip.run_in_turns(STEPS // 4)
+
+
+def aside(memory: TieredMemory) -> None:
+    """Layers that are made early, assigned to, looked at, and of other kinds."""
+    x = torch.ones(1, 1, 3, 4)
+    with TieredKVCache(LlamaConfig(num_hidden_layers=1), memory=memory) as cache:
+        cache.layers[0].lazy_initialization(x, x)
+        cache.update(x, x, 0)
+        cache.layers[0].keys = 2 * x
+        assert cache.stats.steps == 1
+        assert cache.residency().layers[0].tokens == 3
+        cache.check_integrity()
+        cache.layers[0].reset()
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=8)
+    with TieredKVCache(config, memory=memory) as cache:
+        for _ in range(2):
+            for i in range(2):
+                cache.update(x, x, i)
+
+
+def noticed(walk: Callable[[int, str], None]) -> BaseException | None:
+    """What the first walk that fails fails with."""
+    for seed in range(SEEDS):
+        for engine in ("held", "asynchronous", "failing", "late", "held, any order"):
+            try:
+                walk(seed, engine)
+            except Exception as error:
+                return error
+    return None
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: Patch) -> list[torch.Tensor]:
+    """Memory that is given back too early is there still, so that who reads it finds NaN and does not crash."""
+    found: list[torch.Tensor] = []
+    release = SlabAllocator.release
+
+    def released(slabs: SlabAllocator, slab: torch.Tensor) -> None:
+        found.append(slab)
+        release(slabs, slab)
+
+    monkeypatch.setattr(SlabAllocator, "release", released)
+    return found
+
+
+@pytest.mark.parametrize("mutation", ALONE)
+def test_a_broken_memory_makes_a_walk_fail(mutation: str, monkeypatch: Patch) -> None:
+    ALONE[mutation](monkeypatch)
+    assert noticed(alone) is not None
+
+
+@pytest.mark.parametrize("mutation", THREADS)
+def test_a_broken_memory_makes_a_walk_of_threads_fail(mutation: str, monkeypatch: Patch) -> None:
+    THREADS[mutation](monkeypatch)
+    assert noticed(in_turns) is not None
+
+
+@pytest.mark.parametrize("place", LOCKS)
+def test_a_lock_that_is_not_taken_makes_a_walk_of_threads_fail(place: str, monkeypatch: Patch) -> None:
+    LOCKS[place](monkeypatch)
+    assert "without the memory's lock" in str(noticed(in_turns))
+
+
+def test_nothing_broken_makes_no_walk_fail() -> None:
+    for seed in range(2):
+        alone(seed, "late")
+        in_turns(seed, "held")

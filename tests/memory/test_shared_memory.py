@@ -1,0 +1,63 @@
+"""Random walks: whatever several caches do on one memory, each holds and attends to what its dense model holds."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from walk import ENGINES, Counts, Walk, walk
+
+from kvtier.stats import Counters
+
+#: Operations of all walks on shared memories together; KVTIER_TEST_OPERATIONS asks for more.
+OPERATIONS = int(os.environ.get("KVTIER_TEST_OPERATIONS", "10000"))
+#: Operations of one walk, and tests of each engine: each walks its share of the seeds.
+STEPS, SHARES = 125, 4
+WALKS = -(-OPERATIONS // STEPS)
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_caches_on_one_memory_hold_what_dense_caches_hold(engine: str, share: int) -> None:
+    kinds = list(ENGINES)
+    first = kinds.index(engine) + len(kinds) * share
+    total = Counts()
+    for seed in range(first, WALKS, len(kinds) * SHARES):
+        counts = walk(seed, STEPS, engine=ENGINES[engine](seed))
+        for name, n in vars(counts).items():
+            setattr(total, name, getattr(total, name) + n)
+    if WALKS >= 80:
+        assert total.attended
+        assert total.refused
+        assert bool(total.failed) == (engine == "failing")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_caches_on_a_memory_without_a_device_tier_hold_what_dense_caches_hold(seed: int) -> None:
+    walk(1000 + seed, STEPS, device=(None,))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_cache_with_a_memory_of_its_own_holds_what_a_dense_cache_holds(engine: str, seed: int) -> None:
+    walk(2000 + seed, STEPS, engine=ENGINES[engine](seed), private=True, device=(None, 6_000, 20_000))
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["shared", "private"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_budget_that_is_refused_leaves_what_was_there(seed: int, private: bool) -> None:
+    assert walk(3000 + seed, STEPS, private=private, device=(None, 5_000), host=(8_000, 14_000)).refused
+
+
+def test_walks_come_by_everything_that_can_happen_to_a_block() -> None:
+    seen = dict.fromkeys(vars(Counters()), 0)
+    for seed in range(6):
+        trip = Walk(4000 + seed, ENGINES["held, any order" if seed % 2 else "failing"](seed), members=3)
+        for _ in range(STEPS):
+            trip.step()
+        total = trip.memory.stats
+        seen = {name: seen[name] + bool(getattr(total, name)) for name in seen}
+        trip.end()
+    unseen = {name for name, walks in seen.items() if not walks}
+    # Copies of queries and results are for devices that work behind the CPU's back.
+    assert unseen <= {"io_buffer_misses"}, f"no walk comes by {unseen}"

@@ -1,0 +1,278 @@
+"""The default policy keeps within its numbers; policies of others decide, and whatever they answer is exact."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from least_recently_used import EvictLeastRecentlyUsed
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvtier import Policy, TieredKVCache, TieredMemory
+from kvtier.planning.policy import RESERVE_SHARE, Candidate, Victims, level
+from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
+from kvtier.testing import held, with_doubles
+
+# The default
+
+
+def drawn(rng: random.Random) -> StepState:
+    """A cache of several layers, to some of which the host may attend."""
+    block, hosted = rng.choice((64, 4096)), rng.choice((0.0, 0.5, 1.0))
+    layers = []
+    for i in range(rng.randint(1, 6)):
+        spilled = rng.randint(0, 30)
+        layers.append(
+            LayerState(
+                layer=i,
+                block_bytes=block,
+                resident=rng.randint(0, 30),
+                fetched=rng.randint(0, spilled),
+                spilled=spilled,
+                sequences=rng.randint(1, 3),
+                host_attention=rng.random() < hosted,
+            )
+        )
+    size = block * rng.randint(1, 400)
+    return StepState(tokens=rng.choice((1, 7)), layers=layers, free_bytes=rng.randint(0, size), device_bytes=size)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_plan_fetches_what_the_host_does_not_attend_to_and_keeps_what_there_is_room_for(seed: int) -> None:
+    rng = random.Random(seed)
+    state, ahead = drawn(rng), rng.randint(0, 5)
+    plan = Policy(ahead=ahead).plan(state)
+    assert len(plan.layers) == len(state.layers)
+    fetching = [(x, p) for x, p in zip(state.layers, plan.layers, strict=True) if not x.host_attention]
+    for x, p in zip(state.layers, plan.layers, strict=True):
+        assert 0 <= p.keep <= p.fetch <= x.spilled, "never more than there is"
+        assert x.spilled - p.fetch == (x.spilled if x.host_attention else 0), "fetched, or attended to on the host"
+        assert p.ahead == (0 if x.host_attention else ahead)
+    most = max((x.spilled * x.block_bytes for x, _ in fetching), default=0)
+    assert plan.reserve == min(most, state.device_bytes // RESERVE_SHARE)
+    # Room that neither the fetches nor the next new blocks ask back.
+    room = state.free_bytes - 2 * plan.reserve
+    room += sum((x.fetched - x.sequences) * x.block_bytes for x in state.layers)
+    block = state.layers[0].block_bytes
+    assert sum(p.keep for _, p in fetching) == min(max(room, 0) // block, sum(x.spilled for x, _ in fetching))
+    left = [x.spilled - p.keep for x, p in fetching]
+    assert all(n >= max(left) - 1 or p.keep == 0 for n, (_, p) in zip(left, fetching, strict=True)), "evenly"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_levelling_takes_from_the_highest_and_touches_none_below_the_level(seed: int) -> None:
+    rng = random.Random(seed)
+    amounts = [(i, rng.randint(0, 12)) for i in range(rng.randint(0, 9))]
+    total = rng.randint(0, 60)
+    taken = dict(level(amounts, total))
+    assert sum(taken.values()) == min(total, sum(n for _, n in amounts))
+    assert all(taken.values()), "nobody gives nothing"
+    left = {i: n - taken.get(i, 0) for i, n in amounts}
+    highest = max(left.values(), default=0)
+    assert all(n >= 0 for n in left.values())
+    assert all(left[i] == n or left[i] >= highest - 1 for i, n in amounts)
+
+
+@dataclass
+class Blocks:
+    """A candidate."""
+
+    layer: int
+    evictable: int
+    transient: int = 0
+    owner: int = 0
+    last_used: int = 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_spill_evenly_and_what_was_fetched_for_one_use_goes_last_the_latest_first(seed: int) -> None:
+    rng = random.Random(seed)
+    candidates: list[Candidate] = []
+    for i in range(rng.randint(1, 5)):
+        evictable = rng.randint(1, 12)
+        candidates.append(Blocks(i, evictable, rng.randint(0, evictable)))
+    wanted = rng.randint(1, 30)
+    victims = list(Policy().victims(candidates, wanted))
+    staying = [v for v in victims if not v.latest_first]
+    fetched = [v for v in victims if v.latest_first]
+    assert victims == staying + fetched
+    assert sum(v.blocks for v in staying) == min(wanted, sum(x.evictable - x.transient for x in candidates))
+    assert {v.candidate.layer: v.blocks for v in fetched} == {x.layer: x.transient for x in candidates if x.transient}
+    taken = [sum(v.blocks for v in staying if v.candidate is x) for x in candidates]
+    left = [x.evictable - x.transient - n for x, n in zip(candidates, taken, strict=True)]
+    assert all(n >= 0 for n in left)
+    assert all(n >= max(left) - 1 for n, some in zip(left, taken, strict=True) if some)
+
+
+def test_in_turn_the_first_gives_all_that_is_needed_then_the_next() -> None:
+    a, b, c = Blocks(0, 3), Blocks(1, 0), Blocks(2, 5)
+    assert Policy.in_turn([a, b, c], 2) == [Victims(a, 2)]
+    assert Policy.in_turn([a, b, c], 5) == [Victims(a, 3), Victims(c, 2)]
+    assert Policy.in_turn([a, b, c], 50) == [Victims(a, 3), Victims(c, 5)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
+def test_nothing_is_written_back_below_the_watermark_and_never_less_with_more_in_use(share: float) -> None:
+    policy = Policy(write_through=share)
+    counts = [policy.write_back(used, 1000, 3) for used in range(0, 1001, 10)]
+    assert counts == sorted(counts)
+    assert [bool(c) for c in counts] == [used >= share * 1000 for used in range(0, 1001, 10)]
+    sealed = [Policy(write_through=0.9).write_back(900, 1000, n) for n in range(5)]
+    assert all(count >= n for n, count in enumerate(sealed)), "the backlog must not grow above the watermark"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+def test_when_the_budget_is_full_every_sealed_block_has_its_copy(share: float) -> None:
+    budget, used, backlog, policy = 1000, 0, 0, Policy(write_through=share)
+    while used < budget:
+        used += 1
+        backlog += 1
+        backlog -= min(backlog, policy.write_back(used, budget, 1))
+    assert backlog == 0
+
+
+# Policies of others
+
+SIZE, NEW_TOKENS = 4, 12
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=512,
+)
+SLOT = 2 * 8 * SIZE * 4
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(CONFIG).eval()
+
+
+def tokens(model: LlamaForCausalLM, cache: DynamicCache, prompt: torch.Tensor) -> list[int]:
+    """What `generate` makes of a prompt, greedily."""
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        past_key_values=cache,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return out[0].tolist()
+
+
+def test_least_recently_used_is_a_policy_in_one_file_and_gives_exact_tokens(model: LlamaForCausalLM) -> None:
+    prompt = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(0))
+    cache = TieredKVCache(CONFIG, device_budget=12 * SLOT, block_size=SIZE, policy=EvictLeastRecentlyUsed())
+    assert tokens(model, cache, prompt) == tokens(model, DynamicCache(config=CONFIG), prompt)
+    assert cache.stats.evictions > 10
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("policy", [Policy, EvictLeastRecentlyUsed])
+def test_the_policy_says_which_of_two_caches_on_one_memory_gives_way(policy: type[Policy]) -> None:
+    torch.manual_seed(0)
+    memory = TieredMemory(device_budget=20 * SLOT, host_budget=10**6, policy=policy())
+    used, idle = (TieredKVCache(memory=memory, block_size=SIZE) for _ in range(2))
+
+    def use(cache: TieredKVCache, count: int) -> None:
+        x = torch.randn(1, 1, count, 8)
+        keys, values = cache.update(x, x, 0)
+        if keys.shape[2] > count:
+            torch.nn.functional.scaled_dot_product_attention(x, keys, values)
+
+    def on_device(cache: TieredKVCache) -> int:
+        return sum(x.device_blocks for x in cache.residency().layers)
+
+    use(used, 9 * SIZE)
+    use(idle, 9 * SIZE)
+    for cache in (idle, used):
+        use(cache, 1)
+    before = on_device(idle)
+    for _ in range(9 * SIZE):
+        use(used, 1)
+    if policy is Policy:
+        assert abs(on_device(used) - on_device(idle)) <= 2, "layers stay as full as each other"
+    else:
+        assert on_device(idle) <= before - 7, "what nobody used has left"
+        assert on_device(used) >= 17
+    memory.check_integrity()
+
+
+class Whimsical(Policy):
+    """Answers at random: too much, too little, nothing."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+        self.seen: list[StepRecord] = []
+        self.last_of_plans: list[StepRecord | None] = []
+
+    def plan(self, state: StepState) -> StepPlan:
+        """Any numbers for each layer."""
+        self.last_of_plans.append(state.last)
+        layers = [LayerPlan(*self.random.choices((0, 1, 3, 1000), k=3)) for _ in state.layers]
+        return StepPlan(layers, self.random.choice((0, state.device_bytes, 10 * state.device_bytes)))
+
+    def observe(self, record: StepRecord) -> None:
+        """Remember it."""
+        self.seen.append(record)
+
+    def victims(self, candidates: Sequence[Candidate], blocks: int) -> Iterable[Victims]:
+        """In any order, one or more than there are, the oldest or the latest."""
+        for x in self.random.sample(list(candidates), len(candidates)):
+            yield Victims(x, self.random.choice((1, 1000)), self.random.random() < 0.5)
+
+    def write_back(self, used_bytes: int, device_bytes: int, sealed: int) -> int:
+        """Any number."""
+        return self.random.choice((0, 1, 1000))
+
+
+@pytest.mark.parametrize("host_attention", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_a_policy_answers_is_exact(seed: int, host_attention: bool, model: LlamaForCausalLM) -> None:
+    prompt = torch.randint(64, (1, 45), generator=torch.Generator().manual_seed(seed))
+    policy = Whimsical(seed)
+    cache = TieredKVCache(
+        CONFIG, device_budget=24 * SLOT, block_size=SIZE, host_attention=host_attention, policy=policy
+    )
+    with_doubles(cache, held(seed))
+    assert tokens(model, cache, prompt) == tokens(model, DynamicCache(config=CONFIG), prompt)
+    assert cache.stats.evictions > 5
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("host_attention", [True, False])
+def test_a_policy_is_told_what_each_step_took_and_reminded_of_it_at_the_next(
+    host_attention: bool, model: LlamaForCausalLM
+) -> None:
+    """From the first step on that it planned."""
+    prompt = torch.randint(64, (1, 61), generator=torch.Generator().manual_seed(0))
+    policy = Whimsical(0)
+    cache = TieredKVCache(
+        CONFIG, device_budget=24 * SLOT, block_size=SIZE, host_attention=host_attention, policy=policy
+    )
+    tokens(model, cache, prompt)
+    # A step is told of when the next one begins.
+    assert [record.tokens for record in policy.seen] == [61] + [1] * (NEW_TOKENS - 2)
+    assert {record.layers for record in policy.seen} == {3}
+    assert [x for x, _ in itertools.groupby(map(id, policy.last_of_plans))] == [id(None), *map(id, policy.seen)]
+    one, stats = torch.zeros(1, 1, dtype=torch.long), [cache.stats]
+    for _ in range(2):
+        model(one, past_key_values=cache)
+        stats.append(cache.stats)
+    record, (before, after, _) = policy.seen[-1], stats
+    names = {"fetched": "block_fetches", "evicted": "evictions"}
+    for name in ("bytes_up", "bytes_down", "host_blocks", "fetched", "evicted"):
+        counted = names.get(name, name)
+        assert getattr(record, name) == getattr(after, counted) - getattr(before, counted), name
+    assert sum(x.host_blocks if host_attention else x.fetched for x in policy.seen)

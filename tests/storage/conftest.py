@@ -1,8 +1,0 @@
-"""Storage tests move tiny blocks."""
-
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def _tiny(one_thread: None) -> None:
-    """All of them are."""
