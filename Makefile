@@ -91,9 +91,10 @@ demo: $(NEWEST)/.ready if-native ## run the demo (ARGS="--model NAME ...")
 RUN_PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -o cache_dir=$(1)/.pytest_cache $(2) $(PYTEST_ARGS)
 RUN_TESTS = $(call RUN_PYTEST,$(1),-m "not slow" $(2))
 # What does not depend on the version of Transformers runs in one of the two.
-NOT_IN_NEWEST = $(addprefix --ignore=tests/,memory transfer tables planning forward) --ignore-glob='tests/test_benchmarks*'
-NOT_IN_OLDEST = $(addprefix --ignore=tests/,cpu kernels calibration attention hf/test_trained.py hf/test_half_precision.py \
-	test_imports.py test_packaging.py)
+NOT_IN_NEWEST = $(addprefix --ignore=tests/,memory transfer tables planning forward cpu calibration) \
+	--ignore-glob='tests/test_benchmarks*'
+NOT_IN_OLDEST = $(addprefix --ignore=tests/,kernels attention test_imports.py test_packaging.py) \
+	$(addprefix --ignore=tests/hf/test_,trained.py half_precision.py interrupted_hybrids.py needed.py)
 
 test: $(NEWEST)/.ready $(OLDEST)/.ready if-native ## run the tests on the newest and the oldest Transformers, side by side (PYTEST_ARGS="-k NAME")
 	@log=$(OLDEST)/pytest.log; \

@@ -65,13 +65,14 @@ def _gather_all(reader: LayerReader, count: int, data: torch.Tensor) -> None:
     layer = reader.layer
     with reader.memory.lock:
         key = (layer.blocks.version, layer.shape_version, reader.workspace.version, count)
-        plan = reader.dense_plan
+        plan = reader.workspace.plans.get(layer.index)
         reading = reader.begin() if isinstance(plan, DensePlan) and plan.key == key else None
     dense = _lay_out(layer, count, data)
     if not isinstance(plan, DensePlan) or plan.key != key:
         plan = _gather(reader, dense, 0, count, key)
         # Plans outlive the mode they are made in, and what is made in inference mode could not be written outside it.
-        reader.dense_plan = plan
+        if plan is not None:
+            reader.workspace.plans[layer.index] = plan
         return
     try:
         if plan.table is not None:

@@ -61,7 +61,6 @@ class LayerReader:
         fetched: what was fetched to be read next, and is to leave the device again.
         keep: of the blocks that are fetched to be read, how many stay on the device; set by the forward.
         shape: of its blocks, as the native library takes it.
-        dense_plan: how the layer is laid out in the workspace, kept by `dense`.
     """
 
     def __init__(self, layer: LayerKV, memory: TieredMemory, owner: Owner, *, host_attention: bool) -> None:
@@ -75,7 +74,6 @@ class LayerReader:
         self.io_buffers: IoBuffers = memory.io_buffers(owner, layer.device)
         self.fetched: list[Run] = []
         self.keep = 0
-        self.dense_plan: object = None
         layout = layer.layout
         self.shape = native.Shape(layout.dtype, layout.k_heads, layout.k_dim, layout.v_dim, layout.block_size)
         self._partition: Partition | None = None
@@ -113,17 +111,16 @@ class LayerReader:
     def end(self, reading: Reading | None) -> None:
         """It was read, or the kernels that read it were launched."""
         if reading is None:
-            self._mark()
+            blocks, engine = self.layer.blocks, self.device.engine
+            if engine.asynchronous:
+                # Only a fetch or an eviction that takes the slots of these blocks needs to know when exactly it ends.
+                blocks.last_read = engine.mark() if blocks.spilled or blocks.counts[State.ARRIVING] else None
             return
         with self.memory.lock:
-            self._mark()
-            self.memory.readers.end(reading)
-
-    def _mark(self) -> None:
-        """Only whoever waits for the slots of these blocks needs to know when exactly the reading ends."""
-        blocks, engine = self.layer.blocks, self.device.engine
-        if engine.asynchronous:
-            blocks.last_read = engine.mark() if blocks.spilled or blocks.counts[State.ARRIVING] else None
+            # Other threads may have freed these slots meanwhile.
+            event = self.device.engine.mark() if self.device.engine.asynchronous else None
+            self.layer.blocks.last_read = event
+            self.memory.readers.end(reading, event)
 
     def _places(self, first: int, last: int) -> tuple[list[Place], list[Missing], list[Run]]:
         """The blocks `[first, last)` of every row: those that are where attention runs, and the others.

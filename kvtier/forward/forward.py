@@ -88,7 +88,7 @@ class Forward:
         self.steps = Steps(
             expected,
             self._held.lengths,
-            partial(setattr, memory, "interrupted", True),
+            memory.cut_short,
         )
         self.closed = False
         self._tiered = tiered
@@ -433,6 +433,9 @@ class Forward:
     def _changed(self, device: ComputeDevice) -> None:
         """Fewer blocks are held: claim no more, and give back what is free and much."""
         self._admitted.discard(device)
+        workspace = self._held.owner.workspaces.get(device)
+        if workspace is not None:
+            workspace.plans.clear()  # they refer to slabs that are given back
         schedule = self._schedules.get(device)
         if schedule is not None:
             schedule.drop()
@@ -454,7 +457,7 @@ class Forward:
         self.steps.reset()
 
     def _release(self) -> None:
-        with self.memory.lock:
+        with self.memory.changing():
             self.memory.tidy()
             self._held.release()
 
@@ -462,8 +465,8 @@ class Forward:
         """Give all memory, streams and registrations back. Idempotent."""
         if self.closed:
             return
-        self._finalizer.detach()
         self._release()
+        self._finalizer.detach()
         if self.memory.private:
             self.memory.close()
         self._schedules.clear()

@@ -35,6 +35,7 @@ class Workspace:
         version: changes when the memory does.
         in_use: a reader holds tensors over it.
         views: keys and values of the last reader, for the next one of the same shape.
+        plans: by layer, how its blocks are copied to here: views of this memory and of slabs; see `attention.dense`.
     """
 
     def __init__(self, slabs: SlabAllocator, make_room: Callable[[int], None]) -> None:
@@ -44,6 +45,7 @@ class Workspace:
         self.version = 0
         self.in_use = False
         self.views: tuple[tuple[object, ...], torch.Tensor, torch.Tensor] | None = None
+        self.plans: dict[int, object] = {}
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +80,7 @@ class Workspace:
         if self._data is not None:
             data, self._data = self._data, None
             self.views = None
+            self.plans.clear()
             self.version += 1
             self._slabs.release(data)
 

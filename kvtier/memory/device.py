@@ -332,10 +332,14 @@ class ComputeDevice:
             for run in runs:
                 rest: Run | None = run
                 while rest is not None and most > 0:
-                    if (not evict or chosen) and not self.obtainable(pools, ordered=True):
-                        most = 0
-                        break
-                    start, n = self._take(pools, min(rest.count, most), last, keep=keep, behind=behind)
+                    if evict and not chosen:
+                        start, n = self._take(pools, min(rest.count, most), last, keep=keep, behind=behind)
+                    else:
+                        found = self._take_free(pools.device, min(rest.count, most), last, behind)
+                        if found is None:
+                            most = 0
+                            break
+                        start, n = found
                     if rest.parts is not None or rest.state is not State.HOST:  # making room has brought it
                         pools.device.give(start, n, self.fence())
                         break
@@ -435,18 +439,22 @@ class ComputeDevice:
             BudgetError: everything is in use and nothing may leave. TransferError: what had to leave could not.
         """
         pool = pools.home
-        pool.poll()
-        if pool.free < count and self.home.budget.free >= pool.layout.nbytes:
-            self._grow(pool, count - pool.free)
         # The compute stream writes behind its own readers: who fills a block waits for none of them.
         order = [] if behind is None else behind
-        found = pool.take(count, after, behind=order)
+        found = self._take_free(pool, count, after, order)
         while found is None:
             # A fetch evicts for one slot only: what it brings is read and gives its slots back.
             if not self._make_slots(pools, count if behind is None else 1, keep):
                 raise self.shortage(pool.layout.nbytes)
             found = pool.take(count, after, behind=order)
         return found
+
+    def _take_free(self, pool: BlockPool, count: int, after: int | None, behind: list[Event]) -> tuple[int, int] | None:
+        """Take slots that are free or that the budget and the machine have room for; None if there are none."""
+        pool.poll()
+        if pool.free < count and self.home.budget.free >= pool.layout.nbytes:
+            self._grow(pool, count - pool.free)
+        return pool.take(count, after, behind=behind)
 
     def _grow(self, pool: BlockPool, wanted: int = 1) -> bool:
         """Allocate a slab for at least some of `wanted` slots, if the budget allows it. Whether it did."""

@@ -79,19 +79,18 @@ def _check_tier(
     slabs: SlabAllocator, pools: Sequence[BlockPool], slots: dict[BlockPool, list[tuple[int, int]]], other: int
 ) -> None:
     """Slots of the pools of one budget, and its bytes: those of the pools, and `other`."""
+    assert slabs.in_segments or not slabs.budget.rounded, "segments are counted where there are none"
     for pool in pools:
         pool.check_integrity()
         assert pool.allocator is slabs, "a pool of another budget"
-        ranges = sorted(slots.get(pool, []))
-        for (start, count), (following, _) in itertools.pairwise(ranges):
-            assert start + count <= following, "two runs in one slot"
+        ranges = slots.get(pool, [])
         assert pool.used == sum(count for _, count in ranges), "slots leaked"
-        taken = {slot for start, count in ranges for slot in range(start, start + count)}
-        for start, count in (*pool.ranges(), *pool.held_ranges()):
-            assert taken.isdisjoint(range(start, start + count)), "a slot in use counts as free"
-        there = [range(slab.base, slab.base + slab.slots) for slab in pool.slabs]
+        given = sorted([*ranges, *pool.ranges(), *pool.held_ranges()])
+        for (start, count), (following, _) in itertools.pairwise(given):
+            assert start + count <= following, "one slot has two runs, or is in use and free"
         for start, count in ranges:
-            assert any(start in slab and start + count - 1 in slab for slab in there), "a run leaves its slab"
+            slab = pool.slab(start)
+            assert slab.base <= start < start + count <= slab.base + slab.slots, "a run leaves its slab"
     budget = slabs.budget
     tier = budget.tier
     assert budget.used == other + sum(pool.nbytes for pool in pools), f"{tier} bytes are counted wrong"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 from collections.abc import Iterator
 from typing import Protocol
@@ -75,9 +76,9 @@ class BlockPool:
         self._held: list[tuple[Fence, int, int]] = []
 
     @property
-    def slabs(self) -> tuple[Slab, ...]:
+    def slabs(self) -> list[Slab]:
         """In rising order of their slots."""
-        return self._slabs[1]
+        return list(self._slabs[1])
 
     @property
     def held(self) -> int:
@@ -351,13 +352,12 @@ class BlockPool:
         assert all(slab.base + slab.slots <= self._next_base for slab in self.slabs), "a slot has two numbers"
         assert self._starts == sorted(self._ranges), "free ranges are listed wrong"
         assert self.free == sum(self._ranges.values()), "free slots are counted wrong"
-        seen: set[int] = set()
-        for start, count in [*self._ranges.items(), *((s, n) for _, s, n in self._held)]:
-            slots = set(range(start, start + count))
-            assert not slots & seen, "a slot is free twice"
-            seen |= slots
+        given = sorted([*self._ranges.items(), *self.held_ranges()])
+        for (start, count), (following, _) in itertools.pairwise(given):
+            assert start + count <= following, "a slot is free twice"
+        for start, count in given:
             slab = self.slab(start)
             assert slab.base <= start < start + count <= slab.base + slab.slots, "a range leaves its slab"
-        assert 0 <= self.used == self.slots - len(seen)
+        assert 0 <= self.used == self.slots - sum(count for _, count in given)
         for start in self._starts:
             assert start + self._ranges[start] not in self._ranges, "neighbouring ranges are not joined"

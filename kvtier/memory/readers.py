@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from kvtier.memory.pool import Fence
 from kvtier.transfer.engine import Event
 
+#: Seconds for which a thread that was cut short waits for the lock, to wake those that wait for it.
+_LOCK_SECONDS = 1.0
+
 
 class Reading:
     """One attention call: between `Readers.begin` and `Readers.end` its thread reads what it found under the lock."""
 
-    __slots__ = ("over", "thread")
+    __slots__ = ("ended", "over", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.over = False
+        self.ended: Event | None = None  # behind the kernels that it launched
 
 
 class Readers:
@@ -36,11 +40,27 @@ class Readers:
         self._active.append(reading)
         return reading
 
-    def end(self, reading: Reading) -> None:
-        """It has ended. Behind its CUDA kernels an event is a fence, see `fence`."""
+    def end(self, reading: Reading, event: Event | None = None) -> None:
+        """It has ended, or launched its kernels, which `event` is behind."""
+        reading.ended = event
         reading.over = True
-        self._active.remove(reading)
+        if reading in self._active:
+            self._active.remove(reading)
         self._ended.notify_all()
+
+    def cut_short(self) -> None:
+        """Whatever this thread was reading, it does not any more. The caller does not hold the lock."""
+        me = threading.get_ident()
+        for reading in list(self._active):
+            if reading.thread == me:
+                reading.over = True
+        # What cut this thread short may have come while it took the lock.
+        if self._ended.acquire(timeout=_LOCK_SECONDS):
+            try:
+                self._active = [reading for reading in self._active if not reading.over]
+                self._ended.notify_all()
+            finally:
+                self._ended.release()
 
     def fence(self, event: Event | None = None) -> Fence | None:
         """What holds slots that become free now: calls of other threads, and the last reader on the compute stream.
@@ -49,13 +69,13 @@ class Readers:
             event: the last attention that may read the slots; None: nothing runs behind the CPU's back.
         """
         me = threading.get_ident()
-        others = [reading for reading in self._active if reading.thread != me]
+        others = [reading for reading in self._active if reading.thread != me and not reading.over]
         return ReadFence(others, event) if others else event
 
     def others(self) -> bool:
         """Whether a call of another thread is under way."""
         me = threading.get_ident()
-        return any(reading.thread != me for reading in self._active)
+        return any(reading.thread != me and not reading.over for reading in self._active)
 
     def wait(self) -> bool:
         """Let go of the lock until some call of another thread has ended. False if there is none."""
@@ -77,16 +97,26 @@ class ReadFence:
     @property
     def event(self) -> Event | None:
         """As of `Fence`."""
-        return self._event if all(reading.over for reading in self._readings) else None
+        left = self._left() if self._over else []
+        return left[0] if len(left) == 1 else None
 
     def passed(self) -> bool:
         """As of `Fence`."""
-        return all(reading.over for reading in self._readings) and (self._event is None or self._event.passed())
+        return self._over and not self._left()
 
     def settle(self) -> None:
         """As of `Fence`."""
-        if self._event is not None:
-            self._event.settle()
+        for event in self._left():
+            event.settle()
+
+    @property
+    def _over(self) -> bool:
+        return all(reading.over for reading in self._readings)
+
+    def _left(self) -> list[Event]:
+        """What is still to come: the event, and the kernels that the calls have launched."""
+        events = (self._event, *(reading.ended for reading in self._readings))
+        return [event for event in events if event is not None and not event.passed()]
 
 
 class Fences:

@@ -349,6 +349,11 @@ def repair(blocks: BlockSet) -> None:
             run.state, run.host = State.DEVICE, None
         elif run.state is State.ARRIVING:
             run.state, run.device = State.HOST, None
+        if blocks.pools.device is not None:  # slots that were being given up, or were not taken yet
+            if run.state is State.HOST:
+                run.device = None
+            elif run.state in (State.DEVICE, State.FILLING):
+                run.host = None
         if run.parts is not None or run.state is State.FREE or (run.device is None and run.host is None):
             del blocks.runs[run]
     before = blocks.spilled

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from kvtier.config import (
 )
 from kvtier.errors import BudgetError, ClosedError, ConfigError, MemoryInUseError
 from kvtier.memory import residency, system
-from kvtier.memory.block import BlockSet
+from kvtier.memory.block import BlockSet, State
 from kvtier.memory.buffers import IoBuffers, Workspace
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.host import HostTier
@@ -175,10 +176,28 @@ class TieredMemory:
 
     def tidy(self) -> None:
         """Give up what dropped caches held, and after an interrupt what nobody owns. The caller holds the lock."""
-        while self._abandoned:
-            self._abandoned.popleft()()
         if self.interrupted:
             self._recover()
+        while self._abandoned:
+            self._abandoned[0]()  # may be cut short, and is then called again
+            self._abandoned.popleft()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the lock for a change that no `Guard` is around: one that is cut short is repaired by `tidy`."""
+        with self.lock:
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException:
+                self.interrupted = True
+                raise
+
+    def cut_short(self) -> None:
+        """A change of a cache was cut short by what is not an `Exception`, in this thread."""
+        self.interrupted = True
+        self.readers.cut_short()
 
     @property
     def needs_tidying(self) -> bool:
@@ -266,9 +285,12 @@ class TieredMemory:
     def drop_set(self, owner: Owner, device: ComputeDevice, blocks: BlockSet) -> None:
         """Free whatever is left in a set of an owner, and the set."""
         for run in list(blocks.runs):
-            device.free(run)
-        device.drop_set(blocks)
-        owner.sets.remove(blocks)
+            if run.state is not State.FREE:
+                device.free(run)
+        if blocks in device.sets:
+            device.drop_set(blocks)
+        if blocks in owner.sets:
+            owner.sets.remove(blocks)
 
     def workspace(self, owner: Owner, device: ComputeDevice) -> Workspace:
         """The memory in which an owner lays out one layer's KV."""
@@ -349,7 +371,7 @@ class TieredMemory:
             BudgetError: what the caches hold does not fit; names the smallest that works. Nothing was changed.
         """
         options = self.options.with_budgets(device_budget, host_budget)
-        with self.lock:
+        with self.changing():
             self.check_open()
             self.tidy()
             limits: dict[SlabAllocator, int] = {}
@@ -391,6 +413,7 @@ class TieredMemory:
                 slabs.resize(max(limit, before[slabs].limit))
             for slabs, limit in limits.items():
                 self._vacate(slabs, limit)
+                slabs.resize(limit)  # at once: waiting for readers lets other threads in
         except BaseException:
             for slabs, limits_before in before.items():
                 slabs.limits = limits_before
@@ -470,7 +493,6 @@ class TieredMemory:
         """After a change was cut short: settle every copy, and free all slots that no run has."""
         while self.readers.wait():
             pass  # other threads read slots that nobody owns any more
-        self.interrupted = False
         self._drain()
         used: dict[BlockPool, list[tuple[int, int]]] = {}
         for device in self._devices.values():
@@ -484,6 +506,7 @@ class TieredMemory:
             pool.reset(used.get(pool, []))
         for device in self._devices.values():
             device.note_writes()  # fences went with the slots that they held
+        self.interrupted = False
 
     def _drain(self) -> None:
         for device in self._devices.values():

@@ -21,11 +21,13 @@ class Ticket:
         began: recorded before its first copy, behind all that it waits for.
         ended: recorded behind its last copy.
         batches: what it launched; their addresses are read until then.
+        timed: whether both events were recorded in their places.
     """
 
     began: torch.cuda.Event
     ended: torch.cuda.Event
     batches: list[Batch]
+    timed: bool = False
 
 
 class Mark(Event):
@@ -101,6 +103,7 @@ class CudaTransfers(TransferEngine):
             for copies in together:
                 ticket.batches.append(self._launches.prepare(copies))
             ticket.began.record(stream)
+            ticket.timed = True
             with torch.cuda.stream(stream):
                 for copy in alone:
                     copy.run(non_blocking=True)
@@ -189,7 +192,7 @@ class CudaTransfers(TransferEngine):
 
     def _end(self, transfer: Transfer, error: Exception | None = None) -> None:
         ticket, transfer.ticket = transfer.ticket, None
-        if error is None:
+        if error is None and ticket.timed:
             seconds = ticket.began.elapsed_time(ticket.ended) / 1e3
             if transfer.direction is Direction.FETCH:
                 transfer.counters.seconds_up += seconds

@@ -16,7 +16,7 @@ from placements import ON_HOST
 from kvtier import BudgetError, TieredKVCache
 
 #: Cases of the always-run test; KVTIER_TEST_CASES asks for more.
-CASES = int(os.environ.get("KVTIER_TEST_CASES", "120"))
+CASES = int(os.environ.get("KVTIER_TEST_CASES", "60"))
 FAMILIES = ("llama", "gpt2", "qwen3", "phi3", "gemma3", "falcon", "opt", "deepseek_v3", "qwen3_next", "mixtral")
 
 

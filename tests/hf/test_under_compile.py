@@ -19,7 +19,7 @@ def of_kvtier(graph: torch.fx.GraphModule) -> bool:
     return any("/kvtier/" in (node.meta.get("stack_trace") or "") for node in graph.graph.nodes)
 
 
-@pytest.mark.parametrize("host_attention", [False, True])
+@pytest.mark.parametrize("host_attention", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_compiled_model_gets_the_right_tokens_and_dynamo_leaves_the_cache_alone(host_attention: bool) -> None:
     model = build_model("llama", "sdpa")
     prompt = prompt_ids()

@@ -89,7 +89,7 @@ def test_decoding_reads_each_block_where_it_is(seed: int, device: torch.device, 
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_prompt_over_a_long_past_needs_no_workspace(seed: int, device: torch.device, launches: list[int]) -> None:
     driven = Driven(10 + seed, device, budget_blocks=8 * (1 + seed % 2))
     driven.step(6 * driven.size + 1)

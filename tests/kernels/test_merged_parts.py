@@ -55,7 +55,9 @@ def packed(case: Case, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor, A
     return query, ends, params
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(x, marks=pytest.mark.slow) if x != torch.bfloat16 else x for x in DTYPES], ids=str
+)
 def test_any_partition_of_ragged_sequences_merges_to_the_dense_answer(dtype: torch.dtype, device: torch.device) -> None:
     found = []
     for number in range(CASES):

@@ -9,10 +9,11 @@ import torch
 from behind import behind_the_cpus_back
 from torch.nn import functional as F
 
-from kvtier import BudgetError, TieredKVCache
+from kvtier import BudgetError, Policy, TieredKVCache
 from kvtier.memory.buffers import IoBuffers, Workspace, bytes_of
 from kvtier.memory.slabs import Budget, SlabAllocator
 from kvtier.memory.tiered import default_engine
+from kvtier.planning.step import StepPlan, StepState
 from kvtier.testing import held, with_doubles
 from kvtier.transfer.engine import Direction, Transfer
 
@@ -171,9 +172,19 @@ def test_a_query_on_its_way_down_is_waited_for_though_its_call_failed(monkeypatc
     assert not set(under_way) & set(reader.device.engine.in_flight())
 
 
+class FetchesNothing(Policy):
+    """What left the device stays on the host, though there is room."""
+
+    def plan(self, state: StepState) -> StepPlan:
+        plan = super().plan(state)
+        for layer in plan.layers:
+            layer.fetch = layer.keep = 0
+        return plan
+
+
 def test_copies_ahead_of_need_do_not_take_it() -> None:
     """A block that could stay on the device is no reason for every call to take memory of its own."""
-    cache = TieredKVCache(device_budget=64 * SLOT, host_budget=40 * SLOT, block_size=SIZE, write_through=0.5)
+    cache = TieredKVCache(device_budget=64 * SLOT, host_budget=40 * SLOT, block_size=SIZE, policy=FetchesNothing())
     with_doubles(cache, ENGINE)
     x = torch.randn(1, HEADS, 20 * SIZE, DIM)
     cache.update(x, x, 0)

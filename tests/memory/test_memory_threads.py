@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from scenes import ACTS, PLACES, READS, Scene, play
 from stepped import Deadlock, Turns, check_lock
 from torch.nn import functional as F
 from walk import ENGINES, Walk
@@ -41,6 +42,15 @@ def test_threads_that_take_turns_hold_what_dense_caches_hold(engine: str, seed: 
     check_lock(monkeypatch, turns)
     trip.run_in_turns(20)
     assert turns.switches > 20
+
+
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+@pytest.mark.parametrize("read", READS)
+def test_a_reader_reads_right_whatever_happens_where_it_lets_go_of_the_lock(
+    read: str, act: Callable[[Scene], None]
+) -> None:
+    places = next(place for place in range(PLACES) if not play(read, act, place))
+    assert places > 5
 
 
 def test_a_deadlock_is_an_error() -> None:

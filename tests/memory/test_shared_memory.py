@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 
 import pytest
 from walk import ENGINES, Counts, Walk, walk
@@ -50,7 +51,7 @@ def test_a_budget_that_is_refused_leaves_what_was_there(seed: int, private: bool
 
 
 def test_walks_come_by_everything_that_can_happen_to_a_block() -> None:
-    seen = dict.fromkeys(vars(Counters()), 0)
+    seen = {field.name: 0 for field in fields(Counters)}
     for seed in range(6):
         trip = Walk(4000 + seed, ENGINES["held, any order" if seed % 2 else "failing"](seed), members=3)
         for _ in range(STEPS):
@@ -60,4 +61,5 @@ def test_walks_come_by_everything_that_can_happen_to_a_block() -> None:
         trip.end()
     unseen = {name for name, walks in seen.items() if not walks}
     # Copies of queries and results are for devices that work behind the CPU's back.
-    assert unseen <= {"io_buffer_misses"}, f"no walk comes by {unseen}"
+    # No model here needs tensors.
+    assert unseen <= {"io_buffer_misses", "dense_reads", "dense_read_bytes"}, f"no walk comes by {unseen}"

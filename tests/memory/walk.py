@@ -204,7 +204,7 @@ class Walk:
     def tokens(self, form: Form, batch: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """New keys and values for every layer; often with rows that are equal, wholly or at their beginning."""
         found = []
-        alike, part = self.random.random() < 0.4, self.random.randint(0, count)
+        alike, part = self.random.random() < 0.5, self.random.randint(0, count)
         for _ in range(form.layers):
             k, v = (self.draw(batch, form.heads, count, dim) for dim in (form.k_dim, form.v_dim))
             for row in range(1, batch if alike else 0):
@@ -226,7 +226,7 @@ class Walk:
         self.check()
 
     def run_in_turns(self, steps: int) -> None:
-        """So many operations of each cache, each in a thread of its own."""
+        """So many operations of each cache, each in a thread of its own, and another thread that wants memory."""
         assert self.turns is not None
 
         def work(member: Member) -> None:
@@ -238,7 +238,13 @@ class Walk:
                 self.check(member)
             member.finish()
 
-        self.turns.run([partial(work, member) for member in self.members])
+        def press() -> None:
+            for _ in range(3 * steps):
+                member = self.members[0]
+                for _ in self.random.choice((member.spill, member.fetch, member.cancel, member.make_room))():
+                    pass
+
+        self.turns.run([*[partial(work, member) for member in self.members], press])
         self.end()
 
     def resize(self) -> None:
@@ -349,9 +355,9 @@ class Member:
             return self.choose(anywhere)
         held = {
             self.crop: 1.5,
-            self.reorder: 0.6,
-            self.select: 0.4,
-            self.repeat: 0.4,
+            self.reorder: 1.0,
+            self.select: 1.0,
+            self.repeat: 0.8,
             self.copy: 0.3,
             self.read: 2.0,
             self.attend: 1.0,
@@ -584,6 +590,8 @@ class Member:
         """Blocks are fetched that nobody asked for, or copied."""
         with self.pressure() as sets:
             for device, blocks in sets:
+                if self.random.random() < 0.3:
+                    device._scattered, device._until_pack = True, 0  # free slots are to be brought together
                 runs = [run for run in blocks.runs if run.state is State.HOST]
                 device.fetch(runs, self.random.randint(1, 5), None, evict=self.random.random() < 0.3)
                 if self.random.random() < 0.3:
@@ -604,14 +612,14 @@ class Member:
         """Somebody needs bytes of a tier, or brings blocks up for others."""
         with self.pressure():
             memory, more = self.walk.memory, self.random.randint(1, 1200)
+            for _ in range(self.random.choice((0, 0, 1, 3))):
+                memory.host._drop_copy(None)
             for device in memory.devices:
                 if device.slabs is not None and self.random.random() < 0.5:
                     device.make_room(min(device.slabs.budget.free + more, device.slabs.budget.limit))
                 device.promote(None)
             if self.random.random() < 0.5:
                 memory.host.make_room(memory.host.slabs.budget.free + more)
-            for _ in range(self.random.randint(0, 3)):
-                memory.host._drop_copy(None)
             memory.trim(all_free=self.random.random() < 0.5)
         yield from ()
 

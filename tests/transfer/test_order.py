@@ -55,6 +55,9 @@ CPU = torch.device("cpu")
 
 # Nothing races
 
+#: Where the CPU waits for a query: without the lock, so that others go on, then with it.
+QUERY_WAIT = "self._down.block()\n    with reader.memory.lock:\n        self._down.synchronize()"
+
 #: Who attends, and what of `cache.stats` shows that the conversation came by.
 WAYS: dict[str, tuple[bool, Callable[[Patch], None] | None, tuple[str, ...]]] = {
     "fetched": (False, None, ("promotions", "prefetched", "moved_blocks")),
@@ -177,17 +180,32 @@ EDGES: dict[str, Lost] = {
     # Queries down, results up.
     "query: behind its writer": Lost((begins_at_once(QUERY),), ("compute writes", "query reads"), True),
     "query: its end before threads read it": Lost(
-        (edit(split._HostPart, "begin", "self._down.synchronize()", "self._down.wait()"),),
+        (
+            edit(
+                split._HostPart,
+                "begin",
+                QUERY_WAIT,
+                QUERY_WAIT.replace("self._down.block()", "self._down.wait()").replace(
+                    "self._down.synchronize()", "pass"
+                ),
+            ),
+        ),
         ("query writes", "host threads reads"),
         True,
     ),
     "query: the job's end before the next one": Lost(
-        (edit(split._HostPart, "wait", "self._future.wait()", "self._future.done()"),),
+        (
+            edit(split._HostPart, "wait", "self._future.wait()", "self._future.done()"),
+            edit(split._HostPart, "end", "self._future.wait()", "self._future.done()"),
+        ),
         ("host threads reads", "query writes"),
         True,
     ),
     "result: the job's end": Lost(
-        (edit(split._HostPart, "wait", "self._future.wait()", "self._future.done()"),),
+        (
+            edit(split._HostPart, "wait", "self._future.wait()", "self._future.done()"),
+            edit(split._HostPart, "end", "self._future.wait()", "self._future.done()"),
+        ),
         ("host threads writes", "result reads"),
         True,
     ),
@@ -195,7 +213,7 @@ EDGES: dict[str, Lost] = {
         (edit(split._HostPart, "result", "back.wait()", "pass"),), ("result writes", "compute reads"), True
     ),
     "result: its end before the next one is written": Lost(
-        (edit(split._HostPart, "begin", "self._down.synchronize()", "pass"),),
+        (edit(split._HostPart, "begin", QUERY_WAIT, "with reader.memory.lock:\n        pass"),),
         ("result reads", "host threads writes"),
         True,
     ),
