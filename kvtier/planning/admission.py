@@ -75,7 +75,7 @@ def demand(claims: Iterable[Claim], device_limit: int | None) -> Demand:
     # All but the slot that blocks pass through holds blocks, but for what is less than a block of the largest size.
     kept = max(device_limit - room - slot, 0)
     if slot:
-        kept = kept // slot * slot if smallest == slot else max(kept - slot + _GRAIN, 0)
+        kept = whole_slots(kept, slot) if smallest == slot else max(kept - slot + _GRAIN, 0)
     return Demand(device, max(held - kept, 0))
 
 

@@ -27,8 +27,6 @@ WRITE_THROUGH = 0.5
 AHEAD = 4
 #: Room for fetches takes at most this part of the device budget.
 RESERVE_SHARE = 8
-#: Blocks that leave the device together, where there are many: their slots are neighbours, and so are those that come.
-BATCH = 16
 
 
 class Candidate(Protocol):

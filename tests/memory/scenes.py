@@ -198,7 +198,7 @@ ACTS: tuple[Callable[[Scene], None], ...] = (
 
 
 def play(read: str, act: Callable[[Scene], None], place: int) -> bool:
-    """Let somebody act at one place of a read. Raises where that reads anything else. False if there is no such place."""
+    """Act at one place of a read. Raises where that reads anything else. False if there is no such place."""
     with pytest.MonkeyPatch.context() as patch:
         turns = Once(place)
         host_attention, reading = READS[read]

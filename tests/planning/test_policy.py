@@ -47,20 +47,25 @@ def test_a_plan_fetches_what_the_host_does_not_attend_to_and_keeps_what_there_is
     state, ahead = drawn(rng), rng.randint(0, 5)
     plan = Policy(ahead=ahead).plan(state)
     assert len(plan.layers) == len(state.layers)
-    fetching = [(x, p) for x, p in zip(state.layers, plan.layers, strict=True) if not x.host_attention]
-    for x, p in zip(state.layers, plan.layers, strict=True):
+    pairs = list(zip(state.layers, plan.layers, strict=True))
+    fetching = [(x, p) for x, p in pairs if not x.host_attention]
+    for x, p in pairs:
         assert 0 <= p.keep <= p.fetch <= x.spilled, "never more than there is"
-        assert x.spilled - p.fetch == (x.spilled if x.host_attention else 0), "fetched, or attended to on the host"
-        assert p.ahead == (0 if x.host_attention else ahead)
+        assert p.fetch == (p.keep if x.host_attention else x.spilled), "fetched, or attended to on the host"
+        assert p.ahead == ahead
     most = max((x.spilled * x.block_bytes for x, _ in fetching), default=0)
     assert plan.reserve == min(most, state.device_bytes // RESERVE_SHARE)
     # Room that neither the fetches nor the next new blocks ask back.
     room = state.free_bytes - 2 * plan.reserve
     room += sum((x.fetched - x.sequences) * x.block_bytes for x in state.layers)
+    if not fetching:
+        room -= state.device_bytes // RESERVE_SHARE  # the host attends to them where they are
+    staying = fetching or pairs
     block = state.layers[0].block_bytes
-    assert sum(p.keep for _, p in fetching) == min(max(room, 0) // block, sum(x.spilled for x, _ in fetching))
-    left = [x.spilled - p.keep for x, p in fetching]
-    assert all(n >= max(left) - 1 or p.keep == 0 for n, (_, p) in zip(left, fetching, strict=True)), "evenly"
+    assert sum(p.keep for _, p in pairs) == sum(p.keep for _, p in staying)
+    assert sum(p.keep for _, p in staying) == min(max(room, 0) // block, sum(x.spilled for x, _ in staying))
+    left = [x.spilled - p.keep for x, p in staying]
+    assert all(n >= max(left) - 1 or p.keep == 0 for n, (_, p) in zip(left, staying, strict=True)), "evenly"
 
 
 @pytest.mark.parametrize("seed", range(20))
