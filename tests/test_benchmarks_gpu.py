@@ -259,6 +259,7 @@ def test_the_plan_measures_every_target() -> None:
     assert set(verdicts(evaluate(plan())).values()) == {"met"}
 
 
+@pytest.mark.slow
 def test_targets_find_what_benchmarks_really_record(tmp_path: Path) -> None:
     """The plan above is made up: names and facts are those that scenarios write."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--only=link,host,update,decode llama 64k", f"--out={tmp_path}"]
