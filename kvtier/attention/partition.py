@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 
@@ -72,7 +73,7 @@ class Partition:
             still, and they are held as long.
     """
 
-    __slots__ = ("arriving", "device", "host", "incoming", "moves")
+    __slots__ = ("_whole", "arriving", "device", "host", "incoming", "moves")
 
     def __init__(self, pools: Pools, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
         known: dict[tuple[int, int], tuple[list[AddressRun], list[AddressRun], list[AddressRun]]] = {}
@@ -87,16 +88,32 @@ class Partition:
                 row.append(runs)
         n = pools.layout.nbytes
         self.device, self.arriving, self.host = (Part(row, n, b) for row, b in zip(rows, blocks, strict=True))
+        self._whole: Part | None = None
         self.incoming = list(seen[1])
         self.moves = list(dict.fromkeys(run.move for run in self.incoming if run.move is not None))
+
+    def whole(self) -> Part:
+        """All parts as one: for whoever reads the device's memory as well as the host's."""
+        if self._whole is None:
+            parts = [part for part in (self.device, self.arriving, self.host) if part]
+            if len(parts) == 1:
+                self._whole = parts[0]
+            else:
+                rows = [sorted(itertools.chain(*row)) for row in zip(*(part.rows for part in parts), strict=True)]
+                self._whole = Part(rows, self.host.nbytes, sum(part.blocks for part in parts))
+        return self._whole
 
     def keep(self, before: Partition | None) -> Partition:
         """Take over from an older partition the parts that are the same, with what was made of them."""
         if before is not None:
+            kept = 0
             for name in ("device", "arriving", "host"):
                 old, new = getattr(before, name), getattr(self, name)
                 if old.rows == new.rows:
                     setattr(self, name, old)
+                    kept += 1
+            if kept == 3:
+                self._whole = before._whole
         return self
 
 

@@ -10,7 +10,7 @@ import torch
 from kvtier.attention.partition import Partition
 from kvtier.cpu import native
 from kvtier.errors import BudgetError
-from kvtier.kernels import paged
+from kvtier.kernels import launch, paged
 from kvtier.memory import residency
 from kvtier.memory.block import Run, State
 from kvtier.memory.buffers import IoBuffers, Workspace
@@ -60,6 +60,7 @@ class LayerReader:
         io_buffers: through which queries and results pass.
         fetched: what was fetched to be read next, and is to leave the device again.
         keep: of the blocks that are fetched to be read, how many stay on the device; set by the forward.
+        in_one_memory: whether the CPU's kernel reads blocks on the device too, and copies end when they are submitted.
         shape: of its blocks, as the native library takes it.
     """
 
@@ -70,6 +71,8 @@ class LayerReader:
         self.host_attention = host_attention
         self.counters = owner.counters
         self.device = layer.device
+        one = layer.device.device.type == "cpu" and not layer.device.engine.asynchronous
+        self.in_one_memory = one and not launch.available(layer.device.device)
         self.workspace: Workspace = memory.workspace(owner, layer.device)
         self.io_buffers: IoBuffers = memory.io_buffers(owner, layer.device)
         self.fetched: list[Run] = []

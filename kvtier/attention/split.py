@@ -112,8 +112,8 @@ def attend(
         partition = reader.partition(lengths)
         reading = reader.begin()
     try:
-        if reader.device.slabs is None and native.available():
-            return _whole(reader, partition.host, lengths, query, params, cu_queries)
+        if reader.in_one_memory and native.available():
+            return _whole(reader, partition, lengths, query, params, cu_queries)
         return _Call(reader, lengths, query, cu_queries).attend(partition, params)
     finally:
         reader.end(reading)
@@ -121,16 +121,21 @@ def attend(
 
 def _whole(
     reader: LayerReader,
-    part: Part,
+    partition: Partition,
     lengths: int | Sequence[int],
     query: torch.Tensor,
     params: AttentionParams,
     cu_queries: Sequence[int] | None,
 ) -> torch.Tensor:
-    """Without a device tier: one call of the native library. Written out, as it runs once per layer and token."""
-    began, counters = time.perf_counter(), reader.counters
-    counters.host_attended += 1
-    counters.host_blocks += part.blocks
+    """All parts in memory that the CPU reads, and nothing to wait for: one call of the native library.
+
+    Written out, as it runs once per layer and token.
+    """
+    began, counters, host = time.perf_counter(), reader.counters, partition.host
+    counters.block_hits += partition.device.blocks
+    if partition.incoming:
+        arrive(reader, partition)
+    part = partition.whole()
     out = native.attend(
         reader.shape,
         query,
@@ -139,8 +144,22 @@ def _whole(
         threads=_threads(reader),
         cu_queries=cu_queries,
     )
-    counters.host_seconds += time.perf_counter() - began
+    if host:
+        counters.host_attended += 1
+        counters.host_blocks += host.blocks
+        counters.host_seconds += (time.perf_counter() - began) * host.blocks / part.blocks
     return out
+
+
+def arrive(reader: LayerReader, partition: Partition) -> None:
+    """Let the compute stream wait for what is arriving."""
+    with reader.memory.lock:
+        for run in partition.incoming:
+            for part in run.leaves():
+                residency.arrive(part)
+        for move in partition.moves:
+            if move.transfer is not None:
+                move.transfer.wait()
 
 
 def _sequences(part: Part, lengths: int | Sequence[int]) -> native.Sequences:
@@ -183,8 +202,6 @@ class _Call:
             counters.host_attended += 1
             counters.host_blocks += host.blocks
         if partition.arriving or (device and host):
-            if query.device.type == "cpu" and not reader.device.engine.asynchronous:
-                return self._one_after_the_other(partition, params)
             return self._at_once(partition, params)
         if device:
             return self.on_device(device, params, alone=True)[0]
@@ -192,22 +209,9 @@ class _Call:
             return self._on_host(host, params, alone=True)[0]
         return self._at_once(partition, params)
 
-    def _one_after_the_other(self, partition: Partition, params: AttentionParams) -> torch.Tensor:
-        """All parts in memory that the CPU reads, and nothing to wait for: threads of their own would gain nothing."""
-        parts: list[Result] = []
-        if partition.incoming:
-            self._arrive(partition)
-        for part in (partition.device, partition.arriving, partition.host):
-            if part:
-                attend = self._on_host if part is partition.host else self.on_device
-                parts.append(attend(part, params))
-                # Sinks belong to the whole, and are counted in one part only.
-                params = params if params.sinks is None else replace(params, sinks=None)
-        return merge(parts, self.query.dtype)
-
     def _at_once(self, partition: Partition, params: AttentionParams) -> torch.Tensor:
         """The host's part on CPU threads, meanwhile the device's own, then what is arriving."""
-        query, own = self.query, params
+        reader, query, own = self.reader, self.query, params
         host: _HostPart | None = None
         parts: list[Result] = []
         if partition.host:
@@ -222,7 +226,7 @@ class _Call:
             if host is not None and query.device.type != "cpu":
                 host.begin()
             if partition.arriving:
-                self._arrive(partition)
+                arrive(reader, partition)
                 parts.append(self.on_device(partition.arriving, own))
             if host is not None:
                 host.wait()
@@ -232,16 +236,6 @@ class _Call:
             if host is not None:
                 host.end()
         return merge(parts, query.dtype)
-
-    def _arrive(self, partition: Partition) -> None:
-        """Let the compute stream wait for what is arriving."""
-        with self.reader.memory.lock:
-            for run in partition.incoming:
-                for part in run.leaves():
-                    residency.arrive(part)
-            for move in partition.moves:
-                if move.transfer is not None:
-                    move.transfer.wait()
 
     def on_device(self, part: Part, params: AttentionParams, *, alone: bool = False) -> Result:
         """The attention over blocks that the device reads, in fp32; `alone`: it is the whole, in the query's dtype."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,6 +30,14 @@ from kvtier.stats import CacheStats, Counters, LayerResidency
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.sharing import Alike, Group
+
+
+#: What a cache counts, and what a `StepRecord` calls that.
+_MEASURED = {
+    name: name
+    for name in ("bytes_up", "bytes_down", "seconds_up", "seconds_down", "host_seconds", "host_blocks", "stall_seconds")
+} | {"block_fetches": "fetched", "evictions": "evicted"}
+_totals = operator.attrgetter(*_MEASURED)
 
 
 class Held:
@@ -104,7 +113,7 @@ class Forward:
         self._began = 0.0
         self._last: StepRecord | None = None
         #: The totals when the step under way began, from the first step on that a policy has planned.
-        self._before: Counters | None = None
+        self._before: tuple[float, ...] | None = None
         # Not this object: what it holds is given back when nobody uses it any more, layers and views included.
         self._finalizer = weakref.finalize(self, memory.abandon, self._held.release)
         self._finalizer.atexit = False  # the process gives its memory back anyway
@@ -223,10 +232,10 @@ class Forward:
         layer = LayerKV(index, layout, device, memory.block_set(owner, device, layout, index), owner.counters)
         try:
             layer.check(keys, values)
+            reader = LayerReader(layer, memory, owner, host_attention=self.options.host_attention)
         except Exception:
             memory.drop_set(owner, device, layer.blocks)
             raise
-        reader = LayerReader(layer, memory, owner, host_attention=self.options.host_attention)
         self._held.readers[index] = reader
         self._schedules.pop(device, None)
         self._admitted.discard(device)
@@ -256,24 +265,16 @@ class Forward:
         self._decoding = self._record.tokens == tokens == 1
         self._record = StepRecord(tokens=tokens)
         self._began = now
-        self._before = self._totals() if self._schedules else None
+        self._before = _totals(self.counters) if self._schedules else None
 
-    def _totals(self) -> Counters:
-        totals = Counters()
-        totals.add(self.counters)
-        return totals
-
-    def _observe(self, before: Counters, now: float) -> None:
+    def _observe(self, before: tuple[float, ...], now: float) -> None:
         """Tell the policy what the last step took."""
-        record, after = self._record, self.counters
+        record = self._record
         if not record.tokens:
             return
         record.seconds = now - self._began
-        for name in ("bytes_up", "bytes_down", "seconds_up", "seconds_down", "host_seconds", "host_blocks"):
-            setattr(record, name, getattr(after, name) - getattr(before, name))
-        record.stall_seconds = after.stall_seconds - before.stall_seconds
-        record.fetched = after.block_fetches - before.block_fetches
-        record.evicted = after.evictions - before.evictions
+        for name, was, total in zip(_MEASURED.values(), before, _totals(self.counters), strict=True):
+            setattr(record, name, total - was)
         self._last = record
         self.memory.policy.observe(record)
 
@@ -335,7 +336,7 @@ class Forward:
         if not device.spilled:
             return
         if self._before is None:
-            self._before = self._totals()
+            self._before = _totals(self.counters)
         schedule = self._schedules.get(device)
         if schedule is None:
             readers = sorted((x for x in self.readers.values() if x.device is device), key=lambda x: x.layer.index)
@@ -369,14 +370,15 @@ class Forward:
         with self.steps.guard:
             reader.counters.views_attended += 1
             dtype = query.dtype
-            if torch.is_autocast_enabled(query.device.type):
+            if torch.is_autocast_enabled(layer.device.kind):
                 query, dtype = dispatch.under_autocast(layer, query)
             if options is not None:
                 params = dispatch.params_of(layer, length, repeats, query, options)
             out = dispatch.attend(
                 reader, length, query, params, options, repeats, room=self._rooms.get(layer.device, 0)
             )
-            if self._schedules:
+            schedule = self._schedules.get(layer.device)
+            if schedule is not None and (schedule.active or reader.fetched):
                 self._after(reader)
         return out if out.dtype is dtype else out.to(dtype)
 

@@ -24,6 +24,11 @@ class Schedule:
         # For each layer, whether all that was planned was fetched for its next use.
         self._complete: list[bool] = [False for _ in self.readers]
 
+    @property
+    def active(self) -> bool:
+        """Whether the step's plan has fetches."""
+        return self._ahead > 0
+
     def state(self, tokens: int, hosted: Sequence[bool], last: StepRecord | None) -> StepState:
         """What a policy sees. The caller holds the lock."""
         device = self.readers[0].device

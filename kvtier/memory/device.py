@@ -55,6 +55,7 @@ class ComputeDevice:
         poison: bool = False,
     ) -> None:
         self.device = device
+        self.kind = device.type
         self.host = host
         self.engine = engine
         self.policy = policy

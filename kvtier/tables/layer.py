@@ -88,12 +88,16 @@ class LayerKV:
 
     def is_token(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether these are one more token for every row, in the layer's own shape, dtype and device. Fast."""
-        shapes = self._token_shapes
+        shapes, device = self._token_shapes, self.device
+        if device.kind == "cpu":
+            here = keys.is_cpu and values.is_cpu
+        else:
+            here = keys.device == values.device == device.device
         return (
-            keys.shape == shapes[0]
-            and values.shape == shapes[1]
+            here
             and keys.dtype is values.dtype is self.layout.dtype
-            and keys.device == values.device == self.device.device
+            and keys.shape == shapes[0]
+            and values.shape == shapes[1]
         )
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:

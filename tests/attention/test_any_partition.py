@@ -106,7 +106,7 @@ def test_any_partition_of_a_batch_of_one_length_gives_the_dense_answer(engine: s
 def breaking(what: str, patch: pytest.MonkeyPatch) -> None:
     """Leave one thing out of split attention."""
     if what == "the wait for what is arriving":
-        patch.setattr(split._Call, "_arrive", lambda self, partition: None)
+        patch.setattr(split, "arrive", lambda reader, partition: None)
     elif what == "the version of the partition":
         made = LayerReader.partition
 
