@@ -146,7 +146,7 @@ class TieredLayer(DynamicLayer):
             if steps.update(index, before):  # which may count a step that a recurrent layer began
                 forward.counters.steps += 1
             try:
-                if not key_states.is_cpu and launch.capturing(key_states.device):
+                if launch.captured(key_states):
                     raise UnsupportedError(
                         "A CUDA graph is being captured. Its replays would write and read where this step does, "
                         "whatever the cache holds by then: leave forwards with a TieredKVCache out of graphs."

@@ -54,7 +54,7 @@ def test_a_captured_graph_is_refused_where_a_recurrent_layer_begins_the_step(mon
     model = tiny_model("qwen3_next")
     cache = tiered_cache(model)
     tokens = prompt_ids(rows=1, length=10)
-    monkeypatch.setattr(launch, "capturing", lambda device: True)
+    monkeypatch.setattr(launch, "captured", lambda x: True)
     with torch.no_grad(), pytest.raises(UnsupportedError, match="CUDA graph"):
         model(tokens, past_key_values=cache)
 
@@ -66,7 +66,7 @@ def test_a_step_in_a_captured_graph_is_refused_and_changes_nothing(monkeypatch: 
     with torch.no_grad():
         model(tokens, past_key_values=cache)
         with monkeypatch.context() as patch:
-            patch.setattr(launch, "capturing", lambda device: True)
+            patch.setattr(launch, "captured", lambda x: True)
             with pytest.raises(UnsupportedError, match="CUDA graph"):
                 model(tokens[:, :1], past_key_values=cache)
         assert cache.get_seq_length() == 10

@@ -1,0 +1,253 @@
+"""`Adaptive`: how much of what is spilled is fetched and how much is attended to on the host, priced by measurement.
+
+The makespan of a step, its two rates and what each choice gave: docs/design/planner.md. Grows, shrinks, probes and
+remembers as Pie does (section 3.4.2), and spends the CPU where Neo does (section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier.planning.costs import CostModel, Group, Median, Prediction, Rates, alike, fetched_blocks
+from kvtier.planning.policy import WRITE_THROUGH, Policy
+from kvtier.planning.step import LayerPlan, StepPlan, StepRecord, StepState
+
+#: Shares of the spilled blocks that are considered: so many, evenly from none to all.
+CHOICES = 33
+#: Layers whose fetched blocks there is room for at a time: one is read, one arrives, one is on its way.
+DEPTH = 3
+#: Steps between two looks at the choice, and the part by which spilled blocks may change before an earlier one.
+PERIOD, DRIFT = 8, 0.05
+#: A choice is left for another that promises so much less.
+HYSTERESIS = 0.01
+#: What a choice gave is believed after so many steps of it; of as many the median is kept, for so many steps.
+SEEN, MEMORY = 7, 512
+#: Steps between two probes at first and at the most, how far away they try, and how much worse they may be predicted.
+PROBE, RARELY, NEAR, WORSE = 64, 1024, 3, 0.05
+#: Caches that are remembered.
+CACHES = 256
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a choice gave: seconds of a step as a multiple of the prediction."""
+
+    ratio: Median = field(default_factory=lambda: Median(SEEN))
+    at: int = 0
+
+
+@dataclass(slots=True)
+class Decision:
+    """Why a step is as it is.
+
+    Attributes:
+        step: number of the cache's step.
+        reason: "first", "model" (a better prediction), "probe", "back" (a probe brought nothing), "forced" (the host
+            cannot attend), or "nothing spilled".
+        prediction: of the choice.
+        before: the share before.
+    """
+
+    step: int
+    reason: str
+    prediction: Prediction
+    before: float
+
+
+@dataclass(slots=True)
+class _Cache:
+    """What is known of one cache's steps on one device."""
+
+    model: CostModel
+    choice: int = 0
+    step: int = 0
+    looked: int = -PERIOD
+    spilled: int = 0
+    reserve: int = 0
+    started: bool = False
+    seen: dict[int, _Seen] = field(default_factory=dict)
+    prediction: Prediction | None = None
+    part: float = 1.0
+    plan: StepPlan | None = None
+    planned_for: tuple[object, ...] = ()
+    probe_from: int | None = None
+    probe_until: int = 0
+    next_probe: int = PROBE
+    interval: int = PROBE
+    side: int = 1
+    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=64))
+
+
+class Adaptive(Policy):
+    """Fetches what hides behind a step, lets the host attend to the rest, and learns what each costs.
+
+    Args:
+        rates: of the machine, as measured by `kvtier.calibrate`; None: estimates. Both are refined by what steps take.
+        write_through: as of `Policy`.
+    """
+
+    def __init__(self, rates: Rates | None = None, *, write_through: float = WRITE_THROUGH) -> None:
+        super().__init__(write_through=write_through, ahead=1)
+        self.rates = Rates() if rates is None else rates
+        self._caches: dict[tuple[int, str], _Cache] = {}
+
+    def plan(self, state: StepState) -> StepPlan:
+        """See `Policy.plan`."""
+        known = self._cache(state.cache, state.device)
+        known.step += 1
+        if state.tokens > 1 and not any(x.host_attention for x in state.layers):
+            known.prediction = None
+            return super().plan(state)
+        spilled = sum([x.spilled for x in state.layers])
+        if self._is_due(known, spilled):
+            self._look(known, state, spilled)
+        return self._as_planned(known, state)
+
+    def observe(self, record: StepRecord) -> None:
+        """See `Policy.observe`."""
+        for (cache, _), known in self._caches.items():
+            if cache != record.cache:
+                continue
+            prediction, known.prediction = known.prediction, None
+            if known.model.observe(record, prediction, known.part):
+                known.seen.clear()
+                known.looked = -PERIOD
+            elif prediction is not None and record.seconds > 0 and prediction.base and known.part:
+                seen = known.seen.setdefault(known.choice, _Seen())
+                seen.ratio.add(record.seconds * known.part / prediction.seconds)
+                seen.at = known.step
+
+    # Choosing
+
+    def _cache(self, cache: int, device: str) -> _Cache:
+        key = (cache, device)
+        known = self._caches.pop(key, None)
+        if known is None:
+            known = _Cache(CostModel(self.rates))
+            if len(self._caches) >= CACHES:
+                del self._caches[next(iter(self._caches))]
+        self._caches[key] = known  # the latest last
+        return known
+
+    def _is_due(self, known: _Cache, spilled: int) -> bool:
+        if known.probe_from is not None:
+            return known.step >= known.probe_until
+        return known.step - known.looked >= PERIOD or abs(spilled - known.spilled) > DRIFT * known.spilled
+
+    def _look(self, known: _Cache, state: StepState, spilled: int) -> None:
+        """Choose a share, perhaps another one."""
+        groups = alike(state.layers)
+        known.part = len(state.layers) / max(state.model_layers, len(state.layers))
+        known.looked, known.spilled = known.step, spilled
+        reason = "model"
+        if known.probe_from is not None:
+            best, reason = self._after_probe(known, groups)
+        else:
+            best = self._best(known, groups)
+            if not known.started:
+                reason = "first"
+            elif best == known.choice and self._may_probe(known, groups):
+                best, reason = self._probe(known, groups)
+        if best != known.choice or not known.started:
+            before = known.choice / (CHOICES - 1)
+            known.choice, known.started = best, True
+            known.decisions.append(Decision(known.step, reason, self._predict(known, groups, best), before))
+
+    def _predict(self, known: _Cache, groups: Sequence[Group], choice: int) -> Prediction:
+        share = choice / (CHOICES - 1)
+        layers = sum(count for _, count in groups)
+        extra = (_reserve(groups, share) - known.reserve) / layers
+        return known.model.step(groups, share, extra, known.part)
+
+    def _expected(self, known: _Cache, groups: Sequence[Group], choice: int) -> float:
+        """Predicted seconds, corrected by what this choice, or the nearest that was tried, gave."""
+        seconds = self._predict(known, groups, choice).seconds
+        nearest: tuple[int, float] | None = None
+        for other, seen in known.seen.items():
+            if len(seen.ratio) >= SEEN and known.step - seen.at <= MEMORY and seen.ratio.value is not None:
+                distance = abs(other - choice)
+                if nearest is None or distance < nearest[0]:
+                    nearest = (distance, seen.ratio.value)
+        if nearest is None:
+            return seconds
+        # What is wrong about one choice is less wrong about another, the further away it is.
+        return seconds * (1 + (nearest[1] - 1) * 0.5 ** (nearest[0] / NEAR))
+
+    def _best(self, known: _Cache, groups: Sequence[Group]) -> int:
+        if not any(x.host_attention for x, _ in groups):
+            return CHOICES - 1
+        expected = [self._expected(known, groups, choice) for choice in range(CHOICES)]
+        least = min(expected)
+        # Of what is as good the least traffic.
+        best = next(i for i, x in enumerate(expected) if x <= least * (1 + HYSTERESIS / 4))
+        if known.started and expected[known.choice] <= expected[best] * (1 + HYSTERESIS):
+            return known.choice
+        return best
+
+    # Probing
+
+    def _may_probe(self, known: _Cache, groups: Sequence[Group]) -> bool:
+        return known.step >= known.next_probe and known.choice in known.seen and any(x.host_attention for x, _ in groups)
+
+    def _probe(self, known: _Cache, groups: Sequence[Group]) -> tuple[int, str]:
+        """A choice next to the present one, on either side in turn, unless it is known or predicted to be bad."""
+        now = self._expected(known, groups, known.choice)
+        known.next_probe = known.step + known.interval
+        for _ in range(2):
+            known.side = -known.side
+            other = known.choice + known.side * NEAR
+            if 0 <= other < CHOICES and self._predict(known, groups, other).seconds <= now * (1 + WORSE):
+                known.probe_from, known.probe_until = known.choice, known.step + SEEN + 1
+                return other, "probe"
+        return known.choice, "model"
+
+    def _after_probe(self, known: _Cache, groups: Sequence[Group]) -> tuple[int, str]:
+        before, known.probe_from = known.probe_from, None
+        assert before is not None
+        better = self._expected(known, groups, known.choice) < self._expected(known, groups, before) * (1 - HYSTERESIS)
+        known.interval = PROBE if better else min(2 * known.interval, RARELY)
+        known.next_probe = known.step + known.interval
+        return (known.choice, "model") if better else (before, "back")
+
+    # The plan
+
+    def _as_planned(self, known: _Cache, state: StepState) -> StepPlan:
+        """The choice as a plan for these layers; the last one again where nothing has changed."""
+        key = (known.choice, state.free_bytes, [(x.spilled, x.fetched, x.resident, x.host_attention) for x in state.layers])
+        if known.plan is None or known.planned_for != key:
+            known.planned_for = key
+            known.plan = self._plan_of(known, state)
+            groups = alike(state.layers)
+            known.reserve = known.plan.reserve
+            known.prediction = known.model.step(groups, known.choice / (CHOICES - 1), 0, known.part)
+        elif known.prediction is None:
+            known.prediction = known.model.step(alike(state.layers), known.choice / (CHOICES - 1), 0, known.part)
+        return known.plan
+
+    def _plan_of(self, known: _Cache, state: StepState) -> StepPlan:
+        share = known.choice / (CHOICES - 1)
+        fetch = [fetched_blocks(x, share) for x in state.layers]
+        largest = max((n * x.block_bytes for n, x in zip(fetch, state.layers, strict=True)), default=0)
+        reserve = min(DEPTH * largest, state.device_bytes // 2)
+        if not largest:
+            return super().plan(state)  # what comes back where much is free
+        ahead = min(len(state.layers), max(DEPTH - 1, 1))
+        return StepPlan([LayerPlan(n, ahead, 0) for n in fetch], reserve)
+
+    # What a user sees
+
+    def decisions(self, cache: int, device: str | None = None) -> list[Decision]:
+        """The last decisions about a cache, the latest last."""
+        found = [x for (c, d), known in self._caches.items() if c == cache and device in (None, d) for x in known.decisions]
+        return sorted(found, key=lambda x: x.step)
+
+    def model(self, cache: int) -> CostModel | None:
+        """What was learned about a cache's steps; None if there were none."""
+        return next((known.model for (c, _), known in self._caches.items() if c == cache), None)
+
+
+def _reserve(groups: Sequence[Group], share: float) -> int:
+    """Bytes that are kept free for what a share fetches."""
+    return DEPTH * max((fetched_blocks(x, share) * x.block_bytes for x, _ in groups), default=0)
