@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -61,6 +62,7 @@ class LayerReader:
         fetched: what was fetched to be read next, and is to leave the device again.
         keep: of the blocks that are fetched to be read, how many stay on the device; set by the forward.
         in_one_memory: whether the CPU's kernel reads blocks on the device too, and copies end when they are submitted.
+        repeat: the last attention call, where it may come again as it was; see `attention.repeat`.
         shape: of its blocks, as the native library takes it.
     """
 
@@ -77,6 +79,7 @@ class LayerReader:
         self.io_buffers: IoBuffers = memory.io_buffers(owner, layer.device)
         self.fetched: list[Run] = []
         self.keep = 0
+        self.repeat: Any = None
         layout = layer.layout
         self.shape = native.Shape(layout.dtype, layout.k_heads, layout.k_dim, layout.v_dim, layout.block_size)
         self._partition: Partition | None = None

@@ -195,7 +195,7 @@ class _Call:
 
     def attend(self, partition: Partition, params: AttentionParams) -> torch.Tensor:
         """Over all parts."""
-        reader, query = self.reader, self.query
+        reader = self.reader
         counters, device, host = reader.counters, partition.device, partition.host
         counters.block_hits += device.blocks
         if host:

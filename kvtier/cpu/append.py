@@ -66,7 +66,7 @@ class Appender:
             *(shape.kv_heads, self.v_heads, shape.k_dim * size, shape.v_dim * size),
             *(shape.block_size, self.values_offset),
         )
-        self._prepared: list[_Tokens] = []
+        self._prepared: list[TokenWriter] = []
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, spans: Sequence[Sequence[Span]]) -> None:
         """Copy new tokens into blocks.
@@ -117,27 +117,18 @@ class Appender:
         """
         # Taken out while it is in use: another thread finds none, and makes its own.
         try:
-            tokens = self._prepared.pop()
+            writer = self._prepared.pop()
         except IndexError:
-            tokens = None
-        if tokens is None or not tokens.repeats(keys, values, len(blocks)):
-            self._fit(keys, values, len(blocks))
-            tokens = _Tokens(self, keys, values, len(blocks))
-        words, problem = tokens.words, tokens.problem
-        if tokens.rows == 1:
-            words[_BLOCK] = blocks[0]
-            words[_OFFSET] = offsets if type(offsets) is int else offsets[0]  # type: ignore[index]
-        else:
-            if isinstance(offsets, int):
-                offsets = (offsets,) * tokens.rows
-            words[_BLOCK::_WORDS] = memoryview(array("q", blocks))
-            words[_OFFSET::_WORDS] = memoryview(array("q", offsets))
-        problem.keys = keys.data_ptr()
-        problem.values = values.data_ptr()
-        error = tokens.function(tokens.reference)
-        self._prepared.append(tokens)
-        if error:
-            _check(error)
+            writer = None
+        if writer is None or not writer.write(keys, values, blocks, offsets):
+            writer = self.token_writer(keys, values, len(blocks))
+            writer.write(keys, values, blocks, offsets)
+        self._prepared.append(writer)
+
+    def token_writer(self, keys: torch.Tensor, values: torch.Tensor, rows: int) -> TokenWriter:
+        """For more tokens like these, one of each row. Raises as `append`."""
+        self._fit(keys, values, rows)
+        return TokenWriter(self, keys, values, rows)
 
     def _fit(self, keys: torch.Tensor, values: torch.Tensor, rows: int) -> None:
         shape = self.shape
@@ -152,35 +143,67 @@ class Appender:
                 raise KVTierError(f"Appending to blocks: `{name}` does not fit the layout or the spans; it is {what}.")
 
 
-class _Tokens:
-    """One token for each row: everything but addresses and offsets."""
+class TokenWriter:
+    """Copies one new token of each row: everything but addresses and offsets is prepared. One thread at a time.
 
-    __slots__ = ("function", "problem", "reference", "rows", "shapes", "strides", "words")
+    Args:
+        appender: of the blocks' layout, by which the tokens fit.
+        keys, values: as of `Appender.append_token`.
+        rows: of the tokens.
+    """
+
+    __slots__ = ("_function", "_problem", "_reference", "_rows", "_shapes", "_strides", "_words", "appender")
 
     def __init__(self, appender: Appender, keys: torch.Tensor, values: torch.Tensor, rows: int) -> None:
         packed = keys.shape[0] == 1
         if keys.shape[2] != (rows if packed else 1):
             raise KVTierError(f"Appending to blocks: {rows} rows of one token each, but keys are {list(keys.shape)}.")
-        self.rows = rows
-        self.shapes = (keys.shape, values.shape, keys.dtype, values.dtype)
-        self.strides = (keys.stride(), values.stride())
+        self.appender = appender
+        self._rows = rows
+        self._shapes = (keys.shape, values.shape, keys.dtype, values.dtype)
+        self._strides = (keys.stride(), values.stride())
         spans = [(0, 0, 0, row, 1) if packed else (0, 0, row, 0, 1) for row in range(rows)]
-        self.words = memoryview(array("q", [word for span in spans for word in span]))
-        address = self.words.obj.buffer_info()[0]  # type: ignore[attr-defined]
+        self._words = memoryview(array("q", [word for span in spans for word in span]))
+        address = self._words.obj.buffer_info()[0]  # type: ignore[attr-defined]
         sizes = (keys.shape[0], keys.shape[2], *_strides(keys), *_strides(values))
-        self.problem = _Problem(0, 0, address, rows, *sizes, *appender._sizes)
-        self.reference = ctypes.byref(self.problem)
-        self.function = library_with_gil().kvtier_append
+        self._problem = _Problem(0, 0, address, rows, *sizes, *appender._sizes)
+        self._reference = ctypes.byref(self._problem)
+        self._function = library_with_gil().kvtier_append
 
-    def repeats(self, keys: torch.Tensor, values: torch.Tensor, rows: int) -> bool:
-        """Whether these are like the ones that this was made for."""
-        return (
-            rows == self.rows
-            and (keys.stride(), values.stride()) == self.strides
-            and (keys.shape, values.shape, keys.dtype, values.dtype) == self.shapes
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, blocks: Sequence[int], offsets: int | Sequence[int]
+    ) -> bool:
+        """Copy tokens like those that this was made for; see `Appender.append_token`.
+
+        Returns:
+            False, and nothing done, if they are not like those.
+
+        Raises:
+            KVTierError: an offset beyond its block; nothing is written.
+        """
+        if not (
+            len(blocks) == self._rows
+            and (keys.stride(), values.stride()) == self._strides
+            and (keys.shape, values.shape, keys.dtype, values.dtype) == self._shapes
             and keys.is_cpu
             and values.is_cpu
-        )
+        ):
+            return False
+        words, problem = self._words, self._problem
+        if self._rows == 1:
+            words[_BLOCK] = blocks[0]
+            words[_OFFSET] = offsets if type(offsets) is int else offsets[0]  # type: ignore[index]
+        else:
+            if isinstance(offsets, int):
+                offsets = (offsets,) * self._rows
+            words[_BLOCK::_WORDS] = memoryview(array("q", blocks))
+            words[_OFFSET::_WORDS] = memoryview(array("q", offsets))
+        problem.keys = keys.data_ptr()
+        problem.values = values.data_ptr()
+        error = self._function(self._reference)
+        if error:
+            _check(error)
+        return True
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:

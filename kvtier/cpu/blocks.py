@@ -105,6 +105,14 @@ class Sequences:
         """Tokens of each row."""
         return self._words[_LENGTH : _WORDS * self.rows : _WORDS].tolist()
 
+    def take(self, query: torch.Tensor, params: Any) -> Any:
+        """The call at rest, if it was made with this query and these parameters: for the caller alone from now on."""
+        call = self.prepared.pop() if self.prepared else None
+        if call is None or call.was_for(query, params):
+            return call
+        self.prepared.append(call)
+        return None
+
     def _publish(self, row: int, words: array[int]) -> None:
         at = _WORDS * row
         self._words[at + _RUNS], size = words.buffer_info()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.cpu.append import Appender as Appender
+from kvtier.cpu.append import TokenWriter as TokenWriter
 from kvtier.cpu.blocks import Sequences as Sequences
 from kvtier.cpu.blocks import Shape as Shape
 from kvtier.cpu.loader import VARIABLE as VARIABLE
@@ -164,8 +165,7 @@ def attend(
         call = None
     if call is not None and call._repeats(shape, query, params, out, lse, cu_queries):
         if out is None:
-            strides = call._out_strides
-            out = torch.empty_like(query) if strides is None else query.new_empty_strided(call._out_shape, strides)
+            out = call.new_out(query)
         problem = call.problem
         problem.query = query.data_ptr()
         problem.out = out.data_ptr()
@@ -176,7 +176,7 @@ def attend(
     else:
         call = Call(shape, query, sequences, params, out, lse, cu_queries=cu_queries)
         out = call.out
-    error = call._attend(call._reference, threads)
+    error = call.function(call.reference, threads)
     if error:
         check(error)
     if call._repeatable:
@@ -193,19 +193,21 @@ class Call:
     Attributes:
         shape, query, sequences: what is read.
         out, lse: what is written.
+        function, reference, problem: of the library, what it is given, and that as a structure.
     """
 
     __slots__ = (
-        *("_attend", "_cu_queries", "_keep", "_out_shape", "_out_strides", "_params", "_queries", "_query_shape"),
+        *("_cu_queries", "_keep", "_out_shape", "_out_strides", "_params", "_queries", "_query_shape"),
         *(
             "_query_strides",
-            "_reference",
             "_repeatable",
             "_results",
             "_vectors",
+            "function",
             "lse",
             "out",
             "problem",
+            "reference",
             "sequences",
             "shape",
         ),
@@ -292,8 +294,8 @@ class Call:
             *mask_steps,
             *vectors[1:],
         )
-        self._reference = ctypes.byref(self.problem)
-        self._attend = library().kvtier_attend
+        self.reference = ctypes.byref(self.problem)
+        self.function = library().kvtier_attend
         self._keep = (query, mask)
 
     @property
@@ -301,15 +303,31 @@ class Call:
         """What attends, with a contiguous dim."""
         return self._keep[0]
 
+    def new_out(self, query: torch.Tensor) -> torch.Tensor:
+        """Memory for the result of another query of the same shape and strides, uninitialised."""
+        strides = self._out_strides
+        return torch.empty_like(query) if strides is None else query.new_empty_strided(self._out_shape, strides)
+
     def run(self, threads: int) -> torch.Tensor:
         """Attend now, with up to so many threads, the caller's among them. Returns `out`."""
-        check(self._attend(self._reference, threads))
+        check(self.function(self.reference, threads))
         return self.out
+
+    def was_for(self, query: torch.Tensor, params: AttentionParams) -> bool:
+        """Whether it was made with these, with nothing but addresses to be set for the next one like it."""
+        return (
+            query.shape == self._query_shape
+            and query.stride() == self._query_strides
+            and params is self._params
+            and self._results is None
+            and self._cu_queries is None
+            and not self._vectors
+        )
 
     def submit(self, threads: int) -> Future:
         """Attend on threads of the library's own; returns at once. Not again before that future was waited for."""
         future = Future(self.out, self.lse, self)
-        check(library().kvtier_submit(self._reference, threads, ctypes.byref(future._job)))
+        check(library().kvtier_submit(self.reference, threads, ctypes.byref(future._job)))
         return future
 
     def _repeats(

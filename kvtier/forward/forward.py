@@ -14,6 +14,7 @@ import torch
 from kvtier.attention import dispatch, split
 from kvtier.attention.dense import own_kv
 from kvtier.attention.reader import LayerReader
+from kvtier.attention.repeat import Repeat
 from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
 from kvtier.errors import ClosedError, StaleViewError
 from kvtier.forward import admission
@@ -30,7 +31,6 @@ from kvtier.stats import CacheStats, Counters, LayerResidency
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.sharing import Alike, Group
-
 
 #: What a cache counts, and what a `StepRecord` calls that.
 _MEASURED = {
@@ -94,6 +94,8 @@ class Forward:
         self.memory = memory
         self.options = options
         self._held = Held(memory)
+        #: The layers by index, as attention reads them.
+        self.readers = self._held.readers
         self.steps = Steps(
             expected,
             self._held.lengths,
@@ -114,14 +116,11 @@ class Forward:
         self._last: StepRecord | None = None
         #: The totals when the step under way began, from the first step on that a policy has planned.
         self._before: tuple[float, ...] | None = None
+        #: What views of a step have in common, kept for those who make them.
+        self.blanks: Any = None
         # Not this object: what it holds is given back when nobody uses it any more, layers and views included.
         self._finalizer = weakref.finalize(self, memory.abandon, self._held.release)
         self._finalizer.atexit = False  # the process gives its memory back anyway
-
-    @property
-    def readers(self) -> dict[int, LayerReader]:
-        """The layers by index, as attention reads them."""
-        return self._held.readers
 
     @property
     def counters(self) -> Counters:
@@ -141,7 +140,7 @@ class Forward:
         Raises:
             MismatchError, BudgetError, TransferError: the layer is as it was before.
         """
-        reader, graph = self._held.readers.get(index), False
+        reader, graph = self.readers.get(index), False
         if keys.requires_grad or values.requires_grad:
             graph = torch.is_grad_enabled()
             keys, values = keys.detach(), values.detach()
@@ -158,9 +157,9 @@ class Forward:
                 reader = self._new_layer(index, keys, values)
             layer = reader.layer
             if graph:
-                layer.carries_graph = True
+                layer.carries_graph, reader.repeat = True, None
             # A token that takes no new slot needs what the last token needed.
-            if not (self._decoding and layer.is_token(keys, values) and layer.append_token(keys, values)):
+            if not (self._decoding and layer.append_token(keys, values)):
                 self._append(layer, keys, values)
             elif begins and layer.device.spilled:
                 self._plan(layer.device, 1)
@@ -201,7 +200,7 @@ class Forward:
             raise
 
     def _remove(self, index: int) -> None:
-        reader = self._held.readers.pop(index, None)
+        reader = self.readers.pop(index, None)
         if reader is not None:
             with self.memory.lock:
                 reader.layer.clear()
@@ -368,6 +367,13 @@ class Forward:
         if self.closed or layer.epoch != epoch or length > layer.length:
             self.check_view(reader, length, epoch)
         with self.steps.guard:
+            repeat = reader.repeat
+            if repeat is not None and options is not None:
+                out = repeat(query, length, options, repeats)
+                if out is not None:
+                    if self._schedules:
+                        self._advance(reader)
+                    return out
             reader.counters.views_attended += 1
             dtype = query.dtype
             if torch.is_autocast_enabled(layer.device.kind):
@@ -377,9 +383,10 @@ class Forward:
             out = dispatch.attend(
                 reader, length, query, params, options, repeats, room=self._rooms.get(layer.device, 0)
             )
-            schedule = self._schedules.get(layer.device)
-            if schedule is not None and (schedule.active or reader.fetched):
-                self._after(reader)
+            if self._schedules:
+                self._advance(reader)
+            if options is not None:
+                reader.repeat = Repeat.of(reader, length, query, params, options, repeats)
         return out if out.dtype is dtype else out.to(dtype)
 
     def densify(
@@ -398,10 +405,16 @@ class Forward:
         layer = reader.layer
         if self.closed:
             self.check_open()
-        if layer.epoch != epoch or self._held.readers.get(layer.index) is not reader or length > layer.length:
+        if layer.epoch != epoch or self.readers.get(layer.index) is not reader or length > layer.length:
             raise StaleViewError(
                 f"A view of layer {layer.index} is read after the cache dropped or reordered tokens. Take a new one."
             )
+
+    def _advance(self, reader: LayerReader) -> None:
+        """A layer was attended to: do what its schedule has for that, if anything."""
+        schedule = self._schedules.get(reader.device)
+        if schedule is not None and (schedule.active or reader.fetched):
+            self._after(reader)
 
     def _after(self, reader: LayerReader) -> None:
         schedule = self._schedules.get(reader.device)

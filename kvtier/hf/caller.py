@@ -43,6 +43,7 @@ class Caller:
         check_alone: raises where another thread is using the cache; set by the cache.
         places: where the threads are that use it.
         at: index of the layer that was updated last; a forward begins at one that is not behind it.
+        takes_views: whether the model of the last forward takes views of every layer; else see `reads_dense`.
         latents: widths of latents in which the model caches KV (multi-head latent attention). It expands them itself
             between `update` and attention.
     """
@@ -59,6 +60,7 @@ class Caller:
         self._config: PretrainedConfig | None = None
         self._crossed: bool | None = None
         self._needs_tensors = False
+        self.takes_views = False
         self.latents: frozenset[int] = frozenset()
         self.at = self._state_at = sys.maxsize
         self._follow(given)
@@ -74,7 +76,7 @@ class Caller:
         return self._config is not None and needs_tensors(_implementation(self._config))
 
     def reads_dense(self, layout: BlockLayout) -> bool:
-        """Whether the model reads all of a layer's KV itself, so that tensors are made at once. Cheap."""
+        """Whether the model reads all of a layer's KV itself, so that tensors are made at once."""
         if not self.latents or self._needs_tensors:
             return self._needs_tensors
         return layout.k_heads == 1 and not self.latents.isdisjoint((layout.k_dim, layout.v_dim))
@@ -105,6 +107,7 @@ class Caller:
                 self._check_model(config)
             self._follow(config)
         self._needs_tensors = self.needs_tensors
+        self.takes_views = not (self._needs_tensors or self.latents)
 
     def read_state(self, layer: int) -> None:
         """A layer's recurrent state is asked for, perhaps before anything else of a forward. Raises as `meet`."""

@@ -161,7 +161,7 @@ class TieredLayer(DynamicLayer):
             key_states, value_states = in_one_dtype(key_states, value_states)
             return key_states.contiguous(), value_states.contiguous()
         kv = reader.layer
-        if caller.reads_dense(kv.layout):
+        if not caller.takes_views and caller.reads_dense(kv.layout):
             return forward.densify(reader, kv.length, kv.epoch, None)
         return Snapshot(forward, reader).views()
 

@@ -14,9 +14,16 @@ from kvtier.attention.dispatch import repeat
 from kvtier.attention.reader import LayerReader
 from kvtier.errors import UnsupportedError
 from kvtier.forward.forward import Forward
+from kvtier.memory.block import Pools
 
 _SDPA = F.scaled_dot_product_attention
 _SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+#: Part, repeats and form of a view, as of `KVView`.
+_What = tuple[int, int, int]
+_KEYS: _What = (0, 1, 0)
+_VALUES: _What = (1, 1, 0)
 
 
 class Snapshot:
@@ -46,12 +53,17 @@ class Snapshot:
 
     def views(self) -> tuple[KVView, KVView]:
         """A view of the keys and one of the values."""
-        layer = self.reader.layer
-        layout, batch, length = layer.layout, layer.batch, self.length
-        return (
-            _view(self, 0, (batch, layout.k_heads, length, layout.k_dim), layout.dtype, 1, 0),
-            _view(self, 1, (batch, layout.v_heads, length, layout.v_dim), layout.dtype, 1, 0),
-        )
+        layer, forward = self.reader.layer, self.forward
+        pools, rows, length = layer.blocks.pools, layer.rows, self.length
+        blanks: _Blanks | None = forward.blanks
+        if blanks is None or blanks.length != length or blanks.pools is not pools or blanks.batch != len(rows):
+            blanks = forward.blanks = _Blanks(pools, len(rows), length)
+        # Written out, as it runs once per layer and token.
+        keys: KVView = blanks.keys.as_subclass(KVView)
+        keys.snapshot, keys._size, keys._what = self, blanks.keys_size, _KEYS
+        values: KVView = blanks.values.as_subclass(KVView)
+        values.snapshot, values._size, values._what = self, blanks.values_size, _VALUES
+        return keys, values
 
 
 class KVView(torch.Tensor):
@@ -70,19 +82,32 @@ class KVView(torch.Tensor):
             expanded.
     """
 
-    __slots__ = ("_size", "form", "part", "repeats", "snapshot")
+    __slots__ = ("_size", "_what", "snapshot")
 
     snapshot: Snapshot
-    part: int
-    repeats: int
-    form: int
     _size: torch.Size
+    _what: _What
 
     def __new__(cls, *args: Any, **kwargs: Any) -> KVView:
         """Not for callers: `TieredKVCache.update` and `cache.layers[i].keys` make views."""
         raise TypeError("TieredKVCache makes views; they have no constructor.")
 
     # What models ask most is answered without torch's dispatcher, which takes some microseconds.
+
+    @property
+    def part(self) -> int:
+        """0 for keys, 1 for values."""
+        return self._what[0]
+
+    @property
+    def repeats(self) -> int:
+        """Query heads that each KV head stands for."""
+        return self._what[1]
+
+    @property
+    def form(self) -> int:
+        """Which step of `repeat_kv` the view is at."""
+        return self._what[2]
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -191,17 +216,25 @@ def _view(snapshot: Snapshot, part: int, shape: tuple[int, ...], dtype: torch.dt
     blank, size = _blank(shape, dtype)
     # Half the cost of `_make_wrapper_subclass`: what is done once for a blank is not done for each view.
     view: KVView = blank.as_subclass(KVView)
-    view.snapshot = snapshot
-    view.part = part
-    view.repeats = repeats
-    view.form = form
-    view._size = size
+    view.snapshot, view._size, view._what = snapshot, size, (part, repeats, form)
     return view
 
 
 def _derived(view: KVView, shape: tuple[int, ...], repeats: int, form: int) -> KVView:
     """A view of what `view` shows, in another shape."""
     return _view(view.snapshot, view.part, shape, view.dtype, repeats, form)
+
+
+class _Blanks:
+    """What is behind the views of all layers of one layout in one step."""
+
+    __slots__ = ("batch", "keys", "keys_size", "length", "pools", "values", "values_size")
+
+    def __init__(self, pools: Pools, batch: int, length: int) -> None:
+        layout = pools.layout
+        self.pools, self.batch, self.length = pools, batch, length
+        self.keys, self.keys_size = _blank((batch, layout.k_heads, length, layout.k_dim), layout.dtype)
+        self.values, self.values_size = _blank((batch, layout.v_heads, length, layout.v_dim), layout.dtype)
 
 
 # All layers of a model show the same few shapes in one step.
@@ -232,20 +265,21 @@ def _attention(args: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor:
         type(key) is KVView
         and type(value) is KVView
         and key.snapshot is value.snapshot
-        and key.part == 0
-        and value.part == 1
-        and key.form == 0
-        and value.form == 0
-        and key.repeats == value.repeats
+        and ((key._what is _KEYS and value._what is _VALUES) or _are_pair(key._what, value._what))
         and key.snapshot._dense is None
         and type(query) is not KVView
         and type(options.get("attn_mask")) is not KVView
     )
     if pair:
         at = key.snapshot
-        return at.forward.attend(at.reader, at.length, at.epoch, query, None, options, key.repeats)
+        return at.forward.attend(at.reader, at.length, at.epoch, query, None, options, key._what[1])
     (query, key, value), options = _dense_arguments("scaled_dot_product_attention", (query, key, value), options)
     return _SDPA(query, key, value, **options)
+
+
+def _are_pair(keys: _What, values: _What) -> bool:
+    """Whether these are whole keys and values, repeated as often."""
+    return keys[0] == 0 and values[0] == 1 and keys[1] == values[1] and keys[2] == values[2] == 0
 
 
 def _on_dense(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -189,7 +189,9 @@ class Adaptive(Policy):
     # Probing
 
     def _may_probe(self, known: _Cache, groups: Sequence[Group]) -> bool:
-        return known.step >= known.next_probe and known.choice in known.seen and any(x.host_attention for x, _ in groups)
+        return (
+            known.step >= known.next_probe and known.choice in known.seen and any(x.host_attention for x, _ in groups)
+        )
 
     def _probe(self, known: _Cache, groups: Sequence[Group]) -> tuple[int, str]:
         """A choice next to the present one, on either side in turn, unless it is known or predicted to be bad."""
@@ -215,7 +217,11 @@ class Adaptive(Policy):
 
     def _as_planned(self, known: _Cache, state: StepState) -> StepPlan:
         """The choice as a plan for these layers; the last one again where nothing has changed."""
-        key = (known.choice, state.free_bytes, [(x.spilled, x.fetched, x.resident, x.host_attention) for x in state.layers])
+        key = (
+            known.choice,
+            state.free_bytes,
+            [(x.spilled, x.fetched, x.resident, x.host_attention) for x in state.layers],
+        )
         if known.plan is None or known.planned_for != key:
             known.planned_for = key
             known.plan = self._plan_of(known, state)
@@ -240,7 +246,9 @@ class Adaptive(Policy):
 
     def decisions(self, cache: int, device: str | None = None) -> list[Decision]:
         """The last decisions about a cache, the latest last."""
-        found = [x for (c, d), known in self._caches.items() if c == cache and device in (None, d) for x in known.decisions]
+        found = [
+            x for (c, d), known in self._caches.items() if c == cache and device in (None, d) for x in known.decisions
+        ]
         return sorted(found, key=lambda x: x.step)
 
     def model(self, cache: int) -> CostModel | None:

@@ -174,7 +174,9 @@ class CostModel:
                 changed[name] = median.value
         jumped = False
         if changed:
-            jumped = any(abs(value - getattr(rates, name)) > JUMP * getattr(rates, name) for name, value in changed.items())
+            jumped = any(
+                abs(value - getattr(rates, name)) > JUMP * getattr(rates, name) for name, value in changed.items()
+            )
             self.rates = replace(rates, **changed)  # type: ignore[arg-type]
         if prediction is not None and record.seconds > 0 and part > 0:
             if self._base.value is not None:

@@ -86,15 +86,11 @@ class LayerKV:
 
     # Append
 
-    def is_token(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether these are one more token for every row, in the layer's own shape, dtype and device. Fast."""
+    def _is_token(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these are one more token for every row, in the layer's own shape, dtype and device."""
         shapes, device = self._token_shapes, self.device
-        if device.kind == "cpu":
-            here = keys.is_cpu and values.is_cpu
-        else:
-            here = keys.device == values.device == device.device
         return (
-            here
+            keys.device == values.device == device.device
             and keys.dtype is values.dtype is self.layout.dtype
             and keys.shape == shapes[0]
             and values.shape == shapes[1]
@@ -124,7 +120,7 @@ class LayerKV:
         """Add one token to every row where that takes no new slot: the steady state of decoding.
 
         Returns:
-            False, and nothing done, if it does.
+            False, and nothing done, if it does, or if these are not one token for every row.
         """
         offset = self.length % self.layout.block_size
         tails = self._tails
@@ -134,7 +130,10 @@ class LayerKV:
             tails = self._tails = writing.TailWriter.of(self.device, self.blocks, self.tables, self._prepared)
             if tails is None:
                 return False
-        tails.write(keys, values, offset)
+        if not tails.repeat(keys, values, offset):
+            if not self._is_token(keys, values):
+                return False
+            tails.write(keys, values, offset)
         self.length += 1
         for table in self.tables:
             table.length += 1

@@ -192,7 +192,10 @@ class TailWriter:
         version: of the set, when this was made.
     """
 
-    __slots__ = ("_addresses", "_blocks", "_keys", "_layout", "_native", "_prepared", "_slots", "_values", "version")
+    __slots__ = (
+        *("_addresses", "_blocks", "_keys", "_layout", "_like", "_native", "_prepared", "_slots", "_values"),
+        "version",
+    )
 
     def __init__(
         self, device: ComputeDevice, blocks: BlockSet, runs: Sequence[Run], prepared: copies.PreparedAppend
@@ -203,6 +206,7 @@ class TailWriter:
         self._slots: torch.Tensor | None = None
         self._addresses: torch.Tensor | None = None
         self._native: native.Appender | None = None
+        self._like: native.TokenWriter | None = None
         self._prepared = prepared
         slots = [run.home for run in runs]
         self._blocks = [pool.address(slot) for slot in slots]
@@ -245,12 +249,18 @@ class TailWriter:
                 return None
         return cls(device, blocks, runs, prepared)
 
+    def repeat(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> bool:
+        """`write` tokens like the last ones, as quickly as can be. False, and nothing done, if they are not."""
+        like = self._like
+        return like is not None and like.write(keys, values, self._blocks, offset)
+
     def write(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> None:
         """Write a token of each row, `[rows, heads, 1, dim]`, as number `offset` of its block."""
         if self._native is not None:
             if keys.stride(3) != 1 or values.stride(3) != 1:
                 keys, values = keys.contiguous(), values.contiguous()
-            self._native.append_token(keys, values, self._blocks, offset)
+            self._like = self._native.token_writer(keys, values, len(self._blocks))
+            self._like.write(keys, values, self._blocks, offset)
         elif self._addresses is not None:
             self._prepared(keys, values, self._addresses, offset)
         elif self._slots is None:

@@ -332,7 +332,7 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
 
     def _patch_native(self, patch: pytest.MonkeyPatch) -> None:
         attend, submit, wait, in_torch = native.attend, native.Call.submit, native.Future.wait, fallback.attend
-        merge, append = native.merge, native.Appender.append_token
+        merge, append = native.merge, native.TokenWriter.write
         jobs: dict[int, list[Access]] = {}
 
         def merged(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor, *lse: Any) -> torch.Tensor:
@@ -343,8 +343,11 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
             return merge(parts, out, *lse)
 
         def appended(
-            appender: native.Appender, keys: torch.Tensor, values: torch.Tensor, blocks: Sequence[int], offset: int
-        ) -> None:
+            writer: native.TokenWriter, keys: torch.Tensor, values: torch.Tensor, blocks: Sequence[int], offset: int
+        ) -> bool:
+            if not append(writer, keys, values, blocks, offset):
+                return False
+            appender = writer.appender
             shape, size = appender.shape, appender.shape.dtype.itemsize
             written = []
             for heads, dim, start in (
@@ -355,9 +358,9 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
                     for head in range(heads):
                         first = block + start + (head * shape.block_size + offset) * dim * size
                         written.append((first, first + dim * size))
-            self.on_stream(self.compute, False, [*spans_of(keys), *spans_of(values)], "append_token")
-            self.on_stream(self.compute, True, written, "append_token")
-            append(appender, keys, values, blocks, offset)
+            self.on_stream(self.compute, False, [*spans_of(keys), *spans_of(values)], "TokenWriter.write")
+            self.on_stream(self.compute, True, written, "TokenWriter.write")
+            return True
 
         def attended(
             shape: native.Shape, query: torch.Tensor, blocks: native.Sequences, *args: Any, **options: Any
@@ -401,7 +404,7 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
 
         patch.setattr(native, "attend", attended)
         patch.setattr(native, "merge", merged)
-        patch.setattr(native.Appender, "append_token", appended)
+        patch.setattr(native.TokenWriter, "write", appended)
         patch.setattr(native.Call, "submit", submitted)
         patch.setattr(native.Future, "wait", waited)
         patch.setattr(fallback, "attend", on_host)

@@ -1,0 +1,120 @@
+"""`Repeat`: a decode step's attention call that is like the layer's last one, in as little Python as there can be.
+
+Between two calls of a layer a model reads all of its weights, so nothing that Python needs is in a processor's cache:
+what counts is how many functions and objects a call touches. What was found out for the last call holds for this one,
+as long as nothing that it depends on has changed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from kvtier.attention.reader import LayerReader
+from kvtier.cpu import native
+from kvtier.kernels.params import AttentionParams
+
+
+class Repeat:
+    """A call of `split.attend` over blocks that the CPU reads, to be made again. One thread at a time.
+
+    Args:
+        reader: of the layer.
+        call: of the native library, at rest; nobody else repeats it.
+        host_blocks, device_blocks: blocks that it reads.
+        query: of the call.
+        options: of `scaled_dot_product_attention`, as they were given.
+        repeats: as they were given.
+    """
+
+    __slots__ = (
+        *("_attend", "_blocks", "_call", "_counters", "_device_blocks", "_dtype", "_host_blocks", "_layer", "_memory"),
+        *("_options", "_problem", "_reference", "_repeats", "_rows_version", "_sequences", "_shape", "_strides"),
+        "_version",
+    )
+
+    def __init__(
+        self,
+        reader: LayerReader,
+        call: native.Call,
+        host_blocks: int,
+        device_blocks: int,
+        query: torch.Tensor,
+        options: dict[str, Any],
+        repeats: int,
+    ) -> None:
+        layer = reader.layer
+        self._counters, self._memory = reader.counters, reader.memory
+        self._layer, self._rows_version = layer, layer.shape_version
+        self._blocks, self._version = layer.blocks, layer.blocks.version
+        self._host_blocks, self._device_blocks = host_blocks, device_blocks
+        self._shape, self._strides, self._dtype = query.shape, query.stride(), query.dtype
+        self._options, self._repeats = options, repeats
+        self._call, self._sequences = call, call.sequences
+        self._attend, self._reference, self._problem = call.function, call.reference, call.problem
+
+    @staticmethod
+    def of(
+        reader: LayerReader,
+        length: int,
+        query: torch.Tensor,
+        params: AttentionParams | None,
+        options: dict[str, Any],
+        repeats: int,
+    ) -> Repeat | None:
+        """What repeats the call that was just made; None if it cannot be known to be the same next time."""
+        layer = reader.layer
+        if (
+            params is None
+            or not params.plain
+            or not (reader.in_one_memory and reader.memory.private)
+            or layer.carries_graph
+            or query.requires_grad
+            or torch.is_autocast_enabled("cpu")
+        ):
+            return None
+        with reader.memory.lock:
+            partition = reader.partition(length)
+            if partition.incoming:
+                return None
+            sequences = partition.whole().sequences()
+        call = sequences.take(query, params)
+        if call is None:
+            return None
+        return Repeat(reader, call, partition.host.blocks, partition.device.blocks, query, options, repeats)
+
+    def __call__(self, query: torch.Tensor, length: int, options: dict[str, Any], repeats: int) -> torch.Tensor | None:
+        """The attention of `query` over the first `length` tokens; None if this is another call."""
+        blocks = self._blocks
+        if not (
+            blocks.version == self._version
+            and self._layer.shape_version == self._rows_version
+            and query.shape == self._shape
+            and query.stride() == self._strides
+            and query.dtype is self._dtype
+            and query.is_cpu
+            and not query.requires_grad
+            and repeats == self._repeats
+            and options == self._options
+            and not torch.is_autocast_enabled("cpu")
+        ):
+            return None
+        began, counters, problem = time.perf_counter(), self._counters, self._problem
+        blocks.last_used = self._memory.clock
+        out = self._call.new_out(query)
+        problem.query = query.data_ptr()
+        problem.out = out.data_ptr()
+        self._sequences.set_length(length)
+        error = self._attend(self._reference, torch.get_num_threads())
+        if error:
+            native.check(error)
+        counters.views_attended += 1
+        host = self._host_blocks
+        if host:
+            counters.host_attended += 1
+            counters.host_blocks += host
+            counters.host_seconds += (time.perf_counter() - began) * host / (host + self._device_blocks)
+        counters.block_hits += self._device_blocks
+        return out

@@ -1,0 +1,234 @@
+"""A decode call that is like the last one is repeated; one that differs in anything is not taken for it."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvtier import TieredKVCache
+from kvtier.attention.repeat import Repeat
+from kvtier.cpu import native
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="only the native library's calls are repeated")
+
+ROWS, HEADS, DIM, BLOCK = 2, 2, 8, 4
+
+
+class Layer:
+    """One layer of a cache beside the tensors that it should hold."""
+
+    def __init__(self, tokens: int = 9, **options: Any) -> None:
+        self.random = torch.Generator().manual_seed(1)
+        self.cache = TieredKVCache(block_size=BLOCK, **options)
+        self.keys = self.values = torch.empty(ROWS, HEADS, 0, DIM)
+        self.append(tokens)
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.random)
+
+    def append(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.draw(ROWS, HEADS, tokens, DIM), self.draw(ROWS, HEADS, tokens, DIM)
+        self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+        return self.cache.update(keys, values, 0)
+
+    def query(self, heads: int = HEADS, queries: int = 1) -> torch.Tensor:
+        return self.draw(ROWS, heads, queries, DIM)
+
+    def step(self, views: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor, **options: Any) -> None:
+        """Attention over views is that over what the layer holds, as far as they show it."""
+        n = views[0].shape[2]
+        want = F.scaled_dot_product_attention(query, self.keys[:, :, :n], self.values[:, :, :n], **options)
+        got = F.scaled_dot_product_attention(query, *views, **options)
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want)
+
+    def decode(self, steps: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+        """Steps like each other, the last of which can be repeated. Returns the views of one more."""
+        for _ in range(steps):
+            self.step(self.append(1), self.query())
+        return self.append(1)
+
+    @property
+    def attended(self) -> int:
+        return self.cache.stats.views_attended
+
+
+def repeated(layer: Layer, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether an attention call was answered by the one before."""
+    answers: list[bool] = []
+    call = Repeat.__call__
+
+    def watched(self: Repeat, *args: Any) -> torch.Tensor | None:
+        out = call(self, *args)
+        answers.append(out is not None)
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Repeat, "__call__", watched)
+        act()
+    return any(answers)
+
+
+def test_a_step_like_the_last_one_is_repeated_and_counted_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer()
+    for number in range(1, 40):
+        views, query = layer.append(1), layer.query()
+        known = repeated(layer, lambda v=views, q=query: layer.step(v, q), monkeypatch)
+        # A block that is full, or a new one, makes it another call.
+        assert known == (number > 1 and (9 + number) % BLOCK > 1)
+        stats = layer.cache.stats
+        assert stats.views_attended == stats.host_attended == number
+        assert stats.host_blocks == sum(ROWS * -(-(9 + i) // BLOCK) for i in range(1, number + 1))
+        assert stats.host_seconds > 0
+
+
+def test_a_split_layer_is_repeated_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(40, device_budget=4 * ROWS * BLOCK * HEADS * DIM * 8)
+    layer.decode(2)
+    residency = layer.cache.residency().layers[0]
+    assert 0 < residency.device_blocks < 11 * ROWS
+    views, query = layer.append(1), layer.query()
+    before = layer.cache.stats
+    layer.step(views, query)
+    after = layer.cache.stats
+    assert after.block_hits > before.block_hits
+    assert after.host_blocks > before.host_blocks
+
+
+def shorter(layer: Layer) -> None:
+    old = layer.cache.layers[0].keys, layer.cache.layers[0].values
+    for _ in range(6):
+        layer.step(layer.append(1), layer.query())
+    layer.step(old, layer.query())  # type: ignore[arg-type]
+
+
+def moved(layer: Layer) -> None:
+    views = layer.append(1)
+    layer.step(views, layer.query())
+    memory, blocks = layer.cache._forward.memory, layer.cache._forward.readers[0].layer.blocks
+    with memory.lock:
+        pool = blocks.pools.device
+        assert pool is not None
+        there = [(run.device, run.count) for run in blocks.runs if run.sealed and run.device is not None]
+        memory.devices[0].evict(blocks.pools, 2)
+        kept = {
+            slot for run in blocks.runs if run.device is not None for slot in range(run.device, run.device + run.count)
+        }
+        for slot in (slot for first, count in there if first is not None for slot in range(first, first + count)):
+            if slot not in kept:
+                pool.bytes(slot, 1).fill_(255)  # as whoever takes it next
+    layer.step(views, layer.query())
+
+
+def reordered(layer: Layer) -> None:
+    layer.cache.reorder_cache(torch.tensor([1, 0]))
+    layer.keys, layer.values = layer.keys.flip(0), layer.values.flip(0)
+    layer.step((layer.cache.layers[0].keys, layer.cache.layers[0].values), layer.query())  # type: ignore[arg-type]
+
+
+def more_heads(layer: Layer) -> None:
+    query = layer.query(2 * HEADS)
+    keys, values = layer.append(1)
+    want = F.scaled_dot_product_attention(query, layer.keys, layer.values, enable_gqa=True)
+    got = F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+    torch.testing.assert_close(got, want)
+
+
+def more_queries(layer: Layer) -> None:
+    # With the strides of one query.
+    query = layer.draw(64).as_strided((ROWS, HEADS, 2, DIM), (HEADS * DIM, DIM, DIM, 1))
+    layer.step(layer.append(1), query)
+
+
+def other_strides(layer: Layer) -> None:
+    query = layer.draw(ROWS, 1, HEADS, 2 * DIM)[..., ::2].transpose(1, 2)
+    layer.step(layer.append(1), query)
+
+
+def wide_rows(layer: Layer) -> None:
+    query = layer.draw(ROWS, 3 * HEADS, 1, DIM)[:, HEADS : 2 * HEADS]
+    layer.step(layer.append(1), query)
+
+
+def other_scale(layer: Layer) -> None:
+    layer.step(layer.append(1), layer.query(), scale=0.7)
+
+
+def masked(layer: Layer) -> None:
+    keys, values = layer.append(1)
+    layer.step((keys, values), layer.query(), attn_mask=None)
+    mask = torch.arange(keys.shape[2]) > 4
+    layer.step((keys, values), layer.query(), attn_mask=mask[None, None, None].expand(ROWS, 1, 1, -1))
+
+
+def with_gradient(layer: Layer) -> None:
+    query = layer.query().requires_grad_()
+    views = layer.append(1)
+    got = F.scaled_dot_product_attention(query, *views)
+    assert got.requires_grad
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(query, layer.keys, layer.values))
+
+
+def under_autocast(layer: Layer) -> None:
+    views = layer.append(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.scaled_dot_product_attention(layer.query(), *views).dtype == torch.bfloat16
+
+
+def of_a_graph(layer: Layer) -> None:
+    keys = layer.draw(ROWS, HEADS, 1, DIM).requires_grad_()
+    values = layer.draw(ROWS, HEADS, 1, DIM)
+    with torch.enable_grad():
+        views = layer.cache.update(keys, values, 0)
+        assert F.scaled_dot_product_attention(layer.query(), *views).requires_grad
+
+
+CHANGES: dict[str, tuple[Callable[[Layer], None], str, str]] = {
+    "shorter": (shorter, "", ""),
+    "moved": (moved, "blocks.version == self._version", "True"),
+    "reordered": (reordered, "self._layer.shape_version == self._rows_version", "True"),
+    "more heads": (more_heads, "", ""),
+    "more queries": (more_queries, "query.shape == self._shape", "True"),
+    "other strides": (other_strides, "query.stride() == self._strides", "True"),
+    "wide rows": (wide_rows, "query.stride() == self._strides", "True"),
+    "other scale": (other_scale, "options == self._options", "True"),
+    "masked": (masked, "options == self._options", "True"),
+    "with a gradient": (with_gradient, "not query.requires_grad", "True"),
+    "under autocast": (under_autocast, 'not torch.is_autocast_enabled("cpu")', "True"),
+    "of a graph": (of_a_graph, "", ""),
+}
+
+
+def start() -> Layer:
+    layer = Layer(20, device_budget=16 * ROWS * BLOCK * HEADS * DIM * 8)
+    layer.decode(1)
+    return layer
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_is_another_call(change: str) -> None:
+    with torch.no_grad() if change != "with a gradient" else torch.enable_grad():
+        layer = start()
+        CHANGES[change][0](layer)
+        layer.cache.check_integrity()
+
+
+@pytest.mark.parametrize("change", [name for name, (_, condition, _) in CHANGES.items() if condition])
+def test_each_condition_is_needed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    act, condition, instead = CHANGES[change]
+    source = textwrap.dedent(inspect.getsource(Repeat.__call__))
+    assert condition in source, "the condition is no longer there: renew this test"
+    names: dict[str, Any] = {}
+    code = "from __future__ import annotations\n" + source.replace(condition, instead)
+    exec(compile(code, "<without a condition>", "exec"), Repeat.__call__.__globals__, names)
+    monkeypatch.setattr(Repeat, "__call__", names["__call__"])
+    with torch.no_grad() if change != "with a gradient" else torch.enable_grad():
+        layer = start()
+        with pytest.raises(Exception):  # noqa: B017, PT011 - whatever notices
+            act(layer)
