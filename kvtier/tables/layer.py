@@ -232,7 +232,6 @@ class LayerKV:
     def _drop(self, tables: Sequence[BlockTable]) -> None:
         for table in tables:
             table.clear(self.device.free)
-        self.shape_version += 1
 
     # For tests
 

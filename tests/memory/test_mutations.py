@@ -184,7 +184,7 @@ THREADS: dict[str, Mutation] = {
     ),
     "slots are not held for readers": gone(Readers, "fence"),
     "a fence does not ask whether readers have ended": edit(
-        ReadFence, "passed", "all(reading.over for reading in self._readings)", "True"
+        ReadFence, "_over", "all(reading.over for reading in self._readings)", "True"
     ),
     "an eviction holds no slots": edit(residency, "evict", "run.count, fence)", "run.count)"),
     "a host copy that is dropped holds no slots": edit(

@@ -16,16 +16,18 @@ from stepped import Turns
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from kvtier import BudgetError, Policy, TieredKVCache, TieredMemory, TransferError
+from kvtier import BudgetError, Policy, StaleViewError, TieredKVCache, TieredMemory, TransferError
 from kvtier.memory import residency
 from kvtier.memory.block import BlockSet, State
 from kvtier.memory.device import ComputeDevice
+from kvtier.memory.slabs import POISON
 from kvtier.memory.tiered import EngineFactory, default_engine
 from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.step import LayerPlan, StepPlan, StepState
-from kvtier.testing import failing, held, with_doubles
+from kvtier.testing import failing, with_doubles
+from kvtier.transfer.copies import Copy
 from kvtier.transfer.doubles import HeldTransfers
-from kvtier.transfer.engine import Event
+from kvtier.transfer.engine import Event, Transfer
 
 CPU = torch.device("cpu")
 #: Tokens at which a cache is cropped, so that walks stay fast.
@@ -49,7 +51,49 @@ class LateMark(Event):
         self._passed = True
 
 
-class Asynchronous(HeldTransfers):
+class Watched(HeldTransfers):
+    """Raises where somebody changes what a copy of blocks reads before its end is known, or what it writes before it
+    came: on a stream it may run at any time until then. What ran settles at some later poll, not always at the next."""
+
+    def poll(self) -> None:
+        """Run some, or none; settle some of what ran."""
+        self._run_some()
+        for transfer in list(self._ran):
+            if self._random.random() < 0.5 and not any(earlier.pending for earlier in transfer.after):
+                self._synchronize(transfer)
+
+    def _start(self, transfer: Transfer, behind: Sequence[Event] | None) -> None:
+        read = [copy.source.bytes() for copy in transfer.copies if isinstance(copy, Copy)]
+        transfer.ticket = [(x, x.clone()) for x in read]
+        super()._start(transfer, behind)
+
+    def _run(self, transfer: Transfer) -> None:
+        if transfer in self._pending:
+            for earlier in transfer.after:
+                self._run(earlier)
+            self._check_source(transfer)
+            written = [copy.destination() for copy in transfer.copies if isinstance(copy, Copy)]
+            assert all((x == POISON).all() for x in written), "somebody has written where a copy was to write"
+        super()._run(transfer)
+
+    def _synchronize(self, transfer: Transfer) -> None:
+        self._run(transfer)
+        if transfer in self._ran:
+            for earlier in list(transfer.after):
+                self._synchronize(earlier)
+            self._check_source(transfer)
+        super()._synchronize(transfer)
+
+    def _settle_all(self) -> None:
+        while self._ran:
+            self._synchronize(self._ran[0])
+
+    @staticmethod
+    def _check_source(transfer: Transfer) -> None:
+        assert all(torch.equal(*each) for each in transfer.ticket), "what a copy reads has changed before its end"
+
+
+class Asynchronous(Watched):
     """As a CUDA device seems to the CPU, though it computes at once."""
 
     asynchronous = True
@@ -62,9 +106,9 @@ class Asynchronous(HeldTransfers):
 #: Makes the engine of a walk from its seed.
 ENGINES: dict[str, Callable[[int], EngineFactory]] = {
     "inline": lambda seed: default_engine,
-    "held": lambda seed: held(seed, 0.0),
-    "held, any order": lambda seed: held(seed, 0.3),
-    "late": lambda seed: held(seed, 0.2, late=True),
+    "held": lambda seed: lambda device: Watched(device, seed, 0.0),
+    "held, any order": lambda seed: lambda device: Watched(device, seed, 0.3),
+    "late": lambda seed: lambda device: Watched(device, seed, 0.2, late=True),
     "asynchronous": lambda seed: lambda device: Asynchronous(device, seed, 0.2, late=True),
     "failing": lambda seed: failing(0.1, seed),
 }
@@ -202,10 +246,13 @@ class Walk:
             self.members.append(Member(self, self.memory))
 
     def tokens(self, form: Form, batch: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """New keys and values for every layer; often with rows that are equal, wholly or at their beginning."""
+        """New keys and values for every layer; often with rows that are equal, wholly or at their beginning, and now and
+        then in later layers less than in the first."""
         found = []
         alike, part = self.random.random() < 0.5, self.random.randint(0, count)
-        for _ in range(form.layers):
+        for i in range(form.layers):
+            if i and self.random.random() < 0.1:
+                part = self.random.randint(0, part)
             k, v = (self.draw(batch, form.heads, count, dim) for dim in (form.k_dim, form.v_dim))
             for row in range(1, batch if alike else 0):
                 k[row, :, :part], v[row, :, :part] = k[row - 1, :, :part], v[row - 1, :, :part]
@@ -350,7 +397,7 @@ class Member:
 
     def operation(self) -> Callable[[], Iterator[None]]:
         """Any operation."""
-        anywhere = {self.forward: 10.0, self.reset: 0.3, self.renew: 0.3, self.drop: 0.2}
+        anywhere = {self.forward: 9.0, self.decode: 1.5, self.reset: 0.3, self.renew: 0.3, self.drop: 0.2}
         if not self.length:
             return self.choose(anywhere)
         held = {
@@ -371,10 +418,17 @@ class Member:
 
     # Forwards
 
-    def forward(self) -> Iterator[None]:
-        """New tokens for every layer, which are read as attention reads them."""
+    def decode(self) -> Iterator[None]:
+        """One token after the other; some are taken back, as by speculative decoding."""
+        for _ in range(self.random.randint(2, 5)):
+            yield from self.forward(1)
+            if self.length and self.random.random() < 0.3:
+                self.crop_to(self.length - self.random.randint(0, min(self.length, 7)))
+
+    def forward(self, count: int = 0) -> Iterator[None]:
+        """New tokens for every layer, which are read as attention reads them; 0: any number."""
         size = self.form.block_size
-        count = self.random.choice((1, 1, 1, 1, 2, size, size + 1, 9, 20))
+        count = count or self.random.choice((1, 1, 1, 1, 2, size, size + 1, 9, 20))
         new = self.walk.tokens(self.form, self.batch or self.random.randint(1, 4), count)
         try:
             for i, (k, v) in enumerate(new):
@@ -468,7 +522,8 @@ class Member:
             yield from self.forward()  # other tokens in their place
 
     def crop_to(self, length: int) -> None:
-        self.cache.crop(length - self.length)
+        with self.old_views(gone=length < self.length):
+            self.cache.crop(length - self.length)
         self.change(lambda x: x[:, :, :length])
         if not length:
             # A cache whose layers are all empty may be given other rows.
@@ -477,23 +532,38 @@ class Member:
     def reorder(self) -> Iterator[None]:
         """As beam search does."""
         rows = torch.tensor([self.random.randrange(self.batch) for _ in range(self.batch)])
-        self.cache.reorder_cache(rows)
+        with self.old_views(gone=rows.tolist() != list(range(self.batch))):
+            self.cache.reorder_cache(rows)
         self.change(lambda x: x[rows])
         yield from ()
 
     def select(self) -> Iterator[None]:
         """Keep some rows, in any order."""
         rows = torch.tensor(self.random.sample(range(self.batch), self.random.randint(1, self.batch)))
-        self.cache.batch_select_indices(rows)
+        with self.old_views(gone=rows.tolist() != list(range(self.batch))):
+            self.cache.batch_select_indices(rows)
         self.change(lambda x: x[rows])
         yield from ()
 
     def repeat(self) -> Iterator[None]:
         """Several sequences continue each row."""
         if self.batch <= 2:
-            self.cache.batch_repeat_interleave(2)
+            with self.old_views():
+                self.cache.batch_repeat_interleave(2)
             self.change(lambda x: x.repeat_interleave(2, 0))
         yield from ()
+
+    @contextlib.contextmanager
+    def old_views(self, *, gone: bool = True) -> Iterator[None]:
+        """What changes rows or drops tokens: views of before refuse to show what came after."""
+        views = [layer.keys for layer in self.cache.layers] if gone and self.length else []
+        yield
+        for view in views:
+            try:
+                view.dense()
+            except StaleViewError:
+                continue
+            raise AssertionError("a view shows what was dropped or reordered")
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let the dense model follow."""
@@ -503,7 +573,8 @@ class Member:
 
     def reset(self) -> Iterator[None]:
         """Empty the cache."""
-        self.cache.reset()
+        with self.old_views():
+            self.cache.reset()
         self.dense = []
         yield from ()
 
