@@ -51,12 +51,10 @@ def claim(
         else:
             mine = groups
             if layer is not first:
-                alike = len(layer.rows) in (0, batch)
-                mine = (
-                    sharing.same_groups(layer.rows if layer.length else (), groups)
-                    if alike
-                    else (sharing.likely_groups(layer.rows, tokens))
-                )
+                # An empty layer takes any rows, whatever it had before it was cropped.
+                rows = layer.rows if layer.length else ()
+                alike = len(rows) in (0, batch)
+                mine = sharing.same_groups(rows, groups) if alike else sharing.likely_groups(rows, tokens)
             coming = _coming(mine, tokens, later, size)
             length = layer.length + tokens + later
             open_then = _open(mine, batch, length, later, size)

@@ -173,7 +173,8 @@ class Forward:
             return
         layer.device.poll()
         groups, self._alike = layer.group(keys, values, self._alike)
-        if layer.device not in self._admitted or self._differs(groups):
+        differs = self._differs(groups)  # asked in every layer: the next one is compared with this one
+        if differs or layer.device not in self._admitted:
             self._admit(layer, groups, tokens)
             self._plan(layer.device, tokens)
         layer.append(keys, values, groups)

@@ -521,10 +521,14 @@ class ComputeDevice:
             while True:
                 missing = nbytes - reclaim.free_bytes(pools)
                 if missing > 0:
-                    if (
-                        not any(self.evict(x, -(-missing // x.layout.nbytes), keep) for x in self._pools.values())
-                        and not self._cancel()
-                    ):
+                    try:
+                        left = any(self.evict(x, -(-missing // x.layout.nbytes), keep) for x in self._pools.values())
+                    except BudgetError:
+                        # The host is full too: what was fetched ahead must go before anything is refused.
+                        if not self._cancel():
+                            raise
+                        left = True
+                    if not left and not self._cancel():
                         return False
                     self._settle()
                 elif not self._readers.wait():  # while it waits, others may take what was free

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.memory.block import RESIDENT, BlockSet, Run, State
@@ -11,6 +12,7 @@ from kvtier.memory.buffers import Reclaimable
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.host import HostTier
 from kvtier.memory.pool import BlockPool
+from kvtier.memory.readers import Readers
 from kvtier.memory.slabs import SlabAllocator
 from kvtier.transfer.copies import Copy
 from kvtier.transfer.engine import Direction
@@ -22,8 +24,17 @@ _ON_DEVICE = frozenset((State.DEVICE, State.LEAVING, State.BOTH, State.ARRIVING)
 _ON_HOST = frozenset((State.LEAVING, State.BOTH, State.ARRIVING, State.HOST))
 
 
-def check(host: HostTier | None, devices: Sequence[ComputeDevice], owners: Sequence[Owner]) -> None:
-    """Raise AssertionError unless blocks, slots, sets, claims and bytes agree with each other."""
+def check(
+    host: HostTier | None, devices: Sequence[ComputeDevice], numbered: Mapping[int, Owner], readers: Readers
+) -> None:
+    """Raise AssertionError unless blocks, slots, sets, claims and bytes agree with each other.
+
+    This thread must not be in the midst of an attention call.
+    """
+    me = threading.get_ident()
+    assert all(reading.thread != me for reading in readers._active), "an attention call that has ended still reads"
+    assert all(number == owner.number for number, owner in numbered.items()), "an owner has another's number"
+    owners = list(numbered.values())
     if host is None:
         assert not devices
         return
@@ -53,7 +64,6 @@ def check(host: HostTier | None, devices: Sequence[ComputeDevice], owners: Seque
 
 def _check_owners(host: HostTier, devices: Sequence[ComputeDevice], owners: Sequence[Owner]) -> None:
     """Sets, workspaces and buffers are listed where they are looked for, once."""
-    assert all(number == owner.number for number, owner in zip(_numbers(owners), owners, strict=True))
     listed = sorted(id(x) for o in owners for x in o.sets)
     assert sorted(map(id, host.sets)) == sorted(id(x) for d in devices for x in d.sets), "sets are listed wrong"
     assert sorted(map(id, host.sets)) == listed, "sets without an owner"
@@ -67,12 +77,6 @@ def _check_owners(host: HostTier, devices: Sequence[ComputeDevice], owners: Sequ
             mine[id(host) if device.slabs is None else id(device)].append(space)
     for tier, listed_there in [(id(host), host.reclaimable), *((id(x), x.reclaimable) for x in devices)]:
         assert sorted(map(id, listed_there)) == sorted(map(id, mine[tier])), "what may be given back is listed wrong"
-
-
-def _numbers(owners: Sequence[Owner]) -> Iterable[int]:
-    numbers = [owner.number for owner in owners]
-    assert numbers == sorted(set(numbers)), "two owners have one number"
-    return numbers
 
 
 def _check_tier(

@@ -576,7 +576,7 @@ class TieredMemory:
             self.tidy()
             from kvtier.memory import integrity
 
-            integrity.check(self._host, list(self._devices.values()), list(self._owners.values()))
+            integrity.check(self._host, list(self._devices.values()), self._owners, self.readers)
 
 
 def _tier(slabs: list[SlabAllocator], pools: list[BlockPool], workspace: int, io_buffers: int = 0) -> TierStats:

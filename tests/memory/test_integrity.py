@@ -89,6 +89,12 @@ def more(name: str, by: int = 1) -> Callable[[Any], None]:
     return lambda x: setattr(x, name, getattr(x, name) + by)
 
 
+def locked(memory: TieredMemory, act: Callable[[], Any]) -> None:
+    """Act under its lock."""
+    with memory.lock:
+        act()
+
+
 #: By owner: what is wrong, where it is, and how it becomes wrong.
 WRONG: dict[str, tuple[Callable[[World], Any], Callable[[Any], None]]] = {
     # pools
@@ -159,6 +165,8 @@ WRONG: dict[str, tuple[Callable[[World], Any], Callable[[Any], None]]] = {
     "HostTier.sets": (lambda w: w.host.sets, lambda x: x.pop()),
     "Owner.sets": (lambda w: w.owner.sets, lambda x: x.pop()),
     "Owner.number": (lambda w: w.owner, more("number", 100)),
+    "Owner.number, of one that has no blocks": (lambda w: w.memory.join(), more("number", 100)),
+    "Readers._active": (lambda w: w, lambda w: locked(w.memory, w.memory.readers.begin)),
     "Owner.claims": (lambda w: w.owner.claims, lambda x: x.__setitem__(object(), Claim())),
     "Owner.workspaces": (lambda w: w.owner.workspaces, lambda x: x.clear()),
     "Owner.io_buffers": (lambda w: w.owner.io_buffers, lambda x: x.clear()),

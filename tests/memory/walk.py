@@ -251,7 +251,7 @@ class Walk:
         found = []
         alike, part = self.random.random() < 0.5, self.random.randint(0, count)
         for i in range(form.layers):
-            if i and self.random.random() < 0.1:
+            if i and self.random.random() < 0.2:
                 part = self.random.randint(0, part)
             k, v = (self.draw(batch, form.heads, count, dim) for dim in (form.k_dim, form.v_dim))
             for row in range(1, batch if alike else 0):
@@ -354,6 +354,7 @@ class Member:
 
     Attributes:
         dense: for each layer, keys `[batch, heads, tokens, k_dim]` and values `[..., v_dim]`.
+        old: views of what was dropped or reordered.
     """
 
     def __init__(self, walk: Walk, memory: TieredMemory | None, **options: Any) -> None:
@@ -363,6 +364,7 @@ class Member:
         self.form = Form.draw(walk.random)
         self.cache = self.form.cache(memory, **options)
         self.dense: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.old: list[Any] = []
         self.under_way: Iterator[None] | None = None
 
     @property
@@ -428,7 +430,7 @@ class Member:
     def forward(self, count: int = 0) -> Iterator[None]:
         """New tokens for every layer, which are read as attention reads them; 0: any number."""
         size = self.form.block_size
-        count = count or self.random.choice((1, 1, 1, 1, 2, size, size + 1, 9, 20))
+        count = count or self.random.choice((1, 1, 1, 1, 2, size, size + 1, 9, 20) if self.length else (1, 9, 20, 40))
         new = self.walk.tokens(self.form, self.batch or self.random.randint(1, 4), count)
         try:
             for i, (k, v) in enumerate(new):
@@ -446,6 +448,7 @@ class Member:
             self.give_up()
         else:
             self.dense = [self.after(i, new) for i in range(self.form.layers)]
+            self.check_old_views()
 
     def update(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What `Cache.update` gives, of the right shapes."""
@@ -555,10 +558,16 @@ class Member:
 
     @contextlib.contextmanager
     def old_views(self, *, gone: bool = True) -> Iterator[None]:
-        """What changes rows or drops tokens: views of before refuse to show what came after."""
+        """What changes rows or drops tokens: views of before refuse to show what came after, now and later."""
         views = [layer.keys for layer in self.cache.layers] if gone and self.length else []
         yield
-        for view in views:
+        if gone:
+            self.old = views
+            self.check_old_views()
+
+    def check_old_views(self) -> None:
+        """Nobody reads other tokens through a view than those that it was made of."""
+        for view in self.old:
             try:
                 view.dense()
             except StaleViewError:
@@ -595,7 +604,7 @@ class Member:
     def _begin_anew(self) -> None:
         self.form = Form.draw(self.random)
         self.cache = self.form.cache(self.walk.memory)
-        self.dense = []
+        self.dense, self.old = [], []
 
     def copy(self) -> Iterator[None]:
         """Go on with a copy of the cache; the original goes on too, if there are few."""
@@ -608,10 +617,10 @@ class Member:
             except TransferError:
                 self.walk.counts.failed += 1
             else:
-                original, self.cache = self.cache, made
+                original, self.cache, self.old = self.cache, made, []
                 if len(self.walk.members) < 4 and self.walk.turns is None:
                     twin = copy.copy(self)
-                    twin.cache, twin.under_way, twin.dense = original, None, list(self.dense)
+                    twin.cache, twin.under_way, twin.dense, twin.old = original, None, list(self.dense), []
                     self.walk.members.append(twin)
                 else:
                     original.close()
@@ -664,7 +673,9 @@ class Member:
                 if self.random.random() < 0.3:
                     device._scattered, device._until_pack = True, 0  # free slots are to be brought together
                 runs = [run for run in blocks.runs if run.state is State.HOST]
-                device.fetch(runs, self.random.randint(1, 5), None, evict=self.random.random() < 0.3)
+                for run in device.fetch(runs, self.random.randint(1, 5), None, evict=self.random.random() < 0.3):
+                    if self.random.random() < 0.3:
+                        residency.arrive(run)  # as who reads it does; the copy may go on
                 if self.random.random() < 0.3:
                     device.write_back(blocks, 2, required=False)
         yield from ()
@@ -673,6 +684,9 @@ class Member:
         """Fetches under way are given up."""
         with self.pressure() as sets:
             for device, blocks in sets:
+                if self.random.random() < 0.5:
+                    runs = [run for run in blocks.runs if run.state is State.HOST]
+                    device.fetch(runs, self.random.randint(1, 5), None, evict=False)
                 if self.random.random() < 0.2:
                     device._cancel()
                 for run in [run for run in blocks.runs if run.state is State.ARRIVING]:
