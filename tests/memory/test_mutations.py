@@ -15,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import test_later_layers
+import test_residency
 import torch
 from scenes import PLACES, play, scenes
 from stepped import Turns, check_lock
@@ -23,6 +25,7 @@ from walk import ENGINES, Walk
 
 from kvtier.attention import dense, dispatch, split, streaming
 from kvtier.attention.reader import LayerReader
+from kvtier.forward import admission
 from kvtier.forward.forward import Forward
 from kvtier.hf.cache import TieredKVCache
 from kvtier.memory import residency
@@ -119,7 +122,6 @@ ALONE: dict[str, Mutation] = {
         residency, "evict", "fence = move if fence is None else Fences(move, fence)", "fence = None"
     ),
     "a host copy is dropped while a fetch reads it": edit(residency, "drop_copy", "if under is not None:", "if False:"),
-    "what a copy uses may move": edit(residency, "can_move", " and _under(run) is None", ""),
     "held slots are handed out": edit(BlockPool, "give", "if fence is None:", "if True:"),
     # references
     "a fork counts no references": edit(BlockTable, "fork", "run.refs += 1", "pass"),
@@ -161,9 +163,6 @@ ALONE: dict[str, Mutation] = {
     "slots that were taken for what has come meanwhile are lost": edit(
         ComputeDevice, "fetch", "pools.device.give(start, n, self.fence())", "pass"
     ),
-    "slots that were taken for a write-back that came meanwhile are lost": edit(
-        ComputeDevice, "_write_back_run", "blocks.pools.host.give(start, n)", "pass"
-    ),
     # what is given back
     "a cache that is closed leaves its workspace": edit(TieredMemory, "leave", "workspace.release()", "pass"),
     "a cache that is closed leaves its claims": edit(
@@ -175,15 +174,6 @@ ALONE: dict[str, Mutation] = {
     ),
     # admission
     "nothing is admitted": edit(TieredMemory, "admit", "if wanted(limit) > limit:", "if False:"),
-    "what makes room gives no fetch up where the host is full": edit(
-        ComputeDevice, "_reclaim", "if not self._cancel():", "if True:"
-    ),
-    "layers are not compared with the first": edit(
-        Forward,
-        "_append",
-        "differs = self._differs(groups)",
-        "differs = bool(self._admitted) and self._differs(groups)",
-    ),
     "claims of others do not count": edit(
         TieredMemory, "_demand", "if each in x.claims and x is not owner", "if False"
     ),
@@ -218,6 +208,9 @@ THREADS: dict[str, Mutation] = {
     "blocks move under readers": edit(ComputeDevice, "_reclaim", "elif not self._readers.wait():", "else:"),
     "blocks move under readers on the host": edit(HostTier, "_reclaim", "elif not self._readers.wait():", "else:"),
     "who waits for readers is not told that they ended": edit(Readers, "end", "self._ended.notify_all()", "pass"),
+    "what makes room gives no fetch up where the host is full": edit(
+        ComputeDevice, "_reclaim", "if not self._cancel():", "if True:"
+    ),
     "addresses are looked up after the lock": edit(
         LayerReader,
         "portions",
@@ -228,6 +221,22 @@ THREADS: dict[str, Mutation] = {
         IoBuffers, "release_idle", "0 if self.in_use else self.nbytes", "self.nbytes"
     ),
     "a workspace is given back in the midst of a call": ALONE["a workspace in use is given back"],
+}
+
+#: What no walk comes by within a few seeds, and the test that does.
+DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
+    "what a copy uses may move": (
+        edit(residency, "can_move", " and _under(run) is None", ""),
+        test_residency.test_a_fetch_that_the_compute_stream_waits_for_has_arrived_and_still_reads_the_host_slots,
+    ),
+    "a second layer is not compared with the first": (
+        edit(Forward, "_append", "self._differs(groups)", "self._admitted and self._differs(groups)"),
+        test_later_layers.test_a_second_layer_whose_rows_share_less_is_admitted_anew,
+    ),
+    "rows of a layer that is empty count": (
+        edit(admission, "claim", "layer.rows if layer.length else ()", "layer.rows"),
+        test_later_layers.test_a_cache_that_was_cropped_to_nothing_claims_what_a_new_one_claims,
+    ),
 }
 
 #: Where the lock is taken, and under which names.
@@ -350,6 +359,15 @@ def test_a_broken_memory_makes_a_walk_fail(mutation: str, monkeypatch: Patch) ->
 def test_a_broken_memory_makes_a_walk_of_threads_fail(mutation: str, monkeypatch: Patch) -> None:
     THREADS[mutation](monkeypatch)
     assert noticed(in_scenes) is not None
+
+
+@pytest.mark.parametrize("mutation", DIRECTED)
+def test_a_broken_memory_makes_a_test_of_its_own_fail(mutation: str, monkeypatch: Patch) -> None:
+    mutate, test = DIRECTED[mutation]
+    test()
+    mutate(monkeypatch)
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        test()
 
 
 @pytest.mark.parametrize("place", LOCKS)

@@ -265,6 +265,7 @@ def test_a_fetch_that_the_compute_stream_waits_for_has_arrived_and_still_reads_t
     run = world.run(State.ARRIVING)
     residency.arrive(run)
     assert run.state is State.BOTH
+    assert not residency.can_move(run), "the copy has not settled"
     residency.drop_copy(run)
     assert world.pools.host.held == COUNT, "the copy has not settled"
     world.engine.poll()

@@ -246,8 +246,8 @@ class Walk:
             self.members.append(Member(self, self.memory))
 
     def tokens(self, form: Form, batch: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """New keys and values for every layer; often with rows that are equal, wholly or at their beginning, and now and
-        then in later layers less than in the first."""
+        """New keys and values for every layer; often with rows that are equal, wholly or at their beginning, and
+        sometimes in later layers less than in the first."""
         found = []
         alike, part = self.random.random() < 0.5, self.random.randint(0, count)
         for i in range(form.layers):
