@@ -60,14 +60,12 @@ def part_of(root: Path, file: Path) -> str:
     return "" if first == "__init__" else first
 
 
-def imported(root: Path, file: Path, *, for_types: bool = True) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of everything that a file imports, inside functions and, if asked, for types too.
+def imported(root: Path, file: Path) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything that a file imports, inside functions and for types too.
 
     `from a import b` gives `a.b`, for b may be a module; relative imports are made absolute.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    if not for_types:
-        tree = WithoutTypes().visit(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -79,15 +77,6 @@ def imported(root: Path, file: Path, *, for_types: bool = True) -> Iterator[tupl
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "import_module":
             yield from ((node.lineno, a.value) for a in node.args if isinstance(a, ast.Constant))
-
-
-class WithoutTypes(ast.NodeTransformer):
-    """Takes out what only a type checker reads."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        """`if TYPE_CHECKING:`."""
-        self.generic_visit(node)
-        return node.orelse if ast.unparse(node.test).endswith("TYPE_CHECKING") else node
 
 
 def within(name: str, package: str) -> bool:
@@ -149,12 +138,11 @@ def imports_run_one_way(root: Path) -> list[str]:
 
 
 def modules_of_a_folder_import_each_other_one_way(root: Path) -> list[str]:
-    """What only a type checker reads may refer back: it is no import when the code runs."""
     files = {".".join(f.relative_to(root).with_suffix("").parts): f for f in package_files(root)}
     graph: dict[str, set[str]] = {}
     for module, file in files.items():
         folder = module.rpartition(".")[0]
-        names = {name for _, name in imported(root, file, for_types=False)}
+        names = {name for _, name in imported(root, file)}
         siblings = {other for other in files if other != module and other.rpartition(".")[0] == folder}
         graph[module] = {other for other in siblings if any(within(name, other) for name in names)}
     broken: list[str] = []
@@ -266,7 +254,7 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
                 "kvtier/a/z.py": "from .x import c",
             },
             {
-                "kvtier/a/x.py": "if typing.TYPE_CHECKING:\n    pass\nelse:\n    from . import y",
+                "kvtier/a/x.py": "if TYPE_CHECKING:\n    from . import y",
                 "kvtier/a/y.py": "import kvtier.a.x",
             },
         ],

@@ -15,8 +15,9 @@ from kvtier.kernels import launch, paged
 from kvtier.memory import residency
 from kvtier.memory.block import Run, State
 from kvtier.memory.buffers import IoBuffers, Workspace
+from kvtier.memory.owner import Owner
 from kvtier.memory.readers import Reading
-from kvtier.memory.tiered import Owner, TieredMemory
+from kvtier.memory.tiered import TieredMemory
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.table import BlockTable
 

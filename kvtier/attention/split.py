@@ -25,7 +25,7 @@ from kvtier.kernels.tables import memory_at
 from kvtier.memory import residency
 from kvtier.memory.buffers import IoBuffer, bytes_of
 from kvtier.memory.layout import BlockLayout
-from kvtier.memory.tiered import Owner
+from kvtier.memory.owner import Owner
 from kvtier.tables.layer import LayerKV
 from kvtier.transfer.copies import TensorCopy
 from kvtier.transfer.engine import Direction

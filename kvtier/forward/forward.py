@@ -24,7 +24,8 @@ from kvtier.kernels.params import AttentionParams
 from kvtier.memory import system
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout, in_one_dtype
-from kvtier.memory.tiered import Owner, TieredMemory, too_small
+from kvtier.memory.owner import Owner
+from kvtier.memory.tiered import TieredMemory, too_small
 from kvtier.planning.admission import Claim
 from kvtier.planning.step import StepRecord
 from kvtier.stats import CacheStats, Counters, LayerResidency

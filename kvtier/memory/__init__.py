@@ -10,5 +10,7 @@ reclaim.py    defragmentation: slabs become free bytes, free slots become neighb
 buffers.py    workspaces and pinned I/O buffers of attention
 readers.py    attention calls that read outside the lock
 host.py, device.py   the host tier; a compute device with its tier: making room, eviction, fetches
+owner.py      what a memory knows of one cache
+integrity.py  whether everything that is counted twice agrees
 tiered.py     `TieredMemory`, which puts them together
 """

@@ -5,20 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvtier.memory.block import RESIDENT, BlockSet, Run, State
 from kvtier.memory.buffers import Reclaimable
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.host import HostTier
+from kvtier.memory.owner import Owner
 from kvtier.memory.pool import BlockPool
 from kvtier.memory.readers import Readers
 from kvtier.memory.slabs import SlabAllocator
 from kvtier.transfer.copies import Copy
 from kvtier.transfer.engine import Direction
-
-if TYPE_CHECKING:
-    from kvtier.memory.tiered import Owner
 
 _ON_DEVICE = frozenset((State.DEVICE, State.LEAVING, State.BOTH, State.ARRIVING))
 _ON_HOST = frozenset((State.LEAVING, State.BOTH, State.ARRIVING, State.HOST))

@@ -23,12 +23,13 @@ from kvtier.config import (
     warn_if_beyond,
 )
 from kvtier.errors import BudgetError, ClosedError, ConfigError, MemoryInUseError
-from kvtier.memory import residency, system
+from kvtier.memory import integrity, residency, system
 from kvtier.memory.block import BlockSet, State
 from kvtier.memory.buffers import IoBuffers, Workspace
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.host import HostTier
 from kvtier.memory.layout import BlockLayout
+from kvtier.memory.owner import Owner
 from kvtier.memory.pool import BlockPool
 from kvtier.memory.readers import Readers
 from kvtier.memory.slabs import SlabAllocator
@@ -44,28 +45,6 @@ EngineFactory = Callable[[torch.device], TransferEngine]
 def default_engine(device: torch.device) -> TransferEngine:
     """CUDA streams on a CUDA device; inline copies elsewhere."""
     return CudaTransfers(device) if device.type == "cuda" else InlineTransfers(device)
-
-
-class Owner:
-    """One cache's part of a memory.
-
-    Attributes:
-        number: unique.
-        counters: what was done for it.
-        claims: what it may take on each compute device until its next forward begins.
-        sets: its blocks.
-        workspaces, io_buffers: what its attention passes through, by device.
-        uses_threads: whether threads of the native library may be at work or asleep for it.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.counters = Counters()
-        self.claims: dict[ComputeDevice, Claim] = {}
-        self.sets: list[BlockSet] = []
-        self.workspaces: dict[ComputeDevice, Workspace] = {}
-        self.io_buffers: dict[ComputeDevice, IoBuffers] = {}
-        self.uses_threads = False
 
 
 class TieredMemory:
@@ -574,8 +553,6 @@ class TieredMemory:
         """Raise AssertionError unless all counts agree. For tests and debugging; walks every run."""
         with self.lock:
             self.tidy()
-            from kvtier.memory import integrity
-
             integrity.check(self._host, list(self._devices.values()), self._owners, self.readers)
 
 

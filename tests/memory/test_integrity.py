@@ -15,9 +15,9 @@ from kvtier.memory.block import BlockSet, Pools, Run, State
 from kvtier.memory.buffers import Workspace
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.host import HostTier
+from kvtier.memory.owner import Owner
 from kvtier.memory.pool import BlockPool
 from kvtier.memory.slabs import Budget
-from kvtier.memory.tiered import Owner
 from kvtier.planning.admission import Claim
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.table import BlockTable

@@ -14,10 +14,11 @@ from kvtier.memory import reclaim, residency
 from kvtier.memory.block import BlockSet, Pools, Run, State
 from kvtier.memory.integrity import check_set
 from kvtier.memory.layout import BlockLayout
+from kvtier.memory.owner import Owner
 from kvtier.memory.pool import BlockPool, Fence
 from kvtier.memory.readers import Reading
 from kvtier.memory.slabs import Budget, SlabAllocator
-from kvtier.memory.tiered import Owner, TieredMemory
+from kvtier.memory.tiered import TieredMemory
 from kvtier.planning import sizing
 from kvtier.planning.policy import Policy
 from kvtier.stats import Counters

@@ -1,0 +1,31 @@
+"""`Owner`: what a memory knows of one cache."""
+
+from __future__ import annotations
+
+from kvtier.memory.block import BlockSet
+from kvtier.memory.buffers import IoBuffers, Workspace
+from kvtier.memory.device import ComputeDevice
+from kvtier.planning.admission import Claim
+from kvtier.stats import Counters
+
+
+class Owner:
+    """One cache's part of a memory.
+
+    Attributes:
+        number: unique.
+        counters: what was done for it.
+        claims: what it may take on each compute device until its next forward begins.
+        sets: its blocks.
+        workspaces, io_buffers: what its attention passes through, by device.
+        uses_threads: whether threads of the native library may be at work or asleep for it.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.counters = Counters()
+        self.claims: dict[ComputeDevice, Claim] = {}
+        self.sets: list[BlockSet] = []
+        self.workspaces: dict[ComputeDevice, Workspace] = {}
+        self.io_buffers: dict[ComputeDevice, IoBuffers] = {}
+        self.uses_threads = False
