@@ -458,7 +458,6 @@ class Forward:
             schedule.drop()
         layers = [reader.layer for reader in self.readers.values() if reader.device is device]
         self._held.owner.claims[device] = admission.at_rest(layers, self._rooms.get(device, 0))
-        self._decoding = False
         self.memory.trim()
 
     # Life

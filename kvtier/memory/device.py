@@ -153,9 +153,8 @@ class ComputeDevice:
         twin = self.allocate(blocks, run.count)
         try:
             assert twin.count == run.count == 1, "tails are copied"
-            if run.state is State.HOST and pools.device is not None:
+            if pools.device is not None:
                 self.bring(run)
-            residency.arrive(run)
             source = run.host if pools.device is None else run.device
             assert source is not None
             pools.home.bytes(twin.home, 1).copy_(pools.home.bytes(source, 1))
@@ -167,12 +166,15 @@ class ComputeDevice:
         return twin
 
     def bring(self, run: Run) -> None:
-        """Fetch one run that is on the host only, in as many portions as slots ask for, and wait for it."""
-        for part in list(run.leaves()):
-            rest: Run | None = part
-            while rest is not None:
-                got, rest = self._fetch_some(rest, keep=None)
-                residency.arrive(got)
+        """Fetch one block that is on the host only, unless it is on its way, and wait for it.
+
+        Raises:
+            BudgetError, TransferError: as `fetch`.
+        """
+        assert run.count == 1, "blocks that are read are fetched in portions"
+        if run.state is State.HOST:
+            self.fetch([run], 1, None, evict=True)
+        residency.arrive(run)
 
     def seal(self, run: Run) -> None:
         """All tokens of a run are written. Copies to the host what is due."""
@@ -183,7 +185,7 @@ class ComputeDevice:
             if due:
                 # Ahead of need: what cannot be copied now is copied when it has to leave.
                 with contextlib.suppress(BudgetError, TransferError):
-                    self.write_back(run.blocks, due, required=False)
+                    self.write_back(run.blocks, due)
 
     def free(self, run: Run) -> None:
         """No table holds it any more."""
@@ -198,29 +200,21 @@ class ComputeDevice:
             with contextlib.suppress(BudgetError, TransferError):  # no room below: fetches make do with less
                 self.evict(pools, wanted)
 
-    def write_back(self, blocks: BlockSet, count: int, *, required: bool) -> None:
-        """Copy the oldest of the blocks that are on the device only to the host, in the background.
-
-        Args:
-            count: blocks, at the most.
-            required: raise if the host is full or the copy fails at once; otherwise copy what fits.
+    def write_back(self, blocks: BlockSet, count: int) -> None:
+        """Copy up to `count` of the blocks that are on the device only to the host, in the background: the oldest, as
+        far as the host has room for them.
 
         Raises:
-            BudgetError: the host has no room for one block. TransferError: the copy failed.
+            BudgetError: the machine does not have what the host budget allows. TransferError: a copy could not begin.
         """
         chosen: list[tuple[Run, int]] = []
         try:
             while count and len(chosen) < len(blocks.dirty):
                 run = blocks.dirty[len(chosen)]
-                found = self.host.take(
-                    blocks.pools.host, min(run.count, count), blocks.last_host, required=required and not chosen
-                )
+                found = self.host.take(blocks.pools.host, min(run.count, count), blocks.last_host, required=False)
                 if found is None:
                     break
                 start, n = found
-                if run not in blocks.dirty:  # making room has moved it
-                    blocks.pools.host.give(start, n)
-                    continue
                 blocks.last_host = start + n - 1
                 if n < run.count:
                     run = residency.cut(run, n)[0]
@@ -230,13 +224,8 @@ class ComputeDevice:
             for run, start in chosen:
                 blocks.pools.host.give(start, run.count)
             raise
-        if not chosen:
-            if required and blocks.dirty:
-                raise self._host_is_full(blocks.pools.layout.nbytes)
-            return
-        transfer = residency.write_back(chosen)
-        if required and transfer.state is TransferState.FAILED:
-            transfer.wait()  # raises
+        if chosen:
+            residency.write_back(chosen)
 
     def evict(self, pools: Pools, count: int, keep: BlockSet | None = None) -> int:
         """Let blocks of one layout leave the device, as the policy says. Returns how many left.
@@ -369,13 +358,6 @@ class ComputeDevice:
                 transfer.wait()  # raises
             return []
         return [run for run, _ in chosen]
-
-    def _fetch_some(self, run: Run, keep: BlockSet | None) -> tuple[Run, Run | None]:
-        got = self.fetch([run], run.count, keep, evict=True)
-        if run.parts is None:
-            return run, None
-        assert run.parts[0] is got[0]
-        return run.parts
 
     # Room
 

@@ -177,7 +177,7 @@ def writable(device: ComputeDevice, table: BlockTable) -> Run:
         table.runs[-1] = copy
         run.refs -= 1
         return copy
-    if run.blocks.pools.device is not None and run.state in (State.HOST, State.ARRIVING):
+    if run.blocks.pools.device is not None:
         device.bring(run)
     residency.reopen(run)
     return run

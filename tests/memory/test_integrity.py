@@ -53,7 +53,7 @@ class World:
             self.device.engine.drain()
             self.device.poll()
             self.device.fetch([run for run in self.layer.runs() if run.state is State.HOST], 3, None, evict=False)
-            self.device.write_back(self.blocks, 4, required=True)
+            self.device.write_back(self.blocks, 4)
             self.workspace: Workspace = self.reader.workspace
             self.workspace.take(640)
             self.reader.partition(self.layer.length)

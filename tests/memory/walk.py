@@ -677,7 +677,7 @@ class Member:
                     if self.random.random() < 0.3:
                         residency.arrive(run)  # as who reads it does; the copy may go on
                 if self.random.random() < 0.3:
-                    device.write_back(blocks, 2, required=False)
+                    device.write_back(blocks, 2)
         yield from ()
 
     def cancel(self) -> Iterator[None]:

@@ -472,7 +472,7 @@ def interrupted(model: StreamModel) -> None:
     slots = Slots(model)
     with slots.memory.lock:
         first = slots.layer(6)
-        slots.device.write_back(first.blocks, 6, required=True)
+        slots.device.write_back(first.blocks, 6)
         slots.device.engine.drain()
         slots.attend(first)
         slots.evict(first, 3)
@@ -491,7 +491,7 @@ def packed(model: StreamModel) -> None:
     with slots.memory.lock:
         first, other = slots.layer(3), slots.layer(3)
         for layer in (first, other):
-            slots.device.write_back(layer.blocks, 3, required=True)
+            slots.device.write_back(layer.blocks, 3)
         slots.device.engine.drain()
         slots.attend(other)
         slots.evict(first, 3)
