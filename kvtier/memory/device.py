@@ -497,11 +497,11 @@ class ComputeDevice:
 
     def _reclaim(self, nbytes: int, keep: BlockSet | None) -> bool:
         """Give slabs of the device back until `nbytes` of its budget are free; False if that many cannot be had."""
-        pools = self.device_pools
+        pools, wanted = self.device_pools, nbytes
         self._reclaiming = True
         try:
             while True:
-                missing = nbytes - reclaim.free_bytes(pools)
+                missing = wanted - reclaim.free_bytes(pools)
                 if missing > 0:
                     try:
                         left = any(self.evict(x, -(-missing // x.layout.nbytes), keep) for x in self._pools.values())
@@ -514,15 +514,17 @@ class ComputeDevice:
                         return False
                     self._settle()
                 elif not self._readers.wait():  # while it waits, others may take what was free
-                    break
+                    # What a copy uses cannot move.
+                    self.engine.drain()
+                    self._settle()
+                    enough = reclaim.reclaim(pools, self._placed, nbytes)
+                    self.note_writes()
+                    if enough:
+                        return True
+                    # Slabs that cannot be cut may go when they hold fewer blocks.
+                    wanted = reclaim.free_bytes(pools) + 1
         finally:
             self._reclaiming = False
-        # What a copy uses cannot move.
-        self.engine.drain()
-        self._settle()
-        enough = reclaim.reclaim(pools, self._placed, nbytes)
-        self.note_writes()
-        return enough
 
     def _settle(self) -> None:
         """Wait for the copies and the readers on the device that hold slots."""

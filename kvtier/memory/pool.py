@@ -131,6 +131,16 @@ class BlockPool:
         slab.keys = slab.values = slab.data = None  # type: ignore[assignment]
         self.allocator.release(data)
 
+    def cut(self, slab: Slab, slots: int) -> None:
+        """Give all but the first `slots` slots of a slab back, which are free; see `SlabAllocator.cut`."""
+        assert 0 < slots < slab.slots
+        self._cut(slab.base + slots, slab.slots - slots)
+        data = self.allocator.cut(slab.data, slots * self.layout.nbytes)
+        left = Slab(slab.base, data, self.layout, self.allocator.is_mapped(data))
+        self._set_slabs([left if each is slab else each for each in self.slabs])
+        self.nbytes -= (slab.slots - slots) * self.layout.nbytes
+        self.slots -= slab.slots - slots
+
     def retire_free(self) -> int:
         """Give back every slab that is wholly free. Returns the bytes that became free in the budget."""
         before = self.nbytes

@@ -34,7 +34,10 @@ def free_bytes(pools: Collection[BlockPool]) -> int:
 def reclaim(pools: Collection[BlockPool], placed: Placing, nbytes: int) -> bool:
     """Give slabs back until `nbytes` of their budget are free. False if that many cannot be had.
 
-    Slabs with the fewest used slots go first; their blocks move to free slots of other slabs, or into a smaller slab.
+    Slabs with the fewest used slots go first; their blocks move to free slots of other slabs. Where there are too few
+    of these, a slab is cut behind its blocks; or, where memory cannot be cut, they move into a smaller one, if the
+    budget and the machine have room for that beside the old one: no byte of it goes before its blocks are elsewhere,
+    and none is taken that the budget does not have.
 
     Args:
         pools: of one budget.
@@ -60,10 +63,16 @@ def _empty(pool: BlockPool, slab: Slab, placed: Placing) -> None:
     """Move what is in a slab elsewhere and give it back, unless a copy or a reader still uses some of its slots."""
     inside = sorted(x for x in placed(pool) if slab.base <= x.slot < slab.base + slab.slots)
     used, free = sum(x.run.count for x in inside), pool.free_in(slab)
-    if used + free < slab.slots or not all(residency.can_move(x.run) for x in inside):
+    if not free or used + free < slab.slots or not all(residency.can_move(x.run) for x in inside):
         return
-    if pool.free - free < used:
-        _shrink(pool, slab, inside, used)
+    missing = used - (pool.free - free)
+    if missing > 0 and pool.allocator.divisible:
+        _compact(pool, slab, inside)
+        pool.cut(slab, used)
+        return
+    if missing > 0 and not (
+        pool.allocator.budget.free >= missing * pool.layout.nbytes and pool.grow(missing, optional=True)
+    ):
         return
     for _, run in inside:
         rest: Run | None = run
@@ -75,19 +84,26 @@ def _empty(pool: BlockPool, slab: Slab, placed: Placing) -> None:
     pool.retire(slab)
 
 
-def _shrink(pool: BlockPool, slab: Slab, inside: list[Placed], used: int) -> None:
-    """Replace a slab by one that is as large as what is used of it; the bytes wait in memory of the host meanwhile."""
-    saved = [pool.bytes(slot, run.count).to("cpu", copy=True) for slot, run in inside]
+def _compact(pool: BlockPool, slab: Slab, inside: list[Placed]) -> None:
+    """Move what is at the end of a slab into the gaps between what is at its beginning."""
+    used = sum(x.run.count for x in inside)
+    end = slab.base + used
+    gaps = [(start, min(count, end - start)) for start, count in pool.ranges() if slab.base <= start < end]
     for slot, run in inside:
-        pool.give(slot, run.count)
-    pool.retire(slab)
-    grown = pool.grow(used)
-    assert grown == used, "less than what was given back"
-    start = pool.slabs[-1].base
-    for (_, run), content in zip(inside, saved, strict=True):
-        pool.claim(start, run.count)
-        residency.move(run, pool, start, content)
-        start += run.count
+        if slot + run.count <= end:
+            continue
+        rest = run if slot >= end else residency.cut(run, end - slot)[1]
+        while True:
+            start, size = gaps.pop(0)
+            count = min(rest.count, size)
+            moved, behind = residency.cut(rest, count) if count < rest.count else (rest, None)
+            pool.claim(start, count)
+            pool.give(*residency.move(moved, pool, start))
+            if size > count:
+                gaps.insert(0, (start + count, size - count))
+            if behind is None:
+                break
+            rest = behind
 
 
 def pack(pool: BlockPool, placed: Iterable[Placed], blocks: int, fence: Callable[[], Fence | None]) -> None:

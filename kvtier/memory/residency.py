@@ -27,8 +27,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-import torch
-
 from kvtier.memory.block import RESIDENT, BlockSet, Move, Run, State
 from kvtier.memory.pool import BlockPool, Fence
 from kvtier.memory.readers import Fences
@@ -244,13 +242,12 @@ def drop_copy(run: Run, fence: Fence | None = None) -> None:
     run.host = None
 
 
-def move(run: Run, pool: BlockPool, slot: int, saved: torch.Tensor | None = None) -> tuple[int, int]:
+def move(run: Run, pool: BlockPool, slot: int) -> tuple[int, int]:
     """Move a run that no copy is reading or writing to other slots of one tier.
 
     Args:
         pool: the device's or the host's.
         slot: the first of the slots that the caller took there.
-        saved: its bytes, where the slots it had are gone; else they are read there.
 
     Returns:
         The slots that it had, first and count, for the caller to give back.
@@ -259,7 +256,7 @@ def move(run: Run, pool: BlockPool, slot: int, saved: torch.Tensor | None = None
     on_host = pool is run.blocks.pools.host
     before = run.host if on_host else run.device
     assert before is not None
-    pool.bytes(slot, run.count).copy_(pool.bytes(before, run.count) if saved is None else saved)
+    pool.bytes(slot, run.count).copy_(pool.bytes(before, run.count))
     _enter(run, Operation.MOVE)
     if on_host:
         run.host = slot

@@ -75,6 +75,10 @@ class SlabAllocator:
         elastic: what the budget allows but the machine does not have is treated as what the budget does not allow, and
             the budget shrinks: for a tier with another one below.
         poison: fill what is given back with NaN (tests: nobody may read it any more).
+
+    Attributes:
+        divisible: whether a part of a slab can be given back, see `cut`.
+        in_segments: whether memory is taken in whole segments, as torch's allocator for CUDA does.
     """
 
     def __init__(
@@ -95,9 +99,13 @@ class SlabAllocator:
         self._back_off = 0
         self._warned = False
         self._on_host = device.type == "cpu"
-        #: Whether memory is taken in whole segments, as torch's allocator for CUDA does.
+        self.divisible = self._on_host
         self.in_segments = device.type == "cuda"
+        # By address: what is allocated, and what of it is page-locked.
+        self._live: dict[int, _Live] = {}
         self._locked: dict[int, _Locked] = {}
+        # What is being locked or unlocked: after an interrupt, nobody knows which.
+        self._unsure: tuple[int, torch.device] | None = None
 
     @property
     def page_locked(self) -> int:
@@ -117,16 +125,18 @@ class SlabAllocator:
         peak = self.budget.peak
         if nbytes <= 0 or not self.budget.reserve(nbytes):
             return None
+        live: _Live | None = None
         try:
             # Slabs outlive the mode in which the first forward happens to run.
             with torch.inference_mode(False):
-                if self._on_host:
-                    return self._map(nbytes)
-                slab = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-                self.budget.rounded += self._rounding(nbytes)
-                return slab
+                live = self._map(nbytes) if self._on_host else self._empty(nbytes)
+            self._live[live.slab.data_ptr()] = live
+            if self._on_host and self.lock_for is not None:
+                self._lock(live.slab, self.lock_for)
+            self.budget.rounded += self._rounding(nbytes)
+            return live.slab
         except (OSError, MemoryError, torch.OutOfMemoryError, TransferError) as error:
-            self._not_taken(nbytes, peak)
+            self._not_taken(nbytes, live, peak)
             if self.elastic:
                 if not optional:
                     self._shrink(nbytes)
@@ -139,21 +149,40 @@ class SlabAllocator:
                 budget=self.budget.limit,
             ) from error
         except BaseException:
-            self._not_taken(nbytes, peak)
+            self._not_taken(nbytes, live, peak)
             raise
 
     def release(self, slab: torch.Tensor) -> None:
         """Give a slab back. The caller drops its own references to it."""
-        self.budget.release(slab.numel())
-        self.budget.rounded -= self._rounding(slab.numel())
         if self.poison:
             slab.fill_(POISON)
-        locked = self._locked.pop(slab.data_ptr(), None)
+        self._unlock(slab.data_ptr())
+        del self._live[slab.data_ptr()]
+        self.budget.release(slab.numel())
+        self.budget.rounded -= self._rounding(slab.numel())
+
+    def cut(self, slab: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """Give back all but the first `nbytes` of a slab, in place: for memory that is `divisible`.
+
+        Returns:
+            What is left, for the caller to refer to instead. Page-locked as before, unless the machine refuses.
+        """
+        assert self.divisible, "a slab that is whole or gone"
+        address = slab.data_ptr()
+        live, locked = self._live[address], self._locked.get(address)
+        with torch.inference_mode(False):
+            left = slab[:nbytes]
+        self._unlock(address)
+        self._live[address] = live._replace(slab=left)
+        self.budget.release(slab.numel() - nbytes)
+        if self.poison:
+            slab[nbytes:].fill_(POISON)
+        else:
+            live.give_back_behind(nbytes)
         if locked is not None:
-            # Refused only where CUDA has failed for good, or was never begun (a forked child): the error that the user
-            # has to see is another.
-            with contextlib.suppress(RuntimeError), torch.cuda.device(locked.device):
-                _succeeded(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
+            with contextlib.suppress(TransferError, RuntimeWarning):
+                self._lock(left, locked.device)
+        return left
 
     def is_mapped(self, slab: torch.Tensor) -> bool:
         """Whether a program on a device can use the addresses of this slab."""
@@ -201,7 +230,10 @@ class SlabAllocator:
             self.budget.limit = limit
         return grown
 
-    def _not_taken(self, nbytes: int, peak: int) -> None:
+    def _not_taken(self, nbytes: int, live: _Live | None, peak: int) -> None:
+        if live is not None:
+            self._unlock(live.slab.data_ptr())
+            self._live.pop(live.slab.data_ptr(), None)
         self.budget.release(nbytes)
         self.budget.peak = peak
 
@@ -221,7 +253,10 @@ class SlabAllocator:
 
     # Host memory
 
-    def _map(self, nbytes: int) -> torch.Tensor:
+    def _empty(self, nbytes: int) -> _Live:
+        return _Live(torch.empty(nbytes, dtype=torch.uint8, device=self.device), None, 0)
+
+    def _map(self, nbytes: int) -> _Live:
         # Aligned to a huge page when it is worth one; the surplus is address space only and never touched.
         align = _HUGE_PAGE if nbytes >= _HUGE_PAGE else 0
         # Private: a forked child must not write into its parent's KV.
@@ -232,18 +267,19 @@ class SlabAllocator:
             # Only what is whole huge pages: another one at the end would be resident beyond what is counted.
             with contextlib.suppress(OSError):  # a kernel without them
                 region.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE_PAGE * _HUGE_PAGE)
-        slab = whole[start : start + nbytes]
-        if self.lock_for is not None:
-            self._lock(slab, self.lock_for)
-        return slab
+        return _Live(whole[start : start + nbytes], region, start)
 
     def _lock(self, slab: torch.Tensor, device: torch.device) -> None:
+        self._unsure = slab.data_ptr(), device
         # Within the device's own context: elsewhere it would make one, some hundred MiB on a device nobody uses.
         with torch.cuda.device(device):
             code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), _FOR_ALL_DEVICES)
-            if _succeeded(code):
-                self._locked[slab.data_ptr()] = _Locked(device, slab.numel())
-                return
+            succeeded = _succeeded(code)
+        if succeeded:
+            self._locked[slab.data_ptr()] = _Locked(device, slab.numel())
+        self._unsure = None
+        if succeeded:
+            return
         if int(code) == _OUT_OF_MEMORY:
             raise TransferError(f"CUDA could not page-lock {slab.numel()} bytes of it (see `ulimit -l`)")
         self.lock_for = None
@@ -254,12 +290,42 @@ class SlabAllocator:
             stacklevel=2,
         )
 
+    def _unlock(self, address: int) -> None:
+        """Memory at this address is page-locked no longer, if it is."""
+        locked = self._locked.get(address)
+        if locked is not None:
+            self._unsure = address, locked.device
+            del self._locked[address]
+        if self._unsure is None or self._unsure[0] != address:
+            return
+        # Refused only where it was not locked, or CUDA has failed for good, or was never begun (a forked child): the
+        # error that the user has to see is another.
+        with contextlib.suppress(RuntimeError), torch.cuda.device(self._unsure[1]):
+            _succeeded(torch.cuda.cudart().cudaHostUnregister(address))
+        self._unsure = None
+
 
 class Limits(NamedTuple):
     """Bytes of a budget: now, and as it was given; see `SlabAllocator.shrunk`."""
 
     limit: int
     given: int
+
+
+class _Live(NamedTuple):
+    """A slab that is allocated: on the host, in a region of mapped memory, from a byte of it on."""
+
+    slab: torch.Tensor
+    region: mmap.mmap | None
+    start: int
+
+    def give_back_behind(self, nbytes: int) -> None:
+        """Let the system have the pages behind the first `nbytes` of the slab; their addresses stay taken."""
+        assert self.region is not None
+        begin = -(-(self.start + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if begin < len(self.region) and hasattr(mmap, "MADV_DONTNEED"):
+            with contextlib.suppress(OSError):
+                self.region.madvise(mmap.MADV_DONTNEED, begin, len(self.region) - begin)
 
 
 class _Locked(NamedTuple):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +158,125 @@ def test_a_slab_whose_blocks_fit_nowhere_else_is_replaced_by_a_smaller_one() -> 
     tier.check()
     assert not reclaim.reclaim(tier.pools, tier.placed, 12 * N), "all that is left is used"
     tier.check()
+
+
+def full_but_for_gaps(budget: int) -> tuple[Tier, list[Run]]:
+    """A full slab of 4, and one of 16 with 5 blocks that fit nowhere else."""
+    tier = Tier(budget * N)
+    tier.pool.grow(4)
+    tier.pool.grow(16)
+    a, b = bases(tier.pool)
+    tier.run(a, 4)
+    return tier, [tier.run(b + 3 * i, 1) for i in range(5)]
+
+
+def no_more(patch: Patch) -> None:
+    """The machine has no memory left."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise MemoryError
+
+    for owner, name in ((mmap, "mmap"), (torch, "empty"), (torch.Tensor, "to"), (torch.Tensor, "clone")):
+        patch.setattr(owner, name, refuse)
+
+
+def test_a_slab_becomes_smaller_where_no_byte_is_left(monkeypatch: Patch) -> None:
+    """Neither in the budget nor beside it."""
+    tier, _ = full_but_for_gaps(20)
+    budget = tier.slabs.budget
+    assert budget.free == 0
+    with monkeypatch.context() as patch:
+        no_more(patch)
+        assert reclaim.reclaim(tier.pools, tier.placed, 11 * N)
+    assert [slab.slots for slab in tier.pool.slabs] == [4, 5]
+    assert (budget.used, budget.peak) == (9 * N, 20 * N)
+    tier.check()
+    assert tier.pool.grow(11) == 11
+    tier.check()
+
+
+@pytest.mark.parametrize("free", [0, 4, 5])
+@pytest.mark.parametrize("machine", ["has it", "has no more"])
+def test_memory_that_cannot_be_cut_is_replaced_where_the_budget_has_room_for_both(
+    free: int, machine: str, monkeypatch: Patch
+) -> None:
+    """Or else every block stays where it was."""
+    tier, scattered = full_but_for_gaps(20 + free)
+    tier.slabs.divisible, tier.slabs.elastic = False, True
+    budget, before = tier.slabs.budget, [run.host for run in scattered]
+    works = machine == "has it" and free == 5
+    with monkeypatch.context() as patch:
+        if machine == "has no more":
+            no_more(patch)
+        assert reclaim.reclaim(tier.pools, tier.placed, 11 * N + free * N) == works
+    tier.check()
+    assert budget.peak <= budget.limit == (20 + free) * N, "nothing is taken beyond the budget, which stays as it is"
+    if works:
+        assert [slab.slots for slab in tier.pool.slabs] == [4, 5]
+    else:
+        assert [run.host for run in scattered] == before
+        assert [slab.slots for slab in tier.pool.slabs] == [4, 16]
+
+
+def test_more_blocks_leave_a_device_whose_slabs_cannot_be_cut_until_there_is_room(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sizing, "slab_slots", lambda *args: 8)
+    world = Memory(16)
+    slabs = world.device.slabs
+    assert slabs is not None
+    slabs.divisible = False
+    layer = world.layer(16)
+    world.evict_every_other(layer)
+    assert slabs.budget.free == 0
+    with world.memory.lock:
+        world.device.make_room(10 * SLOT)
+    assert slabs.budget.free >= 10 * SLOT
+    assert slabs.budget.peak == slabs.budget.limit
+    world.check()
+    world.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
+def test_what_is_cut_from_a_slab_is_given_back_to_the_machine() -> None:
+    large = BlockLayout(16, 16, 64, 64, 128, torch.float32)
+    tier = Tier(64 * large.nbytes, large)
+    tier.pool.grow(64)
+    (base,) = bases(tier.pool)
+    tier.pool.bytes(base, 64).fill_(1)
+    tier.run(base + 40, 3)
+    before = resident()
+    assert reclaim.reclaim(tier.pools, tier.placed, 61 * large.nbytes)
+    assert before - resident() > 0.9 * 61 * large.nbytes
+    tier.check()
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.split("VmRSS:")[1].split()[0]) * 1024
+
+
+def test_a_page_locked_slab_that_is_cut_is_locked_as_far_as_it_goes(page_locking: Any) -> None:
+    tier, _ = full_but_for_gaps(40)
+    tier.slabs.lock_for = torch.device("cuda", 1)
+    tier.pool.grow(16)
+    base = bases(tier.pool)[-1]
+    tier.run(base + 7, 1)
+    tier.run(bases(tier.pool)[1] + 1, 2)
+    register = page_locking.cudaHostRegister
+    for refused in (False, True):
+        slab = tier.pool.slabs[-1]
+        address = slab.data.data_ptr()
+        assert page_locking.locked[address] == slab.data.numel()
+        if refused:
+            page_locking.cudaHostRegister = lambda *args: 2
+        tier.pool.cut(slab, slab.slots - 2)
+        slab = tier.pool.slabs[-1]
+        assert slab.data.data_ptr() == address
+        assert page_locking.locked.get(address) == (None if refused else slab.data.numel())
+        assert slab.mapped != refused
+        assert tier.slabs.page_locked == sum(page_locking.locked.values())
+        page_locking.cudaHostRegister = register
+        tier.check()
 
 
 def test_one_layout_gives_its_free_slots_to_another_of_the_same_budget() -> None:
