@@ -73,9 +73,10 @@ class PageLocking:
     def cudaHostUnregister(self, address: int) -> int:
         """Unlock."""
         self.devices.append(self._current)
-        if not self.code:
-            del self.locked[address]
-        return self.code
+        if self.code or address in self.locked:
+            self.locked.pop(address, None) if not self.code else None
+            return self.code
+        return 713  # cudaErrorHostMemoryNotRegistered
 
     @contextlib.contextmanager
     def device(self, device: object) -> Iterator[None]:

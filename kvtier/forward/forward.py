@@ -57,8 +57,7 @@ class Held:
         """Give everything back. The caller holds the lock."""
         split.release_threads(self.owner)
         for reader in self.readers.values():
-            reader.layer.epoch += 1
-            reader.layer.clear()
+            reader.layer.forget()
         self.readers.clear()
         for device in self.memory.devices:
             for blocks in [blocks for blocks in self.owner.sets if blocks in device.sets]:
@@ -204,8 +203,8 @@ class Forward:
     def _remove(self, index: int) -> None:
         reader = self.readers.pop(index, None)
         if reader is not None:
-            with self.memory.lock:
-                reader.layer.clear()
+            with self.memory.changing():
+                reader.layer.forget()
                 self.memory.drop_set(self._held.owner, reader.device, reader.layer.blocks)
                 self._schedules.pop(reader.device, None)
 
@@ -213,15 +212,18 @@ class Forward:
         """After a refusal: take back what it was the first forward of, where nobody knows yet which layers there are,
         so that `crop(0)` could not tell it from one that is finished."""
         if self.steps.expected is None and not any(self.steps.began.values()):
-            # The layer that refused began nothing, but it may exist by now.
-            for index in [i for i, x in self.readers.items() if i in self.steps.began or not x.layer.length]:
-                self._remove(index)
-            self.steps.began = {}
+            with self.steps.changing():
+                # The layer that refused began nothing, but it may exist by now.
+                for index in [i for i, x in self.readers.items() if i in self.steps.began or not x.layer.length]:
+                    self._remove(index)
+                self.steps.began = {}
 
     def early(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Make a layer from tensors that may have no tokens."""
         if index not in self.readers:
-            with self.memory.lock:
+            with self.steps.changing(), self.memory.lock:
+                if self.memory.needs_tidying:
+                    self.memory.tidy()
                 self._new_layer(index, *in_one_dtype(keys, values))
 
     def _new_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
@@ -464,6 +466,7 @@ class Forward:
 
     def clear(self) -> None:
         """Drop everything and give all memory back; counters begin at 0."""
+        self.steps.break_off()  # until all of this is done
         self._release()
         self._held.renew()
         self._schedules.clear()
@@ -481,6 +484,7 @@ class Forward:
         """Give all memory, streams and registrations back. Idempotent."""
         if self.closed:
             return
+        self.steps.break_off()  # until all of this is done
         self._release()
         self._finalizer.detach()
         if self.memory.private:

@@ -519,7 +519,8 @@ class TieredKVCache(RecurrentFace):
             if i >= len(self.layers):
                 self._add_layers(i)
             if content is not None:
-                self._forward.append(i, *content)
+                with self._forward.steps.changing():
+                    self._forward.append(i, *content)
         steps = self._forward.steps
         if state["expected"] is not None:
             steps.expected = (steps.expected or frozenset()) | state["expected"]

@@ -52,6 +52,11 @@ class Workspace:
         """Bytes that it has now."""
         return 0 if self._data is None else self._data.numel()
 
+    @property
+    def slabs(self) -> list[torch.Tensor]:
+        """What it has of `slabs`."""
+        return [] if self._data is None else [self._data]
+
     def take(self, nbytes: int) -> torch.Tensor:
         """At least `nbytes`, for one layer's KV as one tensor.
 
@@ -78,10 +83,11 @@ class Workspace:
     def release(self) -> None:
         """Give it back."""
         if self._data is not None:
-            data, self._data = self._data, None
+            # First what refers to it: whatever cuts this short, nobody reads memory that is given back.
             self.views = None
             self.plans.clear()
             self.version += 1
+            data, self._data = self._data, None
             self._slabs.release(data)
 
     def release_idle(self) -> int:
@@ -182,6 +188,11 @@ class IoBuffers:
         """Bytes of the host budget that are kept for it."""
         return 0 if self._kept is None else self._kept.data.numel()
 
+    @property
+    def slabs(self) -> list[torch.Tensor]:
+        """What it has of the host's slabs."""
+        return [] if self._kept is None else [self._kept.data]
+
     def take(self, shape: Sequence[int], v_dim: int, dtype: torch.dtype, more: int = 0) -> IoBuffer:
         """What the next call's query, masks and result pass through.
 
@@ -202,7 +213,11 @@ class IoBuffers:
             with contextlib.suppress(MemoryError):
                 data = self._slabs.allocate(nbytes)
         if data is not None:
-            self._kept = IoBuffer(data, shape, v_dim, dtype)
+            try:
+                self._kept = IoBuffer(data, shape, v_dim, dtype)
+            except Exception:
+                self._slabs.release(data)
+                raise
             return self._kept
         self.misses += 1
         with torch.inference_mode(False):

@@ -603,6 +603,13 @@ class ComputeDevice:
             budget=budget.limit,
         )
 
+    def recount(self) -> None:
+        """After a change was cut short, and all sets were repaired: count again what is counted over sets."""
+        for pools in self._pools.values():
+            pools.spilled = sum([each.spilled for each in self.sets if each.pools is pools])
+        self._reclaiming = False
+        self.note_writes()  # fences went with the slots that they held
+
     def close(self) -> None:
         """Give all memory of the device tier back and end the engine. Host pools are the host tier's."""
         self.engine.close()

@@ -102,12 +102,17 @@ class BlockPool:
         data = self.allocator.allocate(slots * self.layout.nbytes, optional=optional) if slots > 0 else None
         if data is None:
             return 0
-        if self.poison:
-            data.fill_(POISON)
         # A gap between slabs: no range crosses from one into the next.
         base = self._next_base + 1
+        try:
+            if self.poison:
+                data.fill_(POISON)
+            slab = Slab(base, data, self.layout, self.allocator.is_mapped(data))
+            self._set_slabs([*self.slabs, slab])
+        except Exception:
+            self.allocator.release(data)
+            raise
         self._next_base = base + slots
-        self._set_slabs([*self.slabs, Slab(base, data, self.layout, self.allocator.is_mapped(data))])
         self.slots += slots
         self.nbytes += data.numel()
         self._add(base, slots)
@@ -232,12 +237,18 @@ class BlockPool:
         return [fence for fence, _, _ in self._held]
 
     def reset(self, used: list[tuple[int, int]]) -> None:
-        """Let exactly these ranges be used, whatever was: after an interrupt, what nobody owns becomes free."""
+        """Let exactly these ranges be used, whatever was: after an interrupt, what nobody owns becomes free, and what
+        is counted is counted anew."""
         self._held.clear()
         self._ranges.clear()
         self._starts.clear()
         self.free = 0
-        for slab in self.slabs:
+        slabs = self.slabs
+        self._next_base = max([self._next_base, *(slab.base + slab.slots for slab in slabs)])
+        self.slots = sum([slab.slots for slab in slabs])
+        self.nbytes = sum([slab.data.numel() for slab in slabs])
+        for slab in slabs:
+            slab.mapped = self.allocator.is_mapped(slab.data)
             self._add(slab.base, slab.slots)
         for start, count in used:
             self._cut(start, count)
@@ -346,12 +357,13 @@ class BlockPool:
 
     def close(self) -> None:
         """Give every slab back, whoever owns its slots."""
-        for slab in self.slabs:
-            self.allocator.release(slab.data)
+        slabs = self.slabs
         self._set_slabs([])
         for each in (self._ranges, self._starts, self._held):
             each.clear()
         self.slots = self.free = self.nbytes = 0
+        for slab in slabs:
+            self.allocator.release(slab.data)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free + held + used == total and every count agrees."""

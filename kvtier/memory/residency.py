@@ -299,13 +299,14 @@ def cut(run: Run, count: int) -> tuple[Run, Run]:
     )
     for part in (left, right):
         part.state, part.refs, part.move = run.state, run.refs, run.move
+    run.parts = (left, right)  # first: whatever cuts this short, `repair` finds the parts
+    for part in run.parts:
         blocks.runs[part] = None
     del blocks.runs[run]
     for order in (blocks.resident, blocks.dirty, [] if run.move is None else run.move.runs):
         if run in order:
             at = order.index(run)
             order[at : at + 1] = left, right
-    run.parts = (left, right)
     blocks.version += 1
     return left, right
 
@@ -341,6 +342,9 @@ def repair(blocks: BlockSet) -> None:
     A run whose copy was never submitted is as it was before.
     """
     for run in list(blocks.runs):
+        if run.parts is not None:
+            blocks.runs.update(dict.fromkeys(run.leaves()))
+    for run in list(blocks.runs):
         run.move = None
         if run.state is State.LEAVING:
             run.state, run.host = State.DEVICE, None
@@ -351,13 +355,12 @@ def repair(blocks: BlockSet) -> None:
                 run.device = None
             elif run.state in (State.DEVICE, State.FILLING):
                 run.host = None
-        if run.parts is not None or run.state is State.FREE or (run.device is None and run.host is None):
+        gone = run.parts is not None or run.state is State.FREE or run.refs <= 0
+        if gone or (run.device is None and run.host is None):
             del blocks.runs[run]
-    before = blocks.spilled
     blocks.counts[:] = [0] * len(State)
     for run in blocks.runs:
         blocks.counts[run.state] += run.count
-    blocks.pools.spilled += blocks.spilled - before
     order = {run: i for i, run in enumerate([*blocks.resident, *blocks.runs])}
     blocks.resident[:] = sorted((run for run in blocks.runs if run.state in RESIDENT), key=order.__getitem__)
     blocks.dirty[:] = [run for run in blocks.resident if run.state is State.DEVICE]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import warnings
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -183,6 +184,22 @@ class SlabAllocator:
             with contextlib.suppress(TransferError, RuntimeWarning):
                 self._lock(left, locked.device)
         return left
+
+    def keep(self, owned: Iterable[torch.Tensor]) -> None:
+        """After a change was cut short: these slabs have owners; all others go, and bytes are counted anew."""
+        mine = {slab.data_ptr(): slab for slab in owned}
+        if self._unsure is not None:
+            self._unlock(self._unsure[0])
+        for address, live in list(self._live.items()):
+            if address in mine:
+                self._live[address] = live._replace(slab=mine[address])
+                continue
+            if self.poison:
+                live.slab.fill_(POISON)
+            self._unlock(address)
+            del self._live[address]
+        self.budget.used = sum([live.slab.numel() for live in self._live.values()])
+        self.budget.rounded = sum([self._rounding(live.slab.numel()) for live in self._live.values()])
 
     def is_mapped(self, slab: torch.Tensor) -> bool:
         """Whether a program on a device can use the addresses of this slab."""

@@ -150,15 +150,23 @@ class TieredMemory:
         if self.lock.acquire(blocking=False):
             try:
                 self.tidy()
+            except Exception:
+                raise
+            except BaseException:
+                self.interrupted = True
+                raise
             finally:
                 self.lock.release()
 
     def tidy(self) -> None:
-        """Give up what dropped caches held, and after an interrupt what nobody owns. The caller holds the lock."""
+        """Give up what dropped caches held, and after an interrupt what nobody owns. The caller holds the lock.
+
+        May be cut short itself, if the caller then sets `interrupted`: the next call does it again.
+        """
         if self.interrupted:
             self._recover()
         while self._abandoned:
-            self._abandoned[0]()  # may be cut short, and is then called again
+            self._abandoned[0]()
             self._abandoned.popleft()
 
     @contextmanager
@@ -437,7 +445,7 @@ class TieredMemory:
         Raises:
             MemoryInUseError: caches use it: close them first.
         """
-        with self.lock:
+        with self.changing():
             if self.closed:
                 return
             self.tidy()
@@ -469,10 +477,12 @@ class TieredMemory:
         self.close()
 
     def _recover(self) -> None:
-        """After a change was cut short: settle every copy, and free all slots that no run has."""
+        """After a change was cut short: settle every copy, list what owners have, and free all slots that no run has,
+        and all slabs that nobody has."""
         while self.readers.wait():
             pass  # other threads read slots that nobody owns any more
         self._drain()
+        self._list_again()
         used: dict[BlockPool, list[tuple[int, int]]] = {}
         for device in self._devices.values():
             for blocks in device.sets:
@@ -481,11 +491,42 @@ class TieredMemory:
                     for pool, slot in ((blocks.pools.device, run.device), (blocks.pools.host, run.host)):
                         if pool is not None and slot is not None:
                             used.setdefault(pool, []).append((slot, run.count))
+        slabs: dict[SlabAllocator, list[torch.Tensor]] = {x.home: [] for x in self._devices.values()}
+        if self._host is not None:
+            slabs[self._host.slabs] = []
+        for owner in self._owners.values():
+            for where, space in owner.workspaces.items():
+                slabs[where.home] += space.slabs
+            for buffers in owner.io_buffers.values():
+                slabs[self.host.slabs] += buffers.slabs
+        for pool in self._all_pools():
+            slabs[pool.allocator] += [slab.data for slab in pool.slabs]
+        for allocator, owned in slabs.items():
+            allocator.keep(owned)
         for pool in self._all_pools():
             pool.reset(used.get(pool, []))
         for device in self._devices.values():
-            device.note_writes()  # fences went with the slots that they held
+            device.recount()
         self.interrupted = False
+
+    def _list_again(self) -> None:
+        """Sets, workspaces and buffers are listed where they are looked for, as their owners have them."""
+        owners = self._owners.values()
+        devices = {pools: device for device in self._devices.values() for pools in device.all_pools}
+        mine = [blocks for owner in owners for blocks in owner.sets]
+        for device in self._devices.values():
+            device.sets[:] = [blocks for blocks in mine if devices[blocks.pools] is device]
+            device.reclaimable[:] = [
+                space for owner in owners for where, space in owner.workspaces.items() if where is device
+            ]
+            if device.slabs is None:
+                device.reclaimable.clear()
+        if self._host is not None:
+            self._host.sets[:] = mine
+            self._host.reclaimable[:] = [
+                space for owner in owners for where, space in owner.workspaces.items() if where.slabs is None
+            ]
+            self._host.reclaimable += [buffers for owner in owners for buffers in owner.io_buffers.values()]
 
     def _drain(self) -> None:
         for device in self._devices.values():
@@ -551,7 +592,7 @@ class TieredMemory:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. For tests and debugging; walks every run."""
-        with self.lock:
+        with self.changing():
             self.tidy()
             integrity.check(self._host, list(self._devices.values()), self._owners, self.readers)
 

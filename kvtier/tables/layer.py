@@ -212,6 +212,12 @@ class LayerKV:
         self.carries_graph = False
         self.epoch += 1
 
+    def forget(self) -> None:
+        """It ends: whoever frees all blocks of its set asks no table, which may have been cut short in a change."""
+        self._set_rows([])
+        self.length = 0
+        self.epoch += 1
+
     def _set_rows(self, rows: list[BlockTable]) -> None:
         self._tails = None
         if len(rows) == len(self.rows) and all(map(operator.is_, rows, self.rows)):
