@@ -187,26 +187,70 @@ class Forward:
         return any(a.shared_blocks > b.shared_blocks for a, b in zip(before, groups, strict=True))
 
     def replace(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Let a layer hold these tokens and nothing else. On an error it holds what it held."""
-        reader = self.readers.get(index)
-        saved = own_kv(reader, reader.layer.length) if reader is not None and reader.layer.length else None
-        self._remove(index)
-        self._admitted.clear()
-        try:
-            self.append(index, keys, values)
-        except Exception:
-            self._remove(index)
-            if saved is not None:
-                self.append(index, *saved)
-            raise
+        """Let a layer hold these tokens and nothing else, all or nothing.
+
+        What it held stays until the new tokens are in, so that for this long the budgets need room for both.
+
+        Raises:
+            MismatchError, BudgetError, TransferError: the layer holds what it held.
+        """
+        graph = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
+        keys, values = in_one_dtype(keys.detach(), values.detach())
+        memory, owner = self.memory, self._held.owner
+        with memory.lock:
+            if memory.needs_tidying:
+                memory.tidy()
+            old, claims, rooms = self.readers.get(index), dict(owner.claims), dict(self._rooms)
+            new = self._make_layer(index, keys, values)
+            new.layer.carries_graph = graph
+            try:
+                if keys.shape[2]:
+                    groups, _ = new.layer.group(keys, values)
+                    others = [reader.layer for reader in self.readers.values() if reader.device is new.device]
+                    self._admit_beside(others, new.layer, groups, keys.shape[2])
+                    new.layer.append(keys, values, groups)
+            except Exception:
+                self._drop(new)
+                owner.claims, self._rooms = claims, rooms
+                raise
+            self._install(new)
+            if old is not None:
+                self._drop(old)
+                self._changed(old.device)
+            self._changed(new.device)
+
+    def _admit_beside(self, others: list[LayerKV], layer: LayerKV, groups: Sequence[Group], tokens: int) -> None:
+        """Refuse, before anything changes, a new layer that does not fit beside all that there is."""
+        refused = self.memory.admit(
+            self._held.owner,
+            layer.device,
+            lambda limit: admission.claim(
+                [*others, layer],
+                others,
+                layer,
+                groups,
+                tokens,
+                to_come=0,
+                host_attention=self.options.host_attention,
+                dense=self._dense(),
+                limit=limit,
+            ),
+        )
+        if refused is not None:
+            raise too_small(*refused, f"{tokens} tokens for layer {layer.index}, beside what it holds until then, need")
+        self._rooms[layer.device] = self._held.owner.claims[layer.device].room
+
+    def _drop(self, reader: LayerReader) -> None:
+        """A layer ends. The caller holds the lock."""
+        reader.layer.forget()
+        self.memory.drop_set(self._held.owner, reader.device, reader.layer.blocks)
+        self._schedules.pop(reader.device, None)
 
     def _remove(self, index: int) -> None:
         reader = self.readers.pop(index, None)
         if reader is not None:
             with self.memory.changing():
-                reader.layer.forget()
-                self.memory.drop_set(self._held.owner, reader.device, reader.layer.blocks)
-                self._schedules.pop(reader.device, None)
+                self._drop(reader)
 
     def undo_first(self) -> None:
         """After a refusal: take back what it was the first forward of, where nobody knows yet which layers there are,
@@ -227,6 +271,16 @@ class Forward:
                 self._new_layer(index, *in_one_dtype(keys, values))
 
     def _new_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
+        reader = self._make_layer(index, keys, values)
+        self._install(reader)
+        return reader
+
+    def _install(self, reader: LayerReader) -> None:
+        self._held.readers[reader.layer.index] = reader
+        self._schedules.pop(reader.device, None)
+        self._admitted.discard(reader.device)
+
+    def _make_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
         memory, owner = self.memory, self._held.owner
         device = memory.on(keys.device)
         self._at_rest_elsewhere(device)
@@ -239,9 +293,6 @@ class Forward:
         except Exception:
             memory.drop_set(owner, device, layer.blocks)
             raise
-        self._held.readers[index] = reader
-        self._schedules.pop(device, None)
-        self._admitted.discard(device)
         return reader
 
     def _at_rest_elsewhere(self, device: ComputeDevice) -> None:
