@@ -21,7 +21,7 @@ class Counters:
         steps: forwards seen.
         views_attended: attention calls served without making the cache's tensor dense for the model.
         host_attended: of those, calls that host threads served, wholly or together with the device.
-        host_blocks: blocks that host threads read in place, in total.
+        host_blocks, host_bytes: blocks that host threads read in place, in total.
         host_seconds: seconds in which host threads attended.
         attention_bytes: bytes of queries and results copied between device and host for it.
         io_buffer_misses: calls for which `host_budget` had no room for the pinned I/O buffer, so that they took memory
@@ -53,6 +53,7 @@ class Counters:
     views_attended: int = 0
     host_attended: int = 0
     host_blocks: int = 0
+    host_bytes: int = 0
     host_seconds: float = 0.0
     attention_bytes: int = 0
     io_buffer_misses: int = 0

@@ -14,6 +14,7 @@ import torch
 
 from kvtier.attention.reader import LayerReader
 from kvtier.cpu import native
+from kvtier.cpu.loader import check
 from kvtier.kernels.params import AttentionParams
 
 
@@ -30,8 +31,28 @@ class Repeat:
     """
 
     __slots__ = (
-        *("_attend", "_blocks", "_call", "_counters", "_device_blocks", "_dtype", "_host_blocks", "_layer", "_memory"),
-        *("_options", "_problem", "_reference", "_repeats", "_rows_version", "_sequences", "_shape", "_strides"),
+        *(
+            "_attend",
+            "_blocks",
+            "_call",
+            "_counters",
+            "_device_blocks",
+            "_dtype",
+            "_host_blocks",
+            "_host_bytes",
+            "_layer",
+        ),
+        *(
+            "_memory",
+            "_options",
+            "_problem",
+            "_reference",
+            "_repeats",
+            "_rows_version",
+            "_sequences",
+            "_shape",
+            "_strides",
+        ),
         "_version",
     )
 
@@ -50,6 +71,7 @@ class Repeat:
         self._layer, self._rows_version = layer, layer.shape_version
         self._blocks, self._version = layer.blocks, layer.blocks.version
         self._host_blocks, self._device_blocks = host_blocks, device_blocks
+        self._host_bytes = host_blocks * layer.layout.nbytes
         self._shape, self._strides, self._dtype = query.shape, query.stride(), query.dtype
         self._options, self._repeats = options, repeats
         self._call, self._sequences = call, call.sequences
@@ -109,12 +131,13 @@ class Repeat:
         self._sequences.set_length(length)
         error = self._attend(self._reference, torch.get_num_threads())
         if error:
-            native.check(error)
+            check(error)
         counters.views_attended += 1
         host = self._host_blocks
         if host:
             counters.host_attended += 1
             counters.host_blocks += host
+            counters.host_bytes += self._host_bytes
             counters.host_seconds += (time.perf_counter() - began) * host / (host + self._device_blocks)
         counters.block_hits += self._device_blocks
         return out

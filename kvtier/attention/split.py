@@ -147,6 +147,7 @@ def _whole(
     if host:
         counters.host_attended += 1
         counters.host_blocks += host.blocks
+        counters.host_bytes += host.blocks * host.nbytes
         counters.host_seconds += (time.perf_counter() - began) * host.blocks / part.blocks
     return out
 
@@ -201,6 +202,7 @@ class _Call:
         if host:
             counters.host_attended += 1
             counters.host_blocks += host.blocks
+            counters.host_bytes += host.blocks * host.nbytes
         if partition.arriving or (device and host):
             return self._at_once(partition, params)
         if device:

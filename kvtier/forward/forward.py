@@ -36,7 +36,8 @@ from kvtier.tables.sharing import Alike, Group
 #: What a cache counts, and what a `StepRecord` calls that.
 _MEASURED = {
     name: name
-    for name in ("bytes_up", "bytes_down", "seconds_up", "seconds_down", "host_seconds", "host_blocks", "stall_seconds")
+    for name in ("bytes_up", "bytes_down", "seconds_up", "seconds_down", "stall_seconds")
+    + ("host_seconds", "host_blocks", "host_bytes")
 } | {"block_fetches": "fetched", "evictions": "evicted"}
 _totals = operator.attrgetter(*_MEASURED)
 
@@ -290,11 +291,10 @@ class Forward:
         layer = LayerKV(index, layout, device, memory.block_set(owner, device, layout, index), owner.counters)
         try:
             layer.check(keys, values)
-            reader = LayerReader(layer, memory, owner, host_attention=self.options.host_attention)
+            return LayerReader(layer, memory, owner, host_attention=self.options.host_attention)
         except Exception:
             memory.drop_set(owner, device, layer.blocks)
             raise
-        return reader
 
     def _at_rest_elsewhere(self, device: ComputeDevice) -> None:
         """A layer comes to a device: those that were expected on others claim no room there any more."""
@@ -318,7 +318,7 @@ class Forward:
         self._admitted.clear()
         self._alike = self._groups = None
         self._decoding = self._record.tokens == tokens == 1
-        self._record = StepRecord(tokens=tokens)
+        self._record = StepRecord(tokens=tokens, cache=self._held.owner.number)
         self._began = now
         self._before = _totals(self.counters) if self._schedules else None
 
@@ -397,7 +397,9 @@ class Forward:
             readers = sorted((x for x in self.readers.values() if x.device is device), key=lambda x: x.layer.index)
             schedule = self._schedules[device] = Schedule(readers)
         hosted = [self._in_place(reader.layer, tokens) for reader in schedule.readers]
-        plan = self.memory.policy.plan(schedule.state(tokens, hosted, self._last))
+        state = schedule.state(tokens, hosted, self._last)
+        state.cache, state.device, state.model_layers = self._held.owner.number, device.name, len(self.readers)
+        plan = self.memory.policy.plan(state)
         schedule.begin(plan)
 
     def _in_place(self, layer: LayerKV, tokens: int) -> bool:

@@ -55,7 +55,7 @@ class ComputeDevice:
         poison: bool = False,
     ) -> None:
         self.device = device
-        self.kind = device.type
+        self.kind, self.name = device.type, str(device)
         self.host = host
         self.engine = engine
         self.policy = policy

@@ -39,6 +39,9 @@ class StepState:
         free_bytes: of the device budget, to be had without evicting anything.
         device_bytes: the device budget.
         last: what the cache's last finished step took; None before the first.
+        cache: a number for the cache, the same in its records.
+        device: the compute device.
+        model_layers: layers of the cache on all devices.
     """
 
     tokens: int
@@ -46,6 +49,9 @@ class StepState:
     free_bytes: int
     device_bytes: int
     last: StepRecord | None = None
+    cache: int = 0
+    device: str = "cpu"
+    model_layers: int = 0
 
 
 @dataclass(slots=True)
@@ -88,9 +94,10 @@ class StepRecord:
         bytes_up, bytes_down: of blocks that began to move in it.
         seconds_up, seconds_down: that such copies took, as far as they have ended.
         host_seconds: of attention on host threads.
-        host_blocks: blocks attended to there.
+        host_blocks, host_bytes: attended to there.
         stall_seconds: in which attention, or room for new tokens, waited for a copy of blocks.
         fetched, evicted: blocks.
+        cache: a number for the cache.
     """
 
     tokens: int = 0
@@ -102,6 +109,8 @@ class StepRecord:
     seconds_down: float = 0.0
     host_seconds: float = 0.0
     host_blocks: int = 0
+    host_bytes: int = 0
     stall_seconds: float = 0.0
     fetched: int = 0
     evicted: int = 0
+    cache: int = 0
