@@ -10,14 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.planning.costs import CostModel, Group, Median, Prediction, Rates, alike, fetched_blocks
+from kvtier.planning.costs import CostModel, Group, Median, Prediction, Rates, alike
 from kvtier.planning.policy import WRITE_THROUGH, Policy
-from kvtier.planning.step import LayerPlan, StepPlan, StepRecord, StepState
+from kvtier.planning.shares import FixedShare, room_for
+from kvtier.planning.step import StepPlan, StepRecord, StepState
 
 #: Shares of the spilled blocks that are considered: so many, evenly from none to all.
 CHOICES = 33
-#: Layers whose fetched blocks there is room for at a time: one is read, one arrives, one is on its way.
-DEPTH = 3
 #: Steps between two looks at the choice, and the part by which spilled blocks may change before an earlier one.
 PERIOD, DRIFT = 8, 0.05
 #: A choice is left for another that promises so much less.
@@ -66,6 +65,7 @@ class _Cache:
     looked: int = -PERIOD
     spilled: int = 0
     reserve: int = 0
+    device_bytes: int = 0
     started: bool = False
     seen: dict[int, _Seen] = field(default_factory=dict)
     prediction: Prediction | None = None
@@ -80,7 +80,7 @@ class _Cache:
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=64))
 
 
-class Adaptive(Policy):
+class Adaptive(FixedShare):
     """Fetches what hides behind a step, lets the host attend to the rest, and learns what each costs.
 
     Args:
@@ -89,7 +89,7 @@ class Adaptive(Policy):
     """
 
     def __init__(self, rates: Rates | None = None, *, write_through: float = WRITE_THROUGH) -> None:
-        super().__init__(write_through=write_through, ahead=1)
+        super().__init__(0.0, write_through=write_through)
         self.rates = Rates() if rates is None else rates
         self._caches: dict[tuple[int, str], _Cache] = {}
 
@@ -99,7 +99,8 @@ class Adaptive(Policy):
         known.step += 1
         if state.tokens > 1 and not any(x.host_attention for x in state.layers):
             known.prediction = None
-            return super().plan(state)
+            return Policy.plan(self, state)
+        known.device_bytes = state.device_bytes
         spilled = sum([x.spilled for x in state.layers])
         if self._is_due(known, spilled):
             self._look(known, state, spilled)
@@ -158,7 +159,7 @@ class Adaptive(Policy):
     def _predict(self, known: _Cache, groups: Sequence[Group], choice: int) -> Prediction:
         share = choice / (CHOICES - 1)
         layers = sum(count for _, count in groups)
-        extra = (_reserve(groups, share) - known.reserve) / layers
+        extra = (room_for(groups, share, known.device_bytes) - known.reserve) / layers
         return known.model.step(groups, share, extra, known.part)
 
     def _expected(self, known: _Cache, groups: Sequence[Group], choice: int) -> float:
@@ -224,23 +225,13 @@ class Adaptive(Policy):
         )
         if known.plan is None or known.planned_for != key:
             known.planned_for = key
-            known.plan = self._plan_of(known, state)
+            known.plan = self.plan_of(state, known.choice / (CHOICES - 1))
             groups = alike(state.layers)
             known.reserve = known.plan.reserve
             known.prediction = known.model.step(groups, known.choice / (CHOICES - 1), 0, known.part)
         elif known.prediction is None:
             known.prediction = known.model.step(alike(state.layers), known.choice / (CHOICES - 1), 0, known.part)
         return known.plan
-
-    def _plan_of(self, known: _Cache, state: StepState) -> StepPlan:
-        share = known.choice / (CHOICES - 1)
-        fetch = [fetched_blocks(x, share) for x in state.layers]
-        largest = max((n * x.block_bytes for n, x in zip(fetch, state.layers, strict=True)), default=0)
-        reserve = min(DEPTH * largest, state.device_bytes // 2)
-        if not largest:
-            return super().plan(state)  # what comes back where much is free
-        ahead = min(len(state.layers), max(DEPTH - 1, 1))
-        return StepPlan([LayerPlan(n, ahead, 0) for n in fetch], reserve)
 
     # What a user sees
 
@@ -254,8 +245,3 @@ class Adaptive(Policy):
     def model(self, cache: int) -> CostModel | None:
         """What was learned about a cache's steps; None if there were none."""
         return next((known.model for (c, _), known in self._caches.items() if c == cache), None)
-
-
-def _reserve(groups: Sequence[Group], share: float) -> int:
-    """Bytes that are kept free for what a share fetches."""
-    return DEPTH * max((fetched_blocks(x, share) * x.block_bytes for x, _ in groups), default=0)

@@ -1,0 +1,56 @@
+"""Policies that fetch a fixed share of what is spilled: simple ways, and baselines for those that choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.planning.costs import Group, fetched_blocks
+from kvtier.planning.policy import WRITE_THROUGH, Policy
+from kvtier.planning.step import LayerPlan, StepPlan, StepState
+
+#: Layers whose fetched blocks there is room for at a time: one is read, one arrives, one is on its way.
+DEPTH = 3
+#: Room for fetches takes at most this part of the device budget.
+MOST_ROOM = 2
+
+
+class FixedShare(Policy):
+    """Fetches one share of every layer's spilled blocks ahead of need; the host attends to the rest.
+
+    Args:
+        share: 0: all is attended to on the host; 1: all is fetched.
+        write_through: as of `Policy`.
+    """
+
+    def __init__(self, share: float, *, write_through: float = WRITE_THROUGH) -> None:
+        super().__init__(write_through=write_through, ahead=DEPTH - 1)
+        self.share = share
+
+    def plan(self, state: StepState) -> StepPlan:
+        """See `Policy.plan`."""
+        return self.plan_of(state, self.share)
+
+    def plan_of(self, state: StepState, share: float) -> StepPlan:
+        """The plan that fetches a share, in slots that are kept free for it."""
+        fetch = [fetched_blocks(x, share) for x in state.layers]
+        largest = max((n * x.block_bytes for n, x in zip(fetch, state.layers, strict=True)), default=0)
+        if not largest:
+            return super().plan(state)  # what comes back where much is free
+        ahead = min(DEPTH - 1, len(state.layers))
+        return StepPlan([LayerPlan(n, ahead, 0) for n in fetch], min(DEPTH * largest, state.device_bytes // MOST_ROOM))
+
+
+def all_attend() -> FixedShare:
+    """What is spilled is attended to where it is (Neo's host attention for every sequence)."""
+    return FixedShare(0.0)
+
+
+def all_fetch() -> FixedShare:
+    """What is spilled is fetched for each step (offloading as it is usual)."""
+    return FixedShare(1.0)
+
+
+def room_for(groups: Sequence[Group], share: float, device_bytes: int) -> int:
+    """Bytes that `FixedShare` keeps free for a share of what layers have spilled."""
+    largest = max((fetched_blocks(x, share) * x.block_bytes for x, _ in groups), default=0)
+    return min(DEPTH * largest, device_bytes // MOST_ROOM)

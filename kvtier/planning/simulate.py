@@ -1,0 +1,284 @@
+"""A simulator: policies on a virtual clock, on a machine and a load that are numbers.
+
+The policy is the object that runs in production; what carries its plans out is a model of `forward.schedule` and of
+the streams: fetches begin as early as there is room, one after the other on the link; host attention runs beside the
+device's; what arrives is waited for as late as possible.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtier.planning.costs import Rates
+from kvtier.planning.policy import Policy
+from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is decoded.
+
+    Attributes:
+        layers: of the model.
+        linear: seconds of a layer besides attention.
+        block_bytes, block_size: of a block of one layer, and its tokens.
+        context: tokens per sequence at the beginning.
+        sequences: decoded together.
+        device_bytes: of the device budget.
+    """
+
+    layers: int
+    linear: float
+    block_bytes: int
+    block_size: int
+    context: int
+    sequences: int
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """On what.
+
+    Attributes:
+        rates: what is true of it; a policy may think otherwise.
+        noise: relative standard deviation of each duration.
+        traffic: of somebody else on the link, as a share of its rate, by step.
+    """
+
+    rates: Rates
+    noise: float = 0.0
+    traffic: Callable[[int], float] = lambda step: 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that took time. `lane`: "compute", "up", "down", "host" or "stall". Seconds."""
+
+    lane: str
+    name: str
+    start: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Layer:
+    """A layer's blocks, as `Candidate` and as the schedule see them."""
+
+    layer: int
+    resident: int = 0
+    spilled: int = 0
+    fetched: int = 0
+    arrival: float = 0.0
+    complete: bool = False
+    owner: int = 0
+    last_used: int = 0
+
+    @property
+    def transient(self) -> int:
+        """Blocks that were fetched for one use."""
+        return self.fetched
+
+    @property
+    def evictable(self) -> int:
+        """Blocks that may leave."""
+        return self.resident + self.fetched
+
+
+@dataclass
+class Simulation:
+    """One cache under one policy. `step` it, or `run` it.
+
+    Attributes:
+        records: of the steps so far.
+        events: what a trace shows, if `traced`.
+        plans: the plan of each step.
+    """
+
+    policy: Policy
+    machine: Machine
+    load: Load
+    seed: int = 0
+    traced: bool = False
+    records: list[StepRecord] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        load = self.load
+        self._random = random.Random(self.seed)
+        self._layers = [_Layer(i) for i in range(load.layers)]
+        self._slots = load.device_bytes // load.block_bytes - load.layers * load.sequences  # those that are filled
+        self._free = self._slots
+        self._tokens = load.context
+        self._now = self._up = self._down = 0.0
+        self._ahead = 0
+        self._plan: StepPlan | None = None
+        self._record = StepRecord()
+        if self._slots < 2:
+            raise ValueError("The device budget has no room for the blocks that are being filled.")
+        for _ in range(load.context // load.block_size):
+            for layer in self._layers:
+                self._seal(layer)
+
+    def run(self, steps: int) -> float:
+        """Seconds of so many steps."""
+        began = self._now
+        for _ in range(steps):
+            self.step()
+        return self._now - began
+
+    def step(self) -> StepRecord:
+        """One token of each sequence."""
+        load, number = self.load, len(self.records)
+        self._record = record = StepRecord(tokens=1, layers=load.layers, cache=1)
+        began = self._now
+        self._tokens += 1
+        full = self._tokens % load.block_size == 0
+        if any(x.spilled for x in self._layers):
+            self._plan = self.policy.plan(self._state())
+        self.plans.append(self._plan or StepPlan())
+        self._begin()
+        for layer in self._layers:
+            if full:
+                self._seal(layer)
+            self._now = self._layer(layer, number)
+            self._after(layer)
+        record.seconds = self._now - began
+        self.records.append(record)
+        if self._plan is not None:
+            self.policy.observe(record)
+        return record
+
+    # A layer
+
+    def _layer(self, layer: _Layer, number: int) -> float:
+        load, rates, record = self.load, self.machine.rates, self._record
+        ready = self._now + self._noisy(load.linear)
+        self._event("compute", f"layer {layer.layer}", self._now, ready - self._now)
+        bytes_of = load.block_bytes
+        own = ready + self._noisy((layer.resident + load.sequences) * bytes_of / rates.device)
+        arrived = max(own, layer.arrival) if layer.fetched else own
+        ended = arrived + self._noisy(layer.fetched * bytes_of / rates.device)
+        hosted = (layer.spilled - layer.fetched) * bytes_of
+        host = ready
+        if hosted:
+            rate = rates.host
+            seconds = hosted / rate
+            busy = min(max(self._up - ready, 0.0) / seconds, 1.0)
+            seconds = self._noisy(seconds / (1 - rates.shared * busy))
+            host = ready + self._noisy(rates.host_overhead) + seconds
+            record.host_bytes += hosted
+            record.host_blocks += layer.spilled - layer.fetched
+            record.host_seconds += seconds
+            self._event("host", f"layer {layer.layer}", ready, host - ready)
+        stall = max(ended, host) - max(own + ended - arrived, host)
+        record.stall_seconds += stall
+        self._event("compute", f"attention {layer.layer}", ready, max(ended, host) - ready - stall)
+        self._event("stall", f"layer {layer.layer}", max(own, host), stall)
+        return max(ended, host)
+
+    def _after(self, layer: _Layer) -> None:
+        """The layer was read: its fetched blocks leave again, others are fetched."""
+        kept = min(layer.fetched, self._plan.layers[layer.layer].keep) if self._plan is not None else 0
+        layer.resident += kept
+        layer.spilled -= kept
+        self._free += layer.fetched - kept
+        layer.fetched = 0
+        layer.complete = False
+        layer.last_used += 1
+        if self._ahead:
+            self._advance(layer.layer)
+
+    # What is fetched, and what leaves
+
+    def _state(self) -> StepState:
+        layers = [
+            LayerState(x.layer, self.load.block_bytes, x.resident, x.fetched, x.spilled, self.load.sequences, True)
+            for x in self._layers
+        ]
+        last = self.records[-1] if self.records else None
+        bytes_of = self.load.block_bytes
+        return StepState(
+            1, layers, self._free * bytes_of, self.load.device_bytes, last, 1, "simulated", self.load.layers
+        )
+
+    def _begin(self) -> None:
+        if self._plan is None:
+            return
+        self._ahead = max((x.ahead for x in self._plan.layers if x.fetch), default=0)
+        for layer in self._layers:
+            layer.complete = False
+        there = sum(x.fetched for x in self._layers)
+        self._make_room(self._plan.reserve // self.load.block_bytes - there)
+        if self._ahead:
+            self._advance(-1)
+
+    def _advance(self, place: int) -> None:
+        assert self._plan is not None
+        n = len(self._layers)
+        for distance in range(1, min(self._ahead, n) + 1):
+            layer = self._layers[(place + distance) % n]
+            plan = self._plan.layers[layer.layer]
+            if layer.complete or distance > plan.ahead or not plan.fetch:
+                continue
+            wanted = min(plan.fetch, layer.spilled) - layer.fetched
+            got = min(wanted, self._free)
+            if got > 0:
+                self._fetch(layer, got)
+            if got < wanted:
+                return
+            layer.complete = True
+
+    def _fetch(self, layer: _Layer, blocks: int) -> None:
+        rates, record = self.machine.rates, self._record
+        nbytes = blocks * self.load.block_bytes
+        rate = rates.up * (1 - self.machine.traffic(len(self.records)))
+        seconds = self._noisy(rates.copy_overhead + nbytes / rate)
+        begins = max(self._now, self._up)
+        self._up = layer.arrival = begins + seconds
+        self._free -= blocks
+        layer.fetched += blocks
+        record.bytes_up += nbytes
+        record.seconds_up += seconds
+        record.fetched += blocks
+        self._event("up", f"fetch {layer.layer}", begins, seconds)
+
+    def _seal(self, layer: _Layer) -> None:
+        blocks = self.load.sequences
+        self._make_room(blocks)
+        layer.resident += blocks
+        self._free -= blocks
+        rates, nbytes = self.machine.rates, blocks * self.load.block_bytes
+        seconds = rates.copy_overhead + nbytes / rates.down
+        begins = max(self._now, self._down)
+        self._down = begins + seconds
+        self._record.bytes_down += nbytes
+        self._record.seconds_down += seconds
+        self._event("down", f"write back {layer.layer}", begins, seconds)
+
+    def _make_room(self, blocks: int) -> None:
+        if blocks <= self._free:
+            return
+        for candidate, count, _ in self.policy.victims(self._layers, blocks - self._free):
+            assert isinstance(candidate, _Layer)
+            count = min(count, candidate.evictable)
+            fetched = max(count - candidate.resident, 0)
+            candidate.fetched -= fetched
+            candidate.resident -= count - fetched
+            candidate.spilled += count - fetched
+            self._free += count
+            self._record.evicted += count
+            if blocks <= self._free:
+                return
+
+    def _noisy(self, seconds: float) -> float:
+        if not self.machine.noise:
+            return seconds
+        return seconds * max(self._random.gauss(1, self.machine.noise), 0.1)
+
+    def _event(self, lane: str, name: str, start: float, seconds: float) -> None:
+        if self.traced and seconds > 0:
+            self.events.append(Event(lane, name, start, seconds))
