@@ -74,6 +74,7 @@ def test_an_update_alone_is_compared_with_itself_at_the_shortest_context(tmp_pat
     ]
 
 
+@pytest.mark.slow
 def test_the_share_on_the_host_is_what_was_asked_for(tmp_path: Path) -> None:
     found = records(tmp_path / "r.jsonl", "share", "--contexts=128", "--block-size=8")
     assert {r["status"] for r in found} == {"ok"}
@@ -274,6 +275,7 @@ def test_a_busy_neighbour_ends_when_its_parent_is_killed() -> None:
     assert ended(pid)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_launching_is_counted_without_a_device_and_everything_is_put_back(tmp_path: Path) -> None:
     """In a process of its own: others may interpret Triton's programs."""

@@ -358,7 +358,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="look
 
 
 @linux
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_run_that_is_ended_early_prints_and_keeps_its_table(tmp_path: Path, number: signal.Signals) -> None:
     run = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu", "--only=decode llama 64k", f"--out={tmp_path}"],

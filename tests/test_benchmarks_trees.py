@@ -82,6 +82,7 @@ def begin(process: Process, context: int, contender: str = NAME) -> RemoteTrial:
     return process.trial("attend", contender, 1, trees.described("qwen3-tiny", case))
 
 
+@pytest.mark.slow
 def test_another_tree_is_measured_turn_by_turn_with_this_one(
     tmp_path: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

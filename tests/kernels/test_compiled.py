@@ -47,6 +47,7 @@ def test_importing_the_kernels_imports_no_triton() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_again_while_contexts_batches_and_tables_grow() -> None:
     asked = {"compile": False, "call": "attend"}
     optional = {"mask": "bool", "lengths": True, "counts": True, "positions": True}

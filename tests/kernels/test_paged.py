@@ -127,7 +127,9 @@ def test_the_number_of_programs_that_share_a_context_does_not_matter(device: tor
         assert torch.equal(again.lse, result.lse)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(x, marks=pytest.mark.slow) if x != torch.float32 else x for x in DTYPES], ids=str
+)
 def test_parts_of_sequences_merge_to_the_whole(dtype: torch.dtype, device: torch.device) -> None:
     # The blocks of a sequence are on host and device in any proportion, in any pattern.
     found = []

@@ -526,7 +526,7 @@ SCENES: dict[str, tuple[Callable[[StreamModel], None], Callable[[Patch], None], 
     "the fence of freed slots": (freed, edit(ComputeDevice, "free", "self.fence()", "None"), {OVERWRITTEN}),
     "the order behind an interrupt": (
         interrupted,
-        edit(TieredMemory, "_recover", "device.note_writes()", "pass"),
+        edit(ComputeDevice, "recount", "self.note_writes()", "pass"),
         {OVERWRITTEN},
     ),
     "the order behind moves": (
