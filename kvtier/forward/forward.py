@@ -333,15 +333,23 @@ class Forward:
         self._last = record
         self.memory.policy.observe(record)
 
-    def admit(self, tokens: int) -> None:
-        """Refuse a step that will not fit, for a step whose first layer is not tiered. Raises `BudgetError`."""
+    def admit(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Refuse a step that will not fit, for a step whose first layer is not tiered, but given these.
+
+        Rows that are equal in this layer are equal in those to come.
+
+        Raises:
+            BudgetError: nothing was changed.
+        """
+        tokens = keys.shape[2]
         with self.memory.lock:
             if self.memory.needs_tidying:
                 self.memory.tidy()
             self._begin_step(tokens)
             for device in {reader.device: None for reader in self.readers.values()}:
                 first = next(reader.layer for reader in self.readers.values() if reader.device is device)
-                self._groups = sharing.likely_groups(first.rows, tokens)
+                rows = first.rows if len(first.rows) == keys.shape[0] else ()
+                self._groups, self._alike = sharing.group_rows(rows, first.layout, keys, values)
                 self._admit(first, self._groups, tokens)
                 self._plan(device, tokens)
 

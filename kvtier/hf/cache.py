@@ -232,7 +232,7 @@ class TieredKVCache(RecurrentFace):
             try:
                 if begins:
                     self._windows.clear()
-                    self._forward.admit(key_states.shape[2])
+                    self._forward.admit(key_states, value_states)
                 keys, values = layer.update(key_states, value_states, *args, **kwargs)
             except BaseException:
                 vars(layer).update(before)
