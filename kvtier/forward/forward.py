@@ -36,8 +36,10 @@ from kvtier.tables.sharing import Alike, Group
 #: What a cache counts, and what a `StepRecord` calls that.
 _MEASURED = {
     name: name
-    for name in ("bytes_up", "bytes_down", "seconds_up", "seconds_down", "stall_seconds")
-    + ("host_seconds", "host_blocks", "host_bytes")
+    for name in (
+        *("bytes_up", "bytes_down", "seconds_up", "seconds_down", "stall_seconds"),
+        *("host_seconds", "host_blocks", "host_bytes"),
+    )
 } | {"block_fetches": "fetched", "evictions": "evicted"}
 _totals = operator.attrgetter(*_MEASURED)
 
@@ -407,6 +409,7 @@ class Forward:
         hosted = [self._in_place(reader.layer, tokens) for reader in schedule.readers]
         state = schedule.state(tokens, hosted, self._last)
         state.cache, state.device, state.model_layers = self._held.owner.number, device.name, len(self.readers)
+        state.overlaps = device.engine.asynchronous
         plan = self.memory.policy.plan(state)
         schedule.begin(plan)
 

@@ -34,7 +34,8 @@ from kvtier.hf.resident import WINDOW, RecurrentFace, RecurrentStates, check_res
 from kvtier.hf.rows import row_indices, whole_number
 from kvtier.hf.threads import check_alone
 from kvtier.memory.tiered import TieredMemory
-from kvtier.planning.policy import WRITE_THROUGH, Policy
+from kvtier.planning.names import policy_of
+from kvtier.planning.policy import Policy
 from kvtier.stats import CacheStats, LayerResidency, Residency
 
 
@@ -84,7 +85,9 @@ class TieredKVCache(RecurrentFace):
             with it, they agree to rounding (1e-4 in fp32).
         max_tokens: tokens per row that the cache will hold at the most. Budgets that are too small for so many are
             then refused at the first forward, with the budget that is enough for all of them.
-        policy: decides what is fetched, evicted and written back; see `kvtier.Policy`. Not with `write_through`.
+        policy: decides what is fetched, evicted and written back: a `kvtier.Policy`, which `write_through` does not go
+            with, or a name. "default" attends on the host to what is spilled; "adaptive" measures what the link and the
+            host take, and shares the work between them; "all-attend" and "all-fetch" are for comparison.
         memory: a `kvtier.TieredMemory` that other caches may use too; budgets and policy are set there.
 
     Raises:
@@ -106,7 +109,7 @@ class TieredKVCache(RecurrentFace):
         write_through: float | None = None,
         host_attention: bool = True,
         max_tokens: int | None = None,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         memory: TieredMemory | None = None,
     ) -> None:
         if config is not None and not isinstance(config, PretrainedConfig):
@@ -121,12 +124,8 @@ class TieredKVCache(RecurrentFace):
         loader.check_environment()
         if memory is None:
             budgets = MemoryOptions.parse(device_budget, "auto" if host_budget is None else host_budget)
-            if policy is not None and write_through is not None:
-                raise ConfigError("write_through is an option of the policy where one is given: set it there.")
-            if policy is None:
-                share = WRITE_THROUGH if write_through is None else parse_share("write_through", write_through)
-                policy = Policy(write_through=share)
-            memory = TieredMemory.of_one_cache(budgets, policy)
+            share = None if write_through is None else parse_share("write_through", write_through)
+            memory = TieredMemory.of_one_cache(budgets, policy_of(policy, share))
         else:
             if not isinstance(memory, TieredMemory):
                 raise ConfigError(f"memory={memory!r} is not a TieredMemory.")

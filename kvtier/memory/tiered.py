@@ -34,6 +34,7 @@ from kvtier.memory.pool import BlockPool
 from kvtier.memory.readers import Readers
 from kvtier.memory.slabs import SlabAllocator
 from kvtier.planning.admission import Claim, demand
+from kvtier.planning.names import policy_of
 from kvtier.planning.policy import Policy
 from kvtier.stats import NO_TIER, CacheStats, Counters, TierStats
 from kvtier.transfer.cuda import CudaTransfers
@@ -63,7 +64,7 @@ class TieredMemory:
             device (`"cuda:0"`) to any of these. The default is `"auto"` on an accelerator, and on the CPU no device
             tier at all; a budget there emulates one in RAM.
         host_budget: bytes of host memory, written the same way; `"auto"` leaves a fifth, at least 2 GiB.
-        policy: decides what is fetched, evicted and written back; see `kvtier.Policy`.
+        policy: decides what is fetched, evicted and written back; see `kvtier.Policy`; or a name, as `TieredKVCache`'s.
 
     Raises:
         ConfigError: an option that is malformed.
@@ -74,9 +75,9 @@ class TieredMemory:
         *,
         device_budget: Size | Mapping[str, Size] | None = None,
         host_budget: Size = "auto",
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
     ) -> None:
-        self._setup(MemoryOptions.parse(device_budget, host_budget), Policy() if policy is None else policy)
+        self._setup(MemoryOptions.parse(device_budget, host_budget), policy_of(policy))
 
     @classmethod
     def of_one_cache(cls, options: MemoryOptions, policy: Policy) -> TieredMemory:

@@ -2,6 +2,12 @@
 
 step.py       what a policy sees of a step before (`StepState`), decides (`StepPlan`) and gets afterwards (`StepRecord`)
 policy.py     `Policy`: what is fetched and when, what stays, what is evicted and written back
+names.py      policies by name
+shares.py     `FixedShare`: one share of what is spilled is fetched
+adaptive.py   `Adaptive`: which share, priced by what steps take
+costs.py      seconds predicted from rates, and rates learned
+simulate.py   a cache under a policy on a virtual clock
+rotation.py   Pie's swapping of whole layers, to compare with
 admission.py  what a step needs, in bytes: for admission and for the error
 sizing.py     sizes of slabs, workspaces and chunks
 """

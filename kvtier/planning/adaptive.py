@@ -19,12 +19,16 @@ from kvtier.planning.step import StepPlan, StepRecord, StepState
 CHOICES = 33
 #: Steps between two looks at the choice, and the part by which spilled blocks may change before an earlier one.
 PERIOD, DRIFT = 8, 0.05
-#: A choice is left for another that promises so much less.
+#: A choice is left for another that promises so much less, or a quarter of what predictions are wrong by.
 HYSTERESIS = 0.01
 #: What a choice gave is believed after so many steps of it; of as many the median is kept, for so many steps.
-SEEN, MEMORY = 7, 512
+SEEN, MEMORY = 11, 512
+#: Steps after a change of the choice that say little of it: blocks have yet to move.
+SETTLE = 3
 #: Steps between two probes at first and at the most, how far away they try, and how much worse they may be predicted.
 PROBE, RARELY, NEAR, WORSE = 64, 1024, 3, 0.05
+#: A probe ends after so many steps that took longer than before it.
+GIVEN_UP = 3
 #: Caches that are remembered.
 CACHES = 256
 
@@ -63,6 +67,8 @@ class _Cache:
     choice: int = 0
     step: int = 0
     looked: int = -PERIOD
+    chosen: int = 0
+    jumped: bool = False
     spilled: int = 0
     reserve: int = 0
     device_bytes: int = 0
@@ -74,6 +80,8 @@ class _Cache:
     planned_for: tuple[object, ...] = ()
     probe_from: int | None = None
     probe_until: int = 0
+    probe_limit: float = 0.0
+    probe_bad: int = 0
     next_probe: int = PROBE
     interval: int = PROBE
     side: int = 1
@@ -97,7 +105,7 @@ class Adaptive(FixedShare):
         """See `Policy.plan`."""
         known = self._cache(state.cache, state.device)
         known.step += 1
-        if state.tokens > 1 and not any(x.host_attention for x in state.layers):
+        if not state.overlaps or (state.tokens > 1 and not any(x.host_attention for x in state.layers)):
             known.prediction = None
             return Policy.plan(self, state)
         known.device_bytes = state.device_bytes
@@ -112,10 +120,15 @@ class Adaptive(FixedShare):
             if cache != record.cache:
                 continue
             prediction, known.prediction = known.prediction, None
+            settled = known.step - known.chosen > SETTLE
             if known.model.observe(record, prediction, known.part):
                 known.seen.clear()
-                known.looked = -PERIOD
-            elif prediction is not None and record.seconds > 0 and prediction.base and known.part:
+                known.looked, known.jumped = -PERIOD, True
+            elif settled and prediction is not None and record.seconds > 0 and prediction.base and known.part:
+                if known.probe_from is not None and record.seconds * known.part > known.probe_limit:
+                    known.probe_bad += 1
+                    if known.probe_bad == GIVEN_UP:
+                        known.probe_until = known.step
                 seen = known.seen.setdefault(known.choice, _Seen())
                 seen.ratio.add(record.seconds * known.part / prediction.seconds)
                 seen.at = known.step
@@ -153,7 +166,7 @@ class Adaptive(FixedShare):
                 best, reason = self._probe(known, groups)
         if best != known.choice or not known.started:
             before = known.choice / (CHOICES - 1)
-            known.choice, known.started = best, True
+            known.choice, known.started, known.chosen = best, True, known.step
             known.decisions.append(Decision(known.step, reason, self._predict(known, groups, best), before))
 
     def _predict(self, known: _Cache, groups: Sequence[Group], choice: int) -> Prediction:
@@ -183,9 +196,18 @@ class Adaptive(FixedShare):
         least = min(expected)
         # Of what is as good the least traffic.
         best = next(i for i, x in enumerate(expected) if x <= least * (1 + HYSTERESIS / 4))
-        if known.started and expected[known.choice] <= expected[best] * (1 + HYSTERESIS):
+        if not known.started or known.jumped:
+            known.jumped = False
+            return best
+        # A choice is given the time to show what it is worth.
+        young = known.step - known.chosen < SEEN + SETTLE
+        if young or expected[known.choice] <= expected[best] * (1 + self._hysteresis(known)):
             return known.choice
         return best
+
+    def _hysteresis(self, known: _Cache) -> float:
+        """What another choice has to promise: more, where predictions have been worse."""
+        return max(HYSTERESIS, (known.model.error or 0.0) / 4)
 
     # Probing
 
@@ -202,14 +224,17 @@ class Adaptive(FixedShare):
             known.side = -known.side
             other = known.choice + known.side * NEAR
             if 0 <= other < CHOICES and self._predict(known, groups, other).seconds <= now * (1 + WORSE):
-                known.probe_from, known.probe_until = known.choice, known.step + SEEN + 1
+                known.probe_from, known.probe_until = known.choice, known.step + SEEN + SETTLE + 1
+                known.probe_limit, known.probe_bad = now * (1 + HYSTERESIS), 0
                 return other, "probe"
         return known.choice, "model"
 
     def _after_probe(self, known: _Cache, groups: Sequence[Group]) -> tuple[int, str]:
         before, known.probe_from = known.probe_from, None
         assert before is not None
-        better = self._expected(known, groups, known.choice) < self._expected(known, groups, before) * (1 - HYSTERESIS)
+        better = self._expected(known, groups, known.choice) < self._expected(known, groups, before) * (
+            1 - self._hysteresis(known)
+        )
         known.interval = PROBE if better else min(2 * known.interval, RARELY)
         known.next_probe = known.step + known.interval
         return (known.choice, "model") if better else (before, "back")

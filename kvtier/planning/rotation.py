@@ -162,8 +162,10 @@ def rotate(
                 clock = after
                 leaving, coming, room = _settle(clock, leaving, coming, device, host, room)
             found.starts.append((token, now, clock))
-            if leaving is None and (victim_ := rule.swap_out(now, device, host)) is not None and _wants_out(
-                rule, len(host), room, coming
+            if (
+                leaving is None
+                and (victim_ := rule.swap_out(now, device, host)) is not None
+                and _wants_out(rule, len(host), room, coming)
             ):
                 leaving = _begin(found, device, victim_, True, clock, each)
             if coming is None and room and (hottest := rule.swap_in(now, host)) is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.planning.costs import Group, fetched_blocks
-from kvtier.planning.policy import WRITE_THROUGH, Policy
-from kvtier.planning.step import LayerPlan, StepPlan, StepState
+from kvtier.planning.policy import WRITE_THROUGH, Policy, level
+from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 
 #: Layers whose fetched blocks there is room for at a time: one is read, one arrives, one is on its way.
 DEPTH = 3
 #: Room for fetches takes at most this part of the device budget.
 MOST_ROOM = 2
+#: Blocks of each sequence that may spill between a plan and the use of what it fetches.
+MARGIN = 2
 
 
 class FixedShare(Policy):
@@ -32,12 +34,19 @@ class FixedShare(Policy):
 
     def plan_of(self, state: StepState, share: float) -> StepPlan:
         """The plan that fetches a share, in slots that are kept free for it."""
-        fetch = [fetched_blocks(x, share) for x in state.layers]
+        fetch = [_to_fetch(x, share) for x in state.layers]
         largest = max((n * x.block_bytes for n, x in zip(fetch, state.layers, strict=True)), default=0)
         if not largest:
             return super().plan(state)  # what comes back where much is free
-        ahead = min(DEPTH - 1, len(state.layers))
-        return StepPlan([LayerPlan(n, ahead, 0) for n in fetch], min(DEPTH * largest, state.device_bytes // MOST_ROOM))
+        ahead, reserve = min(DEPTH - 1, len(state.layers)), min(DEPTH * largest, state.device_bytes // MOST_ROOM)
+        # What was spilled for a larger share comes back with what is fetched anyway, but for the next new blocks' room.
+        spare = state.free_bytes - reserve + sum([(x.fetched - x.sequences) * x.block_bytes for x in state.layers])
+        keep = [0] * len(fetch)
+        block = max(x.block_bytes for x in state.layers)
+        if spare >= block:
+            for i, n in level(list(enumerate(fetch)), spare // block):
+                keep[i] = n
+        return StepPlan([LayerPlan(n, ahead, k) for n, k in zip(fetch, keep, strict=True)], reserve)
 
 
 def all_attend() -> FixedShare:
@@ -52,5 +61,11 @@ def all_fetch() -> FixedShare:
 
 def room_for(groups: Sequence[Group], share: float, device_bytes: int) -> int:
     """Bytes that `FixedShare` keeps free for a share of what layers have spilled."""
-    largest = max((fetched_blocks(x, share) * x.block_bytes for x, _ in groups), default=0)
+    largest = max((_to_fetch(x, share) * x.block_bytes for x, _ in groups), default=0)
     return min(DEPTH * largest, device_bytes // MOST_ROOM)
+
+
+def _to_fetch(layer: LayerState, share: float) -> int:
+    """Blocks that a plan asks for. All means all, also of what spills while the step goes on."""
+    blocks = fetched_blocks(layer, share)
+    return blocks + MARGIN * layer.sequences if blocks and blocks == layer.spilled else blocks

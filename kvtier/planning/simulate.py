@@ -70,21 +70,16 @@ class _Layer:
     layer: int
     resident: int = 0
     spilled: int = 0
-    fetched: int = 0
+    transient: int = 0
     arrival: float = 0.0
     complete: bool = False
     owner: int = 0
     last_used: int = 0
 
     @property
-    def transient(self) -> int:
-        """Blocks that were fetched for one use."""
-        return self.fetched
-
-    @property
     def evictable(self) -> int:
         """Blocks that may leave."""
-        return self.resident + self.fetched
+        return self.resident + self.transient
 
 
 @dataclass
@@ -160,9 +155,9 @@ class Simulation:
         self._event("compute", f"layer {layer.layer}", self._now, ready - self._now)
         bytes_of = load.block_bytes
         own = ready + self._noisy((layer.resident + load.sequences) * bytes_of / rates.device)
-        arrived = max(own, layer.arrival) if layer.fetched else own
-        ended = arrived + self._noisy(layer.fetched * bytes_of / rates.device)
-        hosted = (layer.spilled - layer.fetched) * bytes_of
+        arrived = max(own, layer.arrival) if layer.transient else own
+        ended = arrived + self._noisy(layer.transient * bytes_of / rates.device)
+        hosted = (layer.spilled - layer.transient) * bytes_of
         host = ready
         if hosted:
             rate = rates.host
@@ -171,7 +166,7 @@ class Simulation:
             seconds = self._noisy(seconds / (1 - rates.shared * busy))
             host = ready + self._noisy(rates.host_overhead) + seconds
             record.host_bytes += hosted
-            record.host_blocks += layer.spilled - layer.fetched
+            record.host_blocks += layer.spilled - layer.transient
             record.host_seconds += seconds
             self._event("host", f"layer {layer.layer}", ready, host - ready)
         stall = max(ended, host) - max(own + ended - arrived, host)
@@ -182,11 +177,11 @@ class Simulation:
 
     def _after(self, layer: _Layer) -> None:
         """The layer was read: its fetched blocks leave again, others are fetched."""
-        kept = min(layer.fetched, self._plan.layers[layer.layer].keep) if self._plan is not None else 0
+        kept = min(layer.transient, self._plan.layers[layer.layer].keep) if self._plan is not None else 0
         layer.resident += kept
         layer.spilled -= kept
-        self._free += layer.fetched - kept
-        layer.fetched = 0
+        self._free += layer.transient - kept
+        layer.transient = 0
         layer.complete = False
         layer.last_used += 1
         if self._ahead:
@@ -196,7 +191,7 @@ class Simulation:
 
     def _state(self) -> StepState:
         layers = [
-            LayerState(x.layer, self.load.block_bytes, x.resident, x.fetched, x.spilled, self.load.sequences, True)
+            LayerState(x.layer, self.load.block_bytes, x.resident, x.transient, x.spilled, self.load.sequences, True)
             for x in self._layers
         ]
         last = self.records[-1] if self.records else None
@@ -211,7 +206,7 @@ class Simulation:
         self._ahead = max((x.ahead for x in self._plan.layers if x.fetch), default=0)
         for layer in self._layers:
             layer.complete = False
-        there = sum(x.fetched for x in self._layers)
+        there = sum(x.transient for x in self._layers)
         self._make_room(self._plan.reserve // self.load.block_bytes - there)
         if self._ahead:
             self._advance(-1)
@@ -224,7 +219,7 @@ class Simulation:
             plan = self._plan.layers[layer.layer]
             if layer.complete or distance > plan.ahead or not plan.fetch:
                 continue
-            wanted = min(plan.fetch, layer.spilled) - layer.fetched
+            wanted = min(plan.fetch, layer.spilled) - layer.transient
             got = min(wanted, self._free)
             if got > 0:
                 self._fetch(layer, got)
@@ -240,7 +235,7 @@ class Simulation:
         begins = max(self._now, self._up)
         self._up = layer.arrival = begins + seconds
         self._free -= blocks
-        layer.fetched += blocks
+        layer.transient += blocks
         record.bytes_up += nbytes
         record.seconds_up += seconds
         record.fetched += blocks
@@ -266,7 +261,7 @@ class Simulation:
             assert isinstance(candidate, _Layer)
             count = min(count, candidate.evictable)
             fetched = max(count - candidate.resident, 0)
-            candidate.fetched -= fetched
+            candidate.transient -= fetched
             candidate.resident -= count - fetched
             candidate.spilled += count - fetched
             self._free += count

@@ -42,6 +42,8 @@ class StepState:
         cache: a number for the cache, the same in its records.
         device: the compute device.
         model_layers: layers of the cache on all devices.
+        overlaps: whether copies and host attention go on while the device computes. Without, as where a CPU emulates a
+            device, fetching what the host can attend to only adds to the step.
     """
 
     tokens: int
@@ -52,6 +54,7 @@ class StepState:
     cache: int = 0
     device: str = "cpu"
     model_layers: int = 0
+    overlaps: bool = True
 
 
 @dataclass(slots=True)

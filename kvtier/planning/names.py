@@ -1,0 +1,39 @@
+"""Policies by name, as `TieredKVCache(policy="adaptive")` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtier.errors import ConfigError
+from kvtier.planning.adaptive import Adaptive
+from kvtier.planning.policy import WRITE_THROUGH, Policy
+from kvtier.planning.shares import FixedShare
+
+#: What makes each, from the share of the device budget at which blocks are written through.
+POLICIES: dict[str, Callable[[float], Policy]] = {
+    "default": lambda share: Policy(write_through=share),
+    "adaptive": lambda share: Adaptive(write_through=share),
+    "all-attend": lambda share: FixedShare(0.0, write_through=share),
+    "all-fetch": lambda share: FixedShare(1.0, write_through=share),
+}
+
+
+def policy_of(policy: Policy | str | None, write_through: float | None = None) -> Policy:
+    """The policy that a user asks for.
+
+    Args:
+        policy: an object, a name in `POLICIES`, or None for the default.
+        write_through: see `Policy`; None: as usual. Not with an object, which has its own.
+
+    Raises:
+        ConfigError: no such name, neither name nor policy, or `write_through` beside an object.
+    """
+    if isinstance(policy, Policy):
+        if write_through is not None:
+            raise ConfigError("write_through is an option of the policy where an object is given: set it there.")
+        return policy
+    name = "default" if policy is None else policy
+    make = POLICIES.get(name) if isinstance(name, str) else None
+    if make is None:
+        raise ConfigError(f"policy={policy!r}: it is a kvtier.Policy, or one of {', '.join(map(repr, POLICIES))}.")
+    return make(WRITE_THROUGH if write_through is None else write_through)

@@ -1,0 +1,172 @@
+"""The adaptive policy in simulation: against every fixed share, through changes, and under noise."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from kvtier import ConfigError, Policy, TieredKVCache
+from kvtier.planning.adaptive import Adaptive
+from kvtier.planning.costs import Median, Rates
+from kvtier.planning.names import POLICIES, policy_of
+from kvtier.planning.shares import FixedShare, all_attend, all_fetch
+from kvtier.planning.simulate import Load, Machine, Simulation
+
+#: Random settings of the always-run test; KVTIER_TEST_SETTINGS asks for more.
+SETTINGS = int(os.environ.get("KVTIER_TEST_SETTINGS", "16"))
+STEPS, BLOCK, SHARES = 200, 64, 16
+
+
+def setting(seed: int, *, layers: tuple[int, ...] = (8, 16, 24)) -> tuple[Load, Machine]:
+    """A model, a load and a machine, drawn at random."""
+    rng = random.Random(seed)
+    while True:
+        depth, sequences, context = rng.choice(layers), rng.choice((1, 2, 4, 8)), rng.choice((2048, 8192, 16384))
+        block = rng.choice((1024, 2048, 4096)) * BLOCK
+        kv = depth * sequences * context // BLOCK * block
+        budget = int(kv * rng.uniform(0.25, 0.95)) + 2 * depth * sequences * block
+        rates = Rates(
+            up=10 ** rng.uniform(9.5, 11),
+            host=10 ** rng.uniform(9.7, 11.3),
+            device=10 ** rng.uniform(11.7, 12.5),
+            host_overhead=rng.uniform(10e-6, 150e-6),
+            shared=rng.uniform(0, 0.5),
+        )
+        load = Load(depth, 10 ** rng.uniform(-4.5, -2.7), block, BLOCK, context, sequences, budget)
+        return load, Machine(rates, noise=rng.choice((0.0, 0.02, 0.05)))
+
+
+def best_fixed(load: Load, machine: Machine, seed: int, steps: int, tail: int = 0) -> float:
+    """Seconds of the best share, found by trying them; `tail`: of the last steps only."""
+    found = []
+    for share in range(SHARES + 1):
+        trial = Simulation(FixedShare(share / SHARES), machine, load, seed)
+        trial.run(steps)
+        found.append(seconds_of(trial, tail or steps))
+    return min(found)
+
+
+def seconds_of(trial: Simulation, steps: int) -> float:
+    """Of its last steps."""
+    return sum(record.seconds for record in trial.records[-steps:])
+
+
+def test_whatever_the_setting_it_is_close_to_the_best_share_that_exhaustive_search_finds() -> None:
+    ratios = []
+    for seed in range(SETTINGS):
+        load, machine = setting(seed)
+        took = Simulation(Adaptive(), machine, load, seed).run(STEPS)
+        ratios.append(took / best_fixed(load, machine, seed, STEPS))
+    assert max(ratios) <= 1.05
+    assert statistics.quantiles(ratios, n=20)[15] <= 1.02  # four of five
+
+
+def test_it_is_never_worse_than_the_simple_ways_once_it_has_seen_the_machine() -> None:
+    for seed in range(SETTINGS):
+        load, machine = setting(100 + seed)
+        times = []
+        for policy in (Adaptive(), all_attend(), all_fetch()):
+            trial = Simulation(policy, machine, load, seed)
+            trial.run(STEPS)
+            times.append(seconds_of(trial, 100))
+        assert times[0] <= 1.02 * min(times[1:]), (seed, times)
+
+
+#: A decode step of a model of 16 layers for which both the link and the host have work.
+LOAD = Load(16, 2e-4, 4096 * BLOCK, BLOCK, 8192, 4, 16 * 4 * 8192 * 4096 * 6 // 10)
+RATES = Rates(up=25e9, host=60e9, device=1.5e12, shared=0.2)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_after_the_links_rate_halves_it_is_close_to_the_new_best_in_fifty_steps(noise: float) -> None:
+    machine = Machine(RATES, noise, traffic=lambda step: 0.5 if step >= 100 else 0.0)
+    trial = Simulation(Adaptive(), machine, LOAD, 1)
+    trial.run(200)
+    slower = Machine(replace(RATES, up=RATES.up / 2), noise)
+    assert seconds_of(trial, 50) <= 1.05 * best_fixed(LOAD, slower, 1, 200, tail=50)
+    shares = [record.fetched for record in trial.records]
+    assert statistics.median(shares[150:]) < 0.8 * statistics.median(shares[50:100]), "it fetches as before"
+
+
+def test_a_burst_of_three_steps_changes_nothing() -> None:
+    quiet, burst = Adaptive(), Adaptive()
+    Simulation(quiet, Machine(RATES), LOAD).run(200)
+    machine = Machine(RATES, traffic=lambda step: 0.7 if 100 <= step < 103 else 0.0)
+    trial = Simulation(burst, machine, LOAD)
+    trial.run(200)
+    assert max(record.seconds for record in trial.records[100:103]) > 1.1 * trial.records[90].seconds
+    assert [(x.step, x.reason, x.prediction.share) for x in burst.decisions(1)] == [
+        (x.step, x.reason, x.prediction.share) for x in quiet.decisions(1)
+    ]
+
+
+def test_noise_does_not_make_it_flap() -> None:
+    policy = Adaptive()
+    Simulation(policy, Machine(RATES, noise=0.05), LOAD, 3).run(1000)
+    moves = [x for x in policy.decisions(1) if x.step > 100 and x.reason == "model"]
+    assert len(moves) <= 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fetching_that_hides_behind_a_step_costs_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    layers, context = rng.choice((16, 24, 32)), rng.choice((8192, 16384))
+    block = 4096 * BLOCK
+    linear = 10 ** rng.uniform(-3.6, -3)
+    kv = layers * context // BLOCK * block
+    load = Load(layers, linear, block, BLOCK, context, 1, int(kv * 0.75))
+    # The fetched part, with the room that it takes, moves within nine tenths of the computation. The host is useless.
+    spilled = 0.25 * kv / (1 - 3 / layers) + 10 * layers * block
+    rates = Rates(up=spilled / (0.9 * layers * linear), host=1e9, device=1e13, copy_overhead=0.0)
+    trial = Simulation(Adaptive(), Machine(rates), load)
+    trial.run(100)
+    resident = Simulation(Adaptive(), Machine(rates), replace(load, device_bytes=4 * kv))
+    resident.run(100)
+    assert all(record.fetched for record in trial.records[50:])
+    assert seconds_of(trial, 50) <= 1.01 * seconds_of(resident, 50)
+
+
+def test_where_nothing_overlaps_it_does_what_the_default_does() -> None:
+    trial = Simulation(Adaptive(), Machine(RATES), LOAD)
+    state = trial._state()
+    state.overlaps = False
+    plan, usual = Adaptive().plan(state), Policy().plan(state)
+    assert [x.fetch for x in plan.layers] == [x.fetch for x in usual.layers]
+    assert plan.reserve == usual.reserve
+
+
+def test_its_answer_does_not_depend_on_what_other_caches_do() -> None:
+    alone, shared = Adaptive(), Adaptive()
+    one = Simulation(alone, Machine(RATES), LOAD)
+    one.run(60)
+    two = Simulation(shared, Machine(RATES), LOAD)
+    other = Simulation(shared, Machine(replace(RATES, up=1e9)), LOAD)
+    for _ in range(60):
+        two.step()
+        state = other._state()
+        state.cache = 2
+        shared.plan(state)
+    assert [x.prediction.share for x in shared.decisions(1)] == [x.prediction.share for x in alone.decisions(1)]
+
+
+def test_a_median_follows_a_lasting_change_and_ignores_a_shorter_one() -> None:
+    median = Median(7)
+    for value in (1.0,) * 7 + (9.0,) * 3:
+        median.add(value)
+    assert median.value == 1.0
+    median.add(9.0)
+    assert median.value == 9.0
+
+
+def test_policies_have_names_and_other_names_are_refused() -> None:
+    for name in POLICIES:
+        assert isinstance(policy_of(name, 0.25), Policy)
+        assert policy_of(name, 0.25).write_through == 0.25
+        TieredKVCache(policy=name)
+    for wrong in ("fastest", "", 3, Policy):
+        with pytest.raises(ConfigError, match="adaptive"):
+            TieredKVCache(policy=wrong)  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""Pie's protocol as the text tells it (section 3.3, figure 4; section 3.4.2, figure 5)."""
+
+from __future__ import annotations
+
+from kvtier.planning.costs import Rates
+from kvtier.planning.rotation import Expansion, rotate
+from kvtier.planning.shares import all_fetch
+from kvtier.planning.simulate import Load, Machine, Simulation
+
+
+def test_figure_4_nine_layers_two_of_them_on_the_host_and_a_swap_of_two_computations() -> None:
+    found = rotate(9, 2, compute=1, swap=2, tokens=6)
+    first = [(swap.start, "out" if swap.out else "in", swap.layer) for swap in found.swaps[:5]]
+    # Computation of layer n of the first token begins at n - 1. None at layer 1; 1 leaves at 2; none at 3; 3 leaves and 8
+    # comes at 4.
+    assert first == [(1, "out", 1), (3, "out", 3), (3, "in", 8), (5, "out", 5), (5, "in", 9)]
+    assert not any(found.stalls)
+    # From the beginning of its way out to the end of its way back: eight computations.
+    left = {swap.layer: swap.start for swap in found.swaps if swap.out and swap.start < 9}
+    back = {
+        layer: min(s.end for s in found.swaps if not s.out and s.layer == layer and s.start > at)
+        for layer, at in left.items()
+    }
+    assert {layer: back[layer] - at for layer, at in left.items()} == dict.fromkeys(left, 8.0)
+    outs = [swap.layer for swap in found.swaps if swap.out]
+    ins = [swap.layer for swap in found.swaps if not swap.out]
+    assert ins[2 : 2 + len(outs)][:8] == outs[:8], "first out, first in"
+
+
+def test_in_the_setting_of_figure_4_a_share_of_every_layer_moves_half_the_bytes_and_stalls_no_more() -> None:
+    tokens, compute, blocks = 20, 1e-3, 36
+    found = rotate(9, 2, compute=1, swap=2, tokens=tokens)
+    swapped = sum(swap.start >= 9 for swap in found.swaps) / (tokens - 1)  # layers a token, both ways
+    layer = blocks * 1024
+    load = Load(9, compute, 1024, 64, 64 * blocks, 1, 7 * layer + 9 * 1024)
+    rates = Rates(up=layer / (2 * compute), down=layer / (2 * compute), host=1.0, device=1e15, copy_overhead=0.0)
+    trial = Simulation(all_fetch(), Machine(rates), load)
+    trial.run(tokens)
+    record = trial.records[10]
+    assert (record.bytes_up + record.bytes_down) / layer <= swapped / 2
+    assert sum(x.stall_seconds for x in trial.records[2:]) <= sum(found.stalls) + 1e-12
+
+
+def test_figure_5_more_is_swapped_while_the_link_idles_and_less_when_computation_waits() -> None:
+    layers = 6
+    # The link takes a third of a computation for a layer, and from token 60 on four.
+    swap = [0.34] * 60 + [4.0] * 60
+    found = rotate(layers, 0, compute=1, swap=swap, tokens=120, expansion=Expansion(layers))
+    assert found.on_host[0] == 0, "it begins with all layers on the device"
+    grown = max(found.on_host[:60])
+    assert grown >= 2
+    assert found.on_host[:20] == sorted(found.on_host[:20]), "it grows step by step"
+    assert found.on_host[-1] < grown, "it shrinks when computation waits"
+
+
+def test_expansion_tolerates_a_burst_and_a_load_that_wants_no_room() -> None:
+    expansion = Expansion(9)
+    for _ in range(12):
+        expansion.observe(0.0, 1.0)
+    there = expansion.on_host
+    assert there == 4
+    for _ in range(2):
+        assert expansion.observe(1.0, 0.0) == there
+    for _ in range(20):
+        assert expansion.observe(0.0, 1.0, wanted=False) == there
+    assert [expansion.observe(1.0, 0.0) for _ in range(3)][-1] == there - 1
+    # What made it wait is not tried again at once.
+    assert {expansion.observe(0.0, 1.0) for _ in range(12)} == {there - 1}
