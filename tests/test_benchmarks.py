@@ -102,7 +102,7 @@ def test_the_hot_path_is_measured_on_one_thread_and_held_against_its_targets(tmp
     low, high = hotpath.SPLIT_SHARES
     assert low < found[2]["facts"]["host_share"] < high
     limits = [r["limit"] for r in found if "target" in r]
-    assert limits == ["<= 1.25", "<= 45", "<= 1.66667", "<= 60", "<= 9"]
+    assert limits == ["<= 1.25", "<= 45", "<= 1.66667", "<= 60", "<= 1.03947", "<= 9"]
     assert all(r["figure"] is not None for r in found if "target" in r)
     assert torch.get_num_threads() == 2
 

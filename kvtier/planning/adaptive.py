@@ -23,6 +23,8 @@ PERIOD, DRIFT = 8, 0.05
 HYSTERESIS = 0.01
 #: What a choice gave is believed after so many steps of it; of as many the median is kept, for so many steps.
 SEEN, MEMORY = 11, 512
+#: Steps in the beginning that fetch nothing, which shows what the host does with the link idle.
+START = 2
 #: Steps after a change of the choice that say little of it: blocks have yet to move.
 SETTLE = 3
 #: Steps between two probes at first and at the most, how far away they try, and how much worse they may be predicted.
@@ -148,6 +150,8 @@ class Adaptive(FixedShare):
     def _is_due(self, known: _Cache, spilled: int) -> bool:
         if known.probe_from is not None:
             return known.step >= known.probe_until
+        if known.started and not known.chosen:
+            return known.step > START
         return known.step - known.looked >= PERIOD or abs(spilled - known.spilled) > DRIFT * known.spilled
 
     def _look(self, known: _Cache, state: StepState, spilled: int) -> None:
@@ -160,13 +164,14 @@ class Adaptive(FixedShare):
             best, reason = self._after_probe(known, groups)
         else:
             best = self._best(known, groups)
-            if not known.started:
-                reason = "first"
+            if not known.started and any(x.host_attention for x, _ in groups):
+                best, reason = 0, "first"
             elif best == known.choice and self._may_probe(known, groups):
                 best, reason = self._probe(known, groups)
         if best != known.choice or not known.started:
             before = known.choice / (CHOICES - 1)
-            known.choice, known.started, known.chosen = best, True, known.step
+            known.choice, known.chosen = best, known.step if known.started else 0
+            known.started = True
             known.decisions.append(Decision(known.step, reason, self._predict(known, groups, best), before))
 
     def _predict(self, known: _Cache, groups: Sequence[Group], choice: int) -> Prediction:

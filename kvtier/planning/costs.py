@@ -13,6 +13,8 @@ from kvtier.planning.step import LayerState, StepRecord
 WINDOW = 15
 #: A rate that changes by such a share between two steps is another rate, not noise.
 JUMP = 0.15
+#: The link is idle if it is busy for less than such a share of a step; the most that it takes from the host's rate.
+IDLE, MOST_LOST = 0.2, 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,9 @@ class CostModel:
 
     def __init__(self, rates: Rates | None = None) -> None:
         self.rates = Rates() if rates is None else rates
-        self._up, self._down, self._host, self._base = Median(), Median(), Median(), Median()
+        self._up, self._down, self._base = Median(), Median(), Median()
+        # What the host attends to in a second with the link idle; with the link busy; and what that costs it.
+        self._alone, self._beside, self._lost = Median(), Median(), Median()
         #: Relative errors of the predictions of steps, the last ones.
         self.errors: deque[float] = deque(maxlen=64)
 
@@ -164,18 +168,19 @@ class CostModel:
         for name, median, moved, seconds in (
             ("up", self._up, record.bytes_up, record.seconds_up),
             ("down", self._down, record.bytes_down, record.seconds_down),
-            ("host", self._host, record.host_bytes, record.host_seconds),
         ):
             if moved and seconds > 0:
-                # With the link idle the host would have been faster by what was predicted.
-                alone = prediction.slower if name == "host" and prediction is not None else 1.0
-                median.add(moved / seconds / alone)
+                median.add(moved / seconds)
                 assert median.value is not None
                 changed[name] = median.value
+        if record.host_bytes and record.host_seconds > 0 and record.seconds > 0:
+            changed |= self._host_rates(record)
         jumped = False
         if changed:
             jumped = any(
-                abs(value - getattr(rates, name)) > JUMP * getattr(rates, name) for name, value in changed.items()
+                abs(value - getattr(rates, name)) > JUMP * getattr(rates, name)
+                for name, value in changed.items()
+                if name != "shared"
             )
             self.rates = replace(rates, **changed)  # type: ignore[arg-type]
         if prediction is not None and record.seconds > 0 and part > 0:
@@ -185,6 +190,23 @@ class CostModel:
             self._base.add(max(record.seconds - record.stall_seconds - prediction.exposed / part, 0.0))
             jumped = jumped or abs(self.base - before) > JUMP * before
         return jumped
+
+    def _host_rates(self, record: StepRecord) -> dict[str, float]:
+        """The host's rate with the link idle, and what it loses to a busy link, after one more step."""
+        seen, busy = record.host_bytes / record.host_seconds, min(record.seconds_up / record.seconds, 1.0)
+        if busy < IDLE:
+            self._alone.add(seen)
+        else:
+            before = self._beside.value
+            self._beside.add(seen / (1 - self.rates.shared * busy))
+            if self._alone.value is not None:
+                self._lost.add(min(max((1 - seen / self._alone.value) / busy, 0.0), MOST_LOST))
+            if before is not None and abs(self._beside.value / before - 1) > JUMP:  # type: ignore[operator]
+                self._alone = Median()  # another host: what it did alone is not known any more
+        found = {} if self._lost.value is None else {"shared": self._lost.value}
+        rate = self._alone.value if self._alone.value is not None else self._beside.value
+        assert rate is not None
+        return found | {"host": rate}
 
 
 #: Layers that are alike, and how many.
