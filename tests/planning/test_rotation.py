@@ -11,8 +11,8 @@ from kvtier.planning.simulate import Load, Machine, Simulation
 def test_figure_4_nine_layers_two_of_them_on_the_host_and_a_swap_of_two_computations() -> None:
     found = rotate(9, 2, compute=1, swap=2, tokens=6)
     first = [(swap.start, "out" if swap.out else "in", swap.layer) for swap in found.swaps[:5]]
-    # Layer n of the first token is computed from n - 1 on. None moves at layer 1; 1 leaves at 2; none at 3; 3 leaves and
-    # 8 comes at 4.
+    # Layer n of the first token is computed from n - 1 on. None moves at layer 1; 1 leaves at 2; at 3 none; 3 leaves
+    # and 8 comes at 4.
     assert first == [(1, "out", 1), (3, "out", 3), (3, "in", 8), (5, "out", 5), (5, "in", 9)]
     assert not any(found.stalls)
     # From the beginning of its way out to the end of its way back: eight computations.
