@@ -97,9 +97,10 @@ def own_kv(reader: LayerReader, length: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def stream_kv(
-    reader: LayerReader, length: int, blocks: int
+    reader: LayerReader, length: int, blocks: int, room: int
 ) -> Generator[tuple[int, torch.Tensor, torch.Tensor], None, None]:
-    """The first `length` tokens of a layer in rising order, so many blocks of each row at a time, in the workspace.
+    """The first `length` tokens of a layer in rising order, so many blocks of each row at a time, in the workspace;
+    where the step was not admitted for as much of it, in an activation of that size.
 
     While the reader computes, the blocks that it will miss next are on their way, if there is room for them.
 
@@ -107,6 +108,7 @@ def stream_kv(
         reader: of the layer.
         length: tokens.
         blocks: of each row at a time.
+        room: bytes of workspace that the step was admitted with.
 
     Yields:
         The position of the first token, keys `[batch, k_heads, tokens, k_dim]` and values `[batch, v_heads, tokens,
@@ -118,14 +120,22 @@ def stream_kv(
     layer, workspace, lock = reader.layer, reader.workspace, reader.memory.lock
     size = layer.layout.block_size
     count = -(-length // size)
-    room = layer.workspace_bytes(min(blocks, count) * size)
+    nbytes = layer.workspace_bytes(min(blocks, count) * size)
+    own: torch.Tensor | None = None
+    if nbytes > room:
+        # All of the budget may be promised to others, who fill blocks in it: nothing in it can leave.
+        own = torch.empty(nbytes, dtype=torch.uint8, device=layer.device.device)
+        reader.counters.count_dense("attention", nbytes)
     try:
         for first in range(0, count, blocks):
             last = min(first + blocks, count)
-            with lock:
-                workspace.in_use = False
-                data = workspace.take(room)
-                workspace.in_use = True
+            if own is None:
+                with lock:
+                    workspace.in_use = False
+                    data = workspace.take(nbytes)
+                    workspace.in_use = True
+            else:
+                data = own
             dense = _lay_out(layer, last - first, data)
             _gather(reader, dense, first, last)
             if last < count:
@@ -135,7 +145,8 @@ def stream_kv(
             keys, values = (x.narrow(2, 0, stop - start) for x in _keys_and_values(dense))
             yield start, keys, values
     finally:
-        workspace.in_use = False
+        if own is None:
+            workspace.in_use = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def attend(
         if split.serves(reader, query, params):
             return split.attend(reader, length, query, params)
         if streaming.serves(reader, length, query, params):
-            return streaming.attend(reader, length, query, params)
+            return streaming.attend(reader, length, query, params, room=room)
     layer = reader.layer
     if torch.is_grad_enabled() and query.requires_grad and not layer.carries_graph:
         # The query's gradient is right as long as nobody writes into what its graph holds.

@@ -61,7 +61,9 @@ def _requires_grad(params: AttentionParams) -> bool:
     return any(x is not None and x.requires_grad for x in (params.mask, params.sinks, params.slopes))
 
 
-def attend(reader: LayerReader, length: int, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+def attend(
+    reader: LayerReader, length: int, query: torch.Tensor, params: AttentionParams, *, room: int = 0
+) -> torch.Tensor:
     """Attention of `query` over the first `length` tokens of a layer, some blocks at a time.
 
     Args:
@@ -69,6 +71,7 @@ def attend(reader: LayerReader, length: int, query: torch.Tensor, params: Attent
         length: tokens.
         query: `[batch, heads, queries, k_dim]`, on the layer's device.
         params: scale, masks and biases.
+        room: bytes of workspace that the step was admitted with.
 
     Returns:
         `[batch, heads, queries, v_dim]` in the query's dtype.
@@ -84,7 +87,7 @@ def attend(reader: LayerReader, length: int, query: torch.Tensor, params: Attent
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
     out = torch.zeros((batch, heads, queries, layer.layout.v_dim), dtype=wide, device=query.device)
     lse = torch.full((batch, heads, queries), -torch.inf, dtype=wide, device=query.device)
-    with torch.no_grad(), closing(stream_kv(reader, length, most)) as parts:
+    with torch.no_grad(), closing(stream_kv(reader, length, most, room)) as parts:
         for start, keys, values in parts:
             # Causal queries before this part see nothing of it.
             first = max(start - (length - queries), 0) if params.causal else 0

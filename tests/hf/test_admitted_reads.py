@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from families import PAD, build_model, prompt_ids, tiny_model
 from placements import ON_HOST
 from transformers import (
@@ -203,3 +204,21 @@ def test_reading_copying_and_pickling_make_no_later_step_dearer() -> None:
     assert cache.stats.dense_fallbacks > 0
     assert cache.stats.host.workspace_bytes == 0
     assert_read_within_budgets(cache)
+
+
+def test_many_queries_outside_of_a_step_read_through_no_memory_that_is_promised_to_others() -> None:
+    """The steps had few queries, which need no workspace: open blocks take all of the budget, and none can leave."""
+    layers, rows, size, dim, length = 2, 4, 4, 8, 25
+    slot = 2 * size * dim * 4
+    x = torch.randn(2, rows, 1, length, dim, generator=torch.Generator().manual_seed(0))
+    with TieredKVCache(device_budget=(layers * rows + 1) * slot, host_budget=MIB, block_size=size) as cache:
+        for start in range(0, length, 9):
+            for layer in range(layers):
+                cache.update(*x[:, :, :, start : start + 9], layer)
+        query, mask = x[0, :, :, -20:], torch.ones(20, length, dtype=torch.bool).tril(length - 20)
+        views = cache.layers[0].keys, cache.layers[0].values
+        out = F.scaled_dot_product_attention(query, *views, attn_mask=mask)
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(query, *x, attn_mask=mask))
+        assert cache.stats.device.peak_bytes <= cache.stats.device.budget
+        assert cache.stats.dense_fallback_bytes == rows * slot, "one block of each row at a time"
+        cache.check_integrity()
