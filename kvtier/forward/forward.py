@@ -49,7 +49,7 @@ class Held:
 
     def __init__(self, memory: TieredMemory) -> None:
         self.memory = memory
-        self.owner: Owner = memory.join()
+        self.owner: Owner = memory.new_owner()
         self.readers: dict[int, LayerReader] = {}
 
     def lengths(self) -> set[int]:
@@ -69,9 +69,14 @@ class Held:
         if self.memory.private:
             self.memory.reset()
 
+    def join(self) -> None:
+        """Join the memory. Whatever cuts this short, `release` finds the owner that has joined."""
+        self.memory.join(self.owner)
+
     def renew(self) -> None:
         """Join the memory again, empty."""
-        self.owner = self.memory.join()
+        self.owner = self.memory.new_owner()
+        self.join()
 
 
 class Forward:
@@ -97,6 +102,11 @@ class Forward:
         self.memory = memory
         self.options = options
         self._held = Held(memory)
+        # Not this object: what it holds is given back when nobody uses it any more, layers and views included. Made
+        # before anything is held, for this may be cut short.
+        self._finalizer = weakref.finalize(self, memory.abandon, self._held.release)
+        self._finalizer.atexit = False  # the process gives its memory back anyway
+        self._held.join()
         #: The layers by index, as attention reads them.
         self.readers = self._held.readers
         self.steps = Steps(
@@ -121,9 +131,6 @@ class Forward:
         self._before: tuple[float, ...] | None = None
         #: What views of a step have in common, kept for those who make them.
         self.blanks: Any = None
-        # Not this object: what it holds is given back when nobody uses it any more, layers and views included.
-        self._finalizer = weakref.finalize(self, memory.abandon, self._held.release)
-        self._finalizer.atexit = False  # the process gives its memory back anyway
 
     @property
     def counters(self) -> Counters:

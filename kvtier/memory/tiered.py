@@ -118,13 +118,21 @@ class TieredMemory:
 
     # Owners
 
-    def join(self) -> Owner:
-        """A new owner. Raises `ClosedError`."""
+    def new_owner(self) -> Owner:
+        """An owner that has not joined yet."""
+        return Owner(next(self._numbers))
+
+    def join(self, owner: Owner | None = None) -> Owner:
+        """Let an owner in. Raises `ClosedError`.
+
+        Args:
+            owner: who has it lets it leave again, even if this is cut short; None: a new one.
+        """
+        owner = self.new_owner() if owner is None else owner
         with self.lock:
             self.check_open()
-            owner = Owner(next(self._numbers))
             self._owners[owner.number] = owner
-            return owner
+        return owner
 
     def leave(self, owner: Owner) -> None:
         """An owner whose sets are empty gives back everything else. The caller holds the lock."""

@@ -241,10 +241,12 @@ class InlineTransfers(TransferEngine):
         try:
             for copy in transfer.copies:
                 copy.run()
-        except BaseException as error:
+        except Exception as error:
             transfer.settle(error)
-            if not isinstance(error, Exception):
-                raise
+        except BaseException:
+            # Not by that itself: its frames have the transfer, which would keep all that they refer to.
+            transfer.settle(TransferError("it was cut short"))
+            raise
         else:
             transfer.settle()
         if blocks:

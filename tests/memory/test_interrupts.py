@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import dis
 import functools
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +19,15 @@ import torch
 import torch.nn.functional as F
 
 import kvtier
-from kvtier import InterruptedStepError, TieredKVCache, TieredMemory
+from kvtier import InterruptedStepError, MemoryInUseError, TieredKVCache, TieredMemory
 from kvtier.memory.buffers import IoBuffer, IoBuffers, Workspace
 from kvtier.memory.layout import BlockLayout
 from kvtier.memory.pool import BlockPool, Slab
 from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.stats import Counters
 from kvtier.testing import held, with_doubles
+from kvtier.transfer.copies import Copy, Span
+from kvtier.transfer.engine import Direction, InlineTransfers
 
 PACKAGE = str(Path(kvtier.__file__).parent)
 HEADS, DIM, BLOCK, TOKENS = 1, 4, 4, 26
@@ -259,6 +264,50 @@ def test_giving_back_that_is_cut_short_twice_loses_nothing(name: str) -> None:
         except BaseException as error:
             error.add_note(f"cut short at {where}")
             raise
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["making", "reset"])
+def test_a_cache_that_is_cut_short_as_it_joins_leaves_no_owner_that_nobody_has(again: bool) -> None:
+    at = 0
+    while True:
+        memory = TieredMemory(device_budget=16 * SLOT, host_budget=60 * SLOT)
+        made = [TieredKVCache(memory=memory)] if again else []
+        line = Line(at)
+        with line.traced():
+            made[0].reset() if again else made.append(TieredKVCache(memory=memory))
+        for cache in made:
+            cache.close()
+        try:
+            memory.close()
+        except MemoryInUseError as error:
+            error.add_note(f"cut short at {line.where}")
+            raise
+        if line.where is None:
+            break
+        at += 1
+    assert at > 30
+
+
+def test_a_copy_that_is_cut_short_keeps_nothing_of_who_asked_for_it() -> None:
+    """Without waiting for the garbage collector: the interrupt refers to frames, and these to the transfer."""
+
+    class Big:
+        pass
+
+    def ask(at: int) -> weakref.ref[Big]:
+        big, slab = Big(), torch.zeros(64, dtype=torch.uint8)
+        copied = Copy(Span(slab, 0, 32, 32, False), Span(slab, 32, 32, 32, False))
+        with Line(at).traced():
+            transfer = InlineTransfers(torch.device("cpu")).submit([copied], Direction.FETCH, Counters())
+            assert transfer.error is None
+        return weakref.ref(big)
+
+    gc.disable()
+    try:
+        for at in range(40):
+            assert ask(at)() is None
+    finally:
+        gc.enable()
 
 
 def takes(slabs: SlabAllocator) -> dict[str, tuple[Callable[[], object], Callable[[], list[torch.Tensor]]]]:
