@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import test_later_layers
+import test_reclaim
 import test_residency
 import torch
 from scenes import PLACES, play, scenes
@@ -160,9 +161,6 @@ ALONE: dict[str, Mutation] = {
     "a failed fetch keeps its slots": edit(residency, "_fail", "pools.device.give(run.device, run.count)", "pass"),
     "nobody is told that a fetch failed": edit(Transfer, "settle", "error is None else self._on_failed", "True else 0"),
     "an append that failed leaves its blocks": edit(LayerKV, "append", "self._trim(self.length)", "pass"),
-    "slots that were taken for what has come meanwhile are lost": edit(
-        ComputeDevice, "fetch", "pools.device.give(start, n, self.fence())", "pass"
-    ),
     # what is given back
     "a cache that is closed leaves its workspace": edit(TieredMemory, "leave", "workspace.release()", "pass"),
     "a cache that is closed leaves its claims": edit(
@@ -202,9 +200,7 @@ THREADS: dict[str, Mutation] = {
     "a fetch that is given up holds no slots for readers": edit(
         residency, "evict", "move if fence is None else Fences(move, fence)", "move"
     ),
-    "nobody waits for a fetch that another thread gives up": edit(
-        split._Call, "_arrive", "move.transfer.wait()", "pass"
-    ),
+    "nobody waits for a fetch that another thread gives up": edit(split, "arrive", "move.transfer.wait()", "pass"),
     "blocks move under readers": edit(ComputeDevice, "_reclaim", "elif not self._readers.wait():", "else:"),
     "blocks move under readers on the host": edit(HostTier, "_reclaim", "elif not self._readers.wait():", "else:"),
     "who waits for readers is not told that they ended": edit(Readers, "end", "self._ended.notify_all()", "pass"),
@@ -225,6 +221,10 @@ THREADS: dict[str, Mutation] = {
 
 #: What no walk comes by within a few seeds, and the test that does.
 DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
+    "slots that were taken for what has come meanwhile are lost": (
+        edit(ComputeDevice, "fetch", "pools.device.give(start, n, self.fence())", "pass"),
+        test_reclaim.test_slots_for_what_another_thread_has_fetched_meanwhile_are_given_back,
+    ),
     "what a copy uses may move": (
         edit(residency, "can_move", " and _under(run) is None", ""),
         test_residency.test_a_fetch_that_the_compute_stream_waits_for_has_arrived_and_still_reads_the_host_slots,

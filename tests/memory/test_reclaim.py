@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -488,6 +489,38 @@ class Memory:
                 self.memory.drop_set(self.owner, self.device, layer.blocks)
             self.memory.leave(self.owner)
         self.memory.close()
+
+
+def test_slots_for_what_another_thread_has_fetched_meanwhile_are_given_back() -> None:
+    """A fetch that finds no room waits for readers, and others may bring the same blocks while it does."""
+    world = Memory(2)
+    first = world.layer(1)
+    with world.memory.lock:
+        world.device.evict_from(first.blocks, 1)
+    second = world.layer(2)
+    run = first.tables[0].resolve()[0]
+    reads, full = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with world.memory.lock:
+            reading = world.memory.readers.begin()
+        reads.set()
+        full.wait()
+        with world.memory.lock:  # free once the fetch waits
+            world.device.evict_from(second.blocks, 2)
+            assert world.device.fetch([run], 1, None, evict=False) == [run]
+            world.memory.readers.end(reading)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    reads.wait()
+    with world.memory.lock:
+        full.set()
+        assert world.device.fetch([run], 1, second.blocks, evict=True) == []
+        assert run.state is State.BOTH
+    thread.join()
+    world.check()
+    world.close()
 
 
 def copies_of_fetches(times: int) -> list[int]:
