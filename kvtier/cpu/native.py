@@ -118,8 +118,8 @@ class Future:
         return self._library.kvtier_wait(ctypes.byref(self._job), ctypes.byref(self._seconds))
 
     def __del__(self) -> None:
-        # The threads would go on to read what this object keeps alive.
-        if self._job:
+        # The threads would go on to read what this object keeps alive. An interrupt may have come before there was a job.
+        if getattr(self, "_job", None):
             self._wait()
 
 

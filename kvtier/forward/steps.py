@@ -112,7 +112,8 @@ class Steps:
         self._torn = False
         self._mixed = False
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # those that ran a forward
-        self._masks: weakref.WeakKeyDictionary[threading.Thread, int] = weakref.WeakKeyDictionary()  # -> `count` then
+        self._mask = threading.local()  # `count` of each thread when its mask was made
+        self._changed = True  # what may have left the layers with different lengths, since they were compared
         self.inside: Callable[[int], bool] = lambda thread: False
         self._first: dict[type, int] = {}
         self._interrupted = interrupted
@@ -137,6 +138,7 @@ class Steps:
 
     def changing(self) -> Guard:
         """Guard one change of the cache. One thread at a time; what a signal cuts short stays refused until `reset`."""
+        self._changed = True
         return self.guard
 
     def update(self, layer: int, length: int) -> bool:
@@ -156,7 +158,10 @@ class Steps:
         if begins:
             self._check_complete()
             self._check_first(layer, first)
-            self._check_even()
+            # A step that went through all layers, and nothing but that, leaves them as even as they were.
+            if self._changed or not self._even or self.began.keys() != self.expected:
+                self._check_even()
+                self._changed = False
             if self.owner != me:
                 self._check_mask()
             self._begin(me)
@@ -212,7 +217,7 @@ class Steps:
         """Called when a thread asks for the lengths that its next forward sees. Raises where forwards were mixed."""
         if self._mixed:
             raise self.interrupted()
-        self._masks[threading.current_thread()] = self.count
+        self._mask.count = self.count
 
     def undo(self, part: Part) -> None:
         """The update announced last did not happen."""
@@ -246,7 +251,8 @@ class Steps:
 
     def _check_mask(self) -> None:
         """Raise where another thread began a forward after this one made its mask."""
-        if self._masks.pop(threading.current_thread(), self.count) != self.count:
+        made = vars(self._mask).pop("count", self.count)
+        if made != self.count:
             raise self._refused(overlap=True)
 
     def _check_first(self, layer: int, first: int) -> None:
@@ -311,7 +317,7 @@ class Steps:
         self._torn = self._mixed = False
         self.owner = 0
         self._threads.clear()
-        self._masks.pop(threading.current_thread(), None)
+        vars(self._mask).pop("count", None)
         self.expected = self._given
         self._even = True
         self.guard = Guard(partial(self._refused, True), self._interrupted)

@@ -24,6 +24,7 @@ _SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _What = tuple[int, int, int]
 _KEYS: _What = (0, 1, 0)
 _VALUES: _What = (1, 1, 0)
+_META = torch.device("meta")
 
 
 class Snapshot:
@@ -245,8 +246,11 @@ def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, to
     On the meta device torch's own functions cannot read it. The mark makes C++ that asks where its storage is raise;
     it would get a null pointer.
     """
-    with torch.inference_mode(False):
-        blank = torch.empty(shape, dtype=dtype, device="meta")
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            blank = torch.empty(shape, dtype=dtype, device=_META)
+    else:
+        blank = torch.empty(shape, dtype=dtype, device=_META)
     torch._C._set_throw_on_mutable_data_ptr(blank)
     return blank, blank.shape
 
