@@ -118,7 +118,7 @@ class Future:
         return self._library.kvtier_wait(ctypes.byref(self._job), ctypes.byref(self._seconds))
 
     def __del__(self) -> None:
-        # The threads would go on to read what this object keeps alive. An interrupt may have come before there was a job.
+        # The threads would go on to read what this object keeps alive. Cut short, `__init__` has made no job.
         if getattr(self, "_job", None):
             self._wait()
 
