@@ -179,8 +179,10 @@ class Forward:
     def _append(self, layer: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         layer.check(keys, values)
         tokens = keys.shape[2]
-        if not tokens:
-            return
+        if tokens != 1:
+            if not tokens:
+                return
+            self.steps.compare = True
         layer.device.poll()
         groups, self._alike = layer.group(keys, values, self._alike)
         differs = self._differs(groups)  # asked in every layer: the next one is compared with this one

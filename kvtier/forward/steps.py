@@ -89,6 +89,8 @@ class Steps:
         undoable: whether an unfinished step can be dropped by `crop`.
         pending: set while a recurrent layer may have been changed in place; looks at it and reports what it `saw`.
         guard: see `changing`.
+        compare: whether something other than a single token for each layer may have changed lengths, since they were
+            compared.
         inside: whether a thread, given by its identifier, is inside a forward with this cache now; where nobody
             knows, it is taken to have left.
     """
@@ -113,7 +115,7 @@ class Steps:
         self._mixed = False
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # those that ran a forward
         self._mask = threading.local()  # `count` of each thread when its mask was made
-        self._changed = True  # what may have left the layers with different lengths, since they were compared
+        self.compare = True
         self.inside: Callable[[int], bool] = lambda thread: False
         self._first: dict[type, int] = {}
         self._interrupted = interrupted
@@ -138,7 +140,7 @@ class Steps:
 
     def changing(self) -> Guard:
         """Guard one change of the cache. One thread at a time; what a signal cuts short stays refused until `reset`."""
-        self._changed = True
+        self.compare = True
         return self.guard
 
     def update(self, layer: int, length: int) -> bool:
@@ -158,10 +160,10 @@ class Steps:
         if begins:
             self._check_complete()
             self._check_first(layer, first)
-            # A step that went through all layers, and nothing but that, leaves them as even as they were.
-            if self._changed or not self._even or self.began.keys() != self.expected:
+            # One token for each of all layers leaves them as even as they were.
+            if self.compare or not self._even or self.began.keys() != self.expected:
                 self._check_even()
-                self._changed = False
+                self.compare = False
             if self.owner != me:
                 self._check_mask()
             self._begin(me)
