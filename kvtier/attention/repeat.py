@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvtier.attention.reader import LayerReader
+from kvtier.attention.split import MAX_HOST_QUERIES
 from kvtier.cpu import native
 from kvtier.cpu.loader import check
 from kvtier.kernels.params import AttentionParams
@@ -31,28 +32,24 @@ class Repeat:
     """
 
     __slots__ = (
-        *(
-            "_attend",
-            "_blocks",
-            "_call",
-            "_counters",
-            "_device_blocks",
-            "_dtype",
-            "_host_blocks",
-            "_host_bytes",
-            "_layer",
-        ),
-        *(
-            "_memory",
-            "_options",
-            "_problem",
-            "_reference",
-            "_repeats",
-            "_rows_version",
-            "_sequences",
-            "_shape",
-            "_strides",
-        ),
+        "_attend",
+        "_blocks",
+        "_call",
+        "_counters",
+        "_device_blocks",
+        "_dtype",
+        "_host_blocks",
+        "_host_bytes",
+        "_layer",
+        "_memory",
+        "_options",
+        "_problem",
+        "_reference",
+        "_repeats",
+        "_rows_version",
+        "_sequences",
+        "_shape",
+        "_strides",
         "_version",
     )
 
@@ -91,7 +88,8 @@ class Repeat:
         if (
             params is None
             or not params.plain
-            or not (reader.in_one_memory and reader.memory.private)
+            or not (reader.host_attention and reader.in_one_memory and reader.memory.private)
+            or query.shape[2] > MAX_HOST_QUERIES
             or layer.carries_graph
             or query.requires_grad
             or torch.is_autocast_enabled("cpu")

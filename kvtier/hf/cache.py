@@ -87,7 +87,9 @@ class TieredKVCache(RecurrentFace):
             then refused at the first forward, with the budget that is enough for all of them.
         policy: decides what is fetched, evicted and written back: a `kvtier.Policy`, which `write_through` does not go
             with, or a name. "default" attends on the host to what is spilled; "adaptive" measures what the link and the
-            host take, and shares the work between them; "all-attend" and "all-fetch" are for comparison.
+            host take, and shares the work between them, where copies go on while the device computes (elsewhere it is
+            the default); "all-attend" and "all-fetch" are for comparison. Without a device tier there is nothing to
+            decide.
         memory: a `kvtier.TieredMemory` that other caches may use too; budgets and policy are set there.
 
     Raises:

@@ -238,7 +238,7 @@ class BlockPool:
 
     def reset(self, used: list[tuple[int, int]]) -> None:
         """Let exactly these ranges be used, whatever was: after an interrupt, what nobody owns becomes free, and what
-        is counted is counted anew."""
+        is counted is counted again."""
         self._held.clear()
         self._ranges.clear()
         self._starts.clear()

@@ -186,7 +186,7 @@ class SlabAllocator:
         return left
 
     def keep(self, owned: Iterable[torch.Tensor]) -> None:
-        """After a change was cut short: these slabs have owners; all others go, and bytes are counted anew."""
+        """After a change was cut short: these slabs have owners; all others go, and bytes are counted again."""
         mine = {slab.data_ptr(): slab for slab in owned}
         if self._unsure is not None:
             self._unlock(self._unsure[0])

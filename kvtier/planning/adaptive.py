@@ -31,7 +31,7 @@ SETTLE = 3
 PROBE, RARELY, NEAR, WORSE = 64, 1024, 3, 0.05
 #: A probe ends after so many steps that took longer than before it.
 GIVEN_UP = 3
-#: Caches that are remembered.
+#: Caches of which something is kept, the latest ones.
 CACHES = 256
 
 
@@ -49,8 +49,7 @@ class Decision:
 
     Attributes:
         step: number of the cache's step.
-        reason: "first", "model" (a better prediction), "probe", "back" (a probe brought nothing), "forced" (the host
-            cannot attend), or "nothing spilled".
+        reason: "first", "model" (a better prediction), "probe", or "back" (a probe brought nothing).
         prediction: of the choice.
         before: the share before.
     """
@@ -70,6 +69,7 @@ class _Cache:
     step: int = 0
     looked: int = -PERIOD
     chosen: int = 0
+    starting: bool = False
     jumped: bool = False
     spilled: int = 0
     reserve: int = 0
@@ -125,7 +125,7 @@ class Adaptive(FixedShare):
             settled = known.step - known.chosen > SETTLE
             if known.model.observe(record, prediction, known.part):
                 known.seen.clear()
-                known.looked, known.jumped = -PERIOD, True
+                known.looked, known.jumped, known.probe_from = -PERIOD, True, None  # no probe tells anything now
             elif settled and prediction is not None and record.seconds > 0 and prediction.base and known.part:
                 if known.probe_from is not None and record.seconds * known.part > known.probe_limit:
                     known.probe_bad += 1
@@ -150,7 +150,7 @@ class Adaptive(FixedShare):
     def _is_due(self, known: _Cache, spilled: int) -> bool:
         if known.probe_from is not None:
             return known.step >= known.probe_until
-        if known.started and not known.chosen:
+        if known.starting:
             return known.step > START
         return known.step - known.looked >= PERIOD or abs(spilled - known.spilled) > DRIFT * known.spilled
 
@@ -164,14 +164,14 @@ class Adaptive(FixedShare):
             best, reason = self._after_probe(known, groups)
         else:
             best = self._best(known, groups)
-            if not known.started and any(x.host_attention for x, _ in groups):
+            known.starting = not known.started and any(x.host_attention for x, _ in groups)
+            if known.starting:
                 best, reason = 0, "first"
             elif best == known.choice and self._may_probe(known, groups):
                 best, reason = self._probe(known, groups)
         if best != known.choice or not known.started:
             before = known.choice / (CHOICES - 1)
-            known.choice, known.chosen = best, known.step if known.started else 0
-            known.started = True
+            known.choice, known.chosen, known.started = best, known.step, True
             known.decisions.append(Decision(known.step, reason, self._predict(known, groups, best), before))
 
     def _predict(self, known: _Cache, groups: Sequence[Group], choice: int) -> Prediction:
@@ -201,7 +201,7 @@ class Adaptive(FixedShare):
         least = min(expected)
         # Of what is as good the least traffic.
         best = next(i for i, x in enumerate(expected) if x <= least * (1 + HYSTERESIS / 4))
-        if not known.started or known.jumped:
+        if not known.started or known.starting or known.jumped:
             known.jumped = False
             return best
         # A choice is given the time to show what it is worth.
@@ -237,9 +237,8 @@ class Adaptive(FixedShare):
     def _after_probe(self, known: _Cache, groups: Sequence[Group]) -> tuple[int, str]:
         before, known.probe_from = known.probe_from, None
         assert before is not None
-        better = self._expected(known, groups, known.choice) < self._expected(known, groups, before) * (
-            1 - self._hysteresis(known)
-        )
+        least = self._expected(known, groups, before) * (1 - self._hysteresis(known))
+        better = known.probe_bad < GIVEN_UP and self._expected(known, groups, known.choice) < least
         known.interval = PROBE if better else min(2 * known.interval, RARELY)
         known.next_probe = known.step + known.interval
         return (known.choice, "model") if better else (before, "back")

@@ -64,13 +64,15 @@ class Rotated:
         swaps: in the order of their start.
         starts: (token, layer, time) at which each layer's computation began.
         stalls: by token, the time that computation waited.
-        on_host: by token, how many layers the rotation kept on the host.
+        on_host: by token, how many layers the rotation was to keep on the host.
+        held: by token, how many were there when it ended, those on their way not counted.
     """
 
     swaps: list[Swap] = field(default_factory=list)
     starts: list[tuple[int, int, float]] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
     on_host: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
 
 
 class Expansion:
@@ -79,12 +81,12 @@ class Expansion:
     Args:
         layers: of the model.
         tolerated: tokens in a row with a wait before it shrinks, so that one burst changes nothing.
-        patience: tokens in a row without a wait, and with the link idle, before it grows.
+        calm: tokens in a row without a wait, and with the link idle, before it grows.
     """
 
-    def __init__(self, layers: int, *, tolerated: int = 3, patience: int = 3) -> None:
+    def __init__(self, layers: int, *, tolerated: int = 3, calm: int = 3) -> None:
         self._most = layers - 2
-        self._tolerated, self._patience = tolerated, patience
+        self._tolerated, self._calm = tolerated, calm
         self._waits = self._idle = 0
         #: Tokens before a number of layers that made computation wait is tried again.
         self._barred: dict[int, int] = {}
@@ -102,10 +104,10 @@ class Expansion:
         self._waits = self._waits + 1 if stalled > 0 else 0
         self._idle = self._idle + 1 if stalled <= 0 and idle > 0 else 0
         if self._waits >= self._tolerated and self.on_host:
-            self._barred[self.on_host] = 16 * self._patience
+            self._barred[self.on_host] = 16 * self._calm
             self.on_host -= 1
             self._waits = self._idle = 0
-        elif self._idle >= self._patience and wanted and self.on_host < self._most:
+        elif self._idle >= self._calm and wanted and self.on_host < self._most:
             if self.on_host + 1 not in self._barred:
                 self.on_host += 1
             self._idle = 0
@@ -137,52 +139,47 @@ def rotate(
     host = set(range(layers - on_host + 1, layers + 1))
     leaving: Swap | None = None
     coming: Swap | None = None
-    room = 0
     clock = 0.0
+
+    def room() -> bool:
+        """Whether the device has room for one layer more."""
+        taken = len(device) + sum(x is not None for x in (leaving, coming))
+        return taken < layers - rule.on_host
+
     for token in range(tokens):
         each = swap[min(token, len(swap) - 1)] if isinstance(swap, list) else swap
         stalled, busy, began = 0.0, 0.0, clock
         for now in range(1, layers + 1):
-            leaving, coming, room = _settle(clock, leaving, coming, device, host, room)
-            if coming is not None and coming.layer == now:
-                stalled += coming.end - clock
-                clock = coming.end
-                leaving, coming, room = _settle(clock, leaving, coming, device, host, room)
+            leaving, coming = _settle(clock, leaving, coming, device, host)
             while now not in device:
                 # It was not asked for in time, or there was no room: computation waits for both.
-                if leaving is None and coming is None and not room:
-                    victim = rule.swap_out(now, device, set()) or max(device)
-                    leaving = _begin(found, device, victim, True, clock, each)
-                if coming is None and room and now in host:
-                    coming = _begin(found, host, now, False, clock, each)
-                    room -= 1
-                    busy += each
+                if coming is None and now in host and (room() or leaving is None):
+                    if not room():
+                        leaving = _begin(
+                            found, device, max(device, key=lambda x: rule.distance(x, now)), True, clock, each
+                        )
+                    else:
+                        coming = _begin(found, host, now, False, clock, each)
+                        busy += each
                 after = min(x.end for x in (leaving, coming) if x is not None)
                 stalled += after - clock
                 clock = after
-                leaving, coming, room = _settle(clock, leaving, coming, device, host, room)
+                leaving, coming = _settle(clock, leaving, coming, device, host)
             found.starts.append((token, now, clock))
-            if (
-                leaving is None
-                and (victim_ := rule.swap_out(now, device, host)) is not None
-                and _wants_out(rule, len(host), room, coming)
-            ):
-                leaving = _begin(found, device, victim_, True, clock, each)
-            if coming is None and room and (hottest := rule.swap_in(now, host)) is not None:
+            hottest = rule.swap_in(now, host)
+            if coming is None and hottest is not None and room():
                 coming = _begin(found, host, hottest, False, clock, each)
-                room -= 1
                 busy += each
+            coldest = rule.swap_out(now, device, host)
+            if leaving is None and coldest is not None and rule.on_host and len(host) <= rule.on_host:
+                leaving = _begin(found, device, coldest, True, clock, each)
             clock += compute
         found.stalls.append(stalled)
         found.on_host.append(rule.on_host)
+        found.held.append(len(host))
         if expansion is not None:
             rule.on_host = expansion.observe(stalled, max(clock - began - busy, 0.0))
     return found
-
-
-def _wants_out(rule: Rotation, on_host: int, room: int, coming: Swap | None) -> bool:
-    """A swap-out makes room for a swap-in, or brings the host to its number of layers."""
-    return rule.on_host > 0
 
 
 def _begin(found: Rotated, of: set[int], layer: int, out: bool, clock: float, seconds: float) -> Swap:
@@ -193,13 +190,13 @@ def _begin(found: Rotated, of: set[int], layer: int, out: bool, clock: float, se
 
 
 def _settle(
-    clock: float, leaving: Swap | None, coming: Swap | None, device: set[int], host: set[int], room: int
-) -> tuple[Swap | None, Swap | None, int]:
+    clock: float, leaving: Swap | None, coming: Swap | None, device: set[int], host: set[int]
+) -> tuple[Swap | None, Swap | None]:
     """Swaps that have ended by now."""
     if leaving is not None and leaving.end <= clock:
         host.add(leaving.layer)
-        leaving, room = None, room + 1
+        leaving = None
     if coming is not None and coming.end <= clock:
         device.add(coming.layer)
         coming = None
-    return leaving, coming, room
+    return leaving, coming

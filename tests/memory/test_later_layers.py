@@ -19,7 +19,7 @@ def test_a_second_layer_whose_rows_share_less_is_admitted_anew() -> None:
         TieredKVCache(CONFIG, memory=memory, block_size=4) as cache,
     ):
         for layer in range(2):
-            cache.update(alike, alike, layer)  # layers that are new are admitted anew in any case
+            cache.update(alike, alike, layer)  # layers that are new are admitted again in any case
         cache.crop(-8)
         cache.update(alike, alike, 0)
         with pytest.raises(BudgetError, match="A step of 8 tokens"):

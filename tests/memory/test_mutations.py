@@ -49,7 +49,7 @@ Mutation = Callable[[Patch], None]
 #: Seeds of each way to walk, and operations of each walk.
 SEEDS, STEPS = 12, 80
 #: Seconds after which a walk, which takes less than one, is one that never ends.
-PATIENCE = 30
+TIME_LIMIT = 30
 
 
 def rewritten(owner: type | ModuleType, name: str, old: str, new: str, which: int = -1) -> Any:
@@ -324,10 +324,10 @@ def ending() -> Iterator[None]:
     """Raise in this thread what does not end."""
 
     def ring(*_: object) -> None:
-        raise TimeoutError(f"nothing has ended for {PATIENCE} seconds")
+        raise TimeoutError(f"nothing has ended for {TIME_LIMIT} seconds")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(PATIENCE)
+    signal.alarm(TIME_LIMIT)
     try:
         yield
     finally:

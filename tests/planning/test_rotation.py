@@ -13,7 +13,7 @@ def test_figure_4_nine_layers_two_of_them_on_the_host_and_a_swap_of_two_computat
     first = [(swap.start, "out" if swap.out else "in", swap.layer) for swap in found.swaps[:5]]
     # Layer n of the first token is computed from n - 1 on. None moves at layer 1; 1 leaves at 2; at 3 none; 3 leaves
     # and 8 comes at 4.
-    assert first == [(1, "out", 1), (3, "out", 3), (3, "in", 8), (5, "out", 5), (5, "in", 9)]
+    assert first == [(1, "out", 1), (3, "in", 8), (3, "out", 3), (5, "in", 9), (5, "out", 5)]
     assert not any(found.stalls)
     # From the beginning of its way out to the end of its way back: eight computations.
     left = {swap.layer: swap.start for swap in found.swaps if swap.out and swap.start < 9}
@@ -49,7 +49,14 @@ def test_figure_5_more_is_swapped_while_the_link_idles_and_less_when_computation
     assert found.on_host[0] == 0, "it begins with all layers on the device"
     grown = max(found.on_host[:60])
     assert grown >= 2
-    assert found.on_host[:20] == sorted(found.on_host[:20]), "it grows step by step"
+    assert max(found.held[:60]) >= 1, "layers are on the host"
+    assert all(held <= there + 1 for held, there in zip(found.held[:60], found.on_host, strict=False))
+    swaps = [sum(token * 6 <= swap.start < token * 6 + 6 for swap in found.swaps) for token in (0, 50)]
+    assert swaps[0] < swaps[1], "more is swapped"
+    there = found.on_host[: found.on_host.index(grown) + 1]
+    assert sorted(set(there)) == list(range(grown + 1)), "it grows step by step"
+    assert there == sorted(there)
+    assert min(found.on_host[len(there) : 60]) >= grown - 1, "and gives one back where computation waits"
     assert found.on_host[-1] < grown, "it shrinks when computation waits"
 
 
