@@ -24,7 +24,7 @@ HYSTERESIS = 0.01
 #: What a choice gave is believed after so many steps of it; of as many the median is kept, for so many steps.
 SEEN, MEMORY = 11, 512
 #: Steps in the beginning that fetch nothing, which shows what the host does with the link idle.
-START = 2
+START = 1
 #: Steps after a change of the choice that say little of it: blocks have yet to move.
 SETTLE = 3
 #: Steps between two probes at first and at the most, how far away they try, and how much worse they may be predicted.
@@ -164,7 +164,7 @@ class Adaptive(FixedShare):
             best, reason = self._after_probe(known, groups)
         else:
             best = self._best(known, groups)
-            known.starting = not known.started and any(x.host_attention for x, _ in groups)
+            known.starting = not (known.started or self.rates.measured) and any(x.host_attention for x, _ in groups)
             if known.starting:
                 best, reason = 0, "first"
             elif best == known.choice and self._may_probe(known, groups):

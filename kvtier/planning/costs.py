@@ -15,6 +15,8 @@ WINDOW = 15
 JUMP = 0.15
 #: The link is idle if it is busy for less than such a share of a step; the most that it takes from the host's rate.
 IDLE, MOST_LOST = 0.2, 0.8
+#: Steps of either kind that tell the overhead of host attention, and the most that it is taken to be, seconds a layer.
+SURE, MOST_OVERHEAD = 3, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,14 @@ class Prediction:
     Attributes:
         share: of the spilled blocks that is fetched.
         seconds: of the step.
-        base: of all that does not depend on where KV is.
+        base: of the linear part and of device attention.
         exposed: in which the device waits for host attention.
         link: in which the link is busy.
         fetched_bytes, host_bytes: fetched, and attended to on the host.
-        slower: what the host's rate is multiplied with for the link being busy.
+        copies: layers for which anything is fetched.
+        busy: share of host attention during which the link is busy.
+        waits: for layers that are alike, how many, the bytes that the host attends to in each, and the seconds of
+            device attention behind which that hides.
     """
 
     share: float
@@ -80,7 +85,9 @@ class Prediction:
     link: float
     fetched_bytes: int
     host_bytes: int
-    slower: float = 1.0
+    copies: int = 0
+    busy: float = 0.0
+    waits: tuple[tuple[int, float, float], ...] = ()
 
     @property
     def binding(self) -> str:
@@ -99,16 +106,22 @@ class CostModel:
 
     def __init__(self, rates: Rates | None = None) -> None:
         self.rates = Rates() if rates is None else rates
-        self._up, self._down, self._base = Median(), Median(), Median()
+        self._up, self._down = Median(), Median()
+        # The linear part as it seems in steps with host attention and without it, the kind of the last step, and in how
+        # many layers the host attends.
+        self._with_host, self._without, self._waiting = Median(), Median(), 0
+        self._linear = self._without
+        #: What the host is known to attend to in a second, before any step has shown it.
+        self._known = self.rates.host if self.rates.measured else None
         # What the host attends to in a second with the link idle; with the link busy; and what that costs it.
         self._alone, self._beside, self._lost = Median(), Median(), Median()
         #: Relative errors of the predictions of steps, the last ones.
         self.errors: deque[float] = deque(maxlen=64)
 
     @property
-    def base(self) -> float:
-        """Seconds of a step besides waiting for host attention and the link; 0.0 before the first record."""
-        return self._base.value or 0.0
+    def linear(self) -> float:
+        """Seconds of a step besides attention and waiting; 0.0 before the first record."""
+        return self._linear.value or 0.0
 
     @property
     def error(self) -> float | None:
@@ -124,34 +137,35 @@ class CostModel:
             extra_bytes: by which every layer would spill more (less, where negative) with this share.
             part: of the model that these layers are.
         """
-        rates, base = self.rates, self.base * part
-        link = exposed = 0.0
-        fetched = hosted = 0
-        slower = 1.0
-        # How busy the link is decides how fast the host attends: once around is enough, for it changes little.
-        for _ in range(2):
-            link = exposed = 0.0
-            fetched = hosted = 0
-            per_byte = 1 / (rates.host * slower)
-            for layer, count in groups:
-                nbytes, had = layer.block_bytes, layer.spilled
-                spilled = max(had + extra_bytes / nbytes, 0)
-                take = int(spilled * share + 0.5) if share < 1 and layer.host_attention else spilled
-                if take:
-                    link += count * (rates.copy_overhead + take * nbytes / rates.up)
-                    fetched += int(count * take * nbytes)
-                left = (spilled - take) * nbytes
-                if left > 0:
-                    hosted += int(count * left)
-                    resident = (layer.resident + had - spilled + take) * nbytes
-                    wait = rates.host_overhead + left * per_byte - resident / rates.device
-                    if wait > 0:
-                        exposed += count * wait
-            total = max(base + exposed, link)
-            if not (link and hosted) or not total:
-                break
-            slower = 1 - rates.shared * min(link / total, 1.0)
-        return Prediction(share, max(base + exposed, link), base, exposed, link, fetched, hosted, slower)
+        rates = self.rates
+        link = exposed = device = busy_bytes = 0.0
+        fetched = hosted = layers = copies = 0
+        linear = self.linear * part / max(sum([count for _, count in groups]), 1)
+        waits = []
+        for layer, count in groups:
+            nbytes, had = layer.block_bytes, layer.spilled
+            spilled = max(had + extra_bytes / nbytes, 0)
+            take = int(spilled * share + 0.5) if share < 1 and layer.host_attention else spilled
+            on_link = rates.copy_overhead + take * nbytes / rates.up if take else 0.0
+            link += count * on_link
+            copies += count if take else 0
+            fetched += int(count * take * nbytes)
+            attended = (layer.resident + had - spilled + take + layer.sequences) * nbytes / rates.device
+            device += count * attended
+            layers += count
+            left = (spilled - take) * nbytes
+            if left > 0:
+                hosted += int(count * left)
+                alone = left / rates.host
+                # A layer's turn on the link begins as the layer before it ends: first it is beside the linear part.
+                busy = min(max(on_link - linear, 0.0) / alone, 1.0)
+                busy_bytes += count * left * busy
+                waits.append((count, left, attended))
+                exposed += count * max(rates.host_overhead + alone / (1 - rates.shared * busy) - attended, 0.0)
+        base = linear * layers + device
+        busy = busy_bytes / hosted if hosted else 0.0
+        seconds = max(base + exposed, link)
+        return Prediction(share, seconds, base, exposed, link, fetched, hosted, copies, busy, tuple(waits))
 
     def observe(self, record: StepRecord, prediction: Prediction | None, part: float = 1.0) -> bool:
         """Learn from a step.
@@ -165,16 +179,17 @@ class CostModel:
             whether a rate is no longer what it was, so that what was seen before says little.
         """
         rates, changed = self.rates, dict[str, float]()
-        for name, median, moved, seconds in (
-            ("up", self._up, record.bytes_up, record.seconds_up),
-            ("down", self._down, record.bytes_down, record.seconds_down),
+        copies = 0 if prediction is None else prediction.copies
+        for name, median, moved, seconds, overhead in (
+            ("up", self._up, record.bytes_up, record.seconds_up, copies * rates.copy_overhead),
+            ("down", self._down, record.bytes_down, record.seconds_down, 0.0),
         ):
             if moved and seconds > 0:
-                median.add(moved / seconds)
+                median.add(moved / max(seconds - overhead, seconds / 2))
                 assert median.value is not None
                 changed[name] = median.value
         if record.host_bytes and record.host_seconds > 0 and record.seconds > 0:
-            changed |= self._host_rates(record)
+            changed |= self._host_rates(record, prediction, part)
         jumped = False
         if changed:
             jumped = any(
@@ -184,29 +199,74 @@ class CostModel:
             )
             self.rates = replace(rates, **changed)  # type: ignore[arg-type]
         if prediction is not None and record.seconds > 0 and part > 0:
-            if self._base.value is not None:
+            if self._linear.value is not None:
                 self.errors.append(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
-            before = self.base
-            self._base.add(max(record.seconds - record.stall_seconds - prediction.exposed / part, 0.0))
-            jumped = jumped or abs(self.base - before) > JUMP * before
+            device = prediction.base - self.linear * part
+            rest = record.seconds - record.stall_seconds - (self._waited(record, prediction) + device) / part
+            jumped = self._learn_linear(max(rest, 0.0), prediction, device / part, part) or jumped
         return jumped
 
-    def _host_rates(self, record: StepRecord) -> dict[str, float]:
+    def _learn_linear(self, seconds: float, prediction: Prediction, device: float, part: float) -> bool:
+        """The linear part. What it seems to be longer with host attention than without is that one's overhead.
+
+        Returns:
+            whether it is no longer what it was in such steps.
+        """
+        waiting = sum([count for count, _, _ in prediction.waits])
+        self._waiting = waiting or self._waiting
+        seen = self._linear = self._with_host if waiting else self._without
+        before = seen.value
+        seen.add(seconds)
+        with_host, without = self._with_host.value, self._without.value
+        if with_host is not None and without is not None and min(len(self._with_host), len(self._without)) >= SURE:
+            more = (with_host - without) * part / max(self._waiting, 1)
+            overhead = min(max(self.rates.host_overhead + more, 0.0), MOST_OVERHEAD)
+            self.rates = replace(self.rates, host_overhead=overhead)
+            self._with_host, self._without = Median(), Median()
+            self._linear = self._with_host if waiting else self._without
+            self._linear.add(without)
+            return False
+        assert seen.value is not None
+        if before is None:
+            return with_host is None or without is None  # the first step of all
+        return abs(seen.value - before) > JUMP * (before + device)
+
+    def _waited(self, record: StepRecord, prediction: Prediction) -> float:
+        """Seconds in which the device waited for host attention, from what that took."""
+        if not prediction.host_bytes:
+            return 0.0
+        if not record.host_bytes:
+            return prediction.exposed
+        per_byte = record.host_seconds / record.host_bytes
+        return sum(
+            [
+                count * max(self.rates.host_overhead + left * per_byte - attended, 0.0)
+                for count, left, attended in prediction.waits
+            ]
+        )
+
+    def _host_rates(self, record: StepRecord, prediction: Prediction | None, part: float) -> dict[str, float]:
         """The host's rate with the link idle, and what it loses to a busy link, after one more step."""
-        seen, busy = record.host_bytes / record.host_seconds, min(record.seconds_up / record.seconds, 1.0)
+        seen = record.host_bytes / record.host_seconds
+        busy = min(record.seconds_up / record.seconds, 1.0)
+        if prediction is not None and prediction.copies and prediction.waits and self._linear.value is not None:
+            layers = sum([count for count, _, _ in prediction.waits])
+            linear, on_link = self.linear * part / layers, record.seconds_up * part / prediction.copies
+            attending = record.host_bytes * part / layers / self.rates.host
+            busy = min(max(on_link - linear, 0.0) / attending, 1.0) if record.stall_seconds <= 0 else 1.0
         if busy < IDLE:
-            self._alone.add(seen)
+            self._alone.add(seen / (1 - self.rates.shared * busy))
         else:
             before = self._beside.value
             self._beside.add(seen / (1 - self.rates.shared * busy))
-            if self._alone.value is not None:
-                self._lost.add(min(max((1 - seen / self._alone.value) / busy, 0.0), MOST_LOST))
+            alone = self._alone.value if self._alone.value is not None else self._known
+            if alone is not None:
+                self._lost.add(min(max((1 - seen / alone) / busy, 0.0), MOST_LOST))
             if before is not None and abs(self._beside.value / before - 1) > JUMP:  # type: ignore[operator]
-                self._alone = Median()  # another host: what it did alone is not known any more
+                self._alone, self._known = Median(), None  # another host: what it did alone is not known any more
         found = {} if self._lost.value is None else {"shared": self._lost.value}
-        rate = self._alone.value if self._alone.value is not None else self._beside.value
-        assert rate is not None
-        return found | {"host": rate}
+        known = (self._alone.value, self._known, self._beside.value)
+        return found | {"host": next(x for x in known if x is not None)}
 
 
 #: Layers that are alike, and how many.
