@@ -73,8 +73,10 @@ class TieredKVCache(RecurrentFace):
     Args:
         config: the model's config. Needed for models with layers that are not full attention; without it, every layer
             is taken for full attention, as with `DynamicCache()`.
-        device_budget, host_budget: of a memory that the cache makes for itself; see `kvtier.TieredMemory`. `resize`
-            changes them later.
+        device_budget, host_budget: bytes for KV on the device and in host memory: an int, a string (`"4GiB"`), a share
+            of what is free (`0.5`), or `"auto"`, what is free less a reserve; for the device also a mapping from
+            devices. The default is `"auto"`, but on a CPU model no device tier. `kvtier.TieredMemory` has more of it,
+            and `resize` changes them later.
         block_size: tokens per block, the unit of placement and sharing. `"auto"` is 256 on a CPU model without a device
             tier, where long runs are read fastest, and 64 otherwise.
         write_through: share of the device budget in use from which full blocks are copied to the host in the
@@ -84,7 +86,8 @@ class TieredKVCache(RecurrentFace):
             a CPU model without a device tier into the host budget), and logits are those of `DynamicCache` bit for bit;
             with it, they agree to rounding (1e-4 in fp32).
         max_tokens: tokens per row that the cache will hold at the most. Budgets that are too small for so many are
-            then refused at the first forward, with the budget that is enough for all of them.
+            then refused at the first forward, with the budget that is enough for all of them. It is no limit: more
+            tokens go in as long as the budgets hold them.
         policy: decides what is fetched, evicted and written back: a `kvtier.Policy`, which `write_through` does not go
             with, or a name. "default" attends on the host to what is spilled; "adaptive" measures what the link and the
             host take, and shares the work between them, where copies go on while the device computes (elsewhere it is
@@ -93,8 +96,8 @@ class TieredKVCache(RecurrentFace):
         memory: a `kvtier.TieredMemory` that other caches may use too; budgets and policy are set there.
 
     Raises:
-        ConfigError: an option that is malformed; a `config` of no model that generates; KVTIER_CPU names an instruction
-            set that is not there.
+        ConfigError: an option that is malformed; a `config` of a model that does not generate; KVTIER_CPU names an
+            instruction set that is not there.
 
     A cache serves one model and one thread at a time. `crop`, `reorder_cache`, `batch_repeat_interleave`,
     `batch_select_indices` and `reset` are those of Transformers; `close`, or leaving a `with` block, gives all memory
@@ -130,7 +133,10 @@ class TieredKVCache(RecurrentFace):
             memory = TieredMemory.of_one_cache(budgets, policy_of(policy, share))
         else:
             if not isinstance(memory, TieredMemory):
-                raise ConfigError(f"memory={memory!r} is not a TieredMemory.")
+                raise ConfigError(
+                    f"memory={memory!r} is not a TieredMemory. Make one with kvtier.TieredMemory(device_budget=...), "
+                    "or leave it out: the cache then has a memory of its own."
+                )
             given = {
                 "device_budget": device_budget,
                 "host_budget": host_budget,
@@ -139,8 +145,11 @@ class TieredKVCache(RecurrentFace):
             }
             twice = [name for name, value in given.items() if value is not None]
             if twice:
+                its_own = " and ".join(twice)
+                policy_of_it = ", in its policy" if "write_through" in twice else ""
                 raise ConfigError(
-                    f"{' and '.join(twice)}: set on the TieredMemory that the cache is given, not on both."
+                    f"{its_own}: the cache is given a memory, and what applies is what that has. Set it "
+                    f"there{policy_of_it}: kvtier.TieredMemory(device_budget=..., policy=kvtier.Policy(...))."
                 )
         self._setup(memory)
 
@@ -260,7 +269,7 @@ class TieredKVCache(RecurrentFace):
         if self.layer_class_to_replicate is None:
             raise MismatchError(
                 f"Layer {layer_idx} of a cache that was made for {len(self.layers)} layers: this is not the model "
-                "whose config it was given."
+                "whose config it was given. Make the cache with that model's own config: TieredKVCache(model.config)."
             )
         while len(self.layers) <= layer_idx:
             self.layers.append(TieredLayer(self._forward, len(self.layers), self._caller))
@@ -420,7 +429,7 @@ class TieredKVCache(RecurrentFace):
 
     @property
     def stats(self) -> CacheStats:
-        """Bytes and blocks per tier, bytes moved, hits, stalls, fallbacks: a snapshot."""
+        """Bytes and blocks per tier, bytes moved, hits, stalls, fallbacks: a snapshot. Prints what is not 0."""
         return self._forward.stats(sum(resident_bytes(layer) for layer in self.layers))
 
     def residency(self) -> Residency:
@@ -443,10 +452,10 @@ class TieredKVCache(RecurrentFace):
     def __repr__(self) -> str:
         if self._forward.closed:
             return "TieredKVCache(closed)"
-        tiered = [reader.layer for reader in self._forward.readers.values()]
-        if not tiered:
+        first = next((x.layer for x in self._forward.readers.values() if x.layer.length), None)
+        if first is None:
             return f"TieredKVCache({len(self.layers) or 'any number of'} layers, empty)"
-        first = tiered[0]
+        tiered = sum(isinstance(layer, TieredLayer) for layer in self.layers)
         stats = self.stats
         tiers = [
             f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
@@ -454,7 +463,7 @@ class TieredKVCache(RecurrentFace):
             if tier.budget
         ]
         return (
-            f"TieredKVCache({len(self.layers)} layers, {len(tiered)} tiered, {first.batch} x {first.length} tokens, "
+            f"TieredKVCache({len(self.layers)} layers, {tiered} tiered, {first.batch} x {first.length} tokens, "
             f"{', '.join(tiers)})"
         )
 
