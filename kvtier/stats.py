@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field, fields
 
+from kvtier.config import format_size
+
 
 class Tier(enum.StrEnum):
     """Where the bytes of a block are."""
@@ -130,7 +132,7 @@ NO_TIER = TierStats(0, 0, 0, 0, 0, 0, 0, 0)
 
 @dataclass(slots=True)
 class CacheStats(Counters):
-    """A snapshot of a cache, `cache.stats`, or of a memory, `memory.stats`.
+    """A snapshot of a cache, `cache.stats`, or of a memory, `memory.stats`. Prints what is not 0, a line each.
 
     Attributes:
         device: the device tier of the memory that the cache uses.
@@ -142,6 +144,22 @@ class CacheStats(Counters):
     device: TierStats = NO_TIER
     host: TierStats = NO_TIER
     resident_bytes: int = 0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name:<22}{format_size(x.bytes)} of {format_size(x.budget)}, {format_size(x.peak_bytes)} at the most; "
+            f"blocks: {x.used_blocks} in use, {x.free_blocks} free"
+            for name, x in (("device", self.device), ("host", self.host))
+            if x.budget
+        ]
+        for each in fields(Counters):
+            value = getattr(self, each.name)
+            if value or each.name == "steps":
+                size = f" ({format_size(value)})" if "bytes" in each.name and value >= 1024 else ""
+                lines.append(f"{each.name:<22}{round(value, 4) if isinstance(value, float) else value}{size}")
+        if self.resident_bytes:
+            lines.append(f"{'resident_bytes':<22}{self.resident_bytes} ({format_size(self.resident_bytes)})")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,3 +276,21 @@ def test_budgets_may_be_written_in_every_way_and_are_shown_in_bytes() -> None:
         cache.update(x, x, 0)
         assert cache.stats.device.budget > 10**6
         assert cache.stats.host.budget > 10**6
+
+
+def test_what_is_printed_of_a_cache_is_what_is_there() -> None:
+    x = torch.randn(1, HEADS, 3, DIM)
+    cache = TieredKVCache(CONFIG, device_budget="64KiB", host_budget="1MiB", block_size=64)
+    empty = repr(cache)
+    assert "empty" in empty
+    cache.update(x, x, 0)
+    assert "1 x 3 tokens" in repr(cache)
+    shown = dict(line.split(maxsplit=1) for line in str(cache.stats).splitlines())
+    assert shown["steps"] == "1"
+    assert " of 64 KiB," in shown["device"]
+    assert " of 1 MiB," in shown["host"]
+    assert all(getattr(cache.stats, name) for name in shown), "what is 0 is not shown"
+    cache.crop(0)
+    assert repr(cache) == empty
+    cache.reset()
+    assert repr(cache) == empty
