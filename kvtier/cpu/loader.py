@@ -106,7 +106,10 @@ def _load() -> ctypes.CDLL | None:
     library.kvtier_use_team.restype = library.kvtier_shutdown.restype = library.kvtier_drain.restype = None
     library.kvtier_instruction_set.restype = ctypes.c_char_p
     if forced and library.kvtier_use_instruction_set(forced.encode()):
-        raise ConfigError(f"{VARIABLE}={forced}: this CPU, or this library, does not have it.")
+        raise ConfigError(
+            f"{VARIABLE}={forced}: this CPU, or this library, does not have it. Without it the best there is serves; "
+            "otherwise set it to avx512_bf16, avx512, avx2, portable or none (torch)."
+        )
     library.kvtier_use_team(torch_team())
     # Before the interpreter frees what jobs in flight read: modules are cleared in an order that no one controls.
     atexit.register(library.kvtier_drain)

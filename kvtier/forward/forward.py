@@ -232,7 +232,7 @@ class Forward:
             self._changed(new.device)
 
     def _admit_beside(self, others: list[LayerKV], layer: LayerKV, groups: Sequence[Group], tokens: int) -> None:
-        """Refuse, before anything changes, a new layer that does not fit beside all that there is."""
+        """Refuse, before anything changes, a new layer that does not fit in addition to all that there is."""
         refused = self.memory.admit(
             self._held.owner,
             layer.device,
@@ -249,7 +249,9 @@ class Forward:
             ),
         )
         if refused is not None:
-            raise too_small(*refused, f"{tokens} tokens for layer {layer.index}, beside what it holds until then, need")
+            raise too_small(
+                *refused, f"{tokens} tokens for layer {layer.index}, besides what it holds until then, need"
+            )
         self._rooms[layer.device] = self._held.owner.claims[layer.device].room
 
     def _drop(self, reader: LayerReader) -> None:
@@ -375,7 +377,11 @@ class Forward:
             # They may be on other devices: whether this step fits is known when they come.
             refused = self.memory.admit(owner, device, partial(claim, 0)) and refused
         if refused is not None:
-            raise too_small(*refused, f"A step of {tokens} tokens on top of {layer.length} needs")
+            what = f"A step of {tokens} token{'' if tokens == 1 else 's'} on top of {layer.length}"
+            ahead = (self.options.max_tokens or 0) > layer.length + tokens
+            raise too_small(
+                *refused, f"{what}, up to max_tokens={self.options.max_tokens}, needs" if ahead else f"{what} needs"
+            )
         room = owner.claims[device].room
         self._rooms[device] = room
         self._admitted.add(device)

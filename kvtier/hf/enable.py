@@ -9,7 +9,7 @@ from torch import nn
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from kvtier.errors import UnsupportedError
+from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.hf.attention import NAME, bypasses, register_attention, uses_interface
 
 # On the model, so that a copy of an enabled model can be disabled: [(config, what it said before)].
@@ -65,9 +65,11 @@ def enable(model: nn.Module) -> Enabled:
         A handle and context manager. Enabling twice is harmless: the second handle has nothing to undo.
 
     Raises:
+        ConfigError: not a module.
         UnsupportedError: the model, or the decoder inside it, computes attention by itself; or its config asks for
             attention weights. Nothing was changed.
     """
+    _check_module("enable", model)
     switchable, fixed = _configs(model)
     decoder = _decoder(model)
     for owner in fixed:
@@ -101,8 +103,10 @@ def disable(model: nn.Module) -> None:
     Nothing, for a model that is not enabled. A config whose implementation was changed since keeps it.
 
     Raises:
+        ConfigError: not a module.
         UnsupportedError: the model was loaded with attn_implementation="kvtier": there is nothing to go back to.
     """
+    _check_module("disable", model)
     before = vars(model).get(_BEFORE, [])
     if not before and any(config._attn_implementation == NAME for config in _configs(model)[0]):
         raise UnsupportedError(
@@ -110,6 +114,11 @@ def disable(model: nn.Module) -> None:
             'nothing to go back to. Choose with `model.set_attn_implementation("sdpa")`.'
         )
     _restore(model, list(before))
+
+
+def _check_module(function: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{function} takes a loaded model, not an object of {type(model).__name__}.")
 
 
 def _restore(model: nn.Module, changed: list[tuple[PretrainedConfig, str | None]]) -> None:

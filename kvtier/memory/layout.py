@@ -17,8 +17,8 @@ class BlockLayout:
     """The bytes of one block of one layer: keys, then values, heads first, tokens within a head.
 
     keys `[k_heads, block_size, k_dim]`, values `[v_heads, block_size, v_dim]`. A head's tokens are contiguous, which
-    the attention kernels read; a block is contiguous, which the link and the disk want. Blocks start at multiples of
-    64 bytes.
+    the attention kernels read; a block is contiguous, so that it is one copy over the link. Blocks start at multiples
+    of 64 bytes.
 
     Attributes:
         k_heads, v_heads: heads of the keys and of the values as the model gives them (local heads under tensor
@@ -54,9 +54,10 @@ class BlockLayout:
             )
         if keys.dtype != self.dtype or (k[1], k[3], v[1], v[3]) != (self.k_heads, self.k_dim, self.v_heads, self.v_dim):
             raise MismatchError(
-                f"Layer {layer} holds {self.k_heads} heads of {self.k_dim}/{self.v_dim} in "
-                f"{self.dtype}, but was given keys {tuple(keys.shape)} in {keys.dtype} and values "
-                f"{tuple(values.shape)} in {values.dtype}. A cache serves one model in one dtype; `reset()` empties it."
+                f"Layer {layer} holds keys [batch, {self.k_heads}, tokens, {self.k_dim}] and values "
+                f"[batch, {self.v_heads}, tokens, {self.v_dim}] in {self.dtype}, but was given keys "
+                f"{list(keys.shape)} in {keys.dtype} and values {list(values.shape)} in {values.dtype}. A cache serves "
+                "one model in one dtype; `reset()` empties it."
             )
 
     @cached_property

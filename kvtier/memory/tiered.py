@@ -235,7 +235,7 @@ class TieredMemory:
         """The budget of a device tier on `device`, as parsed; None: the default.
 
         A budget that names no device is that of accelerators. On the CPU it emulates one, only where none is in use:
-        beside an accelerator (a mixed `device_map`), layers on the CPU are in the host tier, within `host_budget`.
+        with an accelerator (a mixed `device_map`), layers on the CPU are in the host tier, within `host_budget`.
         """
         size = options.device_size(str(device))
         if isinstance(options.device_budget, Mapping):
@@ -374,10 +374,10 @@ class TieredMemory:
             for device in self._devices.values() if device_budget is not None else ():
                 size = self._device_size(device.device, options)
                 if (device.slabs is None) != (size is None):
-                    how = "begins to" if size is not None else "no longer has one to"
+                    how = "would get" if size is not None else "would lose"
                     raise ConfigError(
-                        f"device_budget={device_budget!r}: {device.device} {how} emulate a device, which cannot change "
-                        "while caches are in use. Make a new TieredMemory."
+                        f"device_budget={device_budget!r}: {device.device} {how} an emulated device tier. Whether "
+                        "there is one is settled at the first forward: make a new cache, or a new TieredMemory."
                     )
                 if device.slabs is not None and size is not None:
                     limits[device.slabs] = resolve_size(
@@ -633,7 +633,7 @@ def too_small(slabs: SlabAllocator, needed: int, what: str) -> BudgetError:
     return BudgetError(
         f"{budget.tier}_budget is {budget.limit} bytes ({format_size(budget.limit)}). {what} at least {needed} bytes "
         f"({format_size(needed)}). "
-        f"Nothing was changed. Give {budget.tier}_budget={needed} or more.",
+        f"Nothing was changed. Give {budget.tier}_budget={needed} or more, as an option or by `resize`.",
         tier=budget.tier,
         needed=needed,
         budget=budget.limit,

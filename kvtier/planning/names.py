@@ -26,14 +26,16 @@ def policy_of(policy: Policy | str | None, write_through: float | None = None) -
         write_through: see `Policy`; None: as usual. Not with an object, which has its own.
 
     Raises:
-        ConfigError: no such name, neither name nor policy, or `write_through` beside an object.
+        ConfigError: no such name, neither name nor policy, or `write_through` together with an object.
     """
     if isinstance(policy, Policy):
         if write_through is not None:
-            raise ConfigError("write_through is an option of the policy where an object is given: set it there.")
+            raise ConfigError("write_through and a policy object: give the object its own, Policy(write_through=...).")
         return policy
     name = "default" if policy is None else policy
     make = POLICIES.get(name) if isinstance(name, str) else None
     if make is None:
-        raise ConfigError(f"policy={policy!r}: it is a kvtier.Policy, or one of {', '.join(map(repr, POLICIES))}.")
+        what = f"the class {policy.__name__}" if isinstance(policy, type) else repr(policy)
+        names = ", ".join(map(repr, POLICIES))
+        raise ConfigError(f"policy is {what}. Give an object, such as kvtier.Policy(), or one of {names}.")
     return make(WRITE_THROUGH if write_through is None else write_through)

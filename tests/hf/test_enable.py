@@ -378,6 +378,9 @@ def test_another_part_that_attends_by_itself_is_left_and_named() -> None:
 def test_something_without_a_transformers_model_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no Transformers model"):
         kvtier.enable(torch.nn.Linear(2, 2))
+    for function in (kvtier.enable, kvtier.disable):
+        with pytest.raises(kvtier.ConfigError, match="loaded model"):
+            function("model")  # type: ignore[arg-type]
 
 
 def test_a_registered_name_serves_loading(tmp_path: Any) -> None:
