@@ -37,7 +37,8 @@ class Candidate(Protocol):
         owner: a number for the cache.
         evictable: blocks that may leave.
         transient: of these, blocks that were fetched for one use, and leave by themselves after it.
-        last_used: the memory's clock at the last attention over them; it rises.
+        last_used: the memory's clock at the last attention over them. It rises with every forward: of one cache, the
+            layers that are still to come in this forward are the least recently used.
     """
 
     layer: int
