@@ -1,10 +1,10 @@
-"""A long context in a small device budget: `generate` with `TieredKVCache`, beside `DynamicCache`.
+"""A long context in a small device budget: `generate` with `TieredKVCache`, compared with `DynamicCache`.
 
     python examples/demo.py
     python examples/demo.py --model NAME --context 8000 --budget 10%
 
 The model reads the beginning of a long text and continues it greedily, once with each cache. The tiered
-cache gets a part of the device memory that the keys and values need; what does not fit lies in host
+cache gets a part of the device memory that the keys and values need; what does not fit is in host
 memory. On a machine without an accelerator the device tier is emulated in RAM.
 
 Exit status: 0 if both caches gave the same tokens, 1 if not, 2 for an option or a budget that does not
@@ -104,7 +104,7 @@ def budget_for(text: str, kv_bytes: int) -> int | str:
         return text
     if text.endswith("%") or "." in text or number == 1:
         if not 0 < number <= 1:
-            raise UsageError(f"--budget {text}: a share lies above 0 and at most at 1 (100%).")
+            raise UsageError(f"--budget {text}: a share is above 0 and at most 1 (100%).")
         return max(int(number * kv_bytes), 1)
     return int(number)
 
@@ -325,7 +325,7 @@ def demo(args: argparse.Namespace) -> bool:
             say(bold("TieredKVCache"))
             say(f"  device budget {size}{share}{emulated}")
             got = task.run(tiered, text=True)
-            say(bold("What lies where, in blocks"))
+            say(bold("What is where, in blocks"))
             say(str(tiered.residency()))
             say()
             return report(tiered.stats, kv, expected, got)

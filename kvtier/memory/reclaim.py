@@ -36,8 +36,8 @@ def reclaim(pools: Collection[BlockPool], placed: Placing, nbytes: int) -> bool:
 
     Slabs with the fewest used slots go first; their blocks move to free slots of other slabs. Where there are too few
     of these, a slab is cut behind its blocks; or, where memory cannot be cut, they move into a smaller one, if the
-    budget and the machine have room for that beside the old one: no byte of it goes before its blocks are elsewhere,
-    and none is taken that the budget does not have.
+    budget and the machine have room for both: no byte of it goes before its blocks are elsewhere, and none is taken
+    that the budget does not have.
 
     Args:
         pools: of one budget.

@@ -1,7 +1,7 @@
 """A simulator: policies on a virtual clock, on a machine and a load that are numbers.
 
 The policy is the object that runs in production; what carries its plans out is a model of `forward.schedule` and of
-the streams: fetches begin as early as there is room, one after the other on the link; host attention runs beside the
+the streams: fetches begin as early as there is room, one after the other on the link; host attention goes on during the
 device's; what arrives is waited for as late as possible.
 """
 
