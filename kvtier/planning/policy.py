@@ -109,7 +109,7 @@ class Policy:
 
         Returns:
             Victims in the order in which to evict; whoever asks stops when there is room. Fewer blocks than wanted are
-            allowed where there are no more.
+            allowed where there are no more; where there are, the step is refused for want of room (`BudgetError`).
         """
         return self.evenly(candidates, blocks)
 
