@@ -1,0 +1,173 @@
+"""The decision log: what a policy was asked and what it answered, line by line, so that a run can be decided again.
+
+    policy = Logged(Adaptive(), "decisions.jsonl")
+    model.generate(**inputs, past_key_values=TieredKVCache(model.config, device_budget="4GiB", policy=policy))
+    policy.close()
+    assert not replay("decisions.jsonl", Adaptive()).differences
+
+A policy sees numbers only and has neither clock nor chance, so it decides the same again without a model or a device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigError
+from kvtier.planning.policy import Candidate, Policy, Victims
+from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
+
+_FORMAT = "kvtier decisions 1"
+
+
+@dataclass(slots=True)
+class LoggedCandidate:
+    """A candidate for eviction as it was when a policy was asked; see `Candidate`."""
+
+    layer: int
+    owner: int
+    evictable: int
+    transient: int
+    last_used: int
+
+
+class Logged(Policy):
+    """Decides as another policy does, and writes down each question with its answer.
+
+    Args:
+        policy: that decides.
+        path: of the file, which is replaced. One JSON object a line; see `replay`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, policy: Policy, path: str | Path) -> None:
+        super().__init__(write_through=policy.write_through, ahead=policy.ahead)
+        self.policy = policy
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - it stays open as long as the policy serves
+        self._write({"log": _FORMAT, "policy": type(policy).__qualname__})
+
+    def plan(self, state: StepState) -> StepPlan:
+        """See `Policy.plan`."""
+        asked = asdict(state)
+        plan = self.policy.plan(state)
+        self._write({"plan": asked, "answer": asdict(plan)})
+        if not self._file.closed:
+            self._file.flush()  # once a step: what a crash leaves is whole up to there
+        return plan
+
+    def observe(self, record: StepRecord) -> None:
+        """See `Policy.observe`."""
+        self._write({"observe": asdict(record)})
+        self.policy.observe(record)
+
+    def victims(self, candidates: Sequence[Candidate], blocks: int) -> list[Victims]:
+        """See `Policy.victims`."""
+        asked = [[x.layer, x.owner, x.evictable, x.transient, x.last_used] for x in candidates]
+        chosen = list(self.policy.victims(candidates, blocks))
+        place = {id(x): i for i, x in enumerate(candidates)}
+        self._write({"victims": asked, "blocks": blocks, "answer": [[place[id(x)], n, last] for x, n, last in chosen]})
+        return chosen
+
+    def write_back(self, used_bytes: int, device_bytes: int, sealed: int) -> int:
+        """See `Policy.write_back`."""
+        answer = self.policy.write_back(used_bytes, device_bytes, sealed)
+        self._write({"write_back": [used_bytes, device_bytes, sealed], "answer": answer})
+        return answer
+
+    def close(self) -> None:
+        """End the log. The policy decides on without it."""
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if not self._file.closed:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+@dataclass(slots=True)
+class Replay:
+    """A run that was decided again.
+
+    Attributes:
+        decisions: answers that were compared.
+        kinds: how many of each: "plan", "victims", "write_back".
+        differences: (line of the log, kind, the answer in the log, the answer now).
+    """
+
+    decisions: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    differences: list[tuple[int, str, object, object]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{n} of {kind}" for kind, n in sorted(self.kinds.items()))
+        if not self.differences:
+            return f"{self.decisions} decisions ({counts}): all the same."
+        line, kind, was, now = self.differences[0]
+        return (
+            f"{len(self.differences)} of {self.decisions} decisions differ, the first in line {line}: {kind} was {was} "
+            f"and is {now}."
+        )
+
+
+def replay(path: str | Path, policy: Policy) -> Replay:
+    """Ask a policy what another one was asked, and compare the answers.
+
+    Args:
+        path: of a log.
+        policy: unused so far, made as the one in the log was.
+
+    Raises:
+        ConfigError: the file is not such a log.
+        OSError: it cannot be read.
+    """
+    found = Replay()
+    for number, line in _lines(path):
+        kind, was, now = _ask(policy, line)
+        if kind == "observe":
+            continue
+        found.decisions += 1
+        found.kinds[kind] += 1
+        if was != now:
+            found.differences.append((number, kind, was, now))
+    return found
+
+
+def _ask(policy: Policy, line: dict[str, Any]) -> tuple[str, object, object]:
+    """Kind, the answer in the log, the answer now."""
+    was = line.get("answer")
+    if "plan" in line:
+        given = line["plan"]
+        last = None if given["last"] is None else StepRecord(**given["last"])
+        state = StepState(**(given | {"layers": [LayerState(**x) for x in given["layers"]], "last": last}))
+        return "plan", was, asdict(policy.plan(state))
+    if "victims" in line:
+        candidates = [LoggedCandidate(*x) for x in line["victims"]]
+        place = {id(x): i for i, x in enumerate(candidates)}
+        chosen = policy.victims(candidates, line["blocks"])
+        return "victims", was, [[place[id(x)], n, last] for x, n, last in chosen]
+    if "write_back" in line:
+        return "write_back", was, policy.write_back(*line["write_back"])
+    policy.observe(StepRecord(**line["observe"]))
+    return "observe", None, None
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open(path, encoding="utf-8") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = None
+            if number == 1 and (not isinstance(line, dict) or line.get("log") != _FORMAT):
+                raise ConfigError(f"{path} is not a decision log of this version of kvtier.")
+            if not isinstance(line, dict):
+                if not text.endswith("\n"):
+                    return  # the run was cut short while it wrote
+                raise ConfigError(f"{path}, line {number}: this is not a line of a decision log.")
+            if number > 1:
+                yield number, line

@@ -1,0 +1,105 @@
+"""The decision log: a run is decided again, by the same objects, without a model, and all decisions are the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvtier import ConfigError, Policy, TieredKVCache
+from kvtier.planning.adaptive import Adaptive
+from kvtier.planning.costs import Rates
+from kvtier.planning.log import Logged, replay
+from kvtier.planning.shares import FixedShare
+from kvtier.planning.simulate import Load, Machine, Simulation
+from kvtier.testing import held, with_doubles
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "adaptive": Adaptive,
+    "calibrated": lambda: Adaptive(Rates(up=1e9, host=2e9, measured=True)),
+    "default": Policy,
+    "half": lambda: FixedShare(0.5, write_through=0.2),
+}
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
+)
+
+
+def real_run(policy: Policy, seed: int = 0) -> list[int]:
+    """Generate with most blocks spilled and copies that come late; the tokens."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG).eval()
+    cache = TieredKVCache(CONFIG, device_budget="40KiB", block_size=4, policy=policy)
+    with_doubles(cache, held(seed, late=True))
+    out = model.generate(torch.arange(40)[None], max_new_tokens=60, past_key_values=cache, do_sample=False)
+    cache.close()
+    tokens: list[int] = out[0].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_log_of_a_real_run_is_decided_again_in_the_same_way(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    logged = Logged(POLICIES[name](), path)
+    assert real_run(logged) == real_run(POLICIES[name]()), "the log changes what is decided"
+    logged.close()
+    found = replay(path, POLICIES[name]())
+    assert found.kinds["plan"] > 50, str(found)
+    assert found.kinds["victims"] > 0
+    assert found.kinds["write_back"] > 0
+    assert found.differences == [], str(found)
+    assert "all the same" in str(found)
+
+
+def test_the_log_of_a_simulation_is_decided_again_in_the_same_way(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    logged = Logged(Adaptive(), path)
+    load = Load(16, 2e-4, 262144, 64, 8192, 4, 16 * 4 * 8192 * 4096 * 6 // 10)
+    machine = Machine(Rates(), noise=0.05, traffic=lambda step: 0.5 if step > 60 else 0.0)
+    Simulation(logged, machine, load).run(150)
+    found = replay(path, Adaptive())
+    assert found.decisions >= 150
+    assert found.differences == [], str(found)
+    assert len({json.dumps(x["answer"]) for x in map(json.loads, path.read_text().splitlines()) if "plan" in x}) > 3
+
+
+def test_another_policy_decides_otherwise_and_the_replay_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    real_run(Logged(FixedShare(0.5), path))
+    found = replay(path, FixedShare(1.0))
+    assert found.differences
+    number, kind, was, now = found.differences[0]
+    assert was != now
+    assert f"line {number}: {kind}" in str(found)
+
+
+def test_a_log_that_was_cut_short_counts_up_to_there_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    real_run(Logged(Adaptive(), path))
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    assert replay(path, Adaptive()).decisions == len([x for x in whole.splitlines() if '"answer"' in x]) - (
+        '"answer"' in whole.splitlines()[-1]
+    )
+    path.write_text(whole[:400] + "\n" + whole)
+    with pytest.raises(ConfigError, match="line"):
+        replay(path, Adaptive())
+    path.write_text("tokens\n")
+    with pytest.raises(ConfigError, match="not a decision log"):
+        replay(path, Adaptive())
+
+
+def test_after_close_the_policy_decides_on(tmp_path: Path) -> None:
+    logged = Logged(Adaptive(), tmp_path / "decisions.jsonl")
+    logged.close()
+    assert real_run(logged) == real_run(Adaptive())
+    assert len((tmp_path / "decisions.jsonl").read_text().splitlines()) == 1
