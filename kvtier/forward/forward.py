@@ -231,6 +231,21 @@ class Forward:
                 self._changed(old.device)
             self._changed(new.device)
 
+    def restore(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Give a layer of a new cache all it held, as part of one step that nobody reads.
+
+        Raises:
+            BudgetError, TransferError: the layer holds nothing.
+        """
+        dense, self._dense = self._dense, lambda: False
+        try:
+            with self.steps.changing():
+                self.append(index, keys, values)
+                if keys.shape[2]:
+                    self.steps.began[index] = 0
+        finally:
+            self._dense = dense
+
     def _admit_beside(self, others: list[LayerKV], layer: LayerKV, groups: Sequence[Group], tokens: int) -> None:
         """Refuse, before anything changes, a new layer that does not fit in addition to all that there is."""
         refused = self.memory.admit(

@@ -529,9 +529,9 @@ class TieredKVCache(RecurrentFace):
             if i >= len(self.layers):
                 self._add_layers(i)
             if content is not None:
-                with self._forward.steps.changing():
-                    self._forward.append(i, *content)
+                self._forward.restore(i, *content)
         steps = self._forward.steps
+        steps.end()
         if state["expected"] is not None:
             steps.expected = (steps.expected or frozenset()) | state["expected"]
         self._recurrent.watch(self.layers)

@@ -3,7 +3,9 @@ refused, and nothing has changed."""
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -119,3 +121,25 @@ def test_a_budget_named_for_all_tokens_to_come_is_named_once() -> None:
         else:
             break
     assert refused == [0]
+
+
+@pytest.mark.skipif(not ON_HOST, reason="budgets are emulated")
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("tokens", [(3,), (3, 1, 1, 1), (17, 1), (8, 1, 24)])
+@torch.no_grad()
+def test_a_copy_fits_the_budgets_of_the_original(tokens: tuple[int, ...], family: str, tier: str) -> None:
+    model = tiny_model(family)
+    budgets: dict[str, Any] = {"device_budget": 60_000} | {f"{tier}_budget": 1}
+    cache = TieredKVCache(model.config, block_size=4, **budgets)
+    for count in tokens:
+        while True:
+            try:
+                model(input_ids=prompt_ids(rows=2, length=count, seed=count), past_key_values=cache)
+                break
+            except BudgetError as error:
+                budgets[f"{error.tier}_budget"] = error.needed
+                cache.resize(**budgets)
+    for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert twin.get_seq_length() == cache.get_seq_length()
+        twin.check_integrity()
