@@ -23,6 +23,10 @@ _UNITS = {
     "tb": 10**12,
 } | {f"{letter}{end}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for end in ("", "i", "ib")}
 _SIZE = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?)\s*([a-z%]*)", re.IGNORECASE)
+#: Bytes of a budget, and tokens of a block or a sequence: more would be no number for torch.
+_MOST = 2**63 - 1
+#: Characters of a size.
+_LONGEST = 100
 _HOW = "give bytes (an int), a string such as '4GiB', '500MB' or '50%', a share in (0, 1], or 'auto'"
 
 #: Types of devices that a mapping of budgets may name, as torch spells them.
@@ -70,7 +74,7 @@ def parse_size(name: str, value: Any) -> int | float | str:
     elif isinstance(value, str):
         if value.strip().lower() == AUTO:
             return AUTO
-        match = _SIZE.fullmatch(value.strip())
+        match = _SIZE.fullmatch(value.strip()) if len(value) < _LONGEST else None
         if match:
             number, unit = match[1].replace("_", ""), match[2].lower()
             if unit == "%":
@@ -87,6 +91,8 @@ def parse_size(name: str, value: Any) -> int | float | str:
 def _bytes(name: str, value: object, size: int) -> int:
     if size <= 0:
         raise ConfigError(f"{name}={value!r} is {size} bytes; a budget must be positive: {_HOW}.")
+    if size > _MOST:
+        raise ConfigError(f"{name} is more than {_MOST} bytes, which no machine has: {_HOW}.")
     return size
 
 
@@ -237,14 +243,14 @@ class CacheOptions:
         """Check what the user gave. Raises `ConfigError`."""
         if isinstance(block_size, str) and block_size == AUTO:
             size = None
-        elif isinstance(block_size, bool) or not isinstance(block_size, Integral) or block_size < 1:
+        elif isinstance(block_size, bool) or not isinstance(block_size, Integral) or not 1 <= int(block_size) <= _MOST:
             raise ConfigError(f"block_size={block_size!r}: give a number of tokens, at least 1, or 'auto'.")
         else:
             size = int(block_size)
         if not isinstance(host_attention, bool):
             raise ConfigError(f"host_attention={host_attention!r}: give True or False.")
         if max_tokens is not None and (
-            isinstance(max_tokens, bool) or not isinstance(max_tokens, Integral) or max_tokens < 1
+            isinstance(max_tokens, bool) or not isinstance(max_tokens, Integral) or not 1 <= int(max_tokens) <= _MOST
         ):
             raise ConfigError(f"max_tokens={max_tokens!r}: give a number of tokens per row, at least 1, or None.")
         return cls(size, host_attention, None if max_tokens is None else int(max_tokens))

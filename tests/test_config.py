@@ -56,6 +56,8 @@ def test_a_size_means_what_it_says(given: int | str, bytes_: int) -> None:
         *("", "4 parsecs", "-4GiB", "GiB", "0GiB", "0.1b", "4GiB please", b"4GiB", [4], "1e3GiB"),
         *("0", "1.5", "0%", "0.0", "101%", "%", "-1", "_4", "4__0", "4_", "1e9", "inf", "nan", "4,000", "0x10"),
         *(np.int64(0), np.float64(1.5), np.bool_(True), np.array([4]), torch.tensor(4)),
+        *(2**63, 10**400, "8388608TiB", "4" * 400),
+        pytest.param("4" * 5000, id="5000 digits"),
     ],
     ids=repr,
 )
@@ -150,7 +152,7 @@ def test_a_budget_beyond_the_machines_memory_is_warned_of_at_first_use(tier: str
         cache.close()
 
 
-@pytest.mark.parametrize("block_size", [0, -1, 2.0, "16", None, True])
+@pytest.mark.parametrize("block_size", [0, -1, 2.0, "16", None, True, 2**63, 10**400])
 def test_a_block_holds_a_whole_number_of_tokens(block_size: object) -> None:
     with pytest.raises(ConfigError, match="block_size"):
         TieredKVCache(block_size=block_size)  # type: ignore[arg-type]
