@@ -24,6 +24,7 @@ class Repeat:
 
     Args:
         reader: of the layer.
+        length: tokens that it was over; one over as many blocks is like it.
         call: of the native library, at rest; nobody else repeats it.
         host_blocks, device_blocks: blocks that it reads.
         query: of the call.
@@ -41,7 +42,9 @@ class Repeat:
         "_host_blocks",
         "_host_bytes",
         "_layer",
+        "_least",
         "_memory",
+        "_most",
         "_options",
         "_problem",
         "_reference",
@@ -56,6 +59,7 @@ class Repeat:
     def __init__(
         self,
         reader: LayerReader,
+        length: int,
         call: native.Call,
         host_blocks: int,
         device_blocks: int,
@@ -67,6 +71,9 @@ class Repeat:
         self._counters, self._memory = reader.counters, reader.memory
         self._layer, self._rows_version = layer, layer.shape_version
         self._blocks, self._version = layer.blocks, layer.blocks.version
+        size = layer.layout.block_size
+        self._most = -(-length // size) * size
+        self._least = self._most - size
         self._host_blocks, self._device_blocks = host_blocks, device_blocks
         self._host_bytes = host_blocks * layer.layout.nbytes
         self._shape, self._strides, self._dtype = query.shape, query.stride(), query.dtype
@@ -88,6 +95,7 @@ class Repeat:
         if (
             params is None
             or not params.plain
+            or params.causal  # as torch takes it: only where there are as many queries as tokens
             or not (reader.host_attention and reader.in_one_memory and reader.memory.private)
             or query.shape[2] > MAX_HOST_QUERIES
             or layer.carries_graph
@@ -103,7 +111,7 @@ class Repeat:
         call = sequences.take(query, params)
         if call is None:
             return None
-        return Repeat(reader, call, partition.host.blocks, partition.device.blocks, query, options, repeats)
+        return Repeat(reader, length, call, partition.host.blocks, partition.device.blocks, query, options, repeats)
 
     def __call__(self, query: torch.Tensor, length: int, options: dict[str, Any], repeats: int) -> torch.Tensor | None:
         """The attention of `query` over the first `length` tokens; None if this is another call."""
@@ -111,6 +119,7 @@ class Repeat:
         if not (
             blocks.version == self._version
             and self._layer.shape_version == self._rows_version
+            and self._least < length <= self._most
             and query.shape == self._shape
             and query.stride() == self._strides
             and query.dtype is self._dtype

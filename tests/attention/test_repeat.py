@@ -104,6 +104,13 @@ def shorter(layer: Layer) -> None:
     layer.step(old, layer.query())  # type: ignore[arg-type]
 
 
+def longer(layer: Layer) -> None:
+    old = layer.cache.layers[0].keys, layer.cache.layers[0].values
+    new = layer.append(6)
+    layer.step(old, layer.query())  # type: ignore[arg-type]
+    layer.step(new, layer.query())
+
+
 def moved(layer: Layer) -> None:
     views = layer.append(1)
     layer.step(views, layer.query())
@@ -187,6 +194,7 @@ def of_a_graph(layer: Layer) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Layer], None], str]] = {
     "shorter": (shorter, ""),
+    "longer": (longer, "self._least < length <= self._most"),
     "moved": (moved, "blocks.version == self._version"),
     "reordered": (reordered, "self._layer.shape_version == self._rows_version"),
     "more heads": (more_heads, ""),
@@ -213,6 +221,13 @@ def test_what_differs_is_another_call(change: str) -> None:
         layer = start()
         CHANGES[change][0](layer)
         layer.cache.check_integrity()
+
+
+def test_what_is_causal_over_as_many_tokens_as_queries_is_not_so_over_more() -> None:
+    layer = Layer(2)
+    views = layer.cache.layers[0].keys, layer.cache.layers[0].values
+    layer.step(views, layer.query(queries=2), is_causal=True)  # type: ignore[arg-type]
+    layer.step(layer.append(1), layer.query(queries=2), is_causal=True)
 
 
 @pytest.mark.parametrize("change", [name for name, (_, condition) in CHANGES.items() if condition])
