@@ -392,6 +392,7 @@ class Forward:
             # They may be on other devices: whether this step fits is known when they come.
             refused = self.memory.admit(owner, device, partial(claim, 0)) and refused
         if refused is not None:
+            self._record.tokens = 0  # no step: nothing to learn from, and the next one is not like it
             what = f"A step of {tokens} token{'' if tokens == 1 else 's'} on top of {layer.length}"
             ahead = (self.options.max_tokens or 0) > layer.length + tokens
             raise too_small(

@@ -15,7 +15,8 @@ import torch
 from families import build_model, prompt_ids, tiny_model
 from placements import ON_HOST
 
-from kvtier import BudgetError, TieredKVCache
+from kvtier import BudgetError, Policy, TieredKVCache
+from kvtier.planning.step import StepRecord
 
 #: Cases of the always-run test; KVTIER_TEST_CASES asks for more.
 CASES = int(os.environ.get("KVTIER_TEST_CASES", "60"))
@@ -143,3 +144,40 @@ def test_a_copy_fits_the_budgets_of_the_original(tokens: tuple[int, ...], family
     for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         assert twin.get_seq_length() == cache.get_seq_length()
         twin.check_integrity()
+
+
+@pytest.mark.skipif(not ON_HOST, reason="budgets are emulated")
+@torch.no_grad()
+def test_a_step_that_was_refused_is_refused_again() -> None:
+    model = tiny_model("llama")
+    prompt, token = prompt_ids(rows=1, length=3), prompt_ids(rows=1, length=1, seed=1)
+    smallest = TieredKVCache(model.config, device_budget=1, block_size=4)
+    with pytest.raises(BudgetError) as refused:
+        model(input_ids=prompt, past_key_values=smallest)
+    # The open blocks, and no slot through which full ones leave.
+    cache = TieredKVCache(model.config, device_budget=refused.value.needed, block_size=4)
+    model(input_ids=prompt, past_key_values=cache)
+    for _ in range(3):
+        with pytest.raises(BudgetError):
+            model(input_ids=token, past_key_values=cache)
+    assert cache.get_seq_length() == 3
+
+
+@pytest.mark.skipif(not ON_HOST, reason="budgets are emulated")
+@torch.no_grad()
+def test_a_policy_learns_nothing_from_a_step_that_was_refused() -> None:
+    seen: list[int] = []
+
+    class Watching(Policy):
+        def observe(self, record: StepRecord) -> None:
+            seen.append(record.tokens)
+
+    model = tiny_model("llama")
+    cache = TieredKVCache(model.config, device_budget=20_000, host_budget=60_000, block_size=4, policy=Watching())
+    model(input_ids=prompt_ids(rows=1, length=40), past_key_values=cache)
+    for tokens in (1, 1, 500, 1, 1):  # a step is told of when the next one begins
+        try:
+            model(input_ids=prompt_ids(rows=1, length=tokens), past_key_values=cache)
+        except BudgetError:
+            assert tokens == 500
+    assert seen == [1, 1, 1]
