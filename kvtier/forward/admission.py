@@ -42,7 +42,7 @@ def claim(
     batch = sum(len(group.rows) for group in groups)
     total = first.length + tokens + later
     held = filling = room = slot = 0
-    smallest = first.layout.nbytes
+    smallest = largest = first.layout.nbytes
     for layer in layers:
         size, nbytes = layer.layout.block_size, layer.layout.nbytes
         open_now = layer.blocks.counts[State.FILLING]
@@ -62,18 +62,15 @@ def claim(
         filling += max(open_now, open_then) * nbytes
         if length >= size:
             slot = max(slot, nbytes)
-        smallest = min(smallest, nbytes)
-        new = tokens if layer not in done else 0
+        smallest, largest = min(smallest, nbytes), max(largest, nbytes)
         room = max(
             room,
-            dispatch.room_for(
-                layer, new or tokens, length, batch, host_attention=host_attention, dense=dense, limit=limit
-            ),
+            dispatch.room_for(layer, tokens, length, batch, host_attention=host_attention, dense=dense, limit=limit),
         )
     size, nbytes = first.layout.block_size, first.layout.nbytes
     held += to_come * _coming(groups, tokens, later, size) * nbytes
     filling += to_come * _open(groups, batch, total, later, size) * nbytes
-    return Claim(held, filling, room, slot, smallest)
+    return Claim(held, filling, room, slot, smallest, largest)
 
 
 def _coming(groups: Sequence[Group], tokens: int, later: int, size: int) -> int:
@@ -95,4 +92,5 @@ def at_rest(layers: Sequence[LayerKV], room: int = 0) -> Claim:
     held = sum(layer.count * layer.layout.nbytes for layer in layers)
     filling = sum(layer.blocks.counts[State.FILLING] * layer.layout.nbytes for layer in layers)
     sealed = [x.layout.nbytes for x in layers if x.count > x.blocks.counts[State.FILLING]]
-    return Claim(held, filling, room, max(sealed, default=0), min(sealed, default=0))
+    sizes = [x.layout.nbytes for x in layers if x.count]
+    return Claim(held, filling, room, max(sealed, default=0), min(sizes, default=0), max(sizes, default=0))

@@ -23,7 +23,7 @@ class Claim:
         filling: blocks that are being filled at the same time, at the most: they cannot leave.
         room: what one layer's KV is read through.
         slot: its largest block, if any of its blocks are sealed; else 0.
-        smallest: its smallest block.
+        smallest, largest: of all its blocks, those that are being filled included.
     """
 
     held: int = 0
@@ -31,16 +31,18 @@ class Claim:
     room: int = 0
     slot: int = 0
     smallest: int = 0
+    largest: int = 0
 
     def union(self, other: Claim) -> Claim:
         """What is enough for both."""
-        smallest = [x.smallest for x in (self, other) if x.slot]
+        held = [x for x in (self, other) if x.held]
         return Claim(
             max(self.held, other.held),
             max(self.filling, other.filling),
             max(self.room, other.room),
             max(self.slot, other.slot),
-            min(smallest, default=0),
+            min((x.smallest for x in held), default=0),
+            max((x.largest for x in held), default=0),
         )
 
 
@@ -70,12 +72,13 @@ def demand(claims: Iterable[Claim], device_limit: int | None) -> Demand:
     if device_limit is None:
         return Demand(0, held + room)
     slot = max((claim.slot for claim in claims), default=0)
-    smallest = min((claim.smallest for claim in claims if claim.slot), default=slot)
+    sizes = {size for claim in claims if claim.held for size in (claim.smallest, claim.largest)}
     device = sum(claim.filling for claim in claims) + room + slot
-    # All but the slot that blocks pass through holds blocks, but for what is less than a block of the largest size.
+    # All but the slot that blocks pass through holds blocks, but for what is less than a block of the largest size that
+    # can leave.
     kept = max(device_limit - room - slot, 0)
     if slot:
-        kept = whole_slots(kept, slot) if smallest == slot else max(kept - slot + _GRAIN, 0)
+        kept = whole_slots(kept, slot) if sizes <= {slot} else max(whole_slots(kept, _GRAIN) - slot + _GRAIN, 0)
     return Demand(device, max(held - kept, 0))
 
 

@@ -15,7 +15,7 @@ import torch
 from families import build_model, prompt_ids, tiny_model
 from placements import ON_HOST
 
-from kvtier import BudgetError, Policy, TieredKVCache
+from kvtier import BudgetError, Policy, TieredKVCache, TieredMemory
 from kvtier.planning.step import StepRecord
 
 #: Cases of the always-run test; KVTIER_TEST_CASES asks for more.
@@ -181,3 +181,20 @@ def test_a_policy_learns_nothing_from_a_step_that_was_refused() -> None:
         except BudgetError:
             assert tokens == 500
     assert seen == [1, 1, 1]
+
+
+@pytest.mark.skipif(not ON_HOST, reason="budgets are emulated")
+@torch.no_grad()
+def test_the_budget_named_beside_open_blocks_of_another_size_works() -> None:
+    memory = TieredMemory(device_budget=30_000, host_budget=30_000)
+    large, small = tiny_model("gpt2"), tiny_model("llama")
+    cache = TieredKVCache(large.config, memory=memory, block_size=3, host_attention=False)
+    other = TieredKVCache(small.config, memory=memory, block_size=3)
+    for tokens in (24, 1, 2):
+        large(input_ids=prompt_ids(rows=1, length=tokens), past_key_values=cache)
+    small(input_ids=prompt_ids(rows=1, length=1), past_key_values=other)
+    with pytest.raises(BudgetError) as refused:
+        large(input_ids=prompt_ids(rows=1, length=24), past_key_values=cache)
+    memory.resize(host_budget=refused.value.needed)
+    large(input_ids=prompt_ids(rows=1, length=24), past_key_values=cache)
+    assert cache.get_seq_length() == 51

@@ -20,6 +20,7 @@ def drawn(rng: random.Random, slot: int = 0) -> Claim:
         room=64 * rng.randint(0, 80),
         slot=slot if rng.random() < 0.8 else 0,
         smallest=slot,
+        largest=slot,
     )
 
 
@@ -46,6 +47,27 @@ def test_with_several_sizes_the_host_holds_what_the_device_is_not_sure_to_hold(s
     for limit in range(room + 4096, room + 40000, 576):
         # Beside the slot that blocks pass through, almost another largest slot may be left over.
         assert demand(claims, limit).host == max(held - max(limit - room - 2 * 4096 + 64, 0), 0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_device_holds_what_the_host_is_not_asked_to_hold(seed: int) -> None:
+    rng = random.Random(seed)
+    claims = [drawn(rng) for _ in range(rng.randint(1, 3))]
+    claims = [x if x.slot else replace(x, held=x.filling) for x in claims]
+    filling = [(x.filling, x.smallest) for x in claims]
+    sealed = [x.slot for x in claims for _ in range((x.held - x.filling) // x.smallest)]
+    held = sum(x.held for x in claims)
+    limit = demand(claims, 0).device + rng.randint(0, 9000)
+    # Open blocks cannot leave; what else is there when no block fits beside it, and one can still pass through.
+    free = limit - sum(x.room for x in claims) - sum(n for n, _ in filling) - max(x.slot for x in claims)
+    rng.shuffle(sealed)
+    stored = sum(n for n, _ in filling)
+    for slot in sorted(sealed, reverse=rng.random() < 0.5):
+        if slot > free:
+            break
+        free -= slot
+        stored += slot
+    assert held - stored <= demand(claims, limit).host
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -81,7 +103,7 @@ def test_a_union_is_enough_for_both(seed: int) -> None:
 
 
 def test_a_step_that_seals_nothing_needs_no_slot_for_blocks_to_pass_through() -> None:
-    claim = Claim(held=640, filling=128, room=100, slot=0, smallest=64)
+    claim = Claim(held=640, filling=128, room=100, slot=0, smallest=64, largest=64)
     assert demand([claim], 0).device == 228
     sealing = replace(claim, slot=64)
     assert demand([sealing], 0).device == 292
