@@ -582,7 +582,7 @@ class ComputeDevice:
             pools = each.pools
             if pools.device is None or not each.counts[State.HOST] or layout not in (None, pools.layout):
                 continue
-            if pools.device.free or self._grow(pools.device):
+            if pools.device.free or self._grow(pools.device) or (self._release_idle() and self._grow(pools.device)):
                 run = next(run for run in each.runs if run.state is State.HOST)
                 with contextlib.suppress(TransferError):
                     for part in self.fetch([run], 1, None, evict=False):

@@ -154,6 +154,23 @@ def test_room_that_is_not_to_be_had_is_refused_and_blocks_do_not_go_up_and_down_
     driven.check()
 
 
+def test_blocks_come_back_to_where_a_workspace_is_larger_than_it_has_to_be() -> None:
+    memory = TieredMemory(device_budget=60 * BLOCK, host_budget=200 * BLOCK)
+    dense, other = Driven(memory=memory, host_attention=False), Driven(memory=memory)
+    other.step(200)
+    other.step(1)
+    dense.step(40)
+    dense.step(1)  # laid out as a whole
+    dense.cache.crop(-20)
+    dense.held = [x[:, :, :, :21] for x in dense.held]
+    dense.step(1)  # and from now on half of it
+    error = refused(lambda: memory.resize(host_budget=1))
+    assert error is not None
+    memory.resize(host_budget=error.needed)
+    for each in (dense, other):
+        each.check()
+
+
 def test_before_the_first_forward_and_after_reset_the_new_budgets_are_those_that_count() -> None:
     driven = Driven(device_budget=1, host_budget=1)
     driven.cache.resize(device_budget=50 * BLOCK, host_budget=51 * BLOCK)
