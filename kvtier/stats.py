@@ -109,7 +109,7 @@ class TierStats:
         budget: bytes it may use (0: there is no such tier); less than given once the device was full.
         bytes: bytes allocated now: slabs of blocks, workspaces and pinned I/O buffers, and what torch's allocator takes
             from a CUDA device with each of them, less than 2 MiB, because it takes whole segments.
-        peak_bytes: the most that was allocated; kept after the memory is closed.
+        peak_bytes: the most that was taken of the budget, without whole segments; kept after the memory is closed.
         workspace_bytes: the part of `bytes` in which one layer's KV is laid out for torch's attention.
         io_buffer_bytes: the part of `bytes` through which queries, masks and results of attention on the host pass.
         page_locked_bytes: the part of `bytes` that is page-locked, so that an accelerator copies it in the background.
