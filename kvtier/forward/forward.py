@@ -158,8 +158,8 @@ class Forward:
             keys, values = in_one_dtype(keys, values)
         memory = self.memory
         with memory.lock:
-            if memory.needs_tidying:
-                memory.tidy()
+            if memory.has_garbage:
+                memory.collect()
             begins = self._step != self.steps.count
             if begins:
                 self._begin_step(keys.shape[2] if keys.dim() == 4 else 0)
@@ -210,8 +210,8 @@ class Forward:
         keys, values = in_one_dtype(keys.detach(), values.detach())
         memory, owner = self.memory, self._held.owner
         with memory.lock:
-            if memory.needs_tidying:
-                memory.tidy()
+            if memory.has_garbage:
+                memory.collect()
             old, claims, rooms = self.readers.get(index), dict(owner.claims), dict(self._rooms)
             new = self._make_layer(index, keys, values)
             new.layer.carries_graph = graph
@@ -296,8 +296,8 @@ class Forward:
         if index not in self.readers:
             with self.steps.changing():  # noqa: SIM117 - a test takes each lock away in turn
                 with self.memory.lock:
-                    if self.memory.needs_tidying:
-                        self.memory.tidy()
+                    if self.memory.has_garbage:
+                        self.memory.collect()
                     self._new_layer(index, *in_one_dtype(keys, values))
 
     def _new_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
@@ -371,8 +371,8 @@ class Forward:
         """
         tokens = keys.shape[2]
         with self.memory.lock:
-            if self.memory.needs_tidying:
-                self.memory.tidy()
+            if self.memory.has_garbage:
+                self.memory.collect()
             self._begin_step(tokens)
             for device in {reader.device: None for reader in self.readers.values()}:
                 first = next(reader.layer for reader in self.readers.values() if reader.device is device)
@@ -573,7 +573,7 @@ class Forward:
 
     def _release(self) -> None:
         with self.memory.changing():
-            self.memory.tidy()
+            self.memory.collect()
             self._held.release()
 
     def close(self) -> None:

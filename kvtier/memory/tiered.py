@@ -158,7 +158,7 @@ class TieredMemory:
         self._abandoned.append(release)
         if self.lock.acquire(blocking=False):
             try:
-                self.tidy()
+                self.collect()
             except Exception:
                 raise
             except BaseException:
@@ -167,7 +167,7 @@ class TieredMemory:
             finally:
                 self.lock.release()
 
-    def tidy(self) -> None:
+    def collect(self) -> None:
         """Give up what dropped caches held, and after an interrupt what nobody owns. The caller holds the lock.
 
         May be cut short itself, if the caller then sets `interrupted`: the next call does it again.
@@ -180,7 +180,7 @@ class TieredMemory:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold the lock for a change that no `Guard` is around: one that is cut short is repaired by `tidy`."""
+        """Hold the lock for a change that no `Guard` is around: one that is cut short is repaired by `collect`."""
         with self.lock:
             try:
                 yield
@@ -196,8 +196,8 @@ class TieredMemory:
         self.readers.cut_short()
 
     @property
-    def needs_tidying(self) -> bool:
-        """Whether `tidy` has anything to do."""
+    def has_garbage(self) -> bool:
+        """Whether `collect` has anything to do."""
         return bool(self._abandoned) or self.interrupted
 
     # Devices
@@ -369,7 +369,7 @@ class TieredMemory:
         options = self.options.with_budgets(device_budget, host_budget)
         with self.changing():
             self.check_open()
-            self.tidy()
+            self.collect()
             limits: dict[SlabAllocator, int] = {}
             for device in self._devices.values() if device_budget is not None else ():
                 size = self._device_size(device.device, options)
@@ -457,7 +457,7 @@ class TieredMemory:
         with self.changing():
             if self.closed:
                 return
-            self.tidy()
+            self.collect()
             if self._owners:
                 raise MemoryInUseError(
                     f"{len(self._owners)} caches use this TieredMemory. Close them first: `cache.close()`, or a `with` "
@@ -602,7 +602,7 @@ class TieredMemory:
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. For tests and debugging; walks every run."""
         with self.changing():
-            self.tidy()
+            self.collect()
             integrity.check(self._host, list(self._devices.values()), self._owners, self.readers)
 
 

@@ -41,7 +41,7 @@ def test_a_layer_and_its_views_outlive_the_cache(shared: bool) -> None:
         del layer, view
         gc.collect()
         with memory.lock:
-            memory.tidy()
+            memory.collect()
         assert memory.stats.host.used_blocks == 0
         memory.close()
 

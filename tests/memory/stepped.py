@@ -210,7 +210,7 @@ LOCKED: dict[type, tuple[str, ...]] = {
             "io_buffers",
             "admit",
             "leave",
-            "tidy",
+            "collect",
             "trim",
             "_resize",
             "_recover",

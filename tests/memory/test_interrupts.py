@@ -179,7 +179,7 @@ def early(world: World) -> None:
 def pack(world: World) -> None:
     """Somebody needs what is free."""
     with world.memory.changing():
-        world.memory.tidy()
+        world.memory.collect()
         device = world.memory.devices[0]
         device.make_room(10 * SLOT)
         world.memory.host.make_room(world.memory.host.slabs.budget.free + 2 * SLOT)

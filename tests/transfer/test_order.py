@@ -480,7 +480,7 @@ def interrupted(model: StreamModel) -> None:
         assert pool is not None
         assert pool.held == 3
         slots.memory.interrupted = True
-        slots.memory.tidy()
+        slots.memory.collect()
         assert pool.held == 0
         assert slots.fetch(first) == 3
 
