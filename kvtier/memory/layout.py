@@ -52,6 +52,8 @@ class BlockLayout:
             raise MismatchError(
                 f"Layer {layer}: keys in {keys.dtype} and values in {values.dtype}. Give both in one dtype."
             )
+        if not (k[1] and k[3] and v[1] and v[3]):
+            raise MismatchError(f"Layer {layer}: keys {tuple(k)} and values {tuple(v)} have no heads or no width.")
         if keys.dtype != self.dtype or (k[1], k[3], v[1], v[3]) != (self.k_heads, self.k_dim, self.v_heads, self.v_dim):
             raise MismatchError(
                 f"Layer {layer} holds keys [batch, {self.k_heads}, tokens, {self.k_dim}] and values "

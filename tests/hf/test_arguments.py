@@ -150,3 +150,15 @@ def test_before_the_first_forward_only_what_is_malformed_is_refused() -> None:
     cache.crop(-3)
     cache.batch_repeat_interleave(2)
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3, 0), (1, 0, 3, 4)])
+def test_keys_without_heads_or_width_are_refused_and_change_nothing(shape: tuple[int, ...]) -> None:
+    cache = TieredKVCache(block_size=4)
+    empty, some = torch.zeros(shape), torch.ones(1, 2, 3, 4)
+    for pair in ((empty, some), (some, empty), (empty, empty)):
+        with pytest.raises(MismatchError, match="no heads or no width"):
+            cache.update(*pair, 0)
+        cache.check_integrity()
+    cache.update(some, some, 0)
+    assert cache.get_seq_length() == 3
