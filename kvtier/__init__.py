@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvtier.hf.view import KVView
     from kvtier.memory.tiered import TieredMemory
     from kvtier.planning.policy import Policy
+    from kvtier.planning.profile import HardwareProfile
     from kvtier.stats import CacheStats, LayerResidency, Residency, Tier, TierStats
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ _HOME = {
     "ConcurrentUseError": "errors",
     "ConfigError": "errors",
     "Enabled": "hf.enable",
+    "HardwareProfile": "planning.profile",
     "InterruptedStepError": "errors",
     "KVTierError": "errors",
     "KVView": "hf.view",
@@ -71,6 +73,7 @@ __all__ = [
     "ConcurrentUseError",
     "ConfigError",
     "Enabled",
+    "HardwareProfile",
     "InterruptedStepError",
     "KVTierError",
     "KVView",

@@ -6,6 +6,10 @@ names.py      policies by name
 shares.py     `FixedShare`: one share of what is spilled is fetched
 adaptive.py   `Adaptive`: which share, priced by what steps take
 costs.py      seconds predicted from rates, and rates learned
+profile.py    `HardwareProfile`: what a machine takes, measured or estimated
+predictors.py seconds by bytes, threads and tokens, fitted from measurements
+machines.py   machines and models by their datasheets
+fit.py        least squares
 simulate.py   a cache under a policy on a virtual clock
 rotation.py   Pie's swapping of whole layers, to compare with
 admission.py  what a step needs, in bytes: for admission and for the error

@@ -1,0 +1,156 @@
+"""Machines by name with the numbers of their datasheets, models as sizes, and what follows by the roofline.
+
+These are estimates, for planning without the machine; `kvtier.calibrate` measures. A step over few tokens takes as long
+as reading the weights, one over many as long as its arithmetic, whichever is more (Williams et al., Roofline, 2009).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.errors import ConfigError
+from kvtier.planning.predictors import Curve, HostAttention, Linear, Prefill
+
+#: What programs reach of a datasheet's numbers: dense products, reads of device memory, copies over a link, attention
+#: on the host. Stated estimates, of the size that published benchmarks of these machines report.
+OF_FLOPS, OF_DEVICE_MEMORY, OF_LINK, OF_HOST_MEMORY = 0.6, 0.8, 0.85, 0.6
+#: Seconds that launching a layer's kernels takes, a copy besides its bytes, and a call of host attention.
+LAUNCHES, COPY, CALL, ROUND_TRIP = 20e-6, 10e-6, 20e-6, 40e-6
+#: Share of the host's rate that a busy link takes where nothing was measured.
+LOST = 0.2
+#: Query tokens at which the time of a layer is tabulated.
+_TOKENS = tuple(2**i for i in range(14))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One device, its link and its host, by the numbers of datasheets.
+
+    Attributes:
+        flops: dense bf16 operations per second, without sparsity.
+        device_memory: bytes per second.
+        device_bytes: of device memory.
+        link: bytes per second in one direction.
+        host_memory: bytes per second of the host.
+        overlaps: whether copies and host attention go on while the device computes.
+    """
+
+    flops: float
+    device_memory: float
+    device_bytes: int
+    link: float
+    host_memory: float
+    overlaps: bool = True
+
+
+_PCIE_4, _PCIE_5 = 31.5e9, 63.0e9  # x16, one direction, after 128b/130b coding (PCI-SIG)
+
+#: Hosts are assumptions, for datasheets of devices do not name them: memory channels as servers of that time have them,
+#: per socket: eight of DDR4-3200 (204.8 GB/s) or DDR5-4800 (307.2 GB/s); a desktop's two of DDR5-5600 (89.6 GB/s).
+MACHINES: dict[str, Machine] = {
+    # NVIDIA H200 Tensor Core GPU datasheet, SXM: 989 TFLOPS bf16 dense (1,979 with sparsity), 141 GB at 4.8 TB/s.
+    "h200": Machine(989e12, 4.8e12, 141 * 10**9, _PCIE_5, 307.2e9),
+    # NVIDIA H100 Tensor Core GPU datasheet, SXM: 989 TFLOPS bf16 dense, 80 GB at 3.35 TB/s, PCIe 5.0.
+    "h100": Machine(989e12, 3.35e12, 80 * 10**9, _PCIE_5, 307.2e9),
+    # NVIDIA A100 80GB datasheet, SXM: 312 TFLOPS bf16, 2,039 GB/s, PCIe 4.0.
+    "a100": Machine(312e12, 2.039e12, 80 * 10**9, _PCIE_4, 204.8e9),
+    # NVIDIA L40S datasheet: 362 TFLOPS bf16 dense (733 with sparsity), 48 GB at 864 GB/s, PCIe 4.0.
+    "l40s": Machine(362e12, 864e9, 48 * 10**9, _PCIE_4, 204.8e9),
+    # NVIDIA Ada GPU architecture whitepaper, RTX 4090: 165.2 TFLOPS bf16 with fp32 accumulation, 24 GB at 1,008 GB/s.
+    "rtx4090": Machine(165.2e12, 1.008e12, 24 * 10**9, _PCIE_4, 89.6e9),
+    # A server of 32 cores with AVX-512 at 2.5 GHz: 2 units x 16 lanes x 2 operations in fp32; the device is emulated in
+    # the same memory, and a copy reads and writes it.
+    "cpu": Machine(32 * 2.5e9 * 64, 204.8e9, 64 * 2**30, 100e9, 204.8e9, overlaps=False),
+}
+
+
+def machine(name: str) -> Machine:
+    """A machine by name, in any case. Raises ConfigError: there is none."""
+    found = MACHINES.get(name.lower()) if isinstance(name, str) else None
+    if found is None:
+        raise ConfigError(f"No machine {name!r} is known; there are {', '.join(map(repr, MACHINES))}.")
+    return found
+
+
+def machine_like(device_name: str) -> str:
+    """The name in `MACHINES` of a device as its driver calls it ("NVIDIA A100-SXM4-80GB"); "a100" for others."""
+    plain = "".join(device_name.lower().split())
+    return next((name for name in MACHINES if name != "cpu" and name in plain), "a100")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What a forward of a decoder takes: weights, arithmetic, and bytes of KV.
+
+    Attributes:
+        layers: with full attention.
+        hidden: size of the hidden state.
+        heads, head_dim: of queries.
+        kv_heads: of keys and values.
+        parameters: of all weights that a forward reads.
+        active: of those that one token is multiplied with; less than `parameters` in a mixture of experts.
+        itemsize: bytes of a number, in weights and KV.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    head_dim: int
+    kv_heads: int
+    parameters: int
+    active: int
+    itemsize: int = 2
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.hidden, self.heads, self.head_dim, self.kv_heads, self.active, self.itemsize) < 1:
+            raise ConfigError(f"{self} is no model: sizes are at least 1.")
+        if self.parameters < self.active:
+            raise ConfigError(f"{self}: more parameters are active than there are.")
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.itemsize
+
+    def linear_seconds(self, where: Machine, tokens: int) -> float:
+        """Of a layer without attention over the past: the weights are read, or the arithmetic is done."""
+        read = self.parameters / self.layers * self.itemsize / (where.device_memory * OF_DEVICE_MEMORY)
+        if self.parameters > self.active:  # few tokens reach few experts
+            read *= min(1.0, tokens * self.active / self.parameters)
+        work = 2 * self.active / self.layers * tokens / (where.flops * OF_FLOPS)
+        return max(read, work) + LAUNCHES
+
+    def linear(self, where: Machine) -> Linear:
+        """See `Linear`, for numbers of tokens up to 8192."""
+        return Linear(tuple((float(n), self.linear_seconds(where, n)) for n in _TOKENS))
+
+    def prefill(self, where: Machine) -> Prefill:
+        """See `Prefill`. A fixed part reads the weights; arithmetic of 2 operations per weight and token, and of 4 per
+        number of the heads for each pair of tokens in each layer."""
+        flops, memory = where.flops * OF_FLOPS, where.device_memory * OF_DEVICE_MEMORY
+        return Prefill(
+            fixed=self.parameters * self.itemsize / memory + self.layers * LAUNCHES,
+            per_token=2 * self.active / flops,
+            per_pair=4 * self.layers * self.heads * self.head_dim / flops,
+            per_past=self.layers * self.kv_bytes / memory,
+        )
+
+
+def link(where: Machine) -> Curve:
+    """Seconds of a copy, in either direction."""
+    return Curve.straight(COPY, where.link * OF_LINK)
+
+
+def host_attention(where: Machine) -> HostAttention:
+    """Seconds of attention on the host, on all cores: it reads keys and values once; queries of one token share them.
+
+    Arithmetic is behind the reads up to a few queries, and doubles the time at about 16.
+    """
+    curve = Curve.straight(CALL, where.host_memory * OF_HOST_MEMORY)
+    trip = ROUND_TRIP if where.overlaps else 0.0
+    return HostAttention(((1, curve),), ((1.0, 1.0), (16.0, 2.0)), LOST if where.overlaps else 0.0, trip)
+
+
+def device_attention(where: Machine) -> Curve:
+    """Seconds of attention on the device by bytes of KV."""
+    return Curve.straight(LAUNCHES / 2, where.device_memory * OF_DEVICE_MEMORY)
