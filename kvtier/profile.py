@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -52,7 +52,7 @@ def lookup(machine: str, name: str, valid: Callable[[object], bool]) -> object |
     return value if valid(value) else None
 
 
-def store(machine: str, name: str, value: float | str | list[int] | list[float]) -> Path:
+def store(machine: str, name: str, value: float | str | list[int] | list[float] | Mapping[str, object]) -> Path:
     """Keep a value for this and later processes. Only calibration calls this.
 
     The file is written under another name and renamed: a reader sees the old or the new one, whole. Of two processes

@@ -1,10 +1,16 @@
 """Measuring the machine on request, and storing the values in its profile. Nothing here runs in a forward.
 
-run.py      `kvtier.calibrate`: what is measured, in which order, progress, the result
-shapes.py   the shapes of a model's attention, from its config
-tiles.py    the tiles of paged attention
-copies.py   from how many short runs on a launch copies faster than the copy engine
+run.py       `kvtier.calibrate`: what is measured, in which order, progress, the result
+job.py       one measurement
+hardware.py  the measurements that make a `HardwareProfile`
+timing.py    timing calls in turn on a machine that others use too
+link.py      copies between the tiers
+attention.py attention on the host and on the device
+model.py     a model's layers and its prefill
+shapes.py    the shapes of a model's attention, from its config
+tiles.py     the tiles of paged attention
+copies.py    from how many short runs on a launch copies faster than the copy engine
 
-Owns the write side of `kvtier.profile`. May import kernels, memory and transfer; only `kvtier` itself (lazily) and
-benchmarks import it. Transformers is not imported: a config is read by its attributes.
+Owns the write side of `kvtier.profile`. May import everything below; only `kvtier` itself (lazily) and
+benchmarks import it. A config is read by its attributes; a model is run with a cache of `hf`.
 """

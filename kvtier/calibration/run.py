@@ -5,25 +5,28 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from kvtier import profile
-from kvtier.calibration import copies, tiles
+from kvtier.calibration import attention, copies, hardware, tiles
+from kvtier.calibration.job import Job, Value
 from kvtier.calibration.shapes import STANDARD, Shape, shapes_of
 from kvtier.config import DEVICE_BLOCK
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.kernels import launch
 from kvtier.kernels import tiles as choices
 from kvtier.kernels.tiles import Choice, Kind
+from kvtier.memory import measured
+from kvtier.planning.profile import HardwareProfile
 from kvtier.transfer import launches
 from kvtier.transfer.engine import Direction
 
-#: No measurement begins when so many seconds have passed. One takes less than a second, and the time to compile up to
-#: three programs.
+#: No measurement begins when so many seconds have passed. Most take less than a second, and the time to compile up to
+#: three programs; those of rates share it.
 SECONDS = 30.0
 
 
@@ -39,7 +42,7 @@ class Measurement:
     """
 
     name: str
-    value: list[float] | list[int]
+    value: Value
     result: str
     seconds: float
 
@@ -57,6 +60,8 @@ class Calibration:
         skipped: names of what was not begun for want of time.
         notes: what else there is to say.
         seconds: in all.
+        limit: seconds after which nothing more was begun.
+        profile: what is known of the machine now, and of the model: measured, or estimated.
     """
 
     device: str
@@ -66,23 +71,17 @@ class Calibration:
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
+    limit: float = SECONDS
+    profile: HardwareProfile = field(default_factory=lambda: HardwareProfile.estimate("cpu"))
 
     def __str__(self) -> str:
         lines = [f"{x.name}: {x.result}" for x in self.measurements]
         lines += [f"failed: {x}" for x in self.failures]
-        lines += [f"not begun after {SECONDS:.0f} s: {x}" for x in self.skipped]
+        lines += [f"not begun after {self.limit:.0f} s: {x}" for x in self.skipped]
         lines += self.notes
         if self.path is not None:
             lines.append(f"{len(self.measurements)} values of {self.device} in {self.seconds:.1f} s: {self.path}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One measurement to make: returns the value as it is stored, and the result in words."""
-
-    name: str
-    measure: Callable[[], tuple[list[float] | list[int], str]]
 
 
 def calibrate(
@@ -90,58 +89,72 @@ def calibrate(
     *,
     device: torch.device | str | None = None,
     block_size: int | None = None,
+    seconds: float = SECONDS,
     progress: bool = True,
 ) -> Calibration:
     """Measure what kvtier otherwise estimates on this machine, and store it for this and later processes.
 
-    Measured are the tiles of the attention kernels and, for both directions of the link, from how many short runs of
-    blocks on one launch copies faster than the copy engine. It takes seconds, most of them to compile programs: after
-    30 s no further measurement begins. Meanwhile it takes up to 256 MiB of the device, an eighth of what is free at
-    most, and nothing else should use the device. Without CUDA there is nothing to measure yet, and nothing is stored.
+    Measured are copies over the link by size, each way and both at once; attention on the host by bytes, threads and
+    queries, and beside a busy link; and, of a model, the time of its layers by tokens and of a prefill by new and
+    cached tokens. On a CUDA device also attention there, the tiles of the attention kernels, and from how many short
+    runs of blocks on one launch copies faster than the copy engine. Without CUDA a device tier is emulated, and copies
+    are within the host's memory.
+
+    It takes seconds to a minute. Meanwhile nothing else should use the machine; it takes up to 512 MiB of host memory
+    and 256 MiB of the device, an eighth of what is free there at most, and with a model the caches of some thousand
+    tokens.
 
     Tiles decide the last bits of results. A process that has used one keeps it until it ends: calibrate before the
-    first forward. Later processes read the profile, in `~/.cache/kvtier` or the folder that KVTIER_PROFILE names.
+    first forward. Rates are what `policy="adaptive"` begins with; nothing is measured in a forward. Later processes
+    read the profile, in `~/.cache/kvtier` or the folder that KVTIER_PROFILE names.
 
     Args:
-        model_or_config: a Transformers model or config, for whose shapes tiles are measured; None: common shapes.
-        device: a CUDA device; None: the model's, if it has one, or the current one.
+        model_or_config: a Transformers model, which is timed, or a config, for whose shapes attention is measured;
+            None: common shapes.
+        device: a CUDA device, or "cpu"; None: the model's, or else the current CUDA device, if there is one.
         block_size: tokens per block; None: that of a cache with a device tier.
+        seconds: after so many no measurement begins, and those that repeat share them.
         progress: print a line for each measurement to stderr.
 
     Returns:
-        what was measured, and where it is stored.
+        what was measured, where it is stored, and all of it as a `HardwareProfile`.
 
     Raises:
-        ConfigError: `model_or_config` is neither; there is no such device; KVTIER_PROFILE is "off", or its folder
-            cannot be written.
+        ConfigError: `model_or_config` is neither; there is no such device, or the model is on another one;
+            KVTIER_PROFILE is "off", or its folder cannot be written.
         UnsupportedError: a CUDA graph is being captured.
     """
     shapes = STANDARD if model_or_config is None else shapes_of(model_or_config)
     block_size = DEVICE_BLOCK if block_size is None else block_size
     if block_size < 1:
         raise ConfigError(f"block_size={block_size}: it is a positive number of tokens.")
+    if not seconds > 0:
+        raise ConfigError(f"seconds={seconds}: it is a positive number of seconds.")
     target = _device(device, model_or_config)
-    if target.type != "cuda":
-        note = "There is no CUDA device to measure: nothing is stored. On a CPU there is nothing to calibrate yet."
-        if progress:
-            print(f"kvtier: {note}", file=sys.stderr, flush=True)
-        return Calibration(str(target), notes=(note,))
+    model = model_or_config if isinstance(model_or_config, torch.nn.Module) else None
+    if model is not None and launch.numbered(model.device) != target:  # type: ignore[arg-type]
+        raise ConfigError(f"The model is on {model.device}, and not on device={str(target)!r}: leave device= away.")
     if launch.capturing(target):
         raise UnsupportedError("Nothing can be measured while a CUDA graph is captured: calibrate before.")
     with launch.on(target), torch.inference_mode(False), torch.no_grad():
-        return _run(target, _jobs(target, shapes, block_size, all_widths=model_or_config is not None), progress)
+        jobs = _jobs(target, shapes, block_size, seconds, model, all_widths=model_or_config is not None)
+        layout = attention.layout_of(shapes[0], block_size)
+        named = "" if model is None else measured.model_name(model.config)
+        return _run(target, jobs, seconds, progress, lambda: measured.hardware(target, layout, named))
 
 
-def _run(device: torch.device, jobs: list[Job], progress: bool) -> Calibration:
+def _run(
+    device: torch.device, jobs: list[Job], limit: float, progress: bool, known: Callable[[], HardwareProfile]
+) -> Calibration:
     profile.folder()  # a setting that forbids storing is an error before anything is measured
     began = time.perf_counter()
     notes: list[str] = []
-    if not jobs:
-        notes.append("Triton does not run here, or there is nothing to choose: nothing is stored.")
+    if device.type == "cuda" and not launch.available(device):
+        notes.append("Triton does not run here: there are no tiles to choose.")
     path, made, failures, skipped = None, [], [], []
     for i, job in enumerate(jobs, 1):
         start = time.perf_counter()
-        if start - began > SECONDS:
+        if start - began > limit:
             skipped.append(job.name)
             continue
         try:
@@ -151,33 +164,44 @@ def _run(device: torch.device, jobs: list[Job], progress: bool) -> Calibration:
             failures.append(f"{job.name}: {reason}")
             result = f"failed ({reason})"
         else:
-            path = profile.store(launch.machine(device), job.name, value)
+            for name in filter(None, (job.name, job.also)):
+                path = profile.store(launch.machine(device), name, value)
             made.append(Measurement(job.name, value, result, time.perf_counter() - start))
         if progress:
             took = time.perf_counter() - start
             print(f"kvtier: {i}/{len(jobs)} {job.name}: {result} [{took:.1f} s]", file=sys.stderr, flush=True)
-    seconds = time.perf_counter() - began
+    spent = time.perf_counter() - began
     if any(_in_use(job, device) for job in jobs):
         notes.append("This process has used some of these kernels already, and keeps their tiles until it ends.")
-    return Calibration(str(device), path, tuple(made), tuple(failures), tuple(skipped), tuple(notes), seconds)
+    return Calibration(
+        str(device), path, tuple(made), tuple(failures), tuple(skipped), tuple(notes), spent, limit, known()
+    )
 
 
 def _in_use(job: Job, device: torch.device) -> bool:
     return (device, job.name) in choices.in_use()
 
 
-def _jobs(device: torch.device, shapes: tuple[Shape, ...], block_size: int, *, all_widths: bool) -> list[Job]:
-    """What to measure, the most valuable first; nothing where Triton does not run."""
-    if not launch.available(device):
-        return []
-    kinds = [list(tiles.kinds_of(shape, block_size, all_widths=all_widths)) for shape in shapes]
+def _jobs(
+    device: torch.device,
+    shapes: tuple[Shape, ...],
+    block_size: int,
+    seconds: float,
+    model: torch.nn.Module | None,
+    *,
+    all_widths: bool,
+) -> list[Job]:
+    """What to measure, the most valuable first. Kernels only where Triton runs."""
+    kernels = launch.available(device)
+    kinds = [list(tiles.kinds_of(shape, block_size, all_widths=all_widths)) for shape in shapes if kernels]
     decode = [Job(kind.name, partial(_tile, kind, device)) for some in kinds for kind in some[:1]]
     others = [Job(kind.name, partial(_tile, kind, device)) for some in kinds for kind in some[1:]]
-    directions = (Direction.FETCH, Direction.WRITE_BACK)
-    return [*decode, *(Job(launches.profile_name(x), partial(_copies, device, x)) for x in directions), *others]
+    directions = (Direction.FETCH, Direction.WRITE_BACK) if kernels else ()
+    launched = [Job(launches.profile_name(x), partial(_copies, device, x)) for x in directions]
+    return [*decode, *launched, *hardware.jobs(device, shapes[0], block_size, seconds, model), *others]
 
 
-def _tile(kind: Kind, device: torch.device) -> tuple[list[float], str]:
+def _tile(kind: Kind, device: torch.device) -> tuple[Value, str]:
     choice: Choice = tiles.measure(kind, device)
     first = next(iter(choice.seconds.values()))
     best = choice.seconds.get(choice.option, first)
@@ -185,7 +209,7 @@ def _tile(kind: Kind, device: torch.device) -> tuple[list[float], str]:
     return choices.packed(choice, kind), result
 
 
-def _copies(device: torch.device, direction: Direction) -> tuple[list[int], str]:
+def _copies(device: torch.device, direction: Direction) -> tuple[Value, str]:
     least = copies.measure(device, direction)
     said = [f"{n or 'no'} of {size // 1024} KiB" for size, n in zip(launches.SIZES, least, strict=True)]
     return least, f"one launch from {', '.join(said)} on"
@@ -199,7 +223,7 @@ def _device(device: torch.device | str | None, model: object) -> torch.device:
     """
     if device is None:
         own = getattr(model, "device", None)
-        if isinstance(own, torch.device) and own.type == "cuda":
+        if isinstance(own, torch.device) and own.type in ("cuda", "cpu"):
             return launch.numbered(own)
         return launch.numbered(torch.device("cuda")) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -207,7 +231,7 @@ def _device(device: torch.device | str | None, model: object) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
     if found.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r}: kvtier calibrates CUDA devices.")
+        raise ConfigError(f"device={device!r}: kvtier calibrates CPUs and CUDA devices.")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device={device!r}: torch sees {torch.cuda.device_count() or 'no'} CUDA devices.")
     return launch.numbered(found)

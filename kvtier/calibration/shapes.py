@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,12 +17,14 @@ class Shape:
         group: query heads of a KV head.
         k_dim, v_dim: sizes of a head.
         dtype: of keys and values.
+        kv_heads: of keys and values. Tiles do not depend on it: shapes that differ in it alone are equal.
     """
 
     group: int
     k_dim: int
     v_dim: int
     dtype: torch.dtype
+    kv_heads: int = field(default=8, compare=False)
 
 
 #: Measured where no model is given: Llama 3, Qwen 3 of 0.6B and 1.7B, and models with heads of 64.
@@ -54,7 +56,7 @@ def shapes_of(model_or_config: object) -> tuple[Shape, ...]:
     kv_heads = _positive(config, "num_key_value_heads") or heads
     nope, rope, v_dim = (_positive(config, x) for x in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     if nope and rope and v_dim:  # MLA: each query head has its own keys and values, as they reach the cache
-        return (Shape(1, nope + rope, v_dim, dtype),)
+        return (Shape(1, nope + rope, v_dim, dtype, heads),)
     dim = _positive(config, "head_dim")
     if dim is None:
         hidden = _positive(config, "hidden_size")
@@ -63,7 +65,7 @@ def shapes_of(model_or_config: object) -> tuple[Shape, ...]:
         dim = hidden // heads
     if heads % kv_heads:
         raise ConfigError(f"{_name(config)}: {heads} attention heads are no multiple of {kv_heads} KV heads.")
-    return (Shape(heads // kv_heads, dim, dim, dtype),)
+    return (Shape(heads // kv_heads, dim, dim, dtype, kv_heads),)
 
 
 def _positive(config: object, name: str) -> int | None:

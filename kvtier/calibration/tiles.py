@@ -123,7 +123,7 @@ def _trial(kind: Kind, device: torch.device) -> Trial:
     layout, group, low_query = kind.layout, kind.group, kind.explicit.low_query
     assert isinstance(layout, BlockLayout)
     most = _BYTES if low_query else _PREFILL_BYTES
-    nbytes = min(most, _free(device) // _SHARE)
+    nbytes = min(most, free_bytes(device) // _SHARE)
     if nbytes < min(most, _LEAST_BYTES):
         raise torch.OutOfMemoryError(f"{nbytes} bytes are too few to measure on.")
     count = max(1, nbytes // layout.nbytes)
@@ -168,7 +168,7 @@ def _seconds(trial: Trial, options: Sequence[Option]) -> list[float]:
     return [statistics.median(sample) if sample else float("inf") for sample in samples]
 
 
-def _device_seconds(call: Callable[[], object], repeats: int) -> float:
+def device_seconds(call: Callable[[], object], repeats: int) -> float:
     """Seconds of a call on the device, without those that Python takes to launch it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # A call may take no longer than its launch: the device waits until all that is timed is in its queue.
@@ -191,11 +191,11 @@ def _raise_clocks(call: Callable[[], object]) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-_clock: Clock = _device_seconds
+_clock: Clock = device_seconds
 _warm = _raise_clocks
 
 
-def _free(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Bytes that can be allocated on a device."""
     if device.type != "cuda":
         return _BYTES * _SHARE

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvtier import profile
 from kvtier.config import (
     DEVICE_RESERVE,
     DEVICE_RESERVE_SHARE,
@@ -23,7 +24,7 @@ from kvtier.config import (
     warn_if_beyond,
 )
 from kvtier.errors import BudgetError, ClosedError, ConfigError, MemoryInUseError
-from kvtier.memory import integrity, residency, system
+from kvtier.memory import integrity, measured, residency, system
 from kvtier.memory.block import BlockSet, State
 from kvtier.memory.buffers import IoBuffers, Workspace
 from kvtier.memory.device import ComputeDevice
@@ -105,6 +106,8 @@ class TieredMemory:
         self._owners: dict[int, Owner] = {}
         self._numbers = itertools.count()
         self._devices: dict[torch.device, ComputeDevice] = {}
+        #: Devices of which the policy has been told what is stored.
+        self._rated: set[torch.device] = set()
         self._abandoned: deque[Callable[[], None]] = deque()
         self._totals = Counters()
         self._peaks: dict[str, TierStats] = {}
@@ -211,6 +214,7 @@ class TieredMemory:
         found = self._devices.get(device)
         if found is None:
             self.check_open()
+            profile.enabled()  # a wrong setting is an error here, not in the middle of a forward
             limit = None
             size = self._device_size(device, self.options)
             if device.type != "cpu" or size is not None:
@@ -274,6 +278,11 @@ class TieredMemory:
 
     def block_set(self, owner: Owner, device: ComputeDevice, layout: BlockLayout, layer: int) -> BlockSet:
         """A new set of blocks of an owner."""
+        if device.slabs is not None and device.device not in self._rated:
+            self._rated.add(device.device)
+            rates = measured.rates(device.device, layout)
+            if rates is not None:
+                self.policy.use_rates(device.name, rates)
         blocks = device.block_set(layout, layer, owner.number, owner.counters)
         owner.sets.append(blocks)
         return blocks

@@ -94,13 +94,17 @@ class Adaptive(FixedShare):
     """Fetches what hides behind a step, lets the host attend to the rest, and learns what each costs.
 
     Args:
-        rates: of the machine, as measured by `kvtier.calibrate`; None: estimates. Both are refined by what steps take.
+        rates: of the machine, such as `HardwareProfile.rates()`; None: what `kvtier.calibrate` stored of it, or else
+            estimates. They are refined by what steps take.
         write_through: as of `Policy`.
     """
 
     def __init__(self, rates: Rates | None = None, *, write_through: float = WRITE_THROUGH) -> None:
         super().__init__(0.0, write_through=write_through)
         self.rates = Rates() if rates is None else rates
+        self._given = rates is not None
+        #: What is stored of devices.
+        self._stored: dict[str, Rates] = {}
         self._caches: dict[tuple[int, str], _Cache] = {}
 
     def plan(self, state: StepState) -> StepPlan:
@@ -115,6 +119,11 @@ class Adaptive(FixedShare):
         if self._is_due(known, spilled):
             self._look(known, state, spilled)
         return self._as_planned(known, state)
+
+    def use_rates(self, device: str, rates: Rates) -> None:
+        """See `Policy.use_rates`. Rates that were given are kept."""
+        if not self._given:
+            self._stored[device] = rates
 
     def observe(self, record: StepRecord) -> None:
         """See `Policy.observe`."""
@@ -141,7 +150,7 @@ class Adaptive(FixedShare):
         key = (cache, device)
         known = self._caches.pop(key, None)
         if known is None:
-            known = _Cache(CostModel(self.rates))
+            known = _Cache(CostModel(self._stored.get(device, self.rates)))
             if len(self._caches) >= CACHES:
                 del self._caches[next(iter(self._caches))]
         self._caches[key] = known  # the latest last

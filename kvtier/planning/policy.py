@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+from kvtier.planning.costs import Rates
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 
 T = TypeVar("T")
@@ -96,6 +97,16 @@ class Policy:
             [LayerPlan(keep[id(x)] if x.host_attention else x.spilled, self.ahead, keep[id(x)]) for x in state.layers],
             reserve,
         )
+
+    def use_rates(self, device: str, rates: Rates) -> None:
+        """What is stored of the machine (`kvtier.calibrate`). Called before the first plan on a device, if anything is.
+
+        The default has no use for it: it prices nothing.
+
+        Args:
+            device: as in `StepState`.
+            rates: as measured; what was not measured is a stated estimate.
+        """
 
     def observe(self, record: StepRecord) -> None:
         """What a step took. Called when the next step of the same cache begins, once something of it was spilled."""

@@ -17,7 +17,8 @@ from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, LlamaForCaus
 import kvtier
 from kvtier import profile
 from kvtier.calibration import __main__ as command
-from kvtier.calibration import copies, run, tiles
+from kvtier.calibration import copies, hardware, run, tiles
+from kvtier.calibration.job import Job
 from kvtier.calibration.shapes import STANDARD, Shape, shapes_of
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.kernels import launch
@@ -56,6 +57,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(tiles, "measure", tile)
     monkeypatch.setattr(copies, "measure", least)
+    # What takes real time has tests of its own.
+    monkeypatch.setattr(hardware, "jobs", lambda *_: [])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     return measured
 
 
@@ -191,33 +195,30 @@ def test_nothing_is_measured_while_a_graph_is_captured(device: list[str], monkey
     assert not device
 
 
-def test_without_triton_nothing_is_stored_and_that_is_said(
-    device: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+def test_rates_are_measured_after_what_matters_most_and_without_triton_too(
+    device: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def rates(*_: Any) -> list[Job]:
+        def measure() -> tuple[dict[str, Any], str]:
+            device.append("rates")
+            return {}, "fast"
+
+        return [Job("rates", measure, also="rates of any shape")]
+
+    monkeypatch.setattr(hardware, "jobs", rates)
+    found = kvtier.calibrate(LLAMA, progress=False)
+    assert device.index("rates") == 3
+    assert profile.lookup("a machine with cuda:0", "rates of any shape", lambda value: value == {}) == {}
+    assert found.notes == ()
+    device.clear()
     monkeypatch.setattr(launch, "available", lambda device: False)
     found = kvtier.calibrate(LLAMA, progress=False)
-    assert found.path is None
+    assert device == ["rates"]
     assert "Triton does not run here" in str(found)
-    assert not folder.exists()
+    assert found.profile.name == "a machine with cuda:0"
 
 
-# Without one
-
-
-def test_without_cuda_it_says_so_and_stores_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for model in (None, LLAMA):
-        found = kvtier.calibrate(model)
-        assert (found.device, found.path, found.measurements) == ("cpu", None, ())
-        assert "no CUDA device" in str(found)
-        assert "no CUDA device" in capsys.readouterr().err
-    assert kvtier.calibrate(device="cpu", progress=False) == found
-    assert capsys.readouterr().err == ""
-    monkeypatch.setenv(profile.VARIABLE, "off")
-    assert kvtier.calibrate(progress=False) == found
-    assert not folder.exists()
+# Wrong arguments
 
 
 @pytest.mark.parametrize("wrong", ["cuda:99", "tpu", "meta", 1.5])

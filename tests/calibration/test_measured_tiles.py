@@ -188,12 +188,12 @@ def test_the_device_waits_until_all_that_is_timed_is_in_its_queue(monkeypatch: p
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("wait" if cycles >= 10**6 else "no time"))
-    assert measuring._device_seconds(lambda: done.append("call"), 3) == pytest.approx(2e-3)
+    assert measuring.device_seconds(lambda: done.append("call"), 3) == pytest.approx(2e-3)
     timed = ["record", *["call"] * 3, "record", "synchronize"]
     assert done == ["call", "wait", *timed]
     monkeypatch.delattr(torch.cuda, "_sleep")  # it is torch's own
     done.clear()
-    measuring._device_seconds(lambda: done.append("call"), 3)
+    measuring.device_seconds(lambda: done.append("call"), 3)
     assert done == ["call", *timed]
 
 
@@ -212,7 +212,7 @@ def test_a_device_is_kept_busy_before_the_first_round(monkeypatch: pytest.Monkey
     assert done[:4] == ["call", "wait"] * 2
 
 
-def test_what_is_read_is_more_than_caches_hold_and_at_most_an_eighth_of_what_is_free(
+def test_what_is_read_is_more_than_caches_hold_and_at_most_an_eighth_of_what_isfree_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(measuring, "_BYTES", BYTES)
@@ -221,7 +221,7 @@ def test_what_is_read_is_more_than_caches_hold_and_at_most_an_eighth_of_what_is_
     assert BYTES > 4.8e12 * 45e-6
     assert LEAST_BYTES > 126 * 2**20
     free = 8 * LEAST_BYTES - 1
-    monkeypatch.setattr(measuring, "_free", lambda device: free)
+    monkeypatch.setattr(measuring, "free_bytes", lambda device: free)
     with pytest.raises(torch.OutOfMemoryError):
         measuring._trial(KIND, CPU)
     # Prefill computes more than it reads.

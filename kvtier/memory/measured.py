@@ -1,0 +1,89 @@
+"""What is stored of a machine as a `HardwareProfile`: the names of its parts in the profile, and how they are read.
+
+`kvtier.calibrate` stores each part under its name; a part that is not there, damaged, or of other versions is replaced
+by a stated estimate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvtier import profile
+from kvtier.cpu import native
+from kvtier.kernels import launch
+from kvtier.memory.layout import BlockLayout
+from kvtier.planning import machines
+from kvtier.planning.costs import Rates
+from kvtier.planning.profile import HardwareProfile
+
+#: Of copies, whatever they move.
+LINK = "link rates"
+#: Of attention where the shape that is asked for was not measured: that of the last calibration.
+HOST, DEVICE = "host attention", "device attention"
+
+
+def host_name(layout: BlockLayout) -> str:
+    """The name of what attention on the host takes, for blocks of a layout and the code that attends to them."""
+    code = native.instruction_set() if native.available() else "torch"
+    return f"{HOST}, {_described(layout)}, {code}"
+
+
+def device_name(layout: BlockLayout) -> str:
+    """The name of what attention on the device takes, for blocks of a layout."""
+    return f"{DEVICE}, {_described(layout)}"
+
+
+def model_name(config: Any) -> str:
+    """The name of what a model's own layers take, from its config: what their time depends on."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes = [f"{name.removeprefix('num_')} {getattr(text, name, None)}" for name in (*names, "vocab_size")]
+    dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None)
+    kind = getattr(text, "model_type", "") or type(text).__name__
+    return f"model {kind}, {', '.join(sizes)}, {str(dtype).removeprefix('torch.')}"
+
+
+def hardware(device: torch.device, layout: BlockLayout | None = None, model: str = "") -> HardwareProfile:
+    """What is known of a machine: what was measured, else what its datasheet says.
+
+    Args:
+        device: where attention runs.
+        layout: of blocks that attention is over; None: whatever was measured last.
+        model: from `model_name`, for `linear` and `prefill`; "": none.
+
+    Raises:
+        ConfigError: KVTIER_PROFILE is neither "off" nor an absolute path.
+    """
+    machine = launch.machine(device)
+    like = machines.machine_like(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
+    found = HardwareProfile.estimate(like)
+    found = HardwareProfile(
+        machine, found.up, found.down, found.together, found.host, found.device, model=model if model else ""
+    )
+    names = [LINK, HOST, DEVICE]
+    if layout is not None:
+        names += [host_name(layout), device_name(layout)]
+    if model:
+        names.append(model)
+    for name in names:  # the more special later
+        found = found.with_stored(profile.lookup(machine, name, lambda value: isinstance(value, dict)))
+    return found
+
+
+def rates(device: torch.device, layout: BlockLayout) -> Rates | None:
+    """What a policy begins with on a device; None: nothing of it was measured."""
+    if not profile.enabled():
+        return None
+    found = hardware(device, layout)
+    if not found.measured:
+        return None
+    return found.rates(torch.get_num_threads())
+
+
+def _described(layout: BlockLayout) -> str:
+    heads = f"{layout.k_heads} KV heads of {layout.k_dim}"
+    if (layout.v_heads, layout.v_dim) != (layout.k_heads, layout.k_dim):
+        heads += f" and {layout.v_heads} of {layout.v_dim}"
+    return f"{heads}, {str(layout.dtype).removeprefix('torch.')}, blocks of {layout.block_size}"
