@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.planning.costs import CostModel, Group, Median, Prediction, Rates, alike
+from kvtier.planning.costs import CostModel, Decision, Group, Median, Prediction, Rates, alike
 from kvtier.planning.policy import WRITE_THROUGH, Policy
 from kvtier.planning.shares import FixedShare, room_for
 from kvtier.planning.step import StepPlan, StepRecord, StepState
@@ -41,23 +41,6 @@ class _Seen:
 
     ratio: Median = field(default_factory=lambda: Median(SEEN))
     at: int = 0
-
-
-@dataclass(slots=True)
-class Decision:
-    """Why a step is as it is.
-
-    Attributes:
-        step: number of the cache's step.
-        reason: "first", "model" (a better prediction), "probe", or "back" (a probe brought nothing).
-        prediction: of the choice.
-        before: the share before.
-    """
-
-    step: int
-    reason: str
-    prediction: Prediction
-    before: float
 
 
 @dataclass(slots=True)
@@ -273,8 +256,13 @@ class Adaptive(FixedShare):
 
     # What a user sees
 
+    def prediction(self, cache: int, device: str) -> Prediction | None:
+        """See `Policy.prediction`."""
+        known = self._caches.get((cache, device))
+        return None if known is None else known.prediction
+
     def decisions(self, cache: int, device: str | None = None) -> list[Decision]:
-        """The last decisions about a cache, the latest last."""
+        """See `Policy.decisions`."""
         found = [
             x for (c, d), known in self._caches.items() if c == cache and device in (None, d) for x in known.decisions
         ]

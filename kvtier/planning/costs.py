@@ -97,6 +97,23 @@ class Prediction:
         return "host" if self.exposed > 0.05 * self.seconds else "compute"
 
 
+@dataclass(slots=True)
+class Decision:
+    """Why a step is as it is.
+
+    Attributes:
+        step: number of the cache's step.
+        reason: "first", "model" (a better prediction), "probe", or "back" (a probe brought nothing).
+        prediction: of the choice.
+        before: the share before.
+    """
+
+    step: int
+    reason: str
+    prediction: Prediction
+    before: float
+
+
 class CostModel:
     """Predicts seconds, and learns from records.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from kvtier.planning.costs import Rates
+from kvtier.planning.costs import Decision, Prediction, Rates
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 
 T = TypeVar("T")
@@ -131,6 +131,16 @@ class Policy:
         and the newly sealed then get their copies just in time for the first eviction.
         """
         return 2 * sealed if used_bytes >= self.write_through * device_bytes else 0
+
+    # What a user sees
+
+    def prediction(self, cache: int, device: str) -> Prediction | None:
+        """What the step under way is expected to take on a device; None: this policy predicts nothing of it."""
+        return None
+
+    def decisions(self, cache: int, device: str | None = None) -> list[Decision]:
+        """The last decisions about a cache, the latest last; none where the policy keeps no log."""
+        return []
 
     # Orders to choose from
 

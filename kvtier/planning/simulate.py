@@ -7,6 +7,7 @@ device's; what arrives is waited for as late as possible.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from kvtier.planning.costs import Rates
 from kvtier.planning.policy import Policy
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
+from kvtier.planning.trace import Event, plan_args, step_args, write_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +53,6 @@ class Machine:
     rates: Rates
     noise: float = 0.0
     traffic: Callable[[int], float] = lambda step: 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that took time. `lane`: "compute", "up", "down", "host" or "stall". Seconds."""
-
-    lane: str
-    name: str
-    start: float
-    seconds: float
 
 
 @dataclass(slots=True)
@@ -134,6 +126,9 @@ class Simulation:
         full = self._tokens % load.block_size == 0
         if any(x.spilled for x in self._layers):
             self._plan = self.policy.plan(self._state())
+            if self.traced:
+                args = plan_args(self._plan, self.policy, 1, "simulated")
+                self.events.append(Event("step", "plan", began, None, {"step": number} | args, "simulated"))
         self.plans.append(self._plan or StepPlan())
         self._begin()
         for layer in self._layers:
@@ -142,17 +137,28 @@ class Simulation:
             self._now = self._layer(layer, number)
             self._after(layer)
         record.seconds = self._now - began
+        self._event("step", f"step {number}", began, record.seconds, **step_args(record))
         self.records.append(record)
         if self._plan is not None:
             self.policy.observe(record)
         return record
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what happened so far as a trace file; see `kvtier.planning.trace`. It has to be `traced`.
+
+        Raises:
+            ValueError: it was not traced. OSError: the file cannot be made.
+        """
+        if not self.traced:
+            raise ValueError("Nothing was recorded: make it with Simulation(..., traced=True).")
+        write_trace(path, self.events, {"simulated": True})
 
     # A layer
 
     def _layer(self, layer: _Layer, number: int) -> float:
         load, rates, record = self.load, self.machine.rates, self._record
         ready = self._now + self._noisy(load.linear)
-        self._event("compute", f"layer {layer.layer}", self._now, ready - self._now)
+        self._event("compute", f"layer {layer.layer}", self._now, ready - self._now, layer=layer.layer)
         bytes_of = load.block_bytes
         own = ready + self._noisy((layer.resident + load.sequences) * bytes_of / rates.device)
         arrived = max(own, layer.arrival) if layer.transient else own
@@ -168,11 +174,17 @@ class Simulation:
             record.host_bytes += hosted
             record.host_blocks += layer.spilled - layer.transient
             record.host_seconds += seconds
-            self._event("host", f"layer {layer.layer}", ready, host - ready)
+            blocks = layer.spilled - layer.transient
+            self._event(
+                "host", f"layer {layer.layer}", ready, host - ready, layer=layer.layer, blocks=blocks, bytes=hosted
+            )
         stall = max(ended, host) - max(own + ended - arrived, host)
         record.stall_seconds += stall
-        self._event("compute", f"attention {layer.layer}", ready, max(ended, host) - ready - stall)
-        self._event("stall", f"layer {layer.layer}", max(own, host), stall)
+        at, end = arrived - stall, max(ended, host)
+        self._event("compute", f"attention {layer.layer}", ready, (at if stall else end) - ready, layer=layer.layer)
+        if stall:
+            self._event("stall", f"layer {layer.layer}", at, stall, layer=layer.layer)
+            self._event("compute", f"attention {layer.layer}", arrived, end - arrived, layer=layer.layer)
         return max(ended, host)
 
     def _after(self, layer: _Layer) -> None:
@@ -239,7 +251,7 @@ class Simulation:
         record.bytes_up += nbytes
         record.seconds_up += seconds
         record.fetched += blocks
-        self._event("up", f"fetch {layer.layer}", begins, seconds)
+        self._event("up", f"fetch {layer.layer}", begins, seconds, layer=layer.layer, blocks=blocks, bytes=nbytes)
 
     def _seal(self, layer: _Layer) -> None:
         blocks = self.load.sequences
@@ -252,7 +264,8 @@ class Simulation:
         self._down = begins + seconds
         self._record.bytes_down += nbytes
         self._record.seconds_down += seconds
-        self._event("down", f"write back {layer.layer}", begins, seconds)
+        name = f"write back {layer.layer}"
+        self._event("down", name, begins, seconds, layer=layer.layer, blocks=blocks, bytes=nbytes)
 
     def _make_room(self, blocks: int) -> None:
         if blocks <= self._free:
@@ -274,6 +287,6 @@ class Simulation:
             return seconds
         return seconds * max(self._random.gauss(1, self.machine.noise), 0.1)
 
-    def _event(self, lane: str, name: str, start: float, seconds: float) -> None:
+    def _event(self, lane: str, name: str, start: float, seconds: float, **args: float) -> None:
         if self.traced and seconds > 0:
-            self.events.append(Event(lane, name, start, seconds))
+            self.events.append(Event(lane, name, start, seconds, {"step": len(self.records)} | args, "simulated"))
