@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from kvtier.hf.enable import Enabled, disable, enable
     from kvtier.hf.view import KVView
     from kvtier.memory.tiered import TieredMemory
+    from kvtier.planning.explain import Explanation
     from kvtier.planning.policy import Policy
     from kvtier.planning.profile import HardwareProfile
     from kvtier.stats import CacheStats, LayerResidency, Residency, Tier, TierStats
+    from kvtier.tracing import trace
 
 __version__ = "0.1.0"
 
@@ -43,6 +45,7 @@ _HOME = {
     "ConcurrentUseError": "errors",
     "ConfigError": "errors",
     "Enabled": "hf.enable",
+    "Explanation": "planning.explain",
     "HardwareProfile": "planning.profile",
     "InterruptedStepError": "errors",
     "KVTierError": "errors",
@@ -63,6 +66,7 @@ _HOME = {
     "disable": "hf.enable",
     "enable": "hf.enable",
     "register_attention": "hf.attention",
+    "trace": "tracing",
 }
 
 __all__ = [
@@ -73,6 +77,7 @@ __all__ = [
     "ConcurrentUseError",
     "ConfigError",
     "Enabled",
+    "Explanation",
     "HardwareProfile",
     "InterruptedStepError",
     "KVTierError",
@@ -93,6 +98,7 @@ __all__ = [
     "disable",
     "enable",
     "register_attention",
+    "trace",
 ]
 
 

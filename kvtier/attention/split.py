@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from kvtier import tracing
 from kvtier.attention.partition import Part, Partition
 from kvtier.attention.reader import LayerReader
 from kvtier.cpu import fallback, native
@@ -148,8 +149,16 @@ def _whole(
         counters.host_attended += 1
         counters.host_blocks += host.blocks
         counters.host_bytes += host.blocks * host.nbytes
-        counters.host_seconds += (time.perf_counter() - began) * host.blocks / part.blocks
+        _count_host(reader, host, began, (time.perf_counter() - began) * host.blocks / part.blocks)
     return out
+
+
+def _count_host(reader: LayerReader, part: Part, began: float, seconds: float) -> None:
+    """Host threads attended to a part, from `began` on."""
+    reader.counters.host_seconds += seconds
+    tracer = tracing.active
+    if tracer is not None:
+        tracer.host(reader.counters, reader.layer.index, began, seconds, part.blocks, part.blocks * part.nbytes)
 
 
 def arrive(reader: LayerReader, partition: Partition) -> None:
@@ -257,7 +266,7 @@ class _Call:
             result = self._native(part, params, alone)
         else:
             result = self.plain(part, self.query, params, self.query.dtype if alone else torch.float32)
-        self.reader.counters.host_seconds += time.perf_counter() - began
+        _count_host(self.reader, part, began, time.perf_counter() - began)
         return result
 
     def _native(self, part: Part, params: AttentionParams, alone: bool) -> Result:
@@ -338,6 +347,7 @@ class _HostPart:
         # Masks, sinks and biases come down with the query: a copy of their own would wait for all the device has to do.
         self.on_device = {name: x.detach().to(query.device).contiguous() for name, x in _tensors(params).items()}
         self._future: native.Future | None = None
+        self._began = 0.0
         with reader.memory.lock:
             self._buffers = reader.io_buffers
             misses = self._buffers.misses
@@ -366,8 +376,9 @@ class _HostPart:
             out, lse = self._of.plain(self._part, buffer.query, self._params, torch.float32)
             buffer.out.copy_(out)
             buffer.lse.copy_(lse)
-            reader.counters.host_seconds += time.perf_counter() - began
+            _count_host(reader, self._part, began, time.perf_counter() - began)
             return
+        self._began = time.perf_counter() if tracing.active is not None else 0.0
         # This thread goes on to launch the device's part, and helps when it waits.
         self._future = self._call().submit(max(_threads(reader) - 1, 1))
 
@@ -397,7 +408,7 @@ class _HostPart:
         """Until no thread reads or writes any more."""
         if self._future is not None:
             self._future.wait()
-            self._of.reader.counters.host_seconds += self._future.seconds
+            _count_host(self._of.reader, self._part, self._began, self._future.seconds)
 
     def end(self) -> None:
         """The call has ended, well or not: others may have the memory."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from kvtier import tracing
 from kvtier.attention import dispatch, split
 from kvtier.attention.dense import own_kv
 from kvtier.attention.reader import LayerReader
@@ -27,7 +29,8 @@ from kvtier.memory.layout import BlockLayout, in_one_dtype
 from kvtier.memory.owner import Owner
 from kvtier.memory.tiered import TieredMemory, too_small
 from kvtier.planning.admission import Claim
-from kvtier.planning.step import StepRecord
+from kvtier.planning.step import StepRecord, StepState
+from kvtier.planning.trace import plan_args
 from kvtier.stats import CacheStats, Counters, LayerResidency
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV
@@ -42,6 +45,8 @@ _MEASURED = {
     )
 } | {"block_fetches": "fetched", "evictions": "evicted"}
 _totals = operator.attrgetter(*_MEASURED)
+#: Steps of which what was expected and seen is kept.
+HISTORY = 64
 
 
 class Held:
@@ -127,6 +132,9 @@ class Forward:
         self._record = StepRecord()
         self._began = 0.0
         self._last: StepRecord | None = None
+        #: What the policy expects of the step under way, by device; and the last steps, each with what was expected.
+        self._expected: dict[ComputeDevice, float] = {}
+        self.history: deque[tuple[StepRecord, float | None]] = deque(maxlen=HISTORY)
         #: The totals when the step under way began, from the first step on that a policy has planned.
         self._before: tuple[float, ...] | None = None
         #: What views of a step have in common, kept for those who make them.
@@ -136,6 +144,11 @@ class Forward:
     def counters(self) -> Counters:
         """What was done for this cache."""
         return self._held.owner.counters
+
+    @property
+    def number(self) -> int:
+        """Of the cache, for policies."""
+        return self._held.owner.number
 
     def layer(self, index: int) -> LayerKV | None:
         """A layer's KV; None before its first update."""
@@ -345,10 +358,19 @@ class Forward:
             self._observe(self._before, now)
         self._admitted.clear()
         self._alike = self._groups = None
+        self._expected.clear()
         self._decoding = self._record.tokens == tokens == 1
         self._record = StepRecord(tokens=tokens, cache=self._held.owner.number)
         self._began = now
         self._before = _totals(self.counters) if self._schedules else None
+        if tracing.active is not None:
+            self._trace_step(tracing.active, tokens, now)
+
+    def _trace_step(self, tracer: tracing.Trace, tokens: int, now: float) -> None:
+        for reader in self.readers.values():
+            reader.repeat = None  # repeated calls tell nobody
+        device = next((reader.device.name for reader in self.readers.values()), "")
+        tracer.step(self.counters, tokens, now, device, self.memory)
 
     def _observe(self, before: tuple[float, ...], now: float) -> None:
         """Tell the policy what the last step took."""
@@ -359,6 +381,7 @@ class Forward:
         for name, was, total in zip(_MEASURED.values(), before, _totals(self.counters), strict=True):
             setattr(record, name, total - was)
         self._last = record
+        self.history.append((record, sum(self._expected.values()) if self._expected else None))
         self.memory.policy.observe(record)
 
     def admit(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -435,14 +458,32 @@ class Forward:
             self._before = _totals(self.counters)
         schedule = self._schedules.get(device)
         if schedule is None:
-            readers = sorted((x for x in self.readers.values() if x.device is device), key=lambda x: x.layer.index)
-            schedule = self._schedules[device] = Schedule(readers)
+            schedule = self._schedules[device] = Schedule(self._readers_on(device))
+        policy, state = self.memory.policy, self._state(schedule, device, tokens)
+        plan = policy.plan(state)
+        expected = policy.prediction(state.cache, state.device)
+        if expected is not None and expected.base:
+            self._expected[device] = expected.seconds
+        if tracing.active is not None:
+            tracing.active.plan(self.counters, plan_args(plan, policy, state.cache, state.device))
+        schedule.begin(plan)
+
+    def _readers_on(self, device: ComputeDevice) -> list[LayerReader]:
+        return sorted((x for x in self.readers.values() if x.device is device), key=lambda x: x.layer.index)
+
+    def _state(self, schedule: Schedule, device: ComputeDevice, tokens: int) -> StepState:
+        """What a policy sees of a step on a device."""
         hosted = [self._in_place(reader.layer, tokens) for reader in schedule.readers]
         state = schedule.state(tokens, hosted, self._last)
         state.cache, state.device, state.model_layers = self._held.owner.number, device.name, len(self.readers)
         state.overlaps = device.engine.asynchronous
-        plan = self.memory.policy.plan(state)
-        schedule.begin(plan)
+        return state
+
+    def states(self) -> list[StepState]:
+        """What a policy would see of a step of one token, on each device that has a tier and layers."""
+        with self.memory.lock:
+            found = {device: self._readers_on(device) for device in self.memory.devices if device.slabs is not None}
+            return [self._state(Schedule(readers), device, 1) for device, readers in found.items() if readers]
 
     def _in_place(self, layer: LayerKV, tokens: int) -> bool:
         """Whether what of a layer is on the host need not be fetched: host threads attend to it, or nobody reads it."""
@@ -480,12 +521,17 @@ class Forward:
                 query, dtype = dispatch.under_autocast(layer, query)
             if options is not None:
                 params = dispatch.params_of(layer, length, repeats, query, options)
+            tracer = tracing.active
+            began = 0.0 if tracer is None else reader.device.engine.stamp()
             out = dispatch.attend(
                 reader, length, query, params, options, repeats, room=self._rooms.get(layer.device, 0)
             )
+            if tracer is not None:
+                ended = reader.device.engine.stamp()
+                tracer.attention(reader.counters, layer.index, layer.device.name, began, ended, query.shape[2])
             if self._schedules:
                 self._advance(reader)
-            if options is not None:
+            if options is not None and tracer is None:
                 reader.repeat = Repeat.of(reader, length, query, params, options, repeats)
         return out if out.dtype is dtype else out.to(dtype)
 
@@ -569,6 +615,8 @@ class Forward:
         self._rooms.clear()
         self._admitted.clear()
         self._record, self._last, self._before = StepRecord(), None, None
+        self._expected.clear()
+        self.history.clear()
         self.steps.reset()
 
     def _release(self) -> None:

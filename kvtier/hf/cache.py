@@ -34,6 +34,8 @@ from kvtier.hf.resident import WINDOW, RecurrentFace, RecurrentStates, check_res
 from kvtier.hf.rows import row_indices, whole_number
 from kvtier.hf.threads import check_alone
 from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.analysis import analyse
+from kvtier.planning.explain import Explanation
 from kvtier.planning.names import policy_of
 from kvtier.planning.policy import Policy
 from kvtier.stats import CacheStats, LayerResidency, Residency
@@ -444,6 +446,40 @@ class TieredKVCache(RecurrentFace):
             kind = "tiered" if isinstance(layer, TieredLayer) else type(layer).__name__
             lines.append(LayerResidency(i, kind, tokens, 0, 0, 0, resident_bytes(layer)))
         return Residency(tuple(lines))
+
+    def explain(self) -> Explanation:
+        """What is where and why; what steps were predicted to take and took; what binds them, and what would change it.
+
+        Printing it gives a text. It measures nothing: where `kvtier.calibrate` did not, and steps have not shown a rate
+        yet, it reckons with an estimate, and says so.
+        """
+        forward = self._forward
+        stats, policy = self.stats, forward.memory.policy
+        layers = () if forward.closed else self.residency().layers
+        states = [] if forward.closed else forward.states()
+        number = forward.number
+        if forward.closed:
+            condition = "closed"
+        elif not any(x.tokens for x in layers):
+            condition = "unused"
+        elif not states:
+            condition = "one tier"
+        else:
+            condition = "spilled" if any(x.spilled for state in states for x in state.layers) else "resident"
+        history = tuple((record, seconds) for record, seconds in list(forward.history) if record.tokens == 1)
+        records = [record for record, _ in history]
+        decisions = policy.decisions(number)
+        return Explanation(
+            condition,
+            stats.device,
+            stats.host,
+            layers,
+            stats.resident_bytes,
+            type(policy).__name__,
+            decisions[-1] if decisions else None,
+            tuple(analyse(state, policy, records) for state in states),
+            history,
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. For tests and debugging; walks every block."""

@@ -172,7 +172,14 @@ def _submit(
     engine = blocks.pools.engine
     try:
         move.transfer = engine.submit(
-            copies, direction, blocks.counters, after=after, behind=behind, on_done=done, on_failed=failed
+            copies,
+            direction,
+            blocks.counters,
+            after=after,
+            behind=behind,
+            on_done=done,
+            on_failed=failed,
+            layer=blocks.layer,
         )
     except Exception:
         failed()

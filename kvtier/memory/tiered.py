@@ -546,6 +546,11 @@ class TieredMemory:
             ]
             self._host.reclaimable += [buffers for owner in owners for buffers in owner.io_buffers.values()]
 
+    def drain(self) -> None:
+        """Block until no copy is under way."""
+        with self.changing():
+            self._drain()
+
     def _drain(self) -> None:
         for device in self._devices.values():
             device.engine.drain()

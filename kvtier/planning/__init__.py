@@ -11,6 +11,9 @@ predictors.py seconds by bytes, threads and tokens, fitted from measurements
 machines.py   machines and models by their datasheets
 fit.py        least squares
 simulate.py   a cache under a policy on a virtual clock
+analysis.py   what binds a step, and what would change it
+explain.py    that and all else that a user is told, as a text
+trace.py      what took time, as a file that opens in Perfetto
 rotation.py   Pie's swapping of whole layers, to compare with
 admission.py  what a step needs, in bytes: for admission and for the error
 sizing.py     sizes of slabs, workspaces and chunks

@@ -269,5 +269,5 @@ class Adaptive(FixedShare):
         return sorted(found, key=lambda x: x.step)
 
     def model(self, cache: int) -> CostModel | None:
-        """What was learned about a cache's steps; None if there were none."""
+        """See `Policy.model`."""
         return next((known.model for (c, _), known in self._caches.items() if c == cache), None)

@@ -141,6 +141,17 @@ class CostModel:
         return self._linear.value or 0.0
 
     @property
+    def learned(self) -> tuple[str, ...]:
+        """The rates that steps have shown; the others are as they were given."""
+        shown = {
+            "up": self._up.value,
+            "down": self._down.value,
+            "host": self._alone.value if self._alone.value is not None else self._beside.value,
+            "shared": self._lost.value,
+        }
+        return tuple(name for name, value in shown.items() if value is not None)
+
+    @property
     def error(self) -> float | None:
         """The mean absolute relative error of the last predictions; None before the first."""
         return statistics.fmean(self.errors) if self.errors else None

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from kvtier.planning.costs import Decision, Prediction, Rates
+from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 
 T = TypeVar("T")
@@ -141,6 +141,10 @@ class Policy:
     def decisions(self, cache: int, device: str | None = None) -> list[Decision]:
         """The last decisions about a cache, the latest last; none where the policy keeps no log."""
         return []
+
+    def model(self, cache: int) -> CostModel | None:
+        """What was learned about a cache's steps; None where the policy learns nothing."""
+        return None
 
     # Orders to choose from
 

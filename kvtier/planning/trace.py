@@ -178,12 +178,17 @@ class TraceWriter:
         return line | ({"ph": "i", "s": "t"} if event.seconds is None else {"dur": round(event.seconds * 1e6, 3)})
 
     def _names(self) -> list[dict[str, Any]]:
-        """Names of processes and threads. Threads are shown by their numbers, which follow `LANES`."""
+        """Names of processes and threads. Threads are shown lane by lane, and within a lane device by device."""
+
+        def order(tid: int) -> int:
+            device, lane = divmod(tid - 1, len(LANES))
+            return lane * len(self._devices) + device
+
         lines: list[dict[str, Any]] = []
         for cache, pid in self._caches.items():
             lines.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": cache or "kvtier"}})
         for (pid, tid), name in sorted(self._threads.items()):
-            for what, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})):
+            for what, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": order(tid)})):
                 lines.append({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args})
         return lines
 
@@ -286,7 +291,7 @@ def timeline(events: Iterable[Event], width: int = 100) -> str:
     scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e3, "ms")) if whole * s >= 1), (1e6, "us"))
     clock = f"0{f'{whole * scale:.4g} {unit}':>{width - 1}}"
     lines = [f"{'':{margin}} {clock}"]
-    for key in sorted(rows, key=lambda key: (key[0], key[1], list(LANES).index(key[2]))):
+    for key in sorted(rows, key=lambda key: (key[0], list(LANES).index(key[2]), key[1])):
         share = [0.0] * width
         for start, end in _joined(rows[key], key[2]):
             for i in range(int((start - first) / cell), min(int((end - first) / cell) + 1, width)):

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from kvtier import tracing
 from kvtier.stats import Counters
 from kvtier.transfer.engine import Direction, Event, Transfer, TransferEngine
 from kvtier.transfer.launches import Batch, Launches
+
+#: Seconds after which the clocks of the device and the CPU are compared again, for a trace.
+COMPARE = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """When the device came by an event, on the clock of the CPU: for a trace. Right to some 10 us.
+
+    Attributes:
+        event: recorded on a stream that had nothing else to do.
+        at: `time.perf_counter` then.
+    """
+
+    event: torch.cuda.Event
+    at: float
+
+    def seconds(self, point: torch.cuda.Event) -> float | None:
+        """When the device came by another event; None: it has not come by both."""
+        if not (point.query() and self.event.query()):
+            return None
+        return self.at + self.event.elapsed_time(point) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A point of the compute stream, for a trace."""
+
+    event: torch.cuda.Event
+    clock: Clock
+
+    def seconds(self) -> float | None:
+        """See `tracing.Stamp`."""
+        return self.clock.seconds(self.event)
+
+    def settle(self) -> None:
+        """See `tracing.Stamp`."""
+        self.event.synchronize()
+        self.clock.event.synchronize()
 
 
 @dataclass(slots=True)
@@ -22,12 +63,14 @@ class Ticket:
         ended: recorded behind its last copy.
         batches: what it launched; their addresses are read until then.
         timed: whether both events were recorded in their places.
+        clock: for a trace.
     """
 
     began: torch.cuda.Event
     ended: torch.cuda.Event
     batches: list[Batch]
     timed: bool = False
+    clock: Clock | None = None
 
 
 class Mark(Event):
@@ -66,6 +109,7 @@ class CudaTransfers(TransferEngine):
     """
 
     asynchronous = True
+    has_own_clock = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -82,6 +126,8 @@ class CudaTransfers(TransferEngine):
         self._spare: list[torch.cuda.Event] = []
         self._spare_marks: list[torch.cuda.Event] = []
         self._launches = Launches(device)
+        self._clock: Clock | None = None
+        self._idle: torch.cuda.Stream | None = None
 
     def mark(self) -> Mark:
         """The end of the compute stream's work so far."""
@@ -89,9 +135,27 @@ class CudaTransfers(TransferEngine):
         event.record(torch.cuda.current_stream(self.device))
         return Mark(event, self._spare_marks)
 
+    def stamp(self) -> Stamp:
+        """The end of the compute stream's work so far, for a trace."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return Stamp(event, self._compared())
+
+    def _compared(self) -> Clock:
+        """The clocks of the device and the CPU, compared a short while ago."""
+        if self._idle is None:
+            self._idle = torch.cuda.Stream(self.device)
+        if self._clock is None or time.perf_counter() - self._clock.at > COMPARE:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(self._idle)
+            self._clock = Clock(event, time.perf_counter())
+        return self._clock
+
     def _start(self, transfer: Transfer, behind: Sequence[Event] | None) -> None:
         stream = self._streams[transfer.direction]
         ticket = transfer.ticket = Ticket(self._event(), self._event(), [])
+        if transfer.submitted is not None:
+            ticket.clock = self._compared()
         self._in_flight.append(transfer)  # first: whatever cuts this short, `drain` still waits for the copies
         try:
             # First: who waits for this stream, as below where anything fails, waits for what it waits for.
@@ -130,10 +194,14 @@ class CudaTransfers(TransferEngine):
             stream.wait_event(ended)
             return
         before, after = self._event(), self._event()
+        tracer = tracing.active
+        began = None if tracer is None else self.stamp()
         before.record(stream)
         stream.wait_event(ended)
         after.record(stream)
         self._stalls.append((before, after, transfer.counters))
+        if tracer is not None and began is not None:
+            tracer.stall(transfer.counters, str(self.device), began, self.stamp(), transfer.traced, cuts=True)
 
     def _block(self, transfer: Transfer) -> None:
         ticket = transfer.ticket
@@ -194,6 +262,9 @@ class CudaTransfers(TransferEngine):
         ticket, transfer.ticket = transfer.ticket, None
         if error is None and ticket.timed:
             seconds = ticket.began.elapsed_time(ticket.ended) / 1e3
+            began = None if ticket.clock is None else ticket.clock.seconds(ticket.began)
+            if began is not None:
+                transfer.span = (began, began + seconds)
             if transfer.direction is Direction.FETCH:
                 transfer.counters.seconds_up += seconds
             elif transfer.direction is Direction.WRITE_BACK:

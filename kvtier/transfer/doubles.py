@@ -6,6 +6,7 @@ A missing wait, a slot re-used too early or freed too soon then gives wrong numb
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -86,8 +87,10 @@ class HeldTransfers(TransferEngine):
         for earlier in transfer.after:
             self._run(earlier)
         self._pending.remove(transfer)
+        began = time.perf_counter()
         for copy in transfer.copies:
             copy.run()
+        transfer.span = (began, time.perf_counter())
         if self._late:
             self._ran.append(transfer)
         else:

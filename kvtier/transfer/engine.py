@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from kvtier import tracing
 from kvtier.errors import TransferError
 from kvtier.stats import Counters
 from kvtier.transfer.copies import Copy, TensorCopy
@@ -31,6 +32,10 @@ class Direction(enum.StrEnum):
     WRITE_BACK = "write_back"  # blocks, device -> host
     QUERY = "query"  # what attention on the host reads, device -> host
     RESULT = "result"  # what it wrote, host -> device
+
+
+#: What a trace calls the directions in which blocks move.
+_LANES = {Direction.FETCH: "up", Direction.WRITE_BACK: "down"}
 
 
 class State(enum.Enum):
@@ -56,6 +61,10 @@ class Transfer:
         state: pending until the engine knows better.
         error: why it failed.
         ticket: what an engine needs to find its copies again.
+        layer: whose blocks they are, for a trace; None: nobody said.
+        submitted: when a trace saw that; None: no trace was active.
+        span: when the copies began and ended, seconds of `time.perf_counter`, where an engine knows it and a trace is
+            active. Without it, a trace shows the time from submission to the end that the engine learned of.
     """
 
     __slots__ = (
@@ -67,8 +76,11 @@ class Transfer:
         "counters",
         "direction",
         "error",
+        "layer",
         "nbytes",
+        "span",
         "state",
+        "submitted",
         "ticket",
     )
 
@@ -93,6 +105,9 @@ class Transfer:
         self.after = [earlier for earlier in after if earlier.pending]
         self.error: BaseException | None = None
         self.ticket: Any = None
+        self.layer: int | None = None
+        self.submitted: float | None = None
+        self.span: tuple[float, float] | None = None
 
     @property
     def pending(self) -> bool:
@@ -111,7 +126,7 @@ class Transfer:
             began = time.perf_counter()
             self._engine._synchronize(self)
             if self.direction is Direction.FETCH or self.direction is Direction.WRITE_BACK:
-                self.counters.stall_seconds += time.perf_counter() - began
+                self.stalled(began, time.perf_counter())
         self._raise_if_failed()
 
     def block(self) -> None:
@@ -130,7 +145,34 @@ class Transfer:
         callback = self._on_done if error is None else self._on_failed
         self._on_done = self._on_failed = nothing
         self.after = []
+        if self.submitted is not None:
+            self._trace()
         callback()
+
+    def stalled(self, began: float, ended: float) -> None:
+        """For engines: the CPU waited for these copies, `time.perf_counter`."""
+        self.counters.stall_seconds += ended - began
+        tracer = tracing.active
+        if tracer is not None:
+            engine = self._engine
+            tracer.stall(self.counters, str(engine.device), began, ended, self.traced, cuts=not engine.has_own_clock)
+
+    @property
+    def traced(self) -> dict[str, Any]:
+        """What a trace shows of it."""
+        blocks = sum(copy.nbytes // copy.source.block for copy in self.copies if isinstance(copy, Copy))
+        found = {"layer": self.layer, "blocks": blocks, "bytes": self.nbytes, "copies": len(self.copies)}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def _trace(self) -> None:
+        tracer = tracing.active
+        if tracer is None or self.submitted is None or self.submitted < tracer.began:
+            return
+        lane = _LANES.get(self.direction)
+        if lane is not None:
+            began, ended = self.span or (self.submitted, time.perf_counter())
+            args = self.traced | ({} if self.error is None else {"failed": str(self.error)})
+            tracer.copied(self.counters, lane, str(self._engine.device), began, ended, args)
 
     def _raise_if_failed(self) -> None:
         if self.state is State.FAILED:
@@ -160,9 +202,11 @@ class TransferEngine(ABC):
     Attributes:
         device: where attention runs.
         asynchronous: whether work goes on behind the CPU's back, so that `mark` has something to say.
+        has_own_clock: whether `stamp` gives points of the device's work; else the CPU's time serves.
     """
 
     asynchronous = False
+    has_own_clock = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -177,6 +221,7 @@ class TransferEngine(ABC):
         behind: Sequence[Event] | None = None,
         on_done: Callable[[], None] = nothing,
         on_failed: Callable[[], None] = nothing,
+        layer: int | None = None,
     ) -> Transfer:
         """Start copies.
 
@@ -187,8 +232,11 @@ class TransferEngine(ABC):
             after: transfers that end before these copies begin.
             behind: points of the compute stream that these copies begin behind; None: all its work so far.
             on_done, on_failed: called once, when the engine learns of the end, by the thread that polls or waits.
+            layer: whose blocks they are, for a trace.
         """
         transfer = Transfer(self, copies, direction, counters, after, on_done, on_failed)
+        if tracing.active is not None:
+            transfer.layer, transfer.submitted = layer, time.perf_counter()
         if direction is Direction.FETCH:
             counters.bytes_up += transfer.nbytes
             counters.copies_up += len(copies)
@@ -203,6 +251,10 @@ class TransferEngine(ABC):
     def mark(self) -> Event | None:
         """The end of the compute stream's work so far; None where everything runs at once."""
         return None
+
+    def stamp(self) -> tracing.Time:
+        """The end of the compute stream's work so far, for a trace."""
+        return time.perf_counter()
 
     def poll(self) -> None:  # noqa: B027 - engines without a background have nothing to learn
         """Settle what has ended meanwhile. Never blocks."""
@@ -241,6 +293,8 @@ class InlineTransfers(TransferEngine):
         try:
             for copy in transfer.copies:
                 copy.run()
+            if transfer.submitted is not None:
+                transfer.span = (began, time.perf_counter())
         except Exception as error:
             transfer.settle(error)
         except BaseException:
@@ -250,12 +304,12 @@ class InlineTransfers(TransferEngine):
         else:
             transfer.settle()
         if blocks:
-            seconds = time.perf_counter() - began
-            transfer.counters.stall_seconds += seconds
+            ended = time.perf_counter()
+            transfer.stalled(began, ended)
             if transfer.direction is Direction.FETCH:
-                transfer.counters.seconds_up += seconds
+                transfer.counters.seconds_up += ended - began
             else:
-                transfer.counters.seconds_down += seconds
+                transfer.counters.seconds_down += ended - began
 
     def _wait(self, transfer: Transfer) -> None:
         raise AssertionError("an inline transfer is never pending")

@@ -1,0 +1,250 @@
+"""What a decode step is bound by, and what would change it: the state of a step and a policy in, numbers out.
+
+The model is that of docs/design/planner.md, with the rates that the policy has learned, or, where it learns nothing,
+that the last steps show. Nothing here is measured for the occasion.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvtier.config import format_size
+from kvtier.planning.costs import CostModel, Group, Prediction, Rates, alike
+from kvtier.planning.policy import Policy
+from kvtier.planning.shares import FixedShare, room_for
+from kvtier.planning.step import LayerState, StepRecord, StepState
+
+#: Shares of the spilled blocks that are considered where the policy chooses one.
+SHARES = 33
+#: A gain smaller than this is none.
+WORTH = 1.01
+#: The link is taken to wait for room, not for its rate, if it is busy for less than this while attention waits for it.
+BUSY, STALLED = 0.8, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """What a change would bring.
+
+    Attributes:
+        change: in words.
+        more_bytes: of device budget; 0 for other changes.
+        seconds: that a step would take then.
+        gain: of what a step takes now, as a multiple of that.
+    """
+
+    change: str
+    more_bytes: int
+    seconds: float
+    gain: float
+
+    def __str__(self) -> str:
+        return f"{self.change}: {self.gain:.2f}x" if self.gain >= WORTH else f"{self.change}: nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """One compute device's part of a decode step.
+
+    Attributes:
+        device: which.
+        overlaps: whether copies and host attention go on while it computes.
+        spilled_blocks, spilled_bytes: on the host only.
+        share: of them that a step fetches.
+        predicted: seconds of a step by the model as it is now; None before the first step that was seen.
+        resident: seconds if all were on the device.
+        link, exposed, base: seconds in which the link is busy, in which the device waits for host attention, and of
+            all that does not depend on where KV is.
+        slower: what the host's rate is multiplied with for the link being busy.
+        binding: what makes a step as long as it is: "compute", "link", "host attention" or "device memory" (fetches
+            wait for room); None as long as nothing is known.
+        rates: that this is computed with.
+        learned: those of them that steps have shown.
+        changes: what would change it, the largest gain first.
+    """
+
+    device: str
+    overlaps: bool
+    spilled_blocks: int
+    spilled_bytes: int
+    share: float
+    predicted: float | None
+    resident: float | None
+    link: float
+    exposed: float
+    base: float
+    slower: float
+    binding: str | None
+    rates: Rates
+    learned: tuple[str, ...]
+    changes: tuple[WhatIf, ...]
+
+
+def analyse(
+    state: StepState, policy: Policy, history: Sequence[StepRecord], *, more_bytes: Sequence[int] = ()
+) -> Analysis:
+    """What binds a decode step, and what would change it.
+
+    Args:
+        state: of a step of one token.
+        policy: that plans it. Nothing of it is changed.
+        history: the last steps, the latest last.
+        more_bytes: device budgets to consider, as what is added; none: a round one, and what holds everything.
+    """
+    steps = [x for x in history if x.tokens == 1 and x.seconds > 0]
+    blocks = sum([x.spilled for x in state.layers])
+    nbytes = sum([x.spilled * x.block_bytes for x in state.layers])
+    more = list(more_bytes) or [_round(state.device_bytes // 4), nbytes]
+    if state.overlaps:
+        case = _Case(state, policy, steps)
+        now, model = case.predict(), case.model
+        changes = _changes(case, [x for x in more if not blocks or x <= nbytes])
+        resident = case.predict(more_bytes=nbytes, shares=(0.0,)).seconds if blocks else now.seconds
+    else:
+        now, model = _one_after_the_other(steps), CostModel()
+        for step in steps:
+            model.observe(step, None)
+        changes = [
+            _what_if(_budget(x, nbytes), x, now.base + now.link * (1 - min(x / nbytes, 1.0)), now.seconds)
+            for x in more
+            if blocks and x <= nbytes and now.seconds
+        ]
+        resident = now.base
+    known = now.base > 0
+    return Analysis(
+        device=state.device,
+        overlaps=state.overlaps,
+        spilled_blocks=blocks,
+        spilled_bytes=nbytes,
+        share=now.share,
+        predicted=now.seconds if known else None,
+        resident=resident if known else None,
+        link=now.link,
+        exposed=now.exposed,
+        base=now.base,
+        slower=now.slower,
+        binding=_binding(now, steps, resident) if known else None,
+        rates=model.rates,
+        learned=model.learned,
+        changes=tuple(sorted(changes, key=lambda x: -x.gain)) if known and blocks else (),
+    )
+
+
+class _Case:
+    """A step of a state under a policy, and what it would take if something were different."""
+
+    def __init__(self, state: StepState, policy: Policy, steps: Sequence[StepRecord]) -> None:
+        self.state = state
+        self.groups: Sequence[Group] = alike(state.layers)
+        self.part = len(state.layers) / max(state.model_layers, len(state.layers))
+        self.layers = max(len(state.layers), 1)
+        learned = policy.model(state.cache)
+        expected = policy.prediction(state.cache, state.device)
+        self.chooses = learned is not None
+        decisions = policy.decisions(state.cache, state.device)
+        if expected is None and decisions:
+            expected = decisions[-1].prediction  # between two steps
+        self.share = _share(policy, steps) if expected is None else expected.share
+        self.model = CostModel() if learned is None else learned
+        self.room = room_for(self.groups, self.share, state.device_bytes)
+        if learned is None:
+            for step in steps:
+                self.model.observe(step, self.model.step(self.groups, self.share, 0.0, self.part), self.part)
+
+    def predict(
+        self,
+        *,
+        more_bytes: int = 0,
+        rates: Rates | None = None,
+        hosted: bool = False,
+        shares: Sequence[float] | None = None,
+    ) -> Prediction:
+        """The best of some shares.
+
+        Args:
+            more_bytes: of device budget.
+            rates: others than there are.
+            hosted: host threads may attend to all layers.
+            shares: None: the present one.
+        """
+        groups = [(replace(x, host_attention=True), n) for x, n in self.groups] if hosted else self.groups
+        model, found = copy.copy(self.model), list[Prediction]()  # others plan with theirs meanwhile
+        model.rates = self.model.rates if rates is None else rates
+        for share in (self.share,) if shares is None else shares:
+            left = [(replace(x, spilled=_left(x, more_bytes / self.layers)), n) for x, n in groups]
+            room = room_for(left, share, self.state.device_bytes + more_bytes) - self.room
+            found.append(model.step(groups, share, (room - more_bytes) / self.layers, self.part))
+        return min(found, key=lambda x: x.seconds)
+
+    @property
+    def shares(self) -> Sequence[float]:
+        """That the policy would choose from, if something were different."""
+        return [i / (SHARES - 1) for i in range(SHARES)] if self.chooses else (self.share,)
+
+
+def _left(layer: LayerState, more_bytes: float) -> int:
+    """Blocks that a layer spills if it has so much more room."""
+    return max(layer.spilled - int(more_bytes / layer.block_bytes), 0)
+
+
+def _share(policy: Policy, steps: Sequence[StepRecord]) -> float:
+    """The share of what is spilled that is fetched, as the last steps show."""
+    shares = [x.bytes_up / (x.bytes_up + x.host_bytes) for x in steps if x.bytes_up + x.host_bytes]
+    if shares:
+        return statistics.median(shares)
+    return policy.share if isinstance(policy, FixedShare) else 0.0
+
+
+def _one_after_the_other(steps: Sequence[StepRecord]) -> Prediction:
+    """A step in which copies only add to it: as the last ones were."""
+    if not steps:
+        return Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
+    seconds, stalled = statistics.median(x.seconds for x in steps), statistics.median(x.stall_seconds for x in steps)
+    fetched, hosted = statistics.median(x.bytes_up for x in steps), statistics.median(x.host_bytes for x in steps)
+    share = fetched / (fetched + hosted) if fetched + hosted else 0.0
+    return Prediction(share, seconds, seconds - stalled, 0.0, stalled, int(fetched), int(hosted))
+
+
+def _binding(now: Prediction, steps: Sequence[StepRecord], resident: float) -> str:
+    if now.seconds <= resident * 1.05:
+        return "compute"
+    stalled = statistics.median([x.stall_seconds / x.seconds for x in steps] or [0.0])
+    if now.exposed and stalled > STALLED and now.link < BUSY * now.seconds:
+        return "device memory"
+    return "host attention" if now.binding == "host" else "link"
+
+
+def _changes(case: _Case, more: Sequence[int]) -> list[WhatIf]:
+    """Each thing that would change a step, with what it would bring."""
+    rates, now = case.model.rates, case.predict(shares=case.shares).seconds
+    nbytes = sum([x.spilled * x.block_bytes for x in case.state.layers])
+    if now <= 0:
+        return []
+    found = [_what_if(_budget(x, nbytes), x, case.predict(more_bytes=x, shares=case.shares).seconds, now) for x in more]
+    others = [
+        ("a link twice as fast", replace(rates, up=2 * rates.up), False),
+        ("attention on the host twice as fast", replace(rates, host=2 * rates.host), False),
+    ]
+    if any(not x.host_attention for x in case.state.layers):
+        others[1] = ("attention on the host (host_attention=True)", rates, True)
+    for change, with_rates, hosted in others:
+        shares = (0.0, *case.shares) if hosted else case.shares
+        found.append(_what_if(change, 0, case.predict(rates=with_rates, hosted=hosted, shares=shares).seconds, now))
+    return found
+
+
+def _what_if(change: str, more_bytes: int, seconds: float, now: float) -> WhatIf:
+    return WhatIf(change, more_bytes, seconds, now / seconds if seconds > 0 else 1.0)
+
+
+def _budget(more_bytes: int, spilled_bytes: int) -> str:
+    everything = ", which holds all of this" if more_bytes >= spilled_bytes else ""
+    return f"{format_size(more_bytes)} more device budget{everything}"
+
+
+def _round(nbytes: int) -> int:
+    """A power of two of bytes, for a reader."""
+    return 1 << max(nbytes.bit_length() - 1, 0)

@@ -1,0 +1,219 @@
+"""`Explanation`: what `cache.explain()` returns. Numbers to read, and a text of them for people."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.config import format_size
+from kvtier.planning.analysis import WORTH, Analysis
+from kvtier.planning.costs import Decision
+from kvtier.planning.step import StepRecord
+from kvtier.stats import LayerResidency, TierStats
+
+#: Characters of a line of the text.
+WIDTH = 110
+#: What reasons of decisions mean.
+REASONS = {
+    "first": "to see what the host does while the link is idle",
+    "model": "predicted to be the fastest",
+    "probe": "tried for a few steps, next to what was best",
+    "back": "what was tried was no better",
+}
+#: Rates for a reader: name, words, unit, factor.
+RATES = (
+    ("up", "link up", "GB/s", 1e-9),
+    ("down", "link down", "GB/s", 1e-9),
+    ("host", "attention on the host", "GB/s", 1e-9),
+    ("device", "on the device", "GB/s", 1e-9),
+    ("shared", "host's loss to a busy link", "%", 100.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is where in a cache and why, what its steps take, and what would change that. `print` it.
+
+    Attributes:
+        condition: "closed", "unused" (no tokens yet), "one tier" (there is no device tier), "resident" (nothing is
+            spilled), or "spilled".
+        device, host: the tiers of the memory, which other caches may use too.
+        layers: where the KV of each layer is.
+        resident_bytes: in layers that are not tiered, outside the budgets.
+        policy: the name of its class.
+        decision: the last one about this cache, where the policy keeps a log.
+        analysis: of a decode step, for each device with a tier.
+        steps: the last steps of one token in which anything was spilled, the latest last, each with the seconds that
+            the policy predicted of it, where it did.
+    """
+
+    condition: str
+    device: TierStats
+    host: TierStats
+    layers: tuple[LayerResidency, ...]
+    resident_bytes: int
+    policy: str
+    decision: Decision | None
+    analysis: tuple[Analysis, ...]
+    steps: tuple[tuple[StepRecord, float | None], ...]
+
+    @property
+    def seen(self) -> float | None:
+        """Seconds of a step: the median of the last ones."""
+        return statistics.median(x.seconds for x, _ in self.steps) if self.steps else None
+
+    @property
+    def predicted(self) -> float | None:
+        """Seconds of a step that the policy predicted: the median of the same steps; None: it predicts nothing."""
+        found = [x for _, x in self.steps if x is not None]
+        return statistics.median(found) if found else None
+
+    @property
+    def error(self) -> float | None:
+        """The mean absolute relative error of these predictions, each against its own step."""
+        found = [abs(x - record.seconds) / record.seconds for record, x in self.steps if x is not None]
+        return statistics.fmean(found) if found else None
+
+    @property
+    def binding(self) -> str | None:
+        """What makes a step as long as it is, on the device that waits longest; None where nothing is known of it."""
+        known = [x for x in self.analysis if x.binding is not None and x.predicted is not None]
+        return max(known, key=lambda x: x.predicted - x.base).binding if known else None  # type: ignore[operator]
+
+    def __str__(self) -> str:
+        lines: list[tuple[str, str]] = []
+        if self.condition == "closed":
+            return "closed: the cache has given everything back."
+        if self.condition == "unused":
+            lines.append(("where", f"no tokens yet; {self._tiers(budgets=True)}"))
+            lines.append(("policy", f"{self.policy}; nothing to decide yet"))
+            return _text(lines)
+        lines.append(("where", self._tiers()))
+        lines += [("", x) for x in _placed(self.layers)]
+        if self.condition == "one tier":
+            lines.append(("why", "there is no device tier: all blocks begin and stay on the host, attended to there."))
+        elif self.condition == "resident":
+            lines.append(("why", f"every block is on the device: policy {self.policy} has nothing to decide."))
+        else:
+            lines.append(("why", self._why()))
+            lines.append(("steps", self._steps()))
+            for analysis in self.analysis:
+                lines += _analysed(analysis, named=len(self.analysis) > 1)
+        return _text(lines)
+
+    def _tiers(self, *, budgets: bool = False) -> str:
+        parts = []
+        for name, tier in (("device", self.device), ("host", self.host)):
+            if tier.budget:
+                used = "" if budgets else f"{format_size(tier.bytes)} of "
+                blocks = "" if budgets else f" ({tier.used_blocks} blocks)"
+                parts.append(f"{name} {used}{format_size(tier.budget)}{blocks}")
+        if self.resident_bytes:
+            parts.append(f"{format_size(self.resident_bytes)} in layers that are not tiered")
+        return ", ".join(parts) or "nothing is allocated, and budgets are found at the first forward"
+
+    def _why(self) -> str:
+        spilled = sum(x.spilled_bytes for x in self.analysis)
+        share = sum(x.share * x.spilled_bytes for x in self.analysis) / spilled if spilled else 0.0
+        what = f"{format_size(spilled)} do not fit the device; "
+        if share > 0.995:
+            what += "a step fetches all of that"
+        elif share < 0.005:
+            what += "the host attends to all of that"
+        else:
+            what += f"a step fetches {share:.0%} of that, the host attends to the rest"
+        if self.decision is None:
+            return f"{what}. So it is with policy {self.policy}."
+        reason = REASONS.get(self.decision.reason, self.decision.reason)
+        return f"{what}. Policy {self.policy}, decided at step {self.decision.step}: {reason}."
+
+    def _steps(self) -> str:
+        if self.seen is None:
+            return "none seen yet"
+        text = f"{_duration(self.seen)} each, the median of the last {len(self.steps)}"
+        if self.predicted is None:
+            return f"{text}; the policy predicts nothing"
+        return f"{text}; predicted {_duration(self.predicted)}, wrong by {self.error:.1%} on average"
+
+
+def _analysed(found: Analysis, *, named: bool) -> list[tuple[str, str]]:
+    """Lines about one device."""
+    lines: list[tuple[str, str]] = []
+    where = f"{found.device}: " if named else ""
+    if found.predicted is None:
+        return [("bound", f"{where}not known before a few steps of one token were seen")]
+    times = [f"{_duration(found.base)} computing", f"{_duration(found.link)} on the link"]
+    if found.overlaps:
+        times.append(f"{_duration(found.exposed)} waiting for the host")
+    lines.append(("bound", f"{where}by {found.binding}: {', '.join(times)}"))
+    if not found.overlaps:
+        lines.append(("", "The device is emulated: copies add to a step, and its memory is the host's."))
+    if found.slower < 0.95 and found.exposed:
+        lines.append(("", f"While the link is busy, the host attends at {found.slower:.0%} of its rate."))
+    sources: dict[str, list[str]] = {}
+    for name, words, unit, factor in RATES:
+        source = "measured" if found.rates.measured else "estimates, not measured"
+        source = "seen in steps" if name in found.learned else source
+        if found.overlaps or name in found.learned:  # with no overlap, nothing is reckoned with the others
+            sources.setdefault(source, []).append(f"{words} {getattr(found.rates, name) * factor:.3g} {unit}")
+    for i, (source, rates) in enumerate(sources.items()):
+        lines.append(("" if i else "rates", f"{where}{source}: {', '.join(rates)}"))
+    worth = [x for x in found.changes if x.gain >= WORTH]
+    for i, change in enumerate(worth):
+        lines.append(("if" if not i else "", f"{where}{change}"))
+    if not worth:
+        lines.append(("if", f"{where}no change of budget, link or host would make a step faster"))
+    else:
+        nothing = [x.change for x in found.changes if x.gain < WORTH]
+        if nothing:
+            lines.append(("", f"{where}nothing would come of {', or of '.join(nothing)}"))
+    return lines
+
+
+def _placed(layers: Sequence[LayerResidency]) -> list[str]:
+    """A line for each kind of layers."""
+    kinds: dict[str, list[LayerResidency]] = {}
+    for x in layers:
+        kinds.setdefault(x.kind, []).append(x)
+    lines = []
+    for kind, some in kinds.items():
+        text = f"{_numbers([x.layer for x in some])}: {_range([x.tokens for x in some])} tokens"
+        if kind != "tiered":
+            lines.append(f"{text}, in {kind}, {format_size(sum(x.bytes for x in some))}")
+            continue
+        device, host = (_range([getattr(x, f"{tier}_blocks") for x in some]) for tier in ("device", "host"))
+        lines.append(f"{text}; of each, {device} blocks are on the device and {host} on the host, some on both")
+    return lines
+
+
+def _numbers(found: Sequence[int]) -> str:
+    """Layers 0-3, 5, 7-9."""
+    runs: list[list[int]] = []
+    for x in found:
+        if runs and x == runs[-1][1] + 1:
+            runs[-1][1] = x
+        else:
+            runs.append([x, x])
+    if len(runs) > 4:
+        return f"{len(found)} layers of {found[0]}-{found[-1]}"
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return f"layer {text}" if len(found) == 1 else f"layers {text}"
+
+
+def _range(found: Sequence[int]) -> str:
+    return f"{min(found)}" if min(found) == max(found) else f"{min(found)}-{max(found)}"
+
+
+def _duration(seconds: float) -> str:
+    scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e3, "ms")) if seconds * s >= 1), (1e6, "us"))
+    return f"{seconds * scale:.3g} {unit}"
+
+
+def _text(lines: Sequence[tuple[str, str]]) -> str:
+    """A head and its text a line, wrapped."""
+    found = []
+    for head, body in lines:
+        found += textwrap.wrap(body, WIDTH, initial_indent=f"{head:<7}", subsequent_indent=" " * 9)
+    return "\n".join(found)
