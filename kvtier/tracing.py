@@ -231,14 +231,18 @@ class Trace:
             args = {"step": cache.told, "layer": layer, "blocks": blocks, "bytes": nbytes}
             self._add(cache, Event("host", f"layer {layer}", began, seconds, args, cache.name))
 
+    def step_of(self, counters: Counters) -> int:
+        """The number of the step that a cache is in; -1 before the first."""
+        return self._cache(counters).told
+
     def copied(
         self, counters: Counters, lane: str, device: str, began: float, ended: float, args: Mapping[str, Any]
     ) -> None:
-        """A fetch (lane "up") or write-back ("down") has ended."""
+        """A fetch (lane "up") or write-back ("down") has ended; `args` has the step in which it was submitted."""
         with self._lock:
             cache = self._cache(counters)
             name = ("fetch" if lane == "up" else "write back") + (f" {args['layer']}" if "layer" in args else "")
-            self._in_turn(cache, lane, name, began, ended, device, {"step": cache.told, **args})
+            self._in_turn(cache, lane, name, began, ended, device, dict(args))
 
     # What is made of it
 
@@ -303,11 +307,14 @@ class Trace:
         if step is None:
             return
         assert isinstance(step.began, float)
-        if at is None and cache.attended:
-            end = max(cache.computed, step.began)
+        if at is not None:
+            end = at
+        elif cache.attended:
+            end = max([cache.computed, *(ended for _, ended in cache.stalls)])
         else:
-            end = time.perf_counter() if at is None else at
-            self._computed(cache, "rest" if cache.attended else "forward", end, cache.device or device, step.args)
+            end = time.perf_counter()
+        end = max(end, step.began)
+        self._computed(cache, "rest" if cache.attended else "forward", end, cache.device or device, step.args)
         cache.stalls.clear()
         cache.step = None
         counted = {name: now - was for name, was, now in zip(_COUNTED, step.totals, totals, strict=True)}

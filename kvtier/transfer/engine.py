@@ -62,7 +62,7 @@ class Transfer:
         error: why it failed.
         ticket: what an engine needs to find its copies again.
         layer: whose blocks they are, for a trace; None: nobody said.
-        submitted: when a trace saw that; None: no trace was active.
+        submitted: when, and in which step, if a trace was active.
         span: when the copies began and ended, seconds of `time.perf_counter`, where an engine knows it and a trace is
             active. Without it, a trace shows the time from submission to the end that the engine learned of.
     """
@@ -106,7 +106,7 @@ class Transfer:
         self.error: BaseException | None = None
         self.ticket: Any = None
         self.layer: int | None = None
-        self.submitted: float | None = None
+        self.submitted: tuple[float, int] | None = None
         self.span: tuple[float, float] | None = None
 
     @property
@@ -166,12 +166,13 @@ class Transfer:
 
     def _trace(self) -> None:
         tracer = tracing.active
-        if tracer is None or self.submitted is None or self.submitted < tracer.began:
+        if tracer is None or self.submitted is None or self.submitted[0] < tracer.began:
             return
         lane = _LANES.get(self.direction)
         if lane is not None:
-            began, ended = self.span or (self.submitted, time.perf_counter())
-            args = self.traced | ({} if self.error is None else {"failed": str(self.error)})
+            submitted, step = self.submitted
+            began, ended = self.span or (submitted, time.perf_counter())
+            args = {"step": step} | self.traced | ({} if self.error is None else {"failed": str(self.error)})
             tracer.copied(self.counters, lane, str(self._engine.device), began, ended, args)
 
     def _raise_if_failed(self) -> None:
@@ -235,8 +236,9 @@ class TransferEngine(ABC):
             layer: whose blocks they are, for a trace.
         """
         transfer = Transfer(self, copies, direction, counters, after, on_done, on_failed)
-        if tracing.active is not None:
-            transfer.layer, transfer.submitted = layer, time.perf_counter()
+        tracer = tracing.active
+        if tracer is not None:
+            transfer.layer, transfer.submitted = layer, (time.perf_counter(), tracer.step_of(counters))
         if direction is Direction.FETCH:
             counters.bytes_up += transfer.nbytes
             counters.copies_up += len(copies)

@@ -1,0 +1,183 @@
+"""`cache.explain()` says what is true of the cache, whatever state it is in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, Qwen3NextConfig
+
+import kvtier
+from kvtier import Explanation, Policy, TieredKVCache
+from kvtier.planning.names import POLICIES
+from kvtier.planning.step import StepPlan, StepState
+from kvtier.testing import held, with_doubles
+
+pytestmark = pytest.mark.usefixtures("on_the_host", "one_thread")
+LAYERS, HEADS, DIM, BLOCK = 3, 2, 8, 4
+CONFIG = LlamaConfig(num_hidden_layers=LAYERS, hidden_size=32, num_attention_heads=4, num_key_value_heads=HEADS)
+BLOCK_BYTES = 2 * HEADS * BLOCK * DIM * 4
+
+
+def decode(cache: TieredKVCache, steps: int, tokens: int = 1) -> None:
+    for _ in range(steps):
+        for layer in range(LAYERS):
+            token = torch.randn(1, HEADS, tokens, DIM)
+            keys, values = cache.update(token, token, layer)
+            if tokens == 1:
+                F.scaled_dot_product_attention(token, keys, values)
+
+
+def spilled(policy: str | Policy = "default", *, apart: bool = True) -> TieredKVCache:
+    cache = TieredKVCache(CONFIG, device_budget="40KiB", host_budget="1MiB", block_size=BLOCK, policy=policy)
+    if apart:
+        with_doubles(cache, held(0))
+    decode(cache, 1, 200)
+    return cache
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_its_numbers_are_those_of_stats_and_residency(policy: str, apart: bool) -> None:
+    cache = spilled(policy, apart=apart)
+    decode(cache, 12)
+    found, stats = cache.explain(), cache.stats
+    assert found.condition == "spilled"
+    assert (found.device, found.host, found.layers) == (stats.device, stats.host, cache.residency().layers)
+    (analysis,) = found.analysis
+    there = sum(x.device_blocks for x in found.layers)
+    blocks = -(-cache.get_seq_length() // BLOCK) * LAYERS
+    # What is fetched for the next step, and leaves again, has been spilled too.
+    transient = sum(x.fetched_blocks for x in cache._forward.readers.values())
+    assert analysis.spilled_blocks == blocks - there + transient > 0
+    assert analysis.spilled_bytes == analysis.spilled_blocks * BLOCK_BYTES
+    assert analysis.overlaps is apart
+    text = str(found)
+    assert kvtier.config.format_size(analysis.spilled_bytes) in text
+    assert type(cache._forward.memory.policy).__name__ in text
+    assert ("emulated" in text) is not apart
+    assert len(found.steps) == 11, "the last one is not over"
+    cache.check_integrity()
+
+
+def test_predictions_are_compared_with_their_own_steps() -> None:
+    policy = POLICIES["adaptive"](0.5)
+    cache = spilled(policy)
+    expected: list[float | None] = []
+    plan = policy.plan
+
+    def listening(state: StepState) -> StepPlan:
+        found = plan(state)
+        prediction = policy.prediction(state.cache, state.device)
+        expected.append(prediction.seconds if prediction is not None and prediction.base else None)
+        return found
+
+    policy.plan = listening  # type: ignore[method-assign]
+    decode(cache, 20)
+    found = cache.explain()
+    assert [x for _, x in found.steps] == expected[:-1]
+    assert found.predicted
+    errors = [abs(x - record.seconds) / record.seconds for record, x in found.steps if x is not None]
+    assert found.error == pytest.approx(sum(errors) / len(errors))
+    assert found.decision == policy.decisions(cache._forward.number)[-1]
+    assert "predicted" in str(found)
+
+
+def test_rates_are_estimates_until_steps_have_shown_them() -> None:
+    cache = spilled("adaptive", apart=False)
+    decode(cache, 1)
+    cache.close()
+    apart = spilled("adaptive")
+    decode(apart, 2)
+    assert "estimates, not measured" in str(apart.explain())
+    decode(apart, 10)
+    (analysis,) = apart.explain().analysis
+    assert "host" in analysis.learned
+    assert "seen in steps: attention on the host" in str(apart.explain())
+    assert not analysis.rates.measured
+
+
+def test_a_cache_that_is_unused_closed_or_of_one_tier_says_so() -> None:
+    unused = TieredKVCache(CONFIG, device_budget="1GiB")
+    assert unused.explain().condition == "unused"
+    assert "no tokens yet" in str(unused.explain())
+    assert "1 GiB" in str(unused.explain())
+    assert TieredKVCache().explain().condition == "unused"
+    one = TieredKVCache(CONFIG)
+    decode(one, 3)
+    assert one.explain().condition == "one tier"
+    assert "no device tier" in str(one.explain())
+    one.close()
+    assert one.explain().condition == "closed"
+    assert "closed" in str(one.explain())
+
+
+def test_where_everything_fits_there_is_nothing_to_decide() -> None:
+    cache = TieredKVCache(CONFIG, device_budget="1MiB", host_budget="1MiB", policy="adaptive")
+    decode(cache, 5)
+    found = cache.explain()
+    assert found.condition == "resident"
+    assert found.binding is None
+    assert "every block is on the device" in str(found)
+
+
+def test_after_a_reset_it_knows_nothing_of_what_was() -> None:
+    cache = spilled("adaptive")
+    decode(cache, 5)
+    assert cache.explain().steps
+    cache.reset()
+    assert (cache.explain().condition, cache.explain().steps) == ("unused", ())
+
+
+def test_layers_that_are_not_tiered_are_counted_apart() -> None:
+    config = Qwen3NextConfig(num_hidden_layers=4, hidden_size=32, num_attention_heads=4, num_key_value_heads=HEADS)
+    cache = TieredKVCache(config, device_budget="1MiB", host_budget="1MiB")
+    tiered = next(i for i, x in enumerate(cache.residency().layers) if x.kind == "tiered")
+    cache.update(torch.randn(1, HEADS, 5, DIM), torch.randn(1, HEADS, 5, DIM), tiered)
+    text = str(cache.explain())
+    assert f"layer {tiered}: 5 tokens" in text
+    assert "layers 0-2: 0 tokens, in" in text
+
+
+class Silent(Policy):
+    """A newcomer's policy: nothing but a plan."""
+
+    def plan(self, state: StepState) -> StepPlan:
+        return super().plan(state)
+
+
+def test_a_policy_that_says_nothing_is_explained_by_what_steps_took() -> None:
+    cache = spilled(Silent())
+    decode(cache, 12)
+    found = cache.explain()
+    assert isinstance(found, Explanation)
+    assert (found.decision, found.predicted) == (None, None)
+    (analysis,) = found.analysis
+    assert analysis.predicted == pytest.approx(found.seen, rel=0.5)
+    assert "the policy predicts nothing" in str(found)
+
+
+def test_several_caches_of_one_memory_are_explained_apart() -> None:
+    memory = kvtier.TieredMemory(device_budget="80KiB", host_budget="2MiB", policy="adaptive")
+    memory.set_up(held(0))
+    caches = [TieredKVCache(CONFIG, memory=memory, block_size=BLOCK) for _ in range(2)]
+    for cache in caches:
+        decode(cache, 1, 200)
+    decode(caches[0], 6)
+    one, two = (cache.explain() for cache in caches)
+    assert one.steps
+    assert not two.steps
+    assert one.device == two.device, "the memory is one"
+
+
+def test_asking_in_the_middle_of_a_forward_changes_nothing() -> None:
+    cache = spilled("all-fetch")
+    decode(cache, 3)
+    token = torch.randn(1, HEADS, 1, DIM)
+    view, _ = cache.update(token, token, 0)
+    before = cache.stats
+    str(cache.explain())
+    assert cache.stats == before
+    F.scaled_dot_product_attention(token, view, view)
+    cache.crop(0)
+    cache.check_integrity()

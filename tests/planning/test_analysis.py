@@ -1,0 +1,138 @@
+"""What binds a step and what would change it: as the simulator then shows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvtier.planning.adaptive import Adaptive
+from kvtier.planning.analysis import analyse
+from kvtier.planning.policy import Policy
+from kvtier.planning.shares import FixedShare, all_attend, all_fetch
+from kvtier.planning.simulate import Load, Machine, Simulation
+from tests.planning.test_adaptive import LOAD, RATES, setting
+
+STEPS = 120
+
+
+def trial_of(policy: Policy, machine: Machine, load: Load, seed: int = 0) -> Simulation:
+    trial = Simulation(policy, machine, load, seed)
+    trial.run(STEPS)
+    return trial
+
+
+def seen(trial: Simulation) -> float:
+    return statistics.median(x.seconds for x in trial.records[-24:])
+
+
+def spilled_bytes(trial: Simulation) -> int:
+    return sum(x.spilled for x in trial._layers) * trial.load.block_bytes
+
+
+MAKES: dict[str, Callable[[Machine], Policy]] = {
+    "adaptive": lambda machine: Adaptive(),
+    "adaptive, calibrated": lambda machine: Adaptive(machine.rates),
+    "attend": lambda machine: all_attend(),
+    "fetch": lambda machine: all_fetch(),
+    "default": lambda machine: Policy(),
+    "a third": lambda machine: FixedShare(1 / 3),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_the_gain_of_a_larger_budget_is_what_the_simulator_then_gives(name: str) -> None:
+    checked = 0
+    for seed in range(8):
+        load, machine = setting(seed)
+        policy = MAKES[name](machine)
+        trial = trial_of(policy, machine, load, seed)
+        if not (spilled := spilled_bytes(trial)):
+            continue
+        found = analyse(trial._state(), policy, trial.records[-64:], more_bytes=[spilled // 3])
+        assert found.predicted == pytest.approx(seen(trial), rel=0.06)
+        (change,) = [x for x in found.changes if x.more_bytes]
+        larger = replace(load, device_bytes=load.device_bytes + change.more_bytes)
+        gain = seen(trial) / seen(trial_of(MAKES[name](machine), machine, larger, seed))
+        assert change.gain == pytest.approx(gain, rel=0.15), (seed, change)
+        checked += gain > 1.1
+    assert checked >= 2, "nothing was gained anywhere"
+
+
+def test_with_the_devices_rate_measured_it_says_what_a_device_that_holds_everything_gives() -> None:
+    policy = Adaptive(RATES)
+    trial = trial_of(policy, Machine(RATES), LOAD)
+    found = analyse(trial._state(), policy, trial.records)
+    (change,) = [x for x in found.changes if x.more_bytes == spilled_bytes(trial)]
+    whole = trial_of(Adaptive(RATES), Machine(RATES), replace(LOAD, device_bytes=2 * LOAD.device_bytes))
+    assert change.gain == pytest.approx(seen(trial) / seen(whole), rel=0.03)
+    assert found.resident == pytest.approx(seen(whole), rel=0.03)
+    assert change.seconds == pytest.approx(found.resident)
+
+
+@pytest.mark.parametrize(
+    ("make", "rates", "binding"),
+    [
+        (all_fetch, replace(RATES, up=5e9), "link"),
+        (all_attend, RATES, "host attention"),
+        (all_attend, replace(RATES, host=4e12, host_overhead=0.0), "compute"),
+        (all_fetch, replace(RATES, up=5e12), "compute"),
+    ],
+)
+def test_what_binds_is_what_it_takes_to_be_faster(make: Callable[[], Policy], rates: object, binding: str) -> None:
+    policy, machine = make(), Machine(rates)  # type: ignore[arg-type]
+    trial = trial_of(policy, machine, LOAD)
+    found = analyse(trial._state(), policy, trial.records)
+    assert found.binding == binding
+    for what, bound_by in (("link", "link"), ("host", "host attention")):
+        (change,) = [x for x in found.changes if what in x.change.split(" twice")[0] and not x.more_bytes]
+        faster = replace(
+            machine.rates, **({"up": 2 * machine.rates.up} if what == "link" else {"host": 2 * machine.rates.host})
+        )
+        gain = seen(trial) / seen(trial_of(make(), Machine(faster), LOAD))
+        assert change.gain == pytest.approx(gain, rel=0.1)
+        assert (change.gain > 1.2) == (binding == bound_by)
+
+
+def test_a_policy_that_chooses_is_asked_what_it_would_choose_then() -> None:
+    policy = Adaptive(RATES)
+    trial = trial_of(policy, Machine(RATES), LOAD)
+    found = analyse(trial._state(), policy, trial.records)
+    for what, rates in (("link", replace(RATES, up=2 * RATES.up)), ("host", replace(RATES, host=2 * RATES.host))):
+        (change,) = [x for x in found.changes if what in x.change.split(" twice")[0] and not x.more_bytes]
+        assert change.gain > 1.05
+        # With the present share kept, one of the two would bind the more.
+        after = trial_of(Adaptive(rates), Machine(rates), LOAD)
+        assert change.gain == pytest.approx(seen(trial) / seen(after), rel=0.1)
+
+
+def test_to_be_asked_changes_nothing() -> None:
+    one, two = Adaptive(), Adaptive()
+    quiet, asked = Simulation(one, Machine(RATES, 0.03), LOAD), Simulation(two, Machine(RATES, 0.03), LOAD)
+    for _ in range(100):
+        quiet.step()
+        asked.step()
+        analyse(asked._state(), two, asked.records[-64:])
+    assert [x.seconds for x in asked.records] == [x.seconds for x in quiet.records]
+
+
+def test_before_anything_was_seen_nothing_is_said_of_seconds() -> None:
+    trial = Simulation(Adaptive(), Machine(RATES), LOAD)
+    found = analyse(trial._state(), Adaptive(), [])
+    assert (found.predicted, found.resident, found.binding, found.changes) == (None, None, None, ())
+    assert found.spilled_bytes == spilled_bytes(trial) > 0
+
+
+def test_where_nothing_overlaps_only_copies_can_be_saved() -> None:
+    policy = all_fetch()
+    trial = trial_of(policy, Machine(replace(RATES, up=5e9)), LOAD)
+    state = trial._state()
+    state.overlaps = False
+    found = analyse(state, policy, trial.records)
+    record = trial.records[-1]
+    assert found.predicted == pytest.approx(record.seconds, rel=0.02)
+    assert found.resident == pytest.approx(record.seconds - record.stall_seconds, rel=0.02)
+    assert all(x.more_bytes for x in found.changes), "no word of links and hosts"
+    assert found.changes[0].seconds == pytest.approx(found.resident)
