@@ -66,6 +66,15 @@ def test_decoding_is_measured_by_the_bare_loop_and_through_generate(tmp_path: Pa
     assert all(r["facts"]["least_ratio"] > 0 for r in summaries)
 
 
+def test_predictions_are_of_sizes_that_were_left_out(tmp_path: Path) -> None:
+    found = records(tmp_path / "r.jsonl", "predictions", "--quick", "--threads=1", "--cases=copies")
+    assert [r["contender"] for r in found] == ["copies, up", "copies, down"]
+    for record in found:
+        assert record["n"] == len(record["facts"]["points"]) > 0
+        errors = [abs(predicted / seconds - 1) for _, seconds, predicted in record["facts"]["points"]]
+        assert record["median"] == pytest.approx(sum(errors) / len(errors))
+
+
 @pytest.mark.usefixtures("_six_layers")
 def test_an_update_alone_is_compared_with_itself_at_the_shortest_context(tmp_path: Path) -> None:
     found = records(tmp_path / "r.jsonl", "update", "--cases=alone", "--contexts=64,16")

@@ -117,7 +117,10 @@ def test_a_model_that_cannot_be_timed_is_a_failure_and_the_machine_is_measured(m
 
 
 @needs_native
-def test_measuring_gives_all_memory_and_all_threads_back(model: LlamaForCausalLM) -> None:
+def test_measuring_gives_all_memory_and_all_threads_back(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "thread_counts", lambda: [1])
     before = threading.active_count()
     trial = models.Trial(model)
     try:
@@ -130,7 +133,10 @@ def test_measuring_gives_all_memory_and_all_threads_back(model: LlamaForCausalLM
         trial.close()
     assert all(cache.stats.host.bytes == 0 for cache in caches)
     link.measure(CPU, 0.1)
-    attention.measure_host(LAYOUT, 2, CPU, 0.2, nbytes=2**20)
+    torch.set_num_threads(2)
+    found = attention.measure_host(LAYOUT, 2, CPU, 0.2, nbytes=2**20)
+    assert list(found.threads) == [1]
+    assert torch.get_num_threads() == 2, "as many as before"
     assert threading.active_count() == before
 
 
@@ -243,10 +249,15 @@ def test_without_a_profile_of_this_machine_estimates_serve(damage: str) -> None:
     assert not measured.hardware(CPU, LAYOUT).measured
 
 
-def test_a_wrong_setting_is_an_error_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("budget", [None, 12 * LAYOUT.nbytes])
+def test_a_wrong_setting_is_an_error_before_anything_changes(
+    budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(profile.VARIABLE, "here")
-    with pytest.raises(ConfigError, match="KVTIER_PROFILE"):
-        spill("adaptive")
+    with kvtier.TieredKVCache(device_budget=budget, host_budget=2**24, policy="adaptive") as cache:
+        with pytest.raises(ConfigError, match="KVTIER_PROFILE"):
+            cache.update(*[torch.zeros(1, 2, 64, 8)] * 2, 0)
+        assert cache.get_seq_length() == 0
 
 
 def test_another_shape_finds_what_was_measured_last_and_its_own_comes_first() -> None:
