@@ -156,7 +156,9 @@ class Adaptive(FixedShare):
             best, reason = self._after_probe(known, groups)
         else:
             best = self._best(known, groups)
-            known.starting = not (known.started or self.rates.measured) and any(x.host_attention for x, _ in groups)
+            known.starting = not (known.started or known.model.rates.measured) and any(
+                x.host_attention for x, _ in groups
+            )
             if known.starting:
                 best, reason = 0, "first"
             elif best == known.choice and self._may_probe(known, groups):

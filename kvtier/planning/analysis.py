@@ -125,7 +125,7 @@ def analyse(
         link=now.link,
         exposed=now.exposed,
         base=now.base,
-        slower=now.slower,
+        slower=1 - model.rates.shared * now.busy,
         binding=_binding(now, steps, resident) if known else None,
         rates=model.rates,
         learned=model.learned,
@@ -153,7 +153,6 @@ class _Case:
         if learned is None:
             for step in steps:
                 self.model.observe(step, self.model.step(self.groups, self.share, 0.0, self.part), self.part)
-        self.hosted = self.model.step(self.groups, self.share, 0.0, self.part).host_bytes
 
     def predict(
         self,
@@ -178,10 +177,6 @@ class _Case:
             left = [(replace(x, spilled=_left(x, more_bytes / self.layers)), n) for x, n in groups]
             room = room_for(left, share, self.state.device_bytes + more_bytes) - self.room
             made = model.step(groups, share, (room - more_bytes) / self.layers, self.part)
-            if made.base:
-                # What the host does not attend to any more is attended to on the device.
-                made.base += (self.hosted - made.host_bytes) / model.rates.device
-                made.seconds = max(made.base + made.exposed, made.link)
             found.append(made)
         return min(found, key=lambda x: x.seconds)
 

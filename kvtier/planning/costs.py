@@ -68,10 +68,11 @@ class Prediction:
     Attributes:
         share: of the spilled blocks that is fetched.
         seconds: of the step.
-        base: of the linear part and of device attention.
+        base: of the linear part and of device attention; 0.0 before the linear part is known.
         exposed: in which the device waits for host attention.
         link: in which the link is busy.
         fetched_bytes, host_bytes: fetched, and attended to on the host.
+        device: of device attention.
         copies: layers for which anything is fetched.
         busy: share of host attention during which the link is busy.
         waits: for layers that are alike, how many, the bytes that the host attends to in each, and the seconds of
@@ -85,6 +86,7 @@ class Prediction:
     link: float
     fetched_bytes: int
     host_bytes: int
+    device: float = 0.0
     copies: int = 0
     busy: float = 0.0
     waits: tuple[tuple[int, float, float], ...] = ()
@@ -190,10 +192,10 @@ class CostModel:
                 busy_bytes += count * left * busy
                 waits.append((count, left, attended))
                 exposed += count * max(rates.host_overhead + alone / (1 - rates.shared * busy) - attended, 0.0)
-        base = linear * layers + device
+        base = linear * layers + device if linear else 0.0
         busy = busy_bytes / hosted if hosted else 0.0
         seconds = max(base + exposed, link)
-        return Prediction(share, seconds, base, exposed, link, fetched, hosted, copies, busy, tuple(waits))
+        return Prediction(share, seconds, base, exposed, link, fetched, hosted, device, copies, busy, tuple(waits))
 
     def observe(self, record: StepRecord, prediction: Prediction | None, part: float = 1.0) -> bool:
         """Learn from a step.
@@ -229,9 +231,9 @@ class CostModel:
         if prediction is not None and record.seconds > 0 and part > 0:
             if self._linear.value is not None:
                 self.errors.append(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
-            device = prediction.base - self.linear * part
-            rest = record.seconds - record.stall_seconds - (self._waited(record, prediction) + device) / part
-            jumped = self._learn_linear(max(rest, 0.0), prediction, device / part, part) or jumped
+            waited = self._waited(record, prediction) + prediction.device
+            rest = record.seconds - record.stall_seconds - waited / part
+            jumped = self._learn_linear(max(rest, 0.0), prediction, prediction.device / part, part) or jumped
         return jumped
 
     def _learn_linear(self, seconds: float, prediction: Prediction, device: float, part: float) -> bool:

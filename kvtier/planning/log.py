@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
 from kvtier.planning.policy import Candidate, Policy, Victims
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 
@@ -61,6 +62,11 @@ class Logged(Policy):
             self._file.flush()  # once a step: what a crash leaves is whole up to there
         return plan
 
+    def use_rates(self, device: str, rates: Rates) -> None:
+        """See `Policy.use_rates`."""
+        self._write({"use_rates": device, "rates": asdict(rates)})
+        self.policy.use_rates(device, rates)
+
     def observe(self, record: StepRecord) -> None:
         """See `Policy.observe`."""
         self._write({"observe": asdict(record)})
@@ -79,6 +85,18 @@ class Logged(Policy):
         answer = self.policy.write_back(used_bytes, device_bytes, sealed)
         self._write({"write_back": [used_bytes, device_bytes, sealed], "answer": answer})
         return answer
+
+    def prediction(self, cache: int, device: str) -> Prediction | None:
+        """See `Policy.prediction`."""
+        return self.policy.prediction(cache, device)
+
+    def decisions(self, cache: int, device: str | None = None) -> list[Decision]:
+        """See `Policy.decisions`."""
+        return self.policy.decisions(cache, device)
+
+    def model(self, cache: int) -> CostModel | None:
+        """See `Policy.model`."""
+        return self.policy.model(cache)
 
     def close(self) -> None:
         """End the log. The policy decides on without it."""
@@ -128,8 +146,8 @@ def replay(path: str | Path, policy: Policy) -> Replay:
     found = Replay()
     for number, line in _lines(path):
         kind, was, now = _ask(policy, line)
-        if kind == "observe":
-            continue
+        if not kind:
+            continue  # told, and nothing asked
         found.decisions += 1
         found.kinds[kind] += 1
         if was != now:
@@ -138,7 +156,7 @@ def replay(path: str | Path, policy: Policy) -> Replay:
 
 
 def _ask(policy: Policy, line: dict[str, Any]) -> tuple[str, object, object]:
-    """Kind, the answer in the log, the answer now."""
+    """Kind ("" where nothing was asked), the answer in the log, the answer now."""
     was = line.get("answer")
     if "plan" in line:
         given = line["plan"]
@@ -152,8 +170,11 @@ def _ask(policy: Policy, line: dict[str, Any]) -> tuple[str, object, object]:
         return "victims", was, [[place[id(x)], n, last] for x, n, last in chosen]
     if "write_back" in line:
         return "write_back", was, policy.write_back(*line["write_back"])
-    policy.observe(StepRecord(**line["observe"]))
-    return "observe", None, None
+    if "use_rates" in line:
+        policy.use_rates(line["use_rates"], Rates(**line["rates"]))
+    else:
+        policy.observe(StepRecord(**line["observe"]))
+    return "", None, None
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:

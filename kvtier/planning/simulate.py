@@ -17,6 +17,9 @@ from kvtier.planning.policy import Policy
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 from kvtier.planning.trace import Event, plan_args, step_args, write_trace
 
+#: A context is filled in so many portions at the least.
+_STRIDE = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -106,9 +109,12 @@ class Simulation:
         self._record = StepRecord()
         if self._slots < 2:
             raise ValueError("The device budget has no room for the blocks that are being filled.")
-        for _ in range(load.context // load.block_size):
+        left = load.context // load.block_size
+        while left:
+            each = max(left // _STRIDE, 1)  # a prefill seals many blocks of a layer at once
+            left -= each
             for layer in self._layers:
-                self._seal(layer)
+                self._seal(layer, each)
 
     def run(self, steps: int) -> float:
         """Seconds of so many steps."""
@@ -253,8 +259,9 @@ class Simulation:
         record.fetched += blocks
         self._event("up", f"fetch {layer.layer}", begins, seconds, layer=layer.layer, blocks=blocks, bytes=nbytes)
 
-    def _seal(self, layer: _Layer) -> None:
-        blocks = self.load.sequences
+    def _seal(self, layer: _Layer, each: int = 1) -> None:
+        """So many blocks of each sequence are full."""
+        blocks = each * self.load.sequences
         self._make_room(blocks)
         layer.resident += blocks
         self._free -= blocks

