@@ -161,9 +161,10 @@ def modules_of_a_folder_import_each_other_one_way(root: Path) -> list[str]:
     return broken
 
 
-def nothing_imports_calibration(root: Path) -> list[str]:
+def only_commands_import_calibration(root: Path) -> list[str]:
     files = importers(root, "kvtier.calibration")
-    return [f for f in files if not f.startswith("kvtier/calibration/") and f != "kvtier/__init__.py"]
+    allowed = ("kvtier/calibration/", "kvtier/cli/", "kvtier/__init__.py")
+    return [f for f in files if not f.startswith(allowed)]
 
 
 def only_calibration_writes_the_profile(root: Path) -> list[str]:
@@ -260,7 +261,7 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
         ],
     ),
     (
-        nothing_imports_calibration,
+        only_commands_import_calibration,
         [
             {"kvtier/forward/forward.py": "from kvtier.calibration.run import calibrate"},
             {"kvtier/hf/cache.py": "def f():\n    import kvtier.calibration.tiles"},

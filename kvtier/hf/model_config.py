@@ -41,6 +41,24 @@ def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
         ) from error
 
 
+def config_by_name(name: str) -> dict[str, Any]:
+    """The config of a model on the hub or in its local cache, as its file has it.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    try:
+        found, _ = PretrainedConfig.get_config_dict(name)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"There is no file or folder {name!r}, and the hub gives no config by that name: {reason}"
+        ) from error
+    if not found:
+        raise ConfigError(f"There is no file or folder {name!r}, and the hub has no config by that name.")
+    return dict(found)
+
+
 def own_config(config: PretrainedConfig) -> PretrainedConfig:
     """The part of a config that a model's decoder holds: the same object, which says its attention implementation."""
     text: PretrainedConfig = config.get_text_config(decoder=True)

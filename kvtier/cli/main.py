@@ -1,0 +1,67 @@
+"""The parser of all commands. Each command is a module with `add(parsers)`, and imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kvtier.cli import plan
+from kvtier.errors import KVTierError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        0; 1: the answer is no; 2: an error, told in a sentence on stderr; 130 after Ctrl-C.
+    """
+    parser = argparse.ArgumentParser(prog="kvtier", description="A tiered KV cache for Hugging Face Transformers.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    plan.add(commands)
+    _add_calibrate(commands)
+    _add_replay(commands)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except (KVTierError, OSError) as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvtier: interrupted", file=sys.stderr)
+        return 130
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("calibrate", help="measure this machine, and store its profile")
+    parser.add_argument("--device", help="such as cuda:1 (default: the current CUDA device)")
+    parser.add_argument("--block-size", type=int, help="tokens per block (default: the cache's)")
+    parser.set_defaults(run=_calibrate)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from kvtier.calibration.__main__ import main as calibrate
+
+    given = [f"--device={args.device}"] if args.device else []
+    return calibrate([*given, *([f"--block-size={args.block_size}"] if args.block_size else [])])
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="decide a logged run again, and compare",
+        description="Ask a policy what another was asked in a decision log (kvtier.planning.log). 0: all decisions are "
+        "the same; 1: some differ.",
+    )
+    parser.add_argument("log", help="written by kvtier.planning.log.Logged")
+    parser.add_argument("--policy", default="adaptive", help="by name (default: adaptive)")
+    parser.set_defaults(run=_replay)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from kvtier.planning.log import replay
+    from kvtier.planning.names import policy_of
+
+    found = replay(args.log, policy_of(args.policy))
+    print(found)
+    return 1 if found.differences else 0

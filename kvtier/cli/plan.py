@@ -1,0 +1,226 @@
+"""`kvtier plan`: what of a model's KV fits where on a machine, and the tokens per second to expect."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from kvtier.config import format_size, parse_size
+from kvtier.errors import ConfigError
+from kvtier.planning.machines import MACHINES, Machine, ModelSize, machine
+from kvtier.planning.model_size import divided, model_size
+from kvtier.planning.outlook import Demand, Outlook, foresee, most_tokens, on_device
+from kvtier.planning.profile import HardwareProfile
+
+#: Share of a device that activations, the allocator and the driver take, besides weights.
+ACTIVATIONS = 0.1
+#: Host memory for KV where the user gives none: of a server, on top of what else runs there.
+HOST_BUDGET = "256GiB"
+
+_EXAMPLES = """\
+examples:
+  kvtier plan ./Llama-3.1-8B --context 128k --batch 4 --device h100
+  kvtier plan ./Llama-3.1-70B/config.json --context 32k --device h100 --devices 4 --plot plan.png
+  kvtier plan Qwen/Qwen3-8B --context 64k --profile profile.json --device-budget 8GiB --json
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to a parser."""
+    parser = commands.add_parser(
+        "plan",
+        help="what fits where, and how fast it decodes, before anything is loaded",
+        description="Tell how a model's KV is placed on a machine and the tokens per second to expect. Nothing is "
+        "loaded but the model's config. Machines by name are estimates from datasheets; a profile has what was "
+        "measured.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="a config.json, a folder that holds one, or a name on the model hub")
+    parser.add_argument("--context", type=tokens, default=32768, help="tokens of each sequence, such as 128k (32k)")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences decoded together (1)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--device", default="h100", help=f"{', '.join(MACHINES)} (h100)")
+    where.add_argument("--profile", help="a hardware profile that was measured with this model")
+    parser.add_argument(
+        "--devices", type=positive, default=1, help="devices that heads and weights are divided over (1)"
+    )
+    parser.add_argument("--device-budget", help="of each device, for KV (what weights and activations leave)")
+    parser.add_argument("--host-budget", default=HOST_BUDGET, help=f"of the host, for KV ({HOST_BUDGET})")
+    parser.add_argument("--plot", metavar="FILE.png", help="also draw tokens per second by context")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def tokens(text: str) -> int:
+    """ "128k" as a number of tokens; k is 1024."""
+    match = re.fullmatch(r"(\d+)\s*([kKmM]?)", text.strip())
+    if match is None or int(match[1]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, such as 4096 or 128k")
+    return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
+
+
+def positive(text: str) -> int:
+    """A number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command. Returns the exit status."""
+    whole = model_size(read_config(args.model))
+    model = divided(whole, args.devices)
+    profile, known = _profile(args, model)
+    demand = Demand(args.context, args.batch, *_budgets(args, model, known))
+    outlook = foresee(model, profile, demand)
+    if args.json:
+        print(json.dumps(_as_json(args, whole, profile, demand, outlook), indent=1))
+    else:
+        print(table(args, whole, profile, demand, outlook))
+    if args.plot:
+        from kvtier.cli.plot import draw
+
+        draw(args.plot, _title(args, profile), _curves(model, profile, demand), on_device(model, demand))
+        if not args.json:
+            print(f"picture: {args.plot}")
+    return 0
+
+
+def read_config(name: str) -> Mapping[str, Any]:
+    """The config of a model, from a file, a folder, or the hub.
+
+    Raises:
+        ConfigError: there is none, or it is no config.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    if path.is_file():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}.") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"{path} holds no config.")
+        return found
+    if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"There is no {path}: give a config.json, a folder that holds one, or a name on the hub.")
+    from kvtier.hf.model_config import config_by_name
+
+    return config_by_name(name)
+
+
+def _profile(args: argparse.Namespace, model: ModelSize) -> tuple[HardwareProfile, Machine | None]:
+    """What is known of the machine; and its datasheet, where it was named."""
+    if args.profile:
+        return HardwareProfile.from_json(Path(args.profile).read_text(encoding="utf-8")), None
+    found = HardwareProfile.estimate(args.device, model)
+    if args.devices > 1:  # which share the host
+        curve = found.host.curve()
+        slower = replace(curve, knots=tuple((nbytes, x * args.devices) for nbytes, x in curve.knots))
+        found = replace(found, host=replace(found.host, threads=((1, slower),)))
+    return found, machine(args.device)
+
+
+def _budgets(args: argparse.Namespace, model: ModelSize, known: Machine | None) -> tuple[int, int]:
+    """Bytes for KV of one device, and its part of the host.
+
+    Raises:
+        ConfigError: the weights leave no room, or nobody says how much there is.
+    """
+    host = parse_size("--host-budget", args.host_budget)
+    if not isinstance(host, int):
+        raise ConfigError(f"--host-budget {args.host_budget!r}: a plan needs bytes, such as 64GiB.")
+    host //= args.devices
+    if args.device_budget is not None:
+        device = parse_size("--device-budget", args.device_budget)
+        if not isinstance(device, int):
+            raise ConfigError(f"--device-budget {args.device_budget!r}: a plan needs bytes, such as 8GiB.")
+        return device, host
+    if known is None:
+        raise ConfigError("A profile does not say how much memory is left for KV: give --device-budget.")
+    if not known.overlaps:  # all KV is in the host's memory
+        return 0, host
+    weights = model.parameters * model.itemsize
+    left = int(known.device_bytes * (1 - ACTIVATIONS)) - weights
+    if left <= 0:
+        least = next(
+            (n for n in (2, 4, 8, 16) if weights * args.devices / n < known.device_bytes * (1 - ACTIVATIONS)), 0
+        )
+        raise ConfigError(
+            f"The weights take {format_size(weights)} of {format_size(known.device_bytes)} on each device, and "
+            f"activations {ACTIVATIONS:.0%}: there is no room for KV. "
+            + (f"With --devices {least} there is." if least else "Take smaller weights or larger devices.")
+        )
+    return left, host
+
+
+# What is shown
+
+
+def table(
+    args: argparse.Namespace, model: ModelSize, profile: HardwareProfile, demand: Demand, outlook: Outlook
+) -> str:
+    """The plan for a reader."""
+    n, per_token = args.devices, model.layers * model.kv_bytes
+    known = "estimates from datasheets" if not profile.measured else f"measured: {', '.join(sorted(profile.measured))}"
+    lines = [
+        f"{args.model}: {model.parameters / 1e9:.3g}e9 weights ({format_size(model.parameters * model.itemsize)}), "
+        f"{model.layers} layers with full attention, {model.kv_heads} KV heads of {model.head_dim}, "
+        f"{format_size(per_token)} of KV per token",
+        f"{n} x {profile.name} ({known})" if n > 1 else f"{profile.name} ({known})",
+        "",
+        f"KV of {demand.sequences} x {demand.context} tokens: {format_size(outlook.kv_bytes * n)}",
+        f"  on the device     {format_size(outlook.device_kv * n):>10}   of {format_size(demand.device_bytes * n)}",
+        f"  on the host only  {format_size(outlook.host_kv * n):>10}   of {format_size(demand.host_bytes * n)}",
+        f"  longest context   {most_tokens(divided(model, n), demand):>10}   tokens for {demand.sequences} sequences",
+    ]
+    if outlook.prefill_seconds is not None:
+        lines.append(f"  prefill           {outlook.prefill_seconds:>8.3g} s   of all prompts")
+    lines += ["", f"{'policy':<20}{'ms / step':>11}{'tokens / s':>12}{'fetched':>12}{'on host':>12}  bound by"]
+    for x in outlook.speeds:
+        lines.append(
+            f"{x.name:<20}{1e3 * x.seconds:>11.4g}{x.tokens:>12.4g}{format_size(x.fetched_bytes * n):>12}"
+            f"{format_size(x.host_bytes * n):>12}  {x.binding}"
+        )
+    if outlook.changes:
+        lines += ["", "adaptive would be, with"]
+        lines += [f"  {what:<34}{times:>5.2f} x as fast" for what, times in outlook.changes]
+    return "\n".join(lines)
+
+
+def _as_json(
+    args: argparse.Namespace, model: ModelSize, profile: HardwareProfile, demand: Demand, outlook: Outlook
+) -> dict[str, Any]:
+    return {
+        "model": args.model,
+        "size": asdict(model),
+        "devices": args.devices,
+        "profile": json.loads(profile.to_json()),
+        "demand_per_device": asdict(demand),
+        "outlook_per_device": asdict(outlook),
+    }
+
+
+def _title(args: argparse.Namespace, profile: HardwareProfile) -> str:
+    name = Path(args.model).name if Path(args.model).name != "config.json" else Path(args.model).parent.name
+    return f"{name}, {args.batch} sequences, {args.devices} x {profile.name}"
+
+
+def _curves(model: ModelSize, profile: HardwareProfile, demand: Demand) -> dict[str, list[tuple[int, float]]]:
+    """Tokens per second by context for each policy, up to the context that is asked for."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    full = on_device(model, demand)
+    contexts = {max(demand.context * i // 8, 1) for i in range(1, 9)}
+    if full < demand.context:
+        contexts |= {max(full, 1)} | {full + (demand.context - full) * i // 8 for i in range(1, 9)}
+    for context in sorted(contexts):
+        for x in foresee(model, profile, replace(demand, context=context), changes=False).speeds:
+            found.setdefault(x.name, []).append((context, x.tokens))
+    return found

@@ -1,0 +1,206 @@
+"""What a model on a machine is expected to do, before anything is loaded: what fits where, and how fast it decodes.
+
+Every figure comes from the cost model's parts and from the policies themselves, run in the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvtier.config import format_size
+from kvtier.errors import ConfigError
+from kvtier.planning.adaptive import Adaptive
+from kvtier.planning.costs import Rates
+from kvtier.planning.machines import ModelSize
+from kvtier.planning.policy import Policy
+from kvtier.planning.profile import HardwareProfile
+from kvtier.planning.shares import all_attend, all_fetch
+from kvtier.planning.simulate import Load, Machine, Simulation
+
+#: Tokens of a block.
+BLOCK = 64
+#: Steps that are simulated, and the last ones that count: before these a policy settles.
+_STEPS, _LAST = 40, 20
+#: Changes that may make a step shorter.
+_MORE_MEMORY, _TWICE = 0.25, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is asked for.
+
+    Attributes:
+        context: tokens of each sequence.
+        sequences: decoded together.
+        device_bytes: of the device, for KV.
+        host_bytes: of the host, for KV.
+    """
+
+    context: int
+    sequences: int
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a way of placing KV decodes.
+
+    Attributes:
+        name: of the policy, or "all on the device", "all on the host".
+        seconds: of a step, which is a token of each sequence.
+        tokens: per second, of all sequences.
+        fetched_bytes, host_bytes: fetched and attended to on the host in a step.
+        binding: "compute", "link" or "host".
+    """
+
+    name: str
+    seconds: float
+    tokens: float
+    fetched_bytes: int = 0
+    host_bytes: int = 0
+    binding: str = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is expected.
+
+    Attributes:
+        kv_bytes: of all sequences.
+        device_kv, host_kv: of these, on the device, and on the host only.
+        prefill_seconds: of all prompts; None where the profile says nothing of the model.
+        speeds: by policy; the first one is what `TieredKVCache(policy="adaptive")` does.
+        changes: (what is changed, how many times as fast).
+    """
+
+    kv_bytes: int
+    device_kv: int
+    host_kv: int
+    prefill_seconds: float | None
+    speeds: tuple[Speed, ...]
+    changes: tuple[tuple[str, float], ...] = ()
+
+
+def kv_bytes(model: ModelSize, context: int, sequences: int) -> int:
+    """Bytes of whole blocks for some sequences."""
+    return model.layers * sequences * -(-context // BLOCK) * BLOCK * model.kv_bytes
+
+
+def on_device(model: ModelSize, demand: Demand) -> int:
+    """The longest context of which nothing is on the host only."""
+    return demand.device_bytes // kv_bytes(model, BLOCK, demand.sequences) * BLOCK
+
+
+def most_tokens(model: ModelSize, demand: Demand) -> int:
+    """The longest context for which there is room."""
+    return (demand.device_bytes + demand.host_bytes) // kv_bytes(model, BLOCK, demand.sequences) * BLOCK
+
+
+def foresee(model: ModelSize, profile: HardwareProfile, demand: Demand, *, changes: bool = True) -> Outlook:
+    """What to expect of a model on a machine.
+
+    Args:
+        model: its sizes.
+        profile: of the machine, with the model's linear part.
+        demand: what is asked for.
+        changes: also tell what would make it faster.
+
+    Raises:
+        ConfigError: there is no room for the KV; says how long a context fits. Or the profile has no linear part.
+    """
+    if demand.context < 1 or demand.sequences < 1:
+        raise ConfigError(f"{demand.sequences} sequences of {demand.context} tokens: both are at least 1.")
+    if profile.linear is None:
+        raise ConfigError("The profile says nothing of a model: calibrate with the model, or name a machine.")
+    needed = kv_bytes(model, demand.context, demand.sequences)
+    open_blocks = model.layers * demand.sequences * BLOCK * model.kv_bytes
+    if needed > demand.device_bytes + demand.host_bytes:
+        device, host = format_size(demand.device_bytes), format_size(demand.host_bytes)
+        raise ConfigError(
+            f"{format_size(needed)} of KV for {demand.sequences} x {demand.context} tokens do not fit {device} on the "
+            f"device and {host} on the host. With these, {most_tokens(model, demand)} tokens each do."
+        )
+    prefill = None if profile.prefill is None else profile.prefill.seconds(demand.context, 0, demand.sequences)
+    if demand.device_bytes >= needed:
+        return Outlook(needed, needed, 0, prefill, (_resident(model, profile, demand),))
+    if demand.device_bytes < 2 * open_blocks:
+        return Outlook(needed, 0, needed, prefill, (_hosted(model, profile, demand),))
+    policies: tuple[tuple[str, Callable[[Rates], Policy]], ...] = (
+        ("adaptive", Adaptive),
+        ("all-attend", lambda rates: all_attend()),  # as the default does
+        ("all-fetch", lambda rates: all_fetch()),
+    )
+    speeds = tuple(_simulated(name, make, model, profile.rates(), profile, demand) for name, make in policies)
+    found = Outlook(needed, min(demand.device_bytes, needed), max(needed - demand.device_bytes, 0), prefill, speeds)
+    return replace(found, changes=_changes(model, profile, demand, speeds[0])) if changes else found
+
+
+def _resident(model: ModelSize, profile: HardwareProfile, demand: Demand) -> Speed:
+    assert profile.linear is not None
+    attended = demand.context * demand.sequences * model.kv_bytes
+    seconds = model.layers * (profile.linear.seconds(demand.sequences) + profile.device.seconds(attended))
+    return Speed("all on the device", seconds, demand.sequences / seconds)
+
+
+def _hosted(model: ModelSize, profile: HardwareProfile, demand: Demand) -> Speed:
+    assert profile.linear is not None
+    attended = demand.context * demand.sequences * model.kv_bytes
+    host = profile.host.seconds(attended)
+    seconds = model.layers * (profile.linear.seconds(demand.sequences) + host)
+    share = model.layers * host / seconds
+    return Speed(
+        "all on the host",
+        seconds,
+        demand.sequences / seconds,
+        host_bytes=model.layers * attended,
+        binding="host" if share > 0.5 else "compute",
+    )
+
+
+def _simulated(
+    name: str,
+    make: Callable[[Rates], Policy],
+    model: ModelSize,
+    rates: Rates,
+    profile: HardwareProfile,
+    demand: Demand,
+) -> Speed:
+    assert profile.linear is not None
+    load = Load(
+        layers=model.layers,
+        linear=profile.linear.seconds(demand.sequences) + profile.device.line()[0],
+        block_bytes=BLOCK * model.kv_bytes,
+        block_size=BLOCK,
+        context=max(demand.context - _STEPS, 1),
+        sequences=demand.sequences,
+        device_bytes=demand.device_bytes,
+    )
+    # What is planned with is true here.
+    trial = Simulation(make(replace(rates, measured=True)), Machine(rates), load)
+    trial.run(_STEPS)
+    last = trial.records[-_LAST:]
+    seconds = sum(x.seconds for x in last) / _LAST
+    link, host = (sum(getattr(x, part) for x in last) / _LAST for part in ("seconds_up", "host_seconds"))
+    binding = "link" if link > 0.95 * seconds else "host" if host > 0.3 * seconds else "compute"
+    fetched, attended = (sum(getattr(x, part) for x in last) // _LAST for part in ("bytes_up", "host_bytes"))
+    return Speed(name, seconds, demand.sequences / seconds, fetched, attended, binding)
+
+
+def _changes(model: ModelSize, profile: HardwareProfile, demand: Demand, now: Speed) -> tuple[tuple[str, float], ...]:
+    """How many times as fast it would be with more of one thing."""
+    rates = profile.rates()
+    more = int(demand.device_bytes * (1 + _MORE_MEMORY))
+    wider = replace(demand, device_bytes=more)
+    if more >= kv_bytes(model, demand.context, demand.sequences):
+        roomier = _resident(model, profile, wider)
+    else:
+        roomier = _simulated("", Adaptive, model, rates, profile, wider)
+    faster = replace(rates, up=_TWICE * rates.up)
+    stronger = replace(rates, host=_TWICE * rates.host)
+    return (
+        (f"{format_size(more - demand.device_bytes)} more device budget", now.seconds / roomier.seconds),
+        ("a link twice as fast", now.seconds / _simulated("", Adaptive, model, faster, profile, demand).seconds),
+        ("a host twice as fast", now.seconds / _simulated("", Adaptive, model, stronger, profile, demand).seconds),
+    )

@@ -1,0 +1,1 @@
+"""Tests of commands: each is run as a user runs it, in this process."""

@@ -1,0 +1,216 @@
+"""`kvtier plan`: figures follow from the machine and the model, and impossible demands end in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+
+from kvtier import ConfigError
+from kvtier.cli.main import main
+from kvtier.planning.model_size import divided, model_size
+from kvtier.planning.outlook import Demand, foresee
+from kvtier.planning.profile import HardwareProfile
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+LLAMA_70B = LLAMA_8B | {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "intermediate_size": 28672,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    return path
+
+
+def plan(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of `kvtier plan`."""
+    try:
+        status = main(["plan", *map(str, args)])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return status, out, err
+
+
+def planned(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
+    status, out, err = plan(capsys, *args, "--json")
+    assert status == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+#: Of all configs below.
+TINY = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 50,
+}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        LlamaConfig(num_hidden_layers=3, **TINY),
+        Qwen3Config(num_hidden_layers=3, **TINY),
+        MixtralConfig(num_hidden_layers=2, **TINY),
+        GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=50, n_positions=8),
+    ],
+    ids=lambda x: x.model_type,
+)
+def test_the_weights_of_a_config_are_those_of_the_model(made: Any) -> None:
+    size = model_size(made.to_dict())
+    real = sum(x.numel() for x in AutoModelForCausalLM.from_config(made).parameters())
+    assert size.parameters == pytest.approx(real, rel=0.03)  # norms, biases and positions are left out
+    assert size.active <= size.parameters
+
+
+def test_sizes_come_from_the_part_that_holds_the_text_and_only_full_attention_is_tiered() -> None:
+    text = LLAMA_8B | {"layer_types": ["sliding_attention", "full_attention"] * 16}
+    size = model_size({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 7}})
+    assert (size.layers, size.kv_heads, size.head_dim, size.kv_bytes) == (16, 8, 128, 4096)
+    assert size.parameters == model_size(LLAMA_8B).parameters
+    assert model_size(LLAMA_8B).parameters == pytest.approx(8.03e9, rel=0.01)
+    assert model_size(LLAMA_70B).parameters == pytest.approx(70.6e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": None}, "no num_hidden_layers"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
+        ({"num_key_value_heads": 5}, "no multiple of 5"),
+        ({"layer_types": ["linear_attention"] * 32}, "No layer"),
+    ],
+)
+def test_a_config_without_sizes_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        model_size(LLAMA_8B | change)
+
+
+def test_what_fits_is_on_the_device_and_what_does_not_is_slower(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = (config, "--batch", 4, "--device-budget", "8GiB")
+    small, large = (planned(capsys, *args, "--context", x)["outlook_per_device"] for x in ("4k", "32k"))
+    assert small["host_kv"] == 0
+    assert [x["name"] for x in small["speeds"]] == ["all on the device"]
+    assert large["kv_bytes"] == 4 * 32768 * 32 * 4096
+    assert large["device_kv"] + large["host_kv"] == large["kv_bytes"]
+    speeds = {x["name"]: x["seconds"] for x in large["speeds"]}
+    assert speeds["adaptive"] <= 1.02 * min(speeds.values())
+    assert speeds["adaptive"] > small["speeds"][0]["seconds"]
+    assert all(times >= 0.99 for _, times in large["changes"]), "more of something makes it slower"
+
+
+def test_more_budget_gives_what_was_said_of_it() -> None:
+    size = model_size(LLAMA_8B)
+    profile = HardwareProfile.estimate("h100", size)
+    demand = Demand(16384, 4, 4 * 2**30, 64 * 2**30)
+    now = foresee(size, profile, demand)
+    what, times = now.changes[0]
+    assert what == "1 GiB more device budget"
+    then = foresee(size, profile, Demand(16384, 4, 5 * 2**30, 64 * 2**30))
+    assert then.speeds[0].tokens == pytest.approx(times * now.speeds[0].tokens)
+
+
+def test_a_divided_model_has_its_part_of_everything() -> None:
+    size = model_size(LLAMA_70B)
+    part = divided(size, 4)
+    assert 4 * part.kv_bytes == size.kv_bytes
+    assert part.parameters == size.parameters // 4
+    with pytest.raises(ConfigError, match="8 KV heads"):
+        divided(size, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--context", "100m"], "do not fit"),
+        (["--context", "0"], "number of tokens"),
+        (["--context", "128kb"], "number of tokens"),
+        (["--batch", "-1"], "not a positive number"),
+        (["--device", "tpu"], "No machine 'tpu'"),
+        (["--devices", "3"], "cannot be divided"),
+        (["--device-budget", "much"], "not a size"),
+        (["--device-budget", "50%"], "needs bytes"),
+        (["--host-budget", "auto"], "needs bytes"),
+        (["--profile", "missing.json"], "missing.json"),
+        (["--plot", "plan.nothing"], "plan.nothing"),
+    ],
+)
+def test_an_impossible_demand_ends_in_a_sentence(
+    args: list[str], said: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = plan(capsys, config, *args)
+    assert status == 2
+    assert said in err
+
+
+def test_weights_that_do_not_fit_say_how_many_devices_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    status, _, err = plan(capsys, tmp_path, "--device", "h100")
+    assert status == 2
+    assert "With --devices 2 there is." in err
+    status, out, err = plan(capsys, tmp_path, "--device", "h100", "--devices", "2", "--context", "4k")
+    assert status == 0, err
+    assert "all on the device" in out
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"model_type": "clip"}'])
+def test_a_file_that_is_no_config_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert plan(capsys, tmp_path)[0] == 2
+    assert plan(capsys, tmp_path / "missing" / "config.json")[0] == 2
+
+
+def test_a_machine_without_a_device_attends_on_the_host(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = plan(capsys, config, "--device", "cpu")
+    assert status == 0, err
+    assert "all on the host" in out
+
+
+def test_a_measured_profile_is_told_from_estimates(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = model_size(LLAMA_8B)
+    profile = HardwareProfile.estimate("a100", size)
+    assert profile.linear is not None
+    path = tmp_path / "profile.json"
+    path.write_text(profile.with_part("linear", profile.linear).to_json())
+    status, _, err = plan(capsys, config, "--profile", path)
+    assert status == 2
+    assert "--device-budget" in err
+    status, out, err = plan(capsys, config, "--profile", path, "--device-budget", "2GiB", "--context", "32k")
+    assert status == 0, err
+    assert "measured: linear" in out
+
+
+def test_the_picture_is_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    status, out, err = plan(capsys, config, "--context", "8k", "--device-budget", "512MiB", "--plot", path)
+    assert status == 0, err
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert str(path) in out
