@@ -462,7 +462,7 @@ class Forward:
         policy, state = self.memory.policy, self._state(schedule, device, tokens)
         plan = policy.plan(state)
         expected = policy.prediction(state.cache, state.device)
-        if expected is not None and expected.base:
+        if expected is not None:
             self._expected[device] = expected.seconds
         if tracing.active is not None:
             tracing.active.plan(self.counters, plan_args(plan, policy, state.cache, state.device))

@@ -261,7 +261,7 @@ class Adaptive(FixedShare):
     def prediction(self, cache: int, device: str) -> Prediction | None:
         """See `Policy.prediction`."""
         known = self._caches.get((cache, device))
-        return None if known is None else known.prediction
+        return None if known is None or not known.model.linear else known.prediction
 
     def decisions(self, cache: int, device: str | None = None) -> list[Decision]:
         """See `Policy.decisions`."""

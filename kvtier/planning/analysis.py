@@ -56,9 +56,9 @@ class Analysis:
         share: of them that a step fetches.
         predicted: seconds of a step by the model as it is now; None before the first step that was seen.
         resident: seconds if all were on the device.
-        link, exposed, base: seconds in which the link is busy, in which the device waits for host attention, and of
-            all that does not depend on where KV is.
-        slower: what the host's rate is multiplied with for the link being busy.
+        link, exposed, base: seconds in which the link is busy, in which the device waits for host attention, and in
+            which it computes.
+        slower: the host's rate with the link as busy as it is, as a share of its rate alone.
         binding: what makes a step as long as it is: "compute", "link", "host attention" or "device memory" (fetches
             wait for room); None as long as nothing is known.
         rates: that this is computed with.
@@ -103,6 +103,7 @@ def analyse(
         now, model = case.predict(), case.model
         changes = _changes(case, [x for x in more if not blocks or x <= nbytes])
         resident = case.predict(more_bytes=nbytes, shares=(0.0,)).seconds if blocks else now.seconds
+        known = model.linear > 0
     else:
         now, model = _one_after_the_other(steps), CostModel()
         for step in steps:
@@ -112,8 +113,7 @@ def analyse(
             for x in more
             if blocks and x <= nbytes and now.seconds
         ]
-        resident = now.base
-    known = now.base > 0
+        resident, known = now.base, bool(steps)
     return Analysis(
         device=state.device,
         overlaps=state.overlaps,
@@ -176,8 +176,7 @@ class _Case:
         for share in (self.share,) if shares is None else shares:
             left = [(replace(x, spilled=_left(x, more_bytes / self.layers)), n) for x, n in groups]
             room = room_for(left, share, self.state.device_bytes + more_bytes) - self.room
-            made = model.step(groups, share, (room - more_bytes) / self.layers, self.part)
-            found.append(made)
+            found.append(model.step(groups, share, (room - more_bytes) / self.layers, self.part))
         return min(found, key=lambda x: x.seconds)
 
     @property

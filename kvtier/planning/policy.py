@@ -135,7 +135,7 @@ class Policy:
     # What a user sees
 
     def prediction(self, cache: int, device: str) -> Prediction | None:
-        """What the step under way is expected to take on a device; None: this policy predicts nothing of it."""
+        """What the step under way is expected to take on a device; None: nothing is known of it."""
         return None
 
     def decisions(self, cache: int, device: str | None = None) -> list[Decision]:

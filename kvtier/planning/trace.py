@@ -316,9 +316,8 @@ def plan_args(plan: StepPlan, policy: Policy, cache: int, device: str) -> dict[s
     }
     prediction, decisions = policy.prediction(cache, device), policy.decisions(cache, device)
     if prediction is not None:
-        found["share_fetched"] = prediction.share
-        if prediction.base:
-            found |= {"predicted_seconds": prediction.seconds, "binding": prediction.binding}
+        found |= {"share_fetched": prediction.share, "predicted_seconds": prediction.seconds}
+        found["binding"] = prediction.binding
     if decisions:
         found |= {"reason": decisions[-1].reason, "decided_at_step": decisions[-1].step}
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from transformers import LlamaConfig, Qwen3NextConfig
 
 import kvtier
 from kvtier import Explanation, Policy, TieredKVCache
+from kvtier.planning.log import Logged
 from kvtier.planning.names import POLICIES
 from kvtier.planning.step import StepPlan, StepState
 from kvtier.testing import held, with_doubles
@@ -69,7 +72,7 @@ def test_predictions_are_compared_with_their_own_steps() -> None:
     def listening(state: StepState) -> StepPlan:
         found = plan(state)
         prediction = policy.prediction(state.cache, state.device)
-        expected.append(prediction.seconds if prediction is not None and prediction.base else None)
+        expected.append(prediction.seconds if prediction is not None else None)
         return found
 
     policy.plan = listening  # type: ignore[method-assign]
@@ -181,3 +184,12 @@ def test_asking_in_the_middle_of_a_forward_changes_nothing() -> None:
     F.scaled_dot_product_attention(token, view, view)
     cache.crop(0)
     cache.check_integrity()
+
+
+def test_a_policy_that_is_logged_is_explained_as_without_the_log(tmp_path: Path) -> None:
+    cache = spilled(Logged(POLICIES["adaptive"](0.5), tmp_path / "log"))
+    decode(cache, 12)
+    found = cache.explain()
+    assert found.decision is not None
+    assert found.predicted
+    assert "host" in found.analysis[0].learned
