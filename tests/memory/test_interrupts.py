@@ -25,7 +25,7 @@ from kvtier.memory.layout import BlockLayout
 from kvtier.memory.pool import BlockPool, Slab
 from kvtier.memory.slabs import Budget, SlabAllocator
 from kvtier.stats import Counters
-from kvtier.testing import held, with_doubles
+from kvtier.testing import held, throttled, with_doubles
 from kvtier.transfer.copies import Copy, Span
 from kvtier.transfer.engine import Direction, InlineTransfers
 
@@ -91,6 +91,8 @@ class World:
         self.memory = TieredMemory(device_budget=(16 if host_attention else 24) * SLOT, host_budget=60 * SLOT)
         if engine == "held":
             with_doubles(self.memory, held(0, 0.5))
+        elif engine == "throttled":
+            with_doubles(self.memory, throttled(up=50e6))
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randn(2, 1, HEADS, TOKENS + 12, DIM, generator=generator)
         self.caches = [
@@ -233,7 +235,7 @@ def lines(name: str, engine: str, number: int) -> list[int]:
     return sorted({i * last // number for i in range(number)})
 
 
-@pytest.mark.parametrize("engine", ["inline", "held"])
+@pytest.mark.parametrize("engine", ["inline", "held", "throttled"])
 @pytest.mark.parametrize("name", ACTS)
 def test_what_is_cut_short_loses_nothing(name: str, engine: str) -> None:
     for at in lines(name, engine, 6):
@@ -241,7 +243,7 @@ def test_what_is_cut_short_loses_nothing(name: str, engine: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["inline", "held"])
+@pytest.mark.parametrize("engine", ["inline", "held", "throttled"])
 @pytest.mark.parametrize("name", ACTS)
 def test_what_is_cut_short_at_any_line_loses_nothing(name: str, engine: str) -> None:
     for at in lines(name, engine, 400):

@@ -28,6 +28,7 @@ from kvtier.testing import failing, with_doubles
 from kvtier.transfer.copies import Copy
 from kvtier.transfer.doubles import HeldTransfers
 from kvtier.transfer.engine import Event, Transfer
+from kvtier.transfer.throttled import Link, Moment, ThrottledTransfers
 
 CPU = torch.device("cpu")
 #: Tokens at which a cache is cropped, so that walks stay fast.
@@ -103,6 +104,20 @@ class Asynchronous(Watched):
         return LateMark(self._random)
 
 
+class Busy(ThrottledTransfers):
+    """Copies that take their time behind a device that is given work whenever somebody asks where it is."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        super().__init__(device, Link(100e6, 100e6, 20e-6 * (seed % 4)), poison=True)
+        self.clock.running = seed % 2 == 1
+        self._random = random.Random(seed)
+
+    def mark(self) -> Moment | None:
+        """A point some time from now."""
+        self.clock.run(self._random.choice((0.0, 5e-5, 5e-4)))
+        return super().mark()
+
+
 #: Makes the engine of a walk from its seed.
 ENGINES: dict[str, Callable[[int], EngineFactory]] = {
     "inline": lambda seed: default_engine,
@@ -111,6 +126,7 @@ ENGINES: dict[str, Callable[[int], EngineFactory]] = {
     "late": lambda seed: lambda device: Watched(device, seed, 0.2, late=True),
     "asynchronous": lambda seed: lambda device: Asynchronous(device, seed, 0.2, late=True),
     "failing": lambda seed: failing(0.1, seed),
+    "throttled": lambda seed: lambda device: Busy(device, seed),
 }
 
 

@@ -14,7 +14,7 @@ from kvtier.memory.layout import BlockLayout
 from kvtier.memory.pool import BlockPool
 from kvtier.memory.slabs import Budget, SlabAllocator
 from kvtier.stats import Counters
-from kvtier.testing import FailingTransfers, HeldTransfers, failing, held
+from kvtier.testing import FailingTransfers, HeldTransfers, failing, held, throttled
 from kvtier.transfer.copies import Copy, TensorCopy, joined
 from kvtier.transfer.engine import Direction, InlineTransfers, State, Transfer, TransferEngine
 
@@ -61,6 +61,7 @@ ENGINES: dict[str, Callable[[], TransferEngine]] = {
     "held_none": lambda: held(3, 1.0)(CPU),
     "held_late": lambda: held(3, 0.5, late=True)(CPU),
     "failing_never": lambda: failing(0.0)(CPU),
+    "throttled": lambda: throttled(up=1e6, down=1e6, poison=True)(CPU),
 }
 
 
