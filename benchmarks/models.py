@@ -57,6 +57,18 @@ LLAMA_12X128: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
+#: What a CPU computes of this model is little against its KV: for links and devices that are emulated.
+LLAMA_6X32: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+}
 #: The same models made small, to run everything on any machine. The layers stay: budgets depend on their number.
 TINY: dict[str, Any] = {
     "vocab_size": 512,
@@ -70,6 +82,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_0_6B,
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-12x128": LLAMA_12X128,
+    "llama-6x32": LLAMA_6X32,
     "qwen3-tiny": QWEN3_0_6B | TINY,
     "llama-tiny": LLAMA_3_1_8B | TINY,
 }

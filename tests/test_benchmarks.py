@@ -19,7 +19,7 @@ from benchmarks.contenders import STATS, Case, contender, tier_facts
 from benchmarks.models import SHAPES, Geometry, config_of
 from benchmarks.neighbour import Neighbour
 from benchmarks.records import Recorder, read, turns_of
-from benchmarks.scenarios import hotpath
+from benchmarks.scenarios import hotpath, planner
 from benchmarks.scenarios.decode import fit
 from benchmarks.turns import Outcome, compare
 
@@ -128,6 +128,39 @@ def test_the_targets_of_the_hot_path_are_computed_within_rounds() -> None:
     assert [target.verdict for target in found][2:] == ["no figure", "no figure"]
     assert [target.figure for target in hotpath.step_targets({"dynamic": base, "kvtier": host})][-1] == 8.0
     assert [target.figure for target in hotpath.step_targets({"kvtier": host})] == [None, None]
+
+
+def test_policies_are_compared_on_an_emulated_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LEARN": 2, "SETTLE": 1, "STEPS": 24, "SHOWN": 4, "LINEAR": 1e-4, "BLOCK": 16}.items():
+        monkeypatch.setattr(planner, name, value)
+    threads, out = torch.get_num_threads(), tmp_path / "r.jsonl"
+    arguments = ["--quick", "--device=cpu", "--rounds=1", "--new-tokens=3", "--contexts=256"]
+    assert main(["planner", *arguments, f"--out={out}"]) == 0
+    found = read(out)
+    assert {r["status"] for r in found} == {"ok"}
+    shares = [r for r in found if "contender" in r and "link" in r["workload"] and "change" not in r["workload"]]
+    assert [r["contender"] for r in shares[:7]] == [*planner.POLICIES, "share 20%", "share 50%", "share 80%"]
+    facts = {r["contender"]: r["facts"] for r in shares[:7]}
+    assert facts["all-fetch"]["bytes_up_per_step"] > facts["share 50%"]["bytes_up_per_step"] > 0
+    assert facts["all-attend"]["bytes_up_per_step"] == 0
+    assert facts["all-attend"]["host_bytes_per_step"] > facts["share 50%"]["host_bytes_per_step"]
+    assert shares[7]["contender"] == "resident"
+    assert [r["contender"] for r in found if "change" in r.get("workload", {})] == [
+        "adaptive",
+        "share 20%",
+        "share 40%",
+    ]
+    targets = [r["target"] for r in found if "target" in r]
+    assert len(targets) == 6
+    assert all(r["figure"] for r in found if "target" in r)
+    assert torch.get_num_threads() == threads
+
+
+def test_steps_until_a_limit_are_counted_by_medians() -> None:
+    seconds = [4.0] * 20 + [1.0] * 20
+    seconds[30] = 9.0  # one that somebody else delayed
+    assert planner.steps_until(seconds, 2.0) == 20 - planner.SHOWN // 2 + 1
+    assert planner.steps_until(seconds, 0.5) == float("inf")
 
 
 def test_a_tiered_cache_says_all_that_records_have_of_it() -> None:
