@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.planning.costs import CostModel, Decision, Prediction
+from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
 from kvtier.planning.policy import Candidate, Policy, Victims
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 

@@ -103,3 +103,16 @@ def test_after_close_the_policy_decides_on(tmp_path: Path) -> None:
     logged.close()
     assert real_run(logged) == real_run(Adaptive())
     assert len((tmp_path / "decisions.jsonl").read_text().splitlines()) == 1
+
+
+def test_rates_that_a_memory_found_in_a_profile_are_part_of_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    logged = Logged(Adaptive(), path)
+    logged.use_rates("simulated", Rates(up=3e9, host=90e9, measured=True))
+    load = Load(16, 2e-4, 262144, 64, 8192, 4, 16 * 4 * 8192 * 4096 * 6 // 10)
+    Simulation(logged, Machine(Rates(), noise=0.02), load).run(40)
+    logged.close()
+    assert replay(path, Adaptive()).differences == []
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(x for x in lines if "use_rates" not in x))
+    assert replay(path, Adaptive()).differences
