@@ -113,8 +113,8 @@ test-oldest: $(OLDEST)/.ready if-native ## run the tests on the oldest supported
 	$(call RUN_TESTS,$(OLDEST))
 
 soak: $(NEWEST)/.ready if-native ## slow tests, and random walks and searches for longer than in the tests, about an hour, seeded
-	KVTIER_TEST_OPERATIONS=300000 KVTIER_TEST_CASES=2000 $(call RUN_PYTEST,$(NEWEST),tests/memory/test_shared_memory.py \
-		tests/memory/test_memory_threads.py tests/hf/test_needed.py)
+	KVTIER_TEST_OPERATIONS=100000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 $(call RUN_PYTEST,$(NEWEST),tests/memory/test_shared_memory.py \
+		tests/memory/test_memory_threads.py tests/hf/test_needed.py tests/planning/test_adaptive.py)
 	$(call RUN_PYTEST,$(NEWEST),-m slow)
 
 check: $(NEWEST)/.ready native ## format, lint, types and import rules, and that the native library compiles
