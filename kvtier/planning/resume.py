@@ -1,0 +1,521 @@
+"""On resume: what of a conversation's prefix is kept, loaded, recomputed, or attended to on the host.
+
+The model. A forward of `layers` layers computes the new tokens; what of the prefix is not on the device either comes
+over the link, layer by layer, while the device computes (Pensieve, section 4.3), or is computed again, which needs
+only what is before it. So a head may be recomputed while the tail is loaded (published as Cake: from both ends). What
+was dropped has to be recomputed; where it ends the prefix, that is a part of the new tokens' prefill (Pensieve,
+section 4.3).
+
+Prefill costs more the later its tokens are, loading a token costs the same everywhere: of what is in one tier, it is
+always a head that is recomputed and a tail that is loaded. With `F(s)`, the device's work, and `G(s)`, the end of the
+loads and what follows them, for a head of `s` tokens, the time to the first token is
+
+    T(s) = max(F(s), G(s))      F never falls and G never rises with s
+
+so that the best `s` is where they cross: found by bisection, each look at the runs once. What is on disk has a price
+and so a split point of its own, around that. The choice between swapping and recomputing whole sequences by what both
+cost is AdaptiveLLM's (section 3.4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from kvtier.planning.costs import Rates
+
+#: Where a run of blocks is.
+Where = Literal["device", "host", "disk", "dropped"]
+#: What is done with it.
+Verb = Literal["keep", "load", "recompute", "attend"]
+
+#: What prices are wrong by, where nobody has measured them.
+ESTIMATED = 0.25
+#: What the best prices are wrong by: nothing takes as long twice.
+CERTAIN = 0.01
+#: A decision is left for another that promises so much less.
+HYSTERESIS = 0.02
+
+
+#: Seconds of a forward of so many tokens of one row on so many cached ones: a fixed part, which is what no tokens take,
+#: and parts that grow with the tokens and with the pairs that attend to each other (AdaptiveLLM, section 3.2).
+PrefillSeconds = Callable[[int, int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRun:
+    """Neighbouring blocks of a conversation's prefix that are in one place.
+
+    Attributes:
+        where: "device"; "host"; "disk": only there; "dropped": nowhere.
+        tokens: per row.
+        nbytes: of one layer, of all rows together.
+    """
+
+    where: Where
+    tokens: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A conversation that goes on.
+
+    Attributes:
+        runs: of its prefix, in token order.
+        new: tokens per row to prefill behind it, at least 1.
+        layers: of the model.
+        batch: rows.
+        block: tokens of a block; splits are between blocks.
+        host_queries: new tokens per row up to which host threads can attend; 0: they cannot.
+    """
+
+    runs: Sequence[PrefixRun]
+    new: int
+    layers: int
+    batch: int = 1
+    block: int = 64
+    host_queries: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What things take on this machine.
+
+    Attributes:
+        prefill: seconds of a forward of one row, from its tokens and the cached ones.
+        up: bytes per second over the link to the device.
+        disk: bytes per second from disk to the host.
+        host: bytes of KV per second that host threads attend to.
+        copy_overhead: seconds that one layer's load of one run takes besides.
+        host_overhead: seconds that one layer's host attention takes besides.
+        chunk: tokens of a forward at the most, over all rows (chunked prefill); 0: any number.
+        error: what predictions from these are wrong by, as a share.
+    """
+
+    prefill: PrefillSeconds
+    up: float
+    disk: float = 2e9
+    host: float = 60e9
+    copy_overhead: float = 10e-6
+    host_overhead: float = 60e-6
+    chunk: int = 0
+    error: float = 0.0
+
+    @classmethod
+    def of(cls, rates: Rates, prefill: PrefillSeconds, *, disk: float = 2e9) -> Prices:
+        """From the rates of a machine; where these are estimates, with the error of estimates."""
+        return cls(
+            prefill,
+            rates.up,
+            disk,
+            rates.host,
+            rates.copy_overhead,
+            rates.host_overhead,
+            error=0.05 if rates.measured else ESTIMATED,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """What others have asked of the machine.
+
+    Attributes:
+        link, disk, device: seconds until what is queued there is done.
+        link_share, disk_share, device_share: of the rate, that is left meanwhile: 1 is all. A batch that decodes takes
+            some of the device, its fetches some of the link.
+    """
+
+    link: float = 0.0
+    disk: float = 0.0
+    device: float = 0.0
+    link_share: float = 1.0
+    disk_share: float = 1.0
+    device_share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is done with tokens of the prefix, and what each way would take for them alone.
+
+    Attributes:
+        verb: "keep", "load", "recompute" or "attend".
+        where: they are.
+        start, stop: tokens of the prefix.
+        nbytes: of one layer.
+        seconds: by verb, of the link (or disk), the device, or the host; without what cannot be done.
+    """
+
+    verb: Verb
+    where: Where
+    start: int
+    stop: int
+    nbytes: int
+    seconds: dict[str, float]
+
+
+@dataclass(slots=True)
+class ResumePlan:
+    """A decision, and why.
+
+    Attributes:
+        choices: for the prefix, in token order.
+        seconds: predicted until the new tokens are computed.
+        alternatives: the same if all that may be is "load"ed, "recompute"d, or "attend"ed to on the host, and "split",
+            the best of all, before the margin for errors.
+        device, link, disk: seconds of work, without what others have queued there.
+        binding: what makes it as long as it is: "device", "link", "disk" or "host".
+        reason: "only" (there is no choice), "split", "simple" (one way for all of it), "margin" (more would be gained
+            if prices were right), or "before" (another decision does not promise enough more).
+        recomputed, attended: tokens that are on the host or on disk and are recomputed, or attended to on the host.
+    """
+
+    choices: list[Choice]
+    seconds: float
+    alternatives: dict[str, float]
+    device: float
+    link: float
+    disk: float
+    binding: str
+    reason: str
+    recomputed: int
+    attended: int
+    settings: _Setting = field(repr=False, default=(0, 0, 0))
+
+    def explain(self) -> str:
+        """One sentence."""
+        others = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in sorted(self.alternatives.items()))
+        parts = ", ".join(f"{x.verb} [{x.start}, {x.stop}) ({x.where})" for x in self.choices) or "nothing to restore"
+        return f"{parts}: {self.seconds * 1e3:.3g} ms, bound by the {self.binding} ({self.reason}; all of it: {others})"
+
+
+#: Blocks of the host's runs and of the disk's that are recomputed, from the first on; and of the host's that host
+#: threads attend to, from the last on.
+_Setting = tuple[int, int, int]
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What a setting gives.
+
+    Attributes:
+        seconds: until the new tokens are computed.
+        compute: the device's work alone, behind what others have queued there.
+        link, disk: seconds of work.
+        bound_by_host: whether the last forward waits for the host's attention.
+    """
+
+    seconds: float
+    compute: float
+    link: float
+    disk: float
+    bound_by_host: bool
+
+
+def decide(what: Resume, prices: Prices, busy: Busy | None = None, *, before: ResumePlan | None = None) -> ResumePlan:
+    """Choose for each run of a prefix what is done with it, so that the new tokens are computed soonest.
+
+    The work grows with the runs, and with the logarithm of the blocks.
+
+    Args:
+        what: the conversation.
+        prices: of the machine. The decision is such that an error of prices cannot make it worse than the better of
+            loading all and recomputing all, as long as there is such a decision.
+        busy: what others have asked for; None: nothing.
+        before: what was decided about the same prefix, which is kept unless another decision promises more.
+
+    Raises:
+        ValueError: no new tokens, or sizes below 0.
+    """
+    return _Search(what, prices, busy or Busy()).decide(before)
+
+
+def always(what: Resume, prices: Prices, busy: Busy | None, verb: Literal["load", "recompute", "attend"]) -> ResumePlan:
+    """All that may be is loaded, or recomputed, or attended to on the host: to compare with."""
+    search = _Search(what, prices, busy or Busy())
+    return search.plan(search.simple().get(verb, (0, 0, 0)), "simple")
+
+
+class _Search:
+    def __init__(self, what: Resume, prices: Prices, busy: Busy) -> None:
+        if what.new < 1 or what.batch < 1 or what.layers < 1 or what.block < 1:
+            raise ValueError("A resume computes at least one new token, of one row, in one layer.")
+        if any(run.tokens < 0 or run.nbytes < 0 for run in what.runs):
+            raise ValueError("A run of a prefix has no less than 0 tokens and bytes.")
+        self.what, self.prices, self.busy = what, prices, busy
+        self.runs = [run for run in what.runs if run.tokens]
+        self.fixed = prices.prefill(0, 0)
+        self.chunk = max(prices.chunk // what.batch, 1) if prices.chunk else 0
+        size = what.block
+        self.most = {x: sum([-(-r.tokens // size) for r in self.runs if r.where == x]) for x in ("host", "disk")}
+        # Behind what is recomputed in any case, nothing but the new tokens' prefill reads the host's blocks.
+        last = max((i for i, run in enumerate(self.runs) if run.where == "dropped"), default=-1)
+        behind = self.runs[last + 1 :]
+        queries = what.new if last + 1 < len(self.runs) or last < 0 else what.new + self.runs[last].tokens
+        self.attendable = 0
+        if queries <= what.host_queries:
+            self.attendable = sum([-(-run.tokens // size) for run in behind if run.where == "host"])
+        self.seen: dict[_Setting, _Outcome] = {}
+
+    # What a setting takes
+
+    def seconds(self, tokens: int, past: int) -> float:
+        """Of the device, for a prefill of all rows."""
+        prices, batch = self.prices, self.what.batch
+        forwards = self.forwards(tokens)
+        return (forwards * self.fixed + batch * (prices.prefill(tokens, past) - self.fixed)) / self.busy.device_share
+
+    def forwards(self, tokens: int) -> int:
+        """Of a prefill in chunks."""
+        return -(-tokens // self.chunk) if self.chunk else 1
+
+    def split(self, setting: _Setting) -> list[tuple[Verb, PrefixRun, int]]:
+        """Verb, run and its tokens, in token order; a run in two or three parts where it is split."""
+        heads, tail, size = {"host": setting[0], "disk": setting[1]}, setting[2], self.what.block
+        loaded = self.most["host"] - setting[2]  # blocks of the host before those that are attended to there
+        found: list[tuple[Verb, PrefixRun, int]] = []
+        for run in self.runs:
+            if run.where in ("device", "dropped"):
+                found.append(("keep" if run.where == "device" else "recompute", run, run.tokens))
+                continue
+            blocks, left = -(-run.tokens // size), run.tokens
+            head = min(heads[run.where], blocks)
+            heads[run.where] -= head
+            cuts: list[tuple[Verb, int]] = [("recompute", head)]
+            if run.where == "host":
+                middle = min(max(loaded - head, 0), blocks - head) if tail else blocks - head
+                loaded -= head + middle
+                cuts += [("load", middle), ("attend", blocks - head - middle)]
+            else:
+                cuts.append(("load", blocks - head))
+            for verb, count in cuts:
+                tokens = min(count * size, left)
+                left -= tokens
+                if tokens:
+                    found.append((verb, run, tokens))
+        return found
+
+    def outcome(self, setting: _Setting) -> _Outcome:
+        """Play the device, the link and the disk: forwards one after the other, each behind the loads that it reads."""
+        found = self.seen.get(setting)
+        if found is None:
+            found = self.seen[setting] = self._play(self.split(setting))
+        return found
+
+    def _play(self, parts: Sequence[tuple[Verb, PrefixRun, int]]) -> _Outcome:
+        what, prices, busy = self.what, self.prices, self.busy
+        layers = what.layers
+        clock, link, disk = busy.device, busy.link, busy.disk
+        compute, came = busy.device, max(link, disk)
+        up, read = prices.up * busy.link_share, prices.disk * busy.disk_share
+        position = again = 0
+        hosted, bound_by_host = 0.0, False
+        piece = loads = link_work = disk_work = 0.0
+
+        def forward(tokens: int, past: int, last: bool) -> None:
+            """The next forward: layer by layer, each layer when what it reads has come."""
+            nonlocal clock, compute, came, loads, bound_by_host
+            seconds = self.seconds(tokens, past)
+            first = self.seconds(min(tokens, self.chunk or tokens), past)
+            if last and hosted:
+                own = prices.host_overhead + hosted / prices.host
+                bound_by_host = own > seconds / layers
+                seconds = first = layers * max(seconds / layers, own)
+            start = clock
+            if loads:
+                there = max(link, disk + piece)
+                start = max(start, came + (there - came) / layers, there + first / layers - first)
+                came, loads = there, 0.0
+            clock = start + seconds
+            compute += seconds
+
+        for verb, run, tokens in parts:
+            if verb == "recompute":
+                again += tokens
+                position += tokens
+                continue
+            if again:
+                if hosted:
+                    return _Outcome(math.inf, math.inf, 0.0, 0.0, True)  # more queries than host threads attend for
+                forward(again, position - again, last=False)
+                again = 0
+            position += tokens
+            nbytes = run.nbytes * tokens / run.tokens
+            if verb == "attend":
+                hosted += nbytes
+            elif verb == "load":
+                seconds = layers * (prices.copy_overhead + nbytes / up)
+                link, link_work, loads = link + seconds, link_work + seconds, loads + seconds
+                if run.where == "disk":
+                    seconds = layers * nbytes / read
+                    disk, disk_work = disk + seconds, disk_work + seconds
+                    piece = nbytes / up  # a layer's, which is read from disk before it passes the link
+        if hosted and again + what.new > what.host_queries:
+            return _Outcome(math.inf, math.inf, 0.0, 0.0, True)
+        forward(again + what.new, position - again, last=True)
+        return _Outcome(clock, compute, link_work, disk_work, bound_by_host)
+
+    # Searching
+
+    def simple(self) -> dict[str, _Setting]:
+        """One way for all that may go that way."""
+        found: dict[str, _Setting] = {"load": (0, 0, 0), "recompute": (self.most["host"], self.most["disk"], 0)}
+        if self.attendable:
+            found["attend"] = (0, 0, self.attendable)
+        return found
+
+    def cross(self, disk: int, attended: int) -> _Setting:
+        """The best head of the host's runs for these others: where the device's work becomes the longer part."""
+        low, high = 0, self.most["host"] - attended
+        while low < high:
+            middle = (low + high) // 2
+            if self.bound_by_device((middle, disk, attended)):
+                high = middle
+            else:
+                low = middle + 1
+        return min(((max(low - 1, 0), disk, attended), (low, disk, attended)), key=self.rank)
+
+    def bound_by_device(self, setting: _Setting) -> bool:
+        """Whether nothing but the device's own work is waited for."""
+        found = self.outcome(setting)
+        return found.seconds <= found.compute * (1 + 1e-12)
+
+    def best(self) -> _Setting:
+        """The setting that takes least."""
+        found = [self.lowest(lambda k: self.cross(k, 0), self.most["disk"])]
+        if self.attendable:
+            for disk in {0, self.most["disk"]}:
+                found.append(self.lowest(partial(self.cross, disk), self.attendable))
+        found += self.simple().values()
+        best = min(found, key=self.rank)
+        while True:
+            # A forward more or less, where runs meet or a chunk is full, is a step in what is otherwise smooth.
+            better = min(filter(self.is_possible, self.near(best)), key=self.rank)
+            if self.outcome(better).seconds >= self.outcome(best).seconds * (1 - 1e-9):
+                return best
+            best = better
+
+    def near(self, setting: _Setting) -> list[_Setting]:
+        """It, and others that are some blocks or the next end of a run away."""
+        host, disk, attended = setting
+        ends: list[int] = []
+        for where, now in (("host", host), ("disk", disk)):
+            total, below, above = 0, 0, self.most[where]
+            for run in self.runs:
+                if run.where == where:
+                    total += -(-run.tokens // self.what.block)
+                    below = total if total < now else below
+                    above = min(above, total) if total > now else above
+            ends += (below, above)
+        found = [setting, *((x, disk, attended) for x in ends[:2]), *((host, x, attended) for x in ends[2:])]
+        for i in (-2, -1, 1, 2):
+            found += [(host + i, disk, attended), (host, disk + i, attended), (host, disk, attended + i)]
+            found += [(host + i, disk - i, attended), (host + i, disk, attended - i)]
+        return found
+
+    def rank(self, setting: _Setting) -> tuple[float, _Setting]:
+        """Of what takes as long the least work of the device: others wait for it."""
+        return self.outcome(setting).seconds, setting
+
+    def lowest(self, setting_of: Callable[[int], _Setting], most: int) -> _Setting:
+        """The best of the settings 0 to `most`, whose seconds first fall and then rise."""
+        low, high = 0, most
+
+        def at(i: int) -> float:
+            return self.outcome(setting_of(i)).seconds
+
+        while high - low > 2:
+            middle = (low + high) // 2
+            if at(middle) <= at(middle + 1):
+                high = middle
+            else:
+                low = middle + 1
+        # Its ends are apart by what a forward of its own takes.
+        return min(map(setting_of, {*range(low, high + 1), 0, most}), key=self.rank)
+
+    def decide(self, before: ResumePlan | None) -> ResumePlan:
+        """See `decide`."""
+        best, simple = self.best(), self.simple()
+        chosen, reason = self.safe(best, simple)
+        if before is not None and self.is_possible(before.settings):
+            had = self.outcome(before.settings).seconds
+            if had <= self.outcome(chosen).seconds * (1 + max(HYSTERESIS, self.prices.error)):
+                chosen, reason = before.settings, "before"
+        if not (self.most["host"] or self.most["disk"]):
+            reason = "only"
+        found = self.plan(chosen, reason)
+        found.alternatives["split"] = self.outcome(best).seconds
+        return found
+
+    def is_possible(self, setting: _Setting) -> bool:
+        """Whether a setting is one of this prefix."""
+        host, disk, attended = setting
+        return (
+            min(setting) >= 0
+            and host + attended <= self.most["host"]
+            and disk <= self.most["disk"]
+            and attended <= self.attendable
+            and self.outcome(setting).seconds < math.inf
+        )
+
+    def safe(self, best: _Setting, simple: dict[str, _Setting]) -> tuple[_Setting, str]:
+        """A setting that is no worse than loading all and recomputing all, whatever prices are wrong by; where none is
+        sure to gain anything, the better of these."""
+        name = min(("load", "recompute"), key=lambda x: self.outcome(simple[x]).seconds)
+        if best == simple[name]:
+            return best, "simple"
+        error = max(self.prices.error, CERTAIN)
+        limit = self.outcome(simple[name]).seconds * (1 - error) / (1 + error)
+        if self.outcome(best).seconds <= limit:
+            return best, "simple" if best in simple.values() else "split"
+        host, disk, attended = best
+        if name == "load" and not (disk or attended):
+            # The longest head that is recomputed before all could have been loaded.
+            low, high = 0, host
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if self.outcome((middle, 0, 0)).compute <= limit else (low, middle - 1)
+            return ((low, 0, 0), "margin") if low else (simple[name], "margin")
+        return simple[name], "margin"
+
+    # The answer
+
+    def plan(self, setting: _Setting, reason: str) -> ResumePlan:
+        """A setting as a plan, with what the others would take."""
+        what, prices, busy = self.what, self.prices, self.busy
+        parts, found = self.split(setting), self.outcome(setting)
+        choices: list[Choice] = []
+        start = recomputed = attended = 0
+        for verb, run, tokens in parts:
+            nbytes = run.nbytes * tokens // run.tokens
+            seconds = {} if run.where == "device" else {"recompute": self.seconds(tokens, start)}
+            if run.where in ("host", "disk"):
+                load = nbytes / (prices.up * busy.link_share)
+                if run.where == "disk":
+                    load = max(load, nbytes / (prices.disk * busy.disk_share))
+                seconds["load"] = what.layers * (prices.copy_overhead + load)
+                recomputed += tokens if verb == "recompute" else 0
+                attended += tokens if verb == "attend" else 0
+            if run.where == "host" and self.attendable:
+                seconds["attend"] = what.layers * (prices.host_overhead + nbytes / prices.host)
+            choices.append(Choice(verb, run.where, start, start + tokens, nbytes, seconds))
+            start += tokens
+        binding = "host" if found.bound_by_host else "device"
+        if not self.bound_by_device(setting):
+            binding = "disk" if busy.disk + found.disk > busy.link + found.link else "link"
+        return ResumePlan(
+            choices,
+            found.seconds,
+            {name: self.outcome(x).seconds for name, x in self.simple().items()},
+            found.compute - busy.device,
+            found.link,
+            found.disk,
+            binding,
+            reason,
+            recomputed,
+            attended,
+            setting,
+        )
