@@ -474,7 +474,7 @@ class Forward:
     def _state(self, schedule: Schedule, device: ComputeDevice, tokens: int) -> StepState:
         """What a policy sees of a step on a device."""
         hosted = [self._in_place(reader.layer, tokens) for reader in schedule.readers]
-        state = schedule.state(tokens, hosted, self._last)
+        state = schedule.state(tokens, hosted, self._last, by_rows=self.memory.policy.by_rows)
         state.cache, state.device, state.model_layers = self._held.owner.number, device.name, len(self.readers)
         state.overlaps = device.engine.asynchronous
         return state

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier.attention.reader import LayerReader
-from kvtier.memory.block import State
+from kvtier.errors import ConfigError
+from kvtier.memory.block import Run, State
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
+from kvtier.tables.table import distinct
 
 
 class Schedule:
@@ -21,23 +23,26 @@ class Schedule:
         self._place = {reader.layer: i for i, reader in enumerate(self.readers)}
         self._plans: list[LayerPlan] = [LayerPlan() for _ in self.readers]
         self._ahead = 0
+        self._leaves = False
         # For each layer, whether all that was planned was fetched for its next use.
         self._complete: list[bool] = [False for _ in self.readers]
 
     @property
     def active(self) -> bool:
-        """Whether the step's plan has fetches."""
-        return self._ahead > 0
+        """Whether the step's plan has something to do behind a layer."""
+        return self._ahead > 0 or self._leaves
 
-    def state(self, tokens: int, hosted: Sequence[bool], last: StepRecord | None) -> StepState:
-        """What a policy sees. The caller holds the lock."""
+    def state(
+        self, tokens: int, hosted: Sequence[bool], last: StepRecord | None, *, by_rows: bool = False
+    ) -> StepState:
+        """What a policy sees; `by_rows`: what rows hold, too. The caller holds the lock."""
         device = self.readers[0].device
         assert device.slabs is not None
         layers = []
         for reader, host_attention in zip(self.readers, hosted, strict=True):
             layer = reader.layer
-            fetched = reader.fetched_blocks
             on_device = layer.blocks.evictable + layer.blocks.counts[State.ARRIVING]
+            fetched = min(reader.fetched_blocks, on_device)  # whoever needed room has taken some of them back
             layers.append(
                 LayerState(
                     layer.index,
@@ -50,13 +55,42 @@ class Schedule:
                 )
             )
         free = device.slabs.budget.free + sum(p.free * p.layout.nbytes for p in device.device_pools)
-        return StepState(tokens, layers, free, device.slabs.budget.limit, last)
+        found = StepState(tokens, layers, free, device.slabs.budget.limit, last)
+        if by_rows:
+            found.row_bytes, found.row_spilled = self._rows()
+        return found
+
+    def _rows(self) -> tuple[list[int], list[int]]:
+        """Bytes of each row's sealed blocks, and of those on the host only; what rows share counts for the first."""
+        size = max([len(reader.layer.rows) for reader in self.readers])
+        total, spilled = [0] * size, [0] * size
+        for reader in self.readers:
+            nbytes, seen = reader.layer.layout.nbytes, set[Run]()
+            for row, table in enumerate(reader.layer.rows):
+                for run in table.resolve():
+                    if run not in seen and run.sealed:
+                        seen.add(run)
+                        total[row] += run.count * nbytes
+                        spilled[row] += run.count * nbytes if run.state is State.HOST else 0
+        return total, spilled
 
     def begin(self, plan: StepPlan) -> None:
-        """A step begins: fetch what is due before its first layer. The caller holds the lock."""
+        """A step begins: fetch what is due before its first layer. The caller holds the lock.
+
+        Raises:
+            ConfigError: it is a plan for another number of layers.
+        """
+        if len(plan.layers) != len(self.readers):
+            raise ConfigError(
+                f"The policy has planned {len(plan.layers)} layers where {len(self.readers)} were asked for."
+            )
         self._plans = plan.layers
         self._ahead = max((x.ahead for x in plan.layers if x.fetch), default=0)
+        self._leaves = any([x.leave > 0 for x in plan.layers])
         self._complete = [False] * len(self.readers)
+        if plan.on_host is not None:
+            for reader in self.readers:
+                self._move_rows(reader, plan.on_host)
         for reader, each in zip(self.readers, plan.layers, strict=True):
             reader.keep = each.keep
         if plan.reserve:
@@ -70,6 +104,9 @@ class Schedule:
         place = self._place[reader.layer]
         if reader.fetched:
             reader.retire()
+        if self._plans[place].leave > 0:
+            blocks = reader.layer.blocks
+            reader.device.leave(list(blocks.resident), self._plans[place].leave)
         self._complete[place] = False
         if self._ahead:
             self._advance(place)
@@ -98,6 +135,16 @@ class Schedule:
         reader.expect(got)
         reader.counters.prefetched += count
         return count >= most
+
+    @staticmethod
+    def _move_rows(reader: LayerReader, on_host: Collection[int]) -> None:
+        """Let these rows' sealed blocks be on the host and all others on the device, as far as there is room."""
+        layer = reader.layer
+        staying = distinct([table for row, table in enumerate(layer.rows) if row not in on_host])
+        leaving = [run for run in layer.runs() if run not in staying and run.sealed and run.device is not None]
+        reader.device.leave(leaving, layer.count)
+        coming = [run for run in staying if run.state is State.HOST]
+        reader.device.fetch(coming, layer.count, layer.blocks, evict=False)
 
     def drop(self) -> None:
         """Rows, lengths or layers changed: what was fetched is like any block on the device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -182,7 +182,7 @@ class ComputeDevice:
         if self.slabs is not None:
             used = sum([pool.used * pool.layout.nbytes for pool in self.device_pools])
             due = self.policy.write_back(used, self.slabs.budget.limit, run.count)
-            if due:
+            if due > 0:
                 # Ahead of need: what cannot be copied now is copied when it has to leave.
                 with contextlib.suppress(BudgetError, TransferError):
                     self.write_back(run.blocks, due)
@@ -241,6 +241,8 @@ class ComputeDevice:
         left = 0
         if candidates:
             for candidate, blocks, latest_first in self.policy.victims(candidates, count):
+                if not any(candidate is each for each in candidates):
+                    continue  # it was not asked about that: it may be being read
                 assert isinstance(candidate, BlockSet)
                 left += self.evict_from(candidate, min(blocks, count - left), latest_first=latest_first)
                 if left >= count:
@@ -257,6 +259,31 @@ class ComputeDevice:
                 run = parts[1] if latest_first else parts[0]
             left += run.count
             self.evict_run(run)
+        return left
+
+    def leave(self, runs: Collection[Run], most: int) -> int:
+        """Let up to `most` blocks of runs leave the device, without waiting for anything. Returns how many left.
+
+        Those without a host copy get one, as far as the host has room, and can leave later.
+        """
+        left = 0
+        if runs:
+            self.poll()  # copies that have ended
+        for run in runs:
+            for part in list(run.leaves()):  # making room on the host may have cut it
+                if most <= 0:
+                    return left
+                if part.state not in (State.DEVICE, State.BOTH):
+                    continue
+                first = residency.cut(part, most)[0] if part.count > most else part
+                most -= first.count
+                if first.state is State.DEVICE:
+                    with contextlib.suppress(BudgetError, TransferError):
+                        self._write_back_run(first)
+                for copied in list(first.leaves()):
+                    if copied.state is State.BOTH:
+                        residency.evict(copied, self.fence(copied.blocks))
+                        left += copied.count
         return left
 
     def evict_run(self, run: Run) -> None:

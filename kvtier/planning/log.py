@@ -49,7 +49,7 @@ class Logged(Policy):
 
     def __init__(self, policy: Policy, path: str | Path) -> None:
         super().__init__(write_through=policy.write_through, ahead=policy.ahead)
-        self.policy = policy
+        self.policy, self.by_rows = policy, policy.by_rows
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - it stays open as long as the policy serves
         self._write({"log": _FORMAT, "policy": type(policy).__qualname__})
 

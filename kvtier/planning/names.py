@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from kvtier.errors import ConfigError
 from kvtier.planning.adaptive import Adaptive
+from kvtier.planning.neo import WholeSequences
+from kvtier.planning.pie import WholeLayers
 from kvtier.planning.policy import WRITE_THROUGH, Policy
 from kvtier.planning.shares import FixedShare
 
@@ -15,6 +17,8 @@ POLICIES: dict[str, Callable[[float], Policy]] = {
     "adaptive": lambda share: Adaptive(write_through=share),
     "all-attend": lambda share: FixedShare(0.0, write_through=share),
     "all-fetch": lambda share: FixedShare(1.0, write_through=share),
+    "pie": lambda share: WholeLayers(write_through=share),
+    "neo": lambda share: WholeSequences(write_through=share),
 }
 
 

@@ -70,6 +70,9 @@ class Policy:
         ahead: layers ahead of its use at which a fetch may begin.
     """
 
+    #: Whether `StepState.row_bytes` and `row_spilled` are asked for: they take a look at every row's table.
+    by_rows = False
+
     def __init__(self, *, write_through: float = WRITE_THROUGH, ahead: int = AHEAD) -> None:
         self.write_through = write_through
         self.ahead = ahead

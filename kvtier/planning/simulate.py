@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvtier.planning.costs import Rates
 from kvtier.planning.policy import Policy
-from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
+from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.planning.trace import Event, plan_args, step_args, write_trace
 
 #: A context is filled in so many portions at the least.
@@ -105,6 +105,7 @@ class Simulation:
         self._tokens = load.context
         self._now = self._up = self._down = 0.0
         self._ahead = 0
+        self._on_host: set[int] = set()
         self._plan: StepPlan | None = None
         self._record = StepRecord()
         if self._slots < 2:
@@ -195,10 +196,16 @@ class Simulation:
 
     def _after(self, layer: _Layer) -> None:
         """The layer was read: its fetched blocks leave again, others are fetched."""
-        kept = min(layer.transient, self._plan.layers[layer.layer].keep) if self._plan is not None else 0
+        plan = self._plan.layers[layer.layer] if self._plan is not None else LayerPlan()
+        kept = min(layer.transient, plan.keep)
         layer.resident += kept
         layer.spilled -= kept
         self._free += layer.transient - kept
+        left = min(max(plan.leave, 0), layer.resident)
+        layer.resident -= left
+        layer.spilled += left
+        self._free += left
+        self._record.evicted += left
         layer.transient = 0
         layer.complete = False
         layer.last_used += 1
@@ -214,9 +221,18 @@ class Simulation:
         ]
         last = self.records[-1] if self.records else None
         bytes_of = self.load.block_bytes
-        return StepState(
+        state = StepState(
             1, layers, self._free * bytes_of, self.load.device_bytes, last, 1, "simulated", self.load.layers
         )
+        if self.policy.by_rows:
+            rows = self.load.sequences
+            each = sum(x.resident + x.spilled for x in self._layers) // rows * bytes_of
+            state.row_bytes = [each] * rows
+            # Whole rows first; the rest belongs to all others.
+            rest = sum(x.spilled for x in self._layers) * bytes_of - each * len(self._on_host)
+            others = max(rows - len(self._on_host), 1)
+            state.row_spilled = [each if i in self._on_host else max(rest, 0) // others for i in range(rows)]
+        return state
 
     def _begin(self) -> None:
         if self._plan is None:
@@ -224,10 +240,30 @@ class Simulation:
         self._ahead = max((x.ahead for x in self._plan.layers if x.fetch), default=0)
         for layer in self._layers:
             layer.complete = False
+        if self._plan.on_host is not None:
+            self._on_host = set(self._plan.on_host)
+            for layer in self._layers:
+                self._move_rows(layer)
         there = sum(x.transient for x in self._layers)
         self._make_room(self._plan.reserve // self.load.block_bytes - there)
         if self._ahead:
             self._advance(-1)
+
+    def _move_rows(self, layer: _Layer) -> None:
+        """Some rows' blocks are on the host, and all others on the device as far as there is room."""
+        rows = self.load.sequences
+        target = (layer.resident + layer.spilled) // rows * len(self._on_host)
+        left = max(target - layer.spilled, 0)
+        layer.resident -= left
+        layer.spilled += left
+        self._free += left
+        self._record.evicted += left
+        back = min(max(layer.spilled - target, 0) - layer.transient, self._free)
+        if back > 0:
+            self._fetch(layer, back)
+            layer.transient -= back
+            layer.resident += back
+            layer.spilled -= back
 
     def _advance(self, place: int) -> None:
         assert self._plan is not None

@@ -42,6 +42,9 @@ class StepState:
         cache: a number for the cache, the same in its records.
         device: the compute device.
         model_layers: layers of the cache on all devices.
+        row_bytes: of each row's sealed blocks in all of these layers, if the policy asks for it (`Policy.by_rows`).
+            What rows share counts for the first of them.
+        row_spilled: of these, bytes that are on the host only.
         overlaps: whether copies and host attention go on while the device computes. Without, as where a CPU emulates a
             device, fetching what the host can attend to only adds to the step.
     """
@@ -55,6 +58,8 @@ class StepState:
     device: str = "cpu"
     model_layers: int = 0
     overlaps: bool = True
+    row_bytes: list[int] = field(default_factory=list)
+    row_spilled: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -66,11 +71,14 @@ class LayerPlan:
             the host, or, where that cannot be, fetched when it is read.
         ahead: layers before this one at which the fetch may begin. It begins as early as there is room.
         keep: of the fetched blocks, how many stay on the device after their use.
+        leave: blocks that stayed so far, how many leave the device after the layer was read, the oldest first. Nobody
+            waits for it: blocks without a host copy get one, and leave the next time.
     """
 
     fetch: int = 0
     ahead: int = 0
     keep: int = 0
+    leave: int = 0
 
 
 @dataclass(slots=True)
@@ -80,10 +88,13 @@ class StepPlan:
     Attributes:
         layers: a plan for each.
         reserve: bytes of the device to keep free for what is fetched: blocks are evicted when new ones take them.
+        on_host: rows whose sealed blocks are all to be on the host, and those of all other rows on the device, as far
+            as there is room; a block that both hold is on the device. None: blocks of any row are anywhere.
     """
 
     layers: list[LayerPlan] = field(default_factory=list)
     reserve: int = 0
+    on_host: list[int] | None = None
 
 
 @dataclass(slots=True)

@@ -131,26 +131,53 @@ ENGINES: dict[str, Callable[[int], EngineFactory]] = {
 
 
 class RandomPolicy(Policy):
-    """Decides whatever a policy may decide."""
+    """Decides whatever a policy may decide.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: of the decisions.
+        wild: and what it may not: more than there is, less than nothing, what nobody has offered.
+    """
+
+    by_rows = True
+
+    def __init__(self, seed: int, *, wild: bool = False) -> None:
         super().__init__()
-        self._random = random.Random(seed)
+        self._random, self._wild = random.Random(seed), wild
+        self._offered: list[Candidate] = []
 
     def plan(self, state: StepState) -> StepPlan:
-        """Fetch some blocks of some layers, some of them for good."""
-        draw = self._random.randint
-        layers = [LayerPlan(draw(0, x.spilled), draw(0, 4), draw(0, x.spilled)) for x in state.layers]
-        return StepPlan(layers, draw(0, state.device_bytes // 6))
+        """Fetch some blocks of some layers, some of them for good; let some leave; move whole rows."""
+        layers = [
+            LayerPlan(
+                self._any(x.spilled),
+                self._any(4),
+                self._any(x.spilled),
+                self._any(x.resident) * self._random.randint(0, 1),
+            )
+            for x in state.layers
+        ]
+        rows = range(-1, len(state.row_bytes) + 1) if self._wild else range(len(state.row_bytes))
+        on_host = [row for row in rows if self._random.random() < 0.5] if self._random.random() < 0.3 else None
+        return StepPlan(layers, self._any(state.device_bytes // 6), on_host)
 
     def victims(self, candidates: Sequence[Candidate], blocks: int) -> Iterable[Victims]:
         """Blocks of any layer, from either end."""
+        if self._wild:
+            self._offered = [*self._offered[-20:], *candidates]
+            for x in self._random.choices(self._offered, k=3):
+                yield Victims(x, self._any(blocks), self._random.random() < 0.4)
         for x in self._random.sample(candidates, len(candidates)):
             yield Victims(x, x.evictable, self._random.random() < 0.4)
 
     def write_back(self, used_bytes: int, device_bytes: int, sealed: int) -> int:
         """Any number of blocks."""
-        return self._random.choice((0, 0, sealed, 2 * sealed))
+        return self._any(2 * sealed) if self._wild else self._random.choice((0, 0, sealed, 2 * sealed))
+
+    def _any(self, most: int) -> int:
+        """A number up to `most`, or any at all."""
+        if self._wild and self._random.random() < 0.4:
+            return self._random.choice((-(10**12), -1, most + 1, 10**12))
+        return self._random.randint(0, most)
 
 
 @dataclass(frozen=True)
@@ -241,7 +268,7 @@ class Walk:
         self.device, self.host = device, host
         self.counts = Counts()
         if policy is None and self.random.random() < 0.5:
-            policy = RandomPolicy(seed)
+            policy = RandomPolicy(seed, wild=self.random.random() < 0.5)
         budgets: dict[str, Any] = {
             "device_budget": self.random.choice(device),
             "host_budget": self.random.choice(host),
