@@ -93,8 +93,8 @@ class TieredKVCache(RecurrentFace):
         policy: decides what is fetched, evicted and written back: a `kvtier.Policy`, which `write_through` does not go
             with, or a name. "default" attends on the host to what is spilled; "adaptive" measures what the link and the
             host take, and shares the work between them, where copies go on while the device computes (elsewhere it is
-            the default); "all-attend" and "all-fetch" are for comparison. Without a device tier there is nothing to
-            decide.
+            the default); "all-attend", "all-fetch", "pie" and "neo" are for comparison. Without a device tier there
+            is nothing to decide.
         memory: a `kvtier.TieredMemory` that other caches may use too; budgets and policy are set there.
 
     Raises:

@@ -14,9 +14,12 @@ simulate.py   a cache under a policy on a virtual clock
 analysis.py   what binds a step, and what would change it
 explain.py    that and all else that a user is told, as a text
 trace.py      what took time, as a file that opens in Perfetto
+prefix.py     a conversation's prefix, prices, and a plan for it: data
 resume.py     what of a conversation's prefix is kept, loaded, recomputed or attended to on the host when it goes on
 simulate_resume.py  many conversations that go on at once, on a virtual clock
-rotation.py   Pie's swapping of whole layers, to compare with
+rotation.py   Pie's swapping of whole layers, on a clock of its own
+pie.py        `WholeLayers`: the same as plans of steps, to compare with
+neo.py        `WholeSequences`: each sequence on one side, to compare with
 admission.py  what a step needs, in bytes: for admission and for the error
 sizing.py     sizes of slabs, workspaces and chunks
 """

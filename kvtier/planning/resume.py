@@ -21,180 +21,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from kvtier.planning.costs import Rates
+from kvtier.planning.prefix import (
+    Busy,
+    Choice,
+    PrefixRun,
+    Prices,
+    Resume,
+    ResumePlan,
+    Setting,
+    Verb,
+    fixed_part,
+)
 
-#: Where a run of blocks is.
-Where = Literal["device", "host", "disk", "dropped"]
-#: What is done with it.
-Verb = Literal["keep", "load", "recompute", "attend"]
-
-#: What prices are wrong by, where nobody has measured them.
-ESTIMATED = 0.25
 #: What the best prices are wrong by: nothing takes as long twice.
 CERTAIN = 0.01
 #: A decision is left for another that promises so much less.
 HYSTERESIS = 0.02
-
-
-#: Seconds of a forward of so many tokens of one row on so many cached ones: a fixed part, which is what no tokens take,
-#: and parts that grow with the tokens and with the pairs that attend to each other (AdaptiveLLM, section 3.2).
-PrefillSeconds = Callable[[int, int], float]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixRun:
-    """Neighbouring blocks of a conversation's prefix that are in one place.
-
-    Attributes:
-        where: "device"; "host"; "disk": only there; "dropped": nowhere.
-        tokens: per row.
-        nbytes: of one layer, of all rows together.
-    """
-
-    where: Where
-    tokens: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """A conversation that goes on.
-
-    Attributes:
-        runs: of its prefix, in token order.
-        new: tokens per row to prefill behind it, at least 1.
-        layers: of the model.
-        batch: rows.
-        block: tokens of a block; splits are between blocks.
-        host_queries: new tokens per row up to which host threads can attend; 0: they cannot.
-    """
-
-    runs: Sequence[PrefixRun]
-    new: int
-    layers: int
-    batch: int = 1
-    block: int = 64
-    host_queries: int = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What things take on this machine.
-
-    Attributes:
-        prefill: seconds of a forward of one row, from its tokens and the cached ones.
-        up: bytes per second over the link to the device.
-        disk: bytes per second from disk to the host.
-        host: bytes of KV per second that host threads attend to.
-        copy_overhead: seconds that one layer's load of one run takes besides.
-        host_overhead: seconds that one layer's host attention takes besides.
-        chunk: tokens of a forward at the most, over all rows (chunked prefill); 0: any number.
-        error: what predictions from these are wrong by, as a share.
-    """
-
-    prefill: PrefillSeconds
-    up: float
-    disk: float = 2e9
-    host: float = 60e9
-    copy_overhead: float = 10e-6
-    host_overhead: float = 60e-6
-    chunk: int = 0
-    error: float = 0.0
-
-    @classmethod
-    def of(cls, rates: Rates, prefill: PrefillSeconds, *, disk: float = 2e9) -> Prices:
-        """From the rates of a machine; where these are estimates, with the error of estimates."""
-        return cls(
-            prefill,
-            rates.up,
-            disk,
-            rates.host,
-            rates.copy_overhead,
-            rates.host_overhead,
-            error=0.05 if rates.measured else ESTIMATED,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """What others have asked of the machine.
-
-    Attributes:
-        link, disk, device: seconds until what is queued there is done.
-        link_share, disk_share, device_share: of the rate, that is left meanwhile: 1 is all. A batch that decodes takes
-            some of the device, its fetches some of the link.
-    """
-
-    link: float = 0.0
-    disk: float = 0.0
-    device: float = 0.0
-    link_share: float = 1.0
-    disk_share: float = 1.0
-    device_share: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What is done with tokens of the prefix, and what each way would take for them alone.
-
-    Attributes:
-        verb: "keep", "load", "recompute" or "attend".
-        where: they are.
-        start, stop: tokens of the prefix.
-        nbytes: of one layer.
-        seconds: by verb, of the link (or disk), the device, or the host; without what cannot be done.
-    """
-
-    verb: Verb
-    where: Where
-    start: int
-    stop: int
-    nbytes: int
-    seconds: dict[str, float]
-
-
-@dataclass(slots=True)
-class ResumePlan:
-    """A decision, and why.
-
-    Attributes:
-        choices: for the prefix, in token order.
-        seconds: predicted until the new tokens are computed.
-        alternatives: the same if all that may be is "load"ed, "recompute"d, or "attend"ed to on the host, and "split",
-            the best of all, before the margin for errors.
-        device, link, disk: seconds of work, without what others have queued there.
-        binding: what makes it as long as it is: "device", "link", "disk" or "host".
-        reason: "only" (there is no choice), "split", "simple" (one way for all of it), "margin" (more would be gained
-            if prices were right), or "before" (another decision does not promise enough more).
-        recomputed, attended: tokens that are on the host or on disk and are recomputed, or attended to on the host.
-    """
-
-    choices: list[Choice]
-    seconds: float
-    alternatives: dict[str, float]
-    device: float
-    link: float
-    disk: float
-    binding: str
-    reason: str
-    recomputed: int
-    attended: int
-    settings: _Setting = field(repr=False, default=(0, 0, 0))
-
-    def explain(self) -> str:
-        """One sentence."""
-        others = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in sorted(self.alternatives.items()))
-        parts = ", ".join(f"{x.verb} [{x.start}, {x.stop}) ({x.where})" for x in self.choices) or "nothing to restore"
-        return f"{parts}: {self.seconds * 1e3:.3g} ms, bound by the {self.binding} ({self.reason}; all of it: {others})"
-
-
-#: Blocks of the host's runs and of the disk's that are recomputed, from the first on; and of the host's that host
-#: threads attend to, from the last on.
-_Setting = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -247,7 +93,7 @@ class _Search:
             raise ValueError("A run of a prefix has no less than 0 tokens and bytes.")
         self.what, self.prices, self.busy = what, prices, busy
         self.runs = [run for run in what.runs if run.tokens]
-        self.fixed = prices.prefill(0, 0)
+        self.fixed = fixed_part(prices.prefill)
         self.chunk = max(prices.chunk // what.batch, 1) if prices.chunk else 0
         size = what.block
         self.most = {x: sum([-(-r.tokens // size) for r in self.runs if r.where == x]) for x in ("host", "disk")}
@@ -258,7 +104,7 @@ class _Search:
         self.attendable = 0
         if queries <= what.host_queries:
             self.attendable = sum([-(-run.tokens // size) for run in behind if run.where == "host"])
-        self.seen: dict[_Setting, _Outcome] = {}
+        self.seen: dict[Setting, _Outcome] = {}
 
     # What a setting takes
 
@@ -272,7 +118,7 @@ class _Search:
         """Of a prefill in chunks."""
         return -(-tokens // self.chunk) if self.chunk else 1
 
-    def split(self, setting: _Setting) -> list[tuple[Verb, PrefixRun, int]]:
+    def split(self, setting: Setting) -> list[tuple[Verb, PrefixRun, int]]:
         """Verb, run and its tokens, in token order; a run in two or three parts where it is split."""
         heads, tail, size = {"host": setting[0], "disk": setting[1]}, setting[2], self.what.block
         loaded = self.most["host"] - setting[2]  # blocks of the host before those that are attended to there
@@ -298,7 +144,7 @@ class _Search:
                     found.append((verb, run, tokens))
         return found
 
-    def outcome(self, setting: _Setting) -> _Outcome:
+    def outcome(self, setting: Setting) -> _Outcome:
         """Play the device, the link and the disk: forwards one after the other, each behind the loads that it reads."""
         found = self.seen.get(setting)
         if found is None:
@@ -360,14 +206,14 @@ class _Search:
 
     # Searching
 
-    def simple(self) -> dict[str, _Setting]:
+    def simple(self) -> dict[str, Setting]:
         """One way for all that may go that way."""
-        found: dict[str, _Setting] = {"load": (0, 0, 0), "recompute": (self.most["host"], self.most["disk"], 0)}
+        found: dict[str, Setting] = {"load": (0, 0, 0), "recompute": (self.most["host"], self.most["disk"], 0)}
         if self.attendable:
             found["attend"] = (0, 0, self.attendable)
         return found
 
-    def cross(self, disk: int, attended: int) -> _Setting:
+    def cross(self, disk: int, attended: int) -> Setting:
         """The best head of the host's runs for these others: where the device's work becomes the longer part."""
         low, high = 0, self.most["host"] - attended
         while low < high:
@@ -378,12 +224,12 @@ class _Search:
                 low = middle + 1
         return min(((max(low - 1, 0), disk, attended), (low, disk, attended)), key=self.rank)
 
-    def bound_by_device(self, setting: _Setting) -> bool:
+    def bound_by_device(self, setting: Setting) -> bool:
         """Whether nothing but the device's own work is waited for."""
         found = self.outcome(setting)
         return found.seconds <= found.compute * (1 + 1e-12)
 
-    def best(self) -> _Setting:
+    def best(self) -> Setting:
         """The setting that takes least."""
         found = [self.lowest(lambda k: self.cross(k, 0), self.most["disk"])]
         if self.attendable:
@@ -398,7 +244,7 @@ class _Search:
                 return best
             best = better
 
-    def near(self, setting: _Setting) -> list[_Setting]:
+    def near(self, setting: Setting) -> list[Setting]:
         """It, and others that are some blocks or the next end of a run away."""
         host, disk, attended = setting
         ends: list[int] = []
@@ -416,11 +262,11 @@ class _Search:
             found += [(host + i, disk - i, attended), (host + i, disk, attended - i)]
         return found
 
-    def rank(self, setting: _Setting) -> tuple[float, _Setting]:
+    def rank(self, setting: Setting) -> tuple[float, Setting]:
         """Of what takes as long the least work of the device: others wait for it."""
         return self.outcome(setting).seconds, setting
 
-    def lowest(self, setting_of: Callable[[int], _Setting], most: int) -> _Setting:
+    def lowest(self, setting_of: Callable[[int], Setting], most: int) -> Setting:
         """The best of the settings 0 to `most`, whose seconds first fall and then rise."""
         low, high = 0, most
 
@@ -450,7 +296,7 @@ class _Search:
         found.alternatives["split"] = self.outcome(best).seconds
         return found
 
-    def is_possible(self, setting: _Setting) -> bool:
+    def is_possible(self, setting: Setting) -> bool:
         """Whether a setting is one of this prefix."""
         host, disk, attended = setting
         return (
@@ -461,7 +307,7 @@ class _Search:
             and self.outcome(setting).seconds < math.inf
         )
 
-    def safe(self, best: _Setting, simple: dict[str, _Setting]) -> tuple[_Setting, str]:
+    def safe(self, best: Setting, simple: dict[str, Setting]) -> tuple[Setting, str]:
         """A setting that is no worse than loading all and recomputing all, whatever prices are wrong by; where none is
         sure to gain anything, the better of these."""
         name = min(("load", "recompute"), key=lambda x: self.outcome(simple[x]).seconds)
@@ -483,7 +329,7 @@ class _Search:
 
     # The answer
 
-    def plan(self, setting: _Setting, reason: str) -> ResumePlan:
+    def plan(self, setting: Setting, reason: str) -> ResumePlan:
         """A setting as a plan, with what the others would take."""
         what, prices, busy = self.what, self.prices, self.busy
         parts, found = self.split(setting), self.outcome(setting)

@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.planning.resume import Busy, PrefixRun, Prices, Resume, ResumePlan, always, decide
+from kvtier.planning.prefix import Busy, PrefixRun, Prices, Resume, ResumePlan, fixed_part
+from kvtier.planning.resume import always, decide
 
 #: Tokens of a forward that overtakes others, at the least.
 LEAST = 256
@@ -121,7 +122,7 @@ class _Engine:
         self.now = self.link = self.disk = 0.0
         self.active: list[_Request] = []
         self.found = Resumed()
-        self.fixed = prices.prefill(0, 0)
+        self.fixed = fixed_part(prices.prefill)
 
     def run(self, conversations: Sequence[Resume], at_once: int) -> Resumed:
         """See `resumed`."""

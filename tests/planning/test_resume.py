@@ -12,7 +12,9 @@ from dataclasses import replace
 import pytest
 
 from kvtier.planning.costs import Rates
-from kvtier.planning.resume import ESTIMATED, Busy, PrefixRun, Prices, Resume, _Search, always, decide
+from kvtier.planning.predictors import Prefill
+from kvtier.planning.prefix import ESTIMATED, Busy, PrefixRun, Prices, Resume, fixed_part
+from kvtier.planning.resume import _Search, always, decide
 from kvtier.planning.simulate_resume import Truth, always_load, always_recompute, drawn, resumed
 
 #: Random settings; KVTIER_TEST_SETTINGS asks for more.
@@ -220,6 +222,14 @@ def test_its_work_grows_with_runs_and_hardly_with_tokens() -> None:
         looks.append(len(search.seen))
     assert looks[1] < 4 * looks[0]
     assert looks[1] < 1000, "of half a million tokens"
+
+
+def test_a_fitted_predictor_gives_the_same_answer() -> None:
+    fitted = Prefill(5e-3, 4e-5, 1e-8)
+    assert fixed_part(fitted.seconds) == pytest.approx(fixed_part(prefill())) == pytest.approx(5e-3)
+    assert fixed_part(lambda n, past: 1e-5 * n) == pytest.approx(0.0, abs=1e-12)
+    what = conversation(("host", 16384))
+    assert decide(what, replace(PRICES, prefill=fitted.seconds)).recomputed == decide(what, PRICES).recomputed
 
 
 def test_what_cannot_be_resumed_is_refused() -> None:
