@@ -129,6 +129,7 @@ class DeviceClock:
         self.ends = self.query_ready = 0.0
         self.running = False
         self.busy = self.idle = 0.0
+        self._attends = False
 
     def run(self, seconds: float) -> None:
         """Give it work behind all that it has."""
@@ -143,6 +144,14 @@ class DeviceClock:
         """Give it a layer's attention, whose query the host may need as well."""
         self.query_ready = max(self.ends, time.perf_counter())
         self.run(seconds)
+        self._attends = True
+
+    def point(self) -> float:
+        """Where it is after all that it has, for a trace: at first after `attend` where that begins."""
+        if not self.running:
+            return time.perf_counter()
+        attends, self._attends = self._attends, False
+        return self.query_ready if attends else max(self.ends, time.perf_counter())
 
     def wait(self, moment: float) -> None:
         """Let it wait behind all that it has."""
@@ -301,6 +310,10 @@ class ThrottledTransfers(TransferEngine):
         ends = self.clock.ends
         return Moment(ends) if self.clock.running and ends > time.perf_counter() else None
 
+    def stamp(self) -> float:
+        """The end of what the device was given, for a trace."""
+        return self.clock.point()
+
     def _start(self, transfer: Transfer, behind: Sequence[Event] | None) -> None:
         now = time.perf_counter()
         lane = self._lanes.get(transfer.direction)
@@ -355,8 +368,9 @@ class ThrottledTransfers(TransferEngine):
                 # An emulated device has work until `ends`; what it waits then is a stall.
                 began = max(time.perf_counter(), self.clock.ends if self.clock.running else 0.0)
                 ticket.ended.wait()
-                if transfer.direction is Direction.FETCH:
-                    transfer.counters.stall_seconds += max(time.perf_counter() - began, 0.0)
+                ended = time.perf_counter()
+                if transfer.direction is Direction.FETCH and ended > began:
+                    transfer.stalled(began, ended)
             self._settle(transfer)
         elif self.clock.running:
             # The device waits until it arrives. The CPU, which computes in its place, has the bytes at once.
@@ -419,6 +433,8 @@ class ThrottledTransfers(TransferEngine):
         if transfer not in self._in_flight:
             return
         ticket: Ticket = transfer.ticket
+        if ticket.ended.is_set():
+            transfer.span = (ticket.end - ticket.seconds, ticket.end)
         if transfer.direction is Direction.FETCH:
             transfer.counters.seconds_up += ticket.seconds
         elif transfer.direction is Direction.WRITE_BACK:

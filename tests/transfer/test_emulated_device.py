@@ -6,16 +6,20 @@ import functools
 import itertools
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+import kvtier
 from kvtier import Policy, TieredKVCache
 from kvtier.errors import ConfigError
 from kvtier.planning.step import StepRecord
+from kvtier.planning.trace import busy_seconds, read_trace
 from kvtier.testing import Throttled, emulated_device, throttled, with_doubles
+from tests.planning.traces import problems
 
 LAYERS, PROMPT, NEW, BLOCK = 4, 100, 12, 8
 LINEAR = 0.002
@@ -135,6 +139,29 @@ def test_attention_takes_the_time_of_the_bytes_where_it_is(host: float | None, d
     assert min(steps.seconds[-3:]) >= least
     assert busy >= (NEW - 1) * LAYERS * LINEAR
     cache.close()
+
+
+@pytest.mark.parametrize("policy", ["all-fetch", "adaptive"])
+def test_a_trace_shows_the_link_and_the_device_at_their_speed(policy: str, tmp_path: Path) -> None:
+    rate = 2e6
+    machine = throttled(rate)
+    cache = cache_on(machine, policy)
+    with kvtier.trace(tmp_path / "x.json"), emulated_device(model(), machine, linear=LINEAR, device_rate=1e7) as clock:
+        tokens(cache)
+        busy = clock.busy
+    stats = cache.stats
+    cache.close()
+    assert problems(tmp_path / "x.json") == []
+    events = read_trace(tmp_path / "x.json")
+    fetches = [x for x in events if x.lane == "up"]
+    assert sum(x.args["bytes"] for x in fetches) == stats.bytes_up > 0
+    assert busy_seconds(events, "up") >= stats.bytes_up / rate * 0.99
+    for a, b in itertools.pairwise(sorted(fetches, key=lambda x: x.start)):
+        assert a.end <= b.start + 1e-6, "one after the other"
+    if policy == "all-fetch":
+        assert busy_seconds(events, "stall") > 0, "the link takes longer than the device"
+    # The last step's end is not seen, nor its last layer.
+    assert busy_seconds(events, "compute") >= busy * 0.8
 
 
 def test_the_device_goes_on_while_the_cpu_is_free() -> None:
