@@ -152,7 +152,7 @@ def test_policies_are_compared_on_an_emulated_machine(tmp_path: Path, monkeypatc
     ]
     targets = [r["target"] for r in found if "target" in r]
     assert len(targets) == 6
-    assert all(r["figure"] for r in found if "target" in r)
+    assert all(r["figure"] is not None for r in found if "target" in r)
     assert torch.get_num_threads() == threads
 
 
@@ -160,7 +160,7 @@ def test_steps_until_a_limit_are_counted_by_medians() -> None:
     seconds = [4.0] * 20 + [1.0] * 20
     seconds[30] = 9.0  # one that somebody else delayed
     assert planner.steps_until(seconds, 2.0) == 20 - planner.SHOWN // 2 + 1
-    assert planner.steps_until(seconds, 0.5) == float("inf")
+    assert planner.steps_until(seconds, 0.5) == 40
 
 
 def test_a_tiered_cache_says_all_that_records_have_of_it() -> None:

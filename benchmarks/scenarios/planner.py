@@ -378,6 +378,6 @@ def compare_change(bench: Bench, model: str, case: Case) -> None:
 
 
 def steps_until(seconds: list[float], limit: float) -> float:
-    """Steps until the median of `SHOWN` steps is within a limit; infinite if it never is."""
+    """Steps until the median of `SHOWN` steps is within a limit; all of them if it never is."""
     windows = (statistics.median(seconds[i : i + SHOWN]) for i in range(len(seconds) - SHOWN + 1))
-    return next((float(i) for i, x in enumerate(windows) if x <= limit), float("inf"))
+    return next((float(i) for i, x in enumerate(windows) if x <= limit), float(len(seconds)))
