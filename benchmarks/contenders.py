@@ -12,6 +12,7 @@ kvtier        TieredKVCache as it comes: on CUDA all that fits on the device, on
 kvtier@25%    TieredKVCache with a device budget of 25% of the KV; at 100% everything is resident. What is not,
               host threads attend to in place. On a CPU the device is emulated in RAM.
 fetch@25%     the same, but what is not on the device is fetched, and laid out as one tensor of a layer
+adaptive@25%  the same as kvtier@25%, with a policy by its name; so with all others that kvtier has
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import contextlib
 import importlib.util
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
@@ -32,7 +33,7 @@ from benchmarks.models import Geometry
 from kvtier import TieredKVCache
 
 BASELINE = "dynamic"
-_SHARE = re.compile(r"(kvtier|fetch)@(\d+(?:\.\d+)?)%")
+_SHARE = re.compile(r"([a-z-]+)@(\d+(?:\.\d+)?)%")
 #: What a tiered cache says about itself: the fact's name, and where it is in `cache.stats`.
 STATS = {
     "device_budget": "device.budget",
@@ -50,6 +51,13 @@ STATS = {
 
 class Unavailable(Exception):
     """A contender that cannot be built on this machine; the message says why."""
+
+
+def policies() -> Collection[str]:
+    """The names of kvtier's policies."""
+    from kvtier.planning.names import POLICIES
+
+    return POLICIES.keys()
 
 
 def default_block() -> int:
@@ -125,7 +133,8 @@ class Contender:
     @property
     def tiered(self) -> bool:
         """Whether it is a cache of kvtier."""
-        return self.name.partition("@")[0] in ("kvtier", "fetch", "dense")
+        name = self.name.partition("@")[0]
+        return name in ("kvtier", "fetch", "dense") or name in policies()
 
     def build(self, case: Case) -> Cache:
         """An empty cache. Raises `Unavailable`."""
@@ -140,20 +149,23 @@ class Contender:
 def contender(name: str) -> Contender:
     """The contender of that name. Raises `ValueError` for one that is not known."""
     match = _SHARE.fullmatch(name)
-    if match:
+    if match and (match[1] in ("kvtier", "fetch") or match[1] in policies()):
         share = float(match[2]) / 100
         if not 0 < share <= 1:
             raise ValueError(f"contender {name!r}: a share is above 0% and at most 100%")
-        host = match[1] == "kvtier"
-        return Contender(name, lambda case: _tiered(case, share, host), share + 0.1, 1.1)
+        host, policy = match[1] != "fetch", match[1] if match[1] not in ("kvtier", "fetch") else None
+        return Contender(name, lambda case: _tiered(case, share, host, policy), share + 0.1, 1.1)
     if name not in _CONTENDERS:
-        raise ValueError(f"unknown contender {name!r}; there are {', '.join(_CONTENDERS)} and kvtier@25%")
+        shares = "@25%, ".join(("kvtier", "fetch", *policies()))
+        raise ValueError(f"unknown contender {name!r}; there are {', '.join(_CONTENDERS)}, {shares}@25%")
     return _CONTENDERS[name]
 
 
-def _tiered(case: Case, share: float, host: bool) -> Cache:
+def _tiered(case: Case, share: float, host: bool, policy: str | None) -> Cache:
     budget = case.resident_bytes if share == 1 else max(int(case.kv_bytes * share), 1)
-    return TieredKVCache(case.config, device_budget=budget, block_size=case.blocks, host_attention=host)
+    # Older commits know no policies.
+    more = {} if policy is None else {"policy": policy}
+    return TieredKVCache(case.config, device_budget=budget, block_size=case.blocks, host_attention=host, **more)
 
 
 def _dense(case: Case) -> Cache:

@@ -27,6 +27,10 @@ FALLING = (
 )
 SHORT = "dynamic,kvtier@100%,kvtier@50%,fetch@50%,static"
 LONG = "dynamic,kvtier@100%,kvtier@25%,fetch@25%"
+#: What adapts, against everything that does not, at two budgets.
+POLICIES = ",".join(
+    ["dynamic"] + [f"{name}@{x}%" for x in (75, 40) for name in ("adaptive", "all-attend", "all-fetch", "pie", "neo")]
+)
 MEMORY = "dynamic,kvtier@100%,kvtier@50%,fetch@50%,kvtier@10%,fetch@10%,offloaded,static"
 
 
@@ -64,7 +68,14 @@ class Part:
 
 
 def _decode(
-    model: str, context: str, seconds: float, contenders: str, tiny: dict[str, str] | None, *, brief: bool = False
+    model: str,
+    context: str,
+    seconds: float,
+    contenders: str,
+    tiny: dict[str, str] | None,
+    *,
+    brief: bool = False,
+    name: str = "",
 ) -> Part:
     # Four turns of 16 tokens fill one block: so much, or nothing, is written back.
     arguments = {
@@ -75,32 +86,36 @@ def _decode(
         "--rounds": "1" if brief else "4",
         "--new-tokens": "8" if brief else "16",
     }
-    return Part(f"decode {model.split('-')[0].rstrip('3')} {context}", seconds, arguments, tiny)
+    words = ("decode", name or model.split("-")[0].rstrip("3"), context)
+    return Part(" ".join(words), seconds, arguments, tiny)
 
 
 PARTS = (
     Part("build", 12),
     Part("calibrate", 20),
-    Part("kernels", 35, new_lengths=False),
-    Part("link", 22, {"--model": LLAMA, "--contexts": "32k"}, {"--contexts": "4k"}),
+    Part("kernels", 28, new_lengths=False),
+    Part("link", 18, {"--model": LLAMA, "--contexts": "32k"}, {"--contexts": "4k"}),
     # Here a block has 16 tokens.
-    _decode(LLAMA, "64k", 80, WITH_OFFLOADED, {"--contexts": "1k", "--rounds": "2", "--new-tokens": "8"}),
-    Part("tests", 66),
+    _decode(LLAMA, "64k", 62, WITH_OFFLOADED, {"--contexts": "1k", "--rounds": "2", "--new-tokens": "8"}),
+    Part("tests", 60),
+    Part("predictions", 17, tiny=None, new_lengths=False),
+    _decode(LLAMA, "16k", 30, POLICIES, {"--contexts": "256"}, name="policies"),
+    _decode(LLAMA, "64k", 40, POLICIES, None, name="policies"),
     Part("host", 12, {"--cases": "llama"}, new_lengths=False),
-    Part("share llama", 22, {"--model": LLAMA, "--contexts": "16k", "--rounds": "3"}, {"--contexts": "256"}),
+    Part("share llama", 16, {"--model": LLAMA, "--contexts": "16k", "--rounds": "3"}, {"--contexts": "256"}),
     Part(
         "memory llama",
-        20,
+        14,
         {"--model": LLAMA, "--cases": "caches", "--contexts": "32k", "--contenders": MEMORY, "--rounds": "1"},
         # There each is a process of its own, which takes seconds whatever it measures.
         {"--contexts": "256", "--contenders": "dynamic,kvtier@100%,fetch@10%"},
     ),
-    _decode(LLAMA, "8k", 28, SHORT, None),
-    _decode(LLAMA, "32k", 52, FALLING, {"--contexts": "256"}),
-    _decode(LLAMA, "128k", 24, LONG, None, brief=True),
+    _decode(LLAMA, "8k", 22, SHORT, None),
+    _decode(LLAMA, "32k", 40, FALLING, {"--contexts": "256"}),
+    _decode(LLAMA, "128k", 20, LONG, None, brief=True),
     Part(
         "update llama",
-        10,
+        8,
         {
             "--model": LLAMA,
             "--cases": "attend",
@@ -112,10 +127,7 @@ PARTS = (
     ),
     # Without CUDA it would compile for as long as all others take.
     Part("launch", 8, tiny=None, new_lengths=False),
-    _decode(QWEN, "8k", 12, SHORT, {"--contexts": "256"}),
-    _decode(QWEN, "32k", 12, SHORT, None),
-    # Shares are fixed here. With a planner come two more parts: the errors of what it predicts, and what adapts against
-    # the best fixed share.
+    _decode(QWEN, "8k", 8, SHORT, {"--contexts": "256"}),
 )
 
 

@@ -50,7 +50,7 @@ def test_every_part_is_a_command_that_benchmarks_understand(cuda: bool) -> None:
         assert args.scenarios == part.name.split()[:1]
         assert len(settings.contexts or (0,)) == 1
         assert settings.emulated is not cuda
-        assert args.no_cudnn_attention is (part.name not in ("kernels", "host", "launch"))
+        assert args.no_cudnn_attention is (part.name not in ("kernels", "host", "launch", "predictions"))
 
 
 def test_parts_are_named_by_how_they_begin_and_bring_what_all_need() -> None:
@@ -59,7 +59,6 @@ def test_parts_are_named_by_how_they_begin_and_bring_what_all_need() -> None:
         "calibrate",
         "link",
         "decode qwen 8k",
-        "decode qwen 32k",
     ]
     with pytest.raises(ValueError, match="no part 'fly'"):
         parts_named("link,fly")

@@ -8,6 +8,7 @@ do better than that.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,7 +123,10 @@ def run_prefill(bench: Bench) -> list[list[str]]:
 
 
 def _seconds(bench: Bench) -> float:
-    return QUICK_SECONDS if bench.settings.quick else SECONDS
+    if bench.settings.quick:
+        return QUICK_SECONDS
+    left = bench.settings.deadline - time.monotonic()
+    return max(min(SECONDS, left / (2 * len(CASES))), QUICK_SECONDS)
 
 
 def _curve(points: Sequence[tuple[Any, float]]) -> Callable[[Any], float]:
