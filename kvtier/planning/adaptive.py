@@ -93,10 +93,12 @@ class Adaptive(FixedShare):
     def plan(self, state: StepState) -> StepPlan:
         """See `Policy.plan`."""
         known = self._cache(state.cache, state.device)
+        if not state.overlaps or state.tokens > 1:
+            # Forwards of many tokens take what they take, and tell nothing of a step of one.
+            known.prediction = known.plan = None
+            share = known.choice / (CHOICES - 1)
+            return self.plan_of(state, share) if known.started and state.overlaps else Policy.plan(self, state)
         known.step += 1
-        if not state.overlaps or (state.tokens > 1 and not any(x.host_attention for x in state.layers)):
-            known.prediction = None
-            return Policy.plan(self, state)
         known.device_bytes = state.device_bytes
         spilled = sum([x.spilled for x in state.layers])
         if self._is_due(known, spilled):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ JUMP = 0.15
 IDLE, MOST_LOST = 0.2, 0.8
 #: Steps of either kind that tell the overhead of host attention, and the most that it is taken to be, seconds a layer.
 SURE, MOST_OVERHEAD = 3, 1e-3
+#: Standard errors from which a difference counts as one.
+SIGNIFICANT = 3.0
+#: A step that moved other bytes than planned, by such a part of what is spilled, says little: blocks are still moving.
+MOVING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,16 @@ class Median:
 
     def __len__(self) -> int:
         return len(self._values)
+
+    @property
+    def error(self) -> float:
+        """The standard error of the median, from the median distance to it; 0.0 for equal values, and for none."""
+        if self.value is None:
+            return 0.0
+        # Of a normal distribution: 1.4826 makes its standard deviation of that distance, 1.2533 a median's error of a
+        # mean's.
+        distance = statistics.median([abs(x - self.value) for x in self._values])
+        return 1.2533 * 1.4826 * distance / math.sqrt(len(self._values))
 
 
 @dataclass(slots=True)
@@ -228,13 +243,20 @@ class CostModel:
                 if name != "shared"
             )
             self.rates = replace(rates, **changed)  # type: ignore[arg-type]
-        if prediction is not None and record.seconds > 0 and part > 0:
+        if prediction is not None and record.seconds > 0 and part > 0 and not self._moving(record, prediction, part):
             if self._linear.value is not None:
                 self.errors.append(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
             waited = self._waited(record, prediction) + prediction.device
             rest = record.seconds - record.stall_seconds - waited / part
             jumped = self._learn_linear(max(rest, 0.0), prediction, prediction.device / part, part) or jumped
         return jumped
+
+    def _moving(self, record: StepRecord, prediction: Prediction, part: float) -> bool:
+        """Whether a step carried out something other than what was predicted, as after a change of the share."""
+        if self._linear.value is None or part < 1:
+            return False
+        spilled = prediction.fetched_bytes + prediction.host_bytes
+        return abs(record.bytes_up - prediction.fetched_bytes) > MOVING * spilled
 
     def _learn_linear(self, seconds: float, prediction: Prediction, device: float, part: float) -> bool:
         """The linear part. What it seems to be longer with host attention than without is that one's overhead.
@@ -248,8 +270,12 @@ class CostModel:
         before = seen.value
         seen.add(seconds)
         with_host, without = self._with_host.value, self._without.value
-        if with_host is not None and without is not None and min(len(self._with_host), len(self._without)) >= SURE:
-            more = (with_host - without) * part / max(self._waiting, 1)
+        sure = min(len(self._with_host), len(self._without)) >= SURE
+        if sure and with_host is not None and without is not None:
+            more = with_host - without
+            sure = abs(more) >= SIGNIFICANT * math.hypot(self._with_host.error, self._without.error)
+        if sure and with_host is not None and without is not None:
+            more *= part / max(self._waiting, 1)
             overhead = min(max(self.rates.host_overhead + more, 0.0), MOST_OVERHEAD)
             self.rates = replace(self.rates, host_overhead=overhead)
             self._with_host, self._without = Median(), Median()
