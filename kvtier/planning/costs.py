@@ -12,6 +12,9 @@ from kvtier.planning.step import LayerState, StepRecord
 
 #: Steps over which a rate is the median. A change is believed once it fills half of them; a shorter burst is not.
 WINDOW = 15
+#: The same for the linear part, which is the slower to follow: what differs between two choices is then told of each by
+#: its own record, and is not taken for a change of all.
+LINEAR = 63
 #: A rate that changes by such a share between two steps is another rate, not noise.
 JUMP = 0.15
 #: The link is idle if it is busy for less than such a share of a step; the most that it takes from the host's rate.
@@ -143,7 +146,7 @@ class CostModel:
         self._up, self._down = Median(), Median()
         # The linear part as it seems in steps with host attention and without it, the kind of the last step, and in how
         # many layers the host attends.
-        self._with_host, self._without, self._waiting = Median(), Median(), 0
+        self._with_host, self._without, self._waiting = Median(LINEAR), Median(LINEAR), 0
         self._linear = self._without
         #: What the host is known to attend to in a second, before any step has shown it.
         self._known = self.rates.host if self.rates.measured else None
@@ -278,7 +281,7 @@ class CostModel:
             more *= part / max(self._waiting, 1)
             overhead = min(max(self.rates.host_overhead + more, 0.0), MOST_OVERHEAD)
             self.rates = replace(self.rates, host_overhead=overhead)
-            self._with_host, self._without = Median(), Median()
+            self._with_host, self._without = Median(LINEAR), Median(LINEAR)
             self._linear = self._with_host if waiting else self._without
             self._linear.add(without)
             return False

@@ -7,6 +7,7 @@ takes a given time as well while the CPU is free; see `kvtier.testing.emulated_d
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -26,6 +27,8 @@ _POISON = 0xFF
 _SPIN = 150e-6
 #: No wait is longer: a condition cannot wait for ever with a timeout.
 _LONG = 3600.0
+#: Seconds that a process waits at its end for what is under way.
+_EXIT = 5.0
 
 
 def sleep_until(moment: float) -> None:
@@ -227,6 +230,9 @@ class Lane:
             target=_carry, args=(self._queue, direction, link), name=f"kvtier {direction}", daemon=True
         )
         self._thread.start()
+        if not _running:
+            atexit.register(_end_all)
+        _running.add(self)
 
     def submit(self, ticket: Ticket) -> None:
         """Behind all that was submitted. All or nothing, whatever cuts this short."""
@@ -242,9 +248,21 @@ class Lane:
         """Let the thread end behind all that was submitted."""
         self._queue.put(None)
 
-    def join(self) -> None:
-        """Wait for the thread."""
-        self._thread.join()
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the thread; None: as long as it takes."""
+        self._thread.join(seconds)
+
+
+_running: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """The process ends: a thread that came back from torch after that would abort it."""
+    lanes = list(_running)
+    for lane in lanes:
+        lane.stop()
+    for lane in lanes:
+        lane.join(_EXIT)
 
 
 @torch.inference_mode()
