@@ -504,7 +504,8 @@ class ComputeDevice:
             if not self._cancel():
                 raise
             return True
-        if self._cancel() or self._readers.wait():
+        # Looked at again: while others were asked, a device may have come by what held a slot.
+        if self._cancel() or self._readers.wait() or pool.obtainable(ordered=True):
             return True
         assert self.slabs is not None
         if not self.slabs.allow(self.slabs.budget.used + pool.layout.nbytes) or not pool.grow(1):
@@ -537,8 +538,8 @@ class ComputeDevice:
                         if not self._cancel():
                             raise
                         left = True
-                    if not left and not self._cancel():
-                        return False
+                    if not left and not self._cancel() and wanted - reclaim.free_bytes(pools) >= missing:
+                        return False  # nor has a device come by what held some
                     self._settle()
                 elif not self._readers.wait():  # while it waits, others may take what was free
                     # What a copy uses cannot move.
