@@ -22,7 +22,7 @@ def draw(path: str, title: str, curves: Mapping[str, Sequence[tuple[int, float]]
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError('--plot needs matplotlib: pip install "kvtier[plot]".') from error
+        raise ConfigError(f'--plot {path!r} needs matplotlib: pip install "kvtier[plot]".') from error
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for name, points in curves.items():
