@@ -13,7 +13,9 @@ def lower_bound(load: Load, machine: Machine, steps: int) -> float:
 
     The link and the device each take part of a step. A run takes at least any weighted mean of what both of them take,
     each step with the fetches that are best for this mean (the dual of a linear program). It assumes that nothing is
-    kept free for fetches, that the host is not slower while the link is busy, and that nothing waits for its turn.
+    kept free for fetches, that the host is not slower while the link is busy, and that nothing waits for its turn. A
+    layer's host attention is charged the part of its overhead that it is of the layer's blocks: a policy that keeps
+    some layers whole pays the overhead in the others only.
 
     Args:
         load: as of the simulation.
@@ -37,15 +39,14 @@ def _points(load: Load, machine: Machine, number: int) -> list[tuple[float, floa
     spilled = max(sealed - resident, 0.0)
     rate = rates.up * (1 - machine.traffic(number))
 
+    # Convex in what a layer has on the device, so that no uneven placement over the layers is faster than an even one.
+    per_byte = 1 / rates.host + (rates.host_overhead / sealed if sealed else 0.0)
+    here = resident + load.sequences * block
+
     def seconds(fetched: float) -> tuple[float, float]:
-        attention = (resident + fetched + load.sequences * block) / rates.device
-        if fetched < spilled:
-            attention = max(attention, rates.host_overhead + (spilled - fetched) / rates.host)
+        attention = max((here + fetched) / rates.device, (spilled - fetched) * per_byte)
         return load.layers * (load.linear + attention), load.layers * fetched / rate
 
     # Where device attention takes as long as host attention.
-    here = resident + load.sequences * block
-    meet = (rates.host_overhead + spilled / rates.host - here / rates.device) / (1 / rates.host + 1 / rates.device)
-    # Just below all, the host attends to a token: its overhead is a step in the cost.
-    almost = spilled * (1 - 1e-9)
-    return [seconds(x) for x in {0.0, min(max(meet, 0.0), almost), almost, spilled}]
+    meet = (spilled * per_byte - here / rates.device) / (per_byte + 1 / rates.device)
+    return [seconds(x) for x in {0.0, min(max(meet, 0.0), spilled), spilled}]

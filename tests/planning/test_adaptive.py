@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from kvtier import ConfigError, Policy, TieredKVCache
 from kvtier.planning.adaptive import Adaptive
+from kvtier.planning.bound import lower_bound
 from kvtier.planning.costs import Median, Rates
 from kvtier.planning.names import POLICIES, policy_of
+from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.shares import FixedShare
 from kvtier.planning.simulate import Load, Machine, Simulation
+from kvtier.planning.step import LayerPlan, StepPlan, StepState
 from kvtier.planning.trials import Trial, compare
 
 #: Random settings of the always-run test; KVTIER_TEST_SETTINGS asks for more.
@@ -68,6 +72,25 @@ def test_no_share_is_faster_than_the_bound(seed: int) -> None:
     trial = Trial.drawn(200 + seed)
     quiet = replace(trial, machine=replace(trial.machine, noise=0.0))
     assert quiet.bound(40) <= quiet.best_share(40)
+
+
+class KeepsLayersWhole(Policy):
+    """The last layers leave first and whole; the host attends to them."""
+
+    def plan(self, state: StepState) -> StepPlan:
+        return StepPlan([LayerPlan() for _ in state.layers])
+
+    def victims(self, candidates: Sequence[Candidate], blocks: int) -> list[Victims]:
+        return self.in_turn(sorted(candidates, key=lambda x: -x.layer), blocks)
+
+
+def test_no_uneven_placement_is_faster_than_the_bound() -> None:
+    block, layers, sealed = 64 * 1024, 8, 8192 // 64
+    load = Load(layers, 1e-4, block, 64, 8192, 1, layers * (sealed // 2 + 1) * block)
+    machine = Machine(Rates(up=3e9, host=200e9, device=3e12, host_overhead=150e-6, shared=0.0))
+    uneven, even = (Simulation(policy, machine, load).run(40) for policy in (KeepsLayersWhole(), Policy()))
+    assert uneven < 0.9 * even, "a setting in which whole layers do not pay shows nothing"
+    assert lower_bound(load, machine, 40) <= uneven
 
 
 #: A decode step of a model of 16 layers for which both the link and the host have work.
