@@ -236,7 +236,8 @@ class CostModel:
                 median.add(moved / max(seconds - overhead, seconds / 2))
                 assert median.value is not None
                 changed[name] = median.value
-        if record.host_bytes and record.host_seconds > 0 and record.seconds > 0:
+        # More queries take longer for the same bytes: only steps of one token tell the rate of these.
+        if record.tokens <= 1 and record.host_bytes and record.host_seconds > 0 and record.seconds > 0:
             changed |= self._host_rates(record, prediction, part)
         jumped = False
         if changed:

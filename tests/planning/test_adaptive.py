@@ -18,7 +18,7 @@ from kvtier.planning.names import POLICIES, policy_of
 from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.shares import FixedShare
 from kvtier.planning.simulate import Load, Machine, Simulation
-from kvtier.planning.step import LayerPlan, StepPlan, StepState
+from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.planning.trials import Trial, compare
 
 #: Random settings of the always-run test; KVTIER_TEST_SETTINGS asks for more.
@@ -154,6 +154,20 @@ def test_where_nothing_overlaps_it_does_what_the_default_does() -> None:
     plan, usual = Adaptive().plan(state), Policy().plan(state)
     assert [x.fetch for x in plan.layers] == [x.fetch for x in usual.layers]
     assert plan.reserve == usual.reserve
+
+
+def test_forwards_of_many_tokens_do_not_change_what_the_host_is_taken_to_do_for_one() -> None:
+    policy, nbytes = Adaptive(replace(RATES, measured=True)), 200 * 2**20
+    layers = [LayerState(i, 2**20, 50, 0, 50, 1, True) for i in range(4)]
+    for tokens, host_seconds in ((1, 3.5e-3), (16, 14e-3)):
+        for _ in range(20):
+            policy.plan(StepState(tokens, layers, 2**24, 2**28, cache=1, device="cuda:0", model_layers=4))
+            policy.observe(
+                StepRecord(tokens, 4, 0.03, host_seconds=host_seconds, host_blocks=200, host_bytes=nbytes, cache=1)
+            )
+    model = policy.model(1)
+    assert model is not None
+    assert model.rates.host == pytest.approx(nbytes / 3.5e-3)
 
 
 def test_its_answer_does_not_depend_on_what_other_caches_do() -> None:
