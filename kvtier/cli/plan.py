@@ -172,8 +172,9 @@ def table(
     known = "estimates from datasheets" if not profile.measured else f"measured: {', '.join(sorted(profile.measured))}"
     lines = [
         f"{args.model}: {model.parameters / 1e9:.3g}e9 weights ({format_size(model.parameters * model.itemsize)}), "
-        f"{model.layers} layers with full attention, {model.kv_heads} KV heads of {model.head_dim}, "
-        f"{format_size(per_token)} of KV per token",
+        f"{model.layers} layers with full attention, "
+        + (f"latents of {model.latent}, " if model.latent else f"{model.kv_heads} KV heads of {model.head_dim}, ")
+        + f"{format_size(per_token)} of KV per token",
         f"{n} x {profile.name} ({known})" if n > 1 else f"{profile.name} ({known})",
         "",
         f"KV of {demand.sequences} x {demand.context} tokens: {format_size(outlook.kv_bytes * n)}",

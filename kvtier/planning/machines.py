@@ -87,9 +87,12 @@ class ModelSize:
         hidden: size of the hidden state.
         heads, head_dim: of queries.
         kv_heads: of keys and values.
-        parameters: of all weights that a forward reads.
-        active: of those that one token is multiplied with; less than `parameters` in a mixture of experts.
+        parameters: all weights.
+        active: of those that one token is multiplied with; less in a mixture of experts.
         itemsize: bytes of a number, in weights and KV.
+        embedding: of the weights, a table of which a token reads one row.
+        latent: numbers of a token in one layer where the cache holds these in place of keys and values, which the model
+            expands from them (multi-head latent attention, DeepSeek-V2, section 2.1); 0: it holds keys and values.
     """
 
     layers: int
@@ -100,23 +103,30 @@ class ModelSize:
     parameters: int
     active: int
     itemsize: int = 2
+    embedding: int = 0
+    latent: int = 0
 
     def __post_init__(self) -> None:
         if min(self.layers, self.hidden, self.heads, self.head_dim, self.kv_heads, self.active, self.itemsize) < 1:
             raise ConfigError(f"{self} is no model: sizes are at least 1.")
-        if self.parameters < self.active:
+        if self.read < self.active:
             raise ConfigError(f"{self}: more parameters are active than there are.")
 
     @property
     def kv_bytes(self) -> int:
         """Of one token in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.itemsize
+        return (self.latent or 2 * self.kv_heads * self.head_dim) * self.itemsize
+
+    @property
+    def read(self) -> int:
+        """Weights that a forward of many tokens reads."""
+        return self.parameters - self.embedding
 
     def linear_seconds(self, where: Machine, tokens: int) -> float:
         """Of a layer without attention over the past: the weights are read, or the arithmetic is done."""
-        read = self.parameters / self.layers * self.itemsize / (where.device_memory * OF_DEVICE_MEMORY)
-        if self.parameters > self.active:  # few tokens reach few experts
-            read *= min(1.0, tokens * self.active / self.parameters)
+        # A few tokens reach a few experts; all read the rest, which is taken for a part of these.
+        weights = min(self.read, tokens * self.active)
+        read = weights / self.layers * self.itemsize / (where.device_memory * OF_DEVICE_MEMORY)
         work = 2 * self.active / self.layers * tokens / (where.flops * OF_FLOPS)
         return max(read, work) + LAUNCHES
 
@@ -129,7 +139,7 @@ class ModelSize:
         number of the heads for each pair of tokens in each layer."""
         flops, memory = where.flops * OF_FLOPS, where.device_memory * OF_DEVICE_MEMORY
         return Prefill(
-            fixed=self.parameters * self.itemsize / memory + self.layers * LAUNCHES,
+            fixed=self.read * self.itemsize / memory + self.layers * LAUNCHES,
             per_token=2 * self.active / flops,
             per_pair=4 * self.layers * self.heads * self.head_dim / flops,
             per_past=self.layers * self.kv_bytes / memory,

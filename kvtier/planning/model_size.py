@@ -6,6 +6,7 @@ A config is a mapping as in `config.json`, of any decoder of Transformers whose 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvtier.errors import ConfigError
@@ -41,19 +42,28 @@ def model_size(config: Mapping[str, Any]) -> ModelSize:
         config = {"model_type": config.get("model_type"), "dtype": config.get("dtype")} | dict(text)
     layers, hidden, heads = (_size(config, x) for x in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     kv_heads = _size(config, "num_key_value_heads", heads)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon 7B, StarCoder
+        kv_heads = 1
     dim = _size(config, "head_dim", max(hidden // heads, 1))
     nope, rope, v_dim = (_size(config, x, 0) for x in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    if nope and rope and v_dim:  # MLA: keys and values reach the cache expanded, for each head
+    latent = 0
+    if nope and rope and v_dim:  # MLA: the cache holds latents, from which each head has keys and values of its own
         kv_heads, dim = heads, -(-(nope + rope + v_dim) // 2)
+        rank, q_rank = _size(config, "kv_lora_rank"), _size(config, "q_lora_rank", 0)
+        latent = rank + rope
     if heads % kv_heads:
         raise ConfigError(f"{heads} attention heads are no multiple of {kv_heads} KV heads.")
     attention = hidden * dim * (2 * heads + 2 * kv_heads)
+    if latent:
+        queries = q_rank * (hidden + heads * (nope + rope)) if q_rank else hidden * heads * (nope + rope)
+        attention = queries + hidden * latent + rank * heads * (nope + v_dim) + heads * v_dim * hidden
     matrices = 2 if config.get("model_type") in _UNGATED else 3
     dense = matrices * hidden * _size(config, "intermediate_size", 4 * hidden)
     words = _size(config, "vocab_size", 0) * hidden
     embeddings = words if config.get("tie_word_embeddings", matrices == 2) else 2 * words
     experts = _size(config, "num_local_experts", 0)
     held = used = dense
+    first = min(_size(config, "first_k_dense_replace", 0), layers) if experts else 0  # layers without experts
     if experts:
         one = matrices * hidden * _size(config, "moe_intermediate_size", _size(config, "intermediate_size", hidden))
         shared = _size(config, "n_shared_experts", 0) * one
@@ -71,14 +81,16 @@ def model_size(config: Mapping[str, Any]) -> ModelSize:
         heads=heads,
         head_dim=dim,
         kv_heads=kv_heads,
-        parameters=layers * (attention + held) + embeddings,
-        active=layers * (attention + used) + words,
+        parameters=layers * attention + (layers - first) * held + first * dense + embeddings,
+        active=layers * attention + (layers - first) * used + first * dense + words,
         itemsize=_ITEMSIZE.get(dtype, 2),
+        embedding=embeddings - words,
+        latent=latent,
     )
 
 
 def divided(model: ModelSize, devices: int) -> ModelSize:
-    """One device's part of a model whose heads and weights are divided (tensor parallel).
+    """One device's part of a model whose heads and weights are divided (tensor parallel). Latents are whole on each.
 
     Raises:
         ConfigError: the KV heads cannot be divided by that number.
@@ -87,15 +99,13 @@ def divided(model: ModelSize, devices: int) -> ModelSize:
         return model
     if devices < 1 or model.kv_heads % devices:
         raise ConfigError(f"{model.kv_heads} KV heads cannot be divided over {devices} devices.")
-    return ModelSize(
-        model.layers,
-        model.hidden,
-        model.heads // devices,
-        model.head_dim,
-        model.kv_heads // devices,
-        model.parameters // devices,
-        model.active // devices,
-        model.itemsize,
+    return replace(
+        model,
+        heads=model.heads // devices,
+        kv_heads=model.kv_heads // devices,
+        parameters=model.parameters // devices,
+        active=model.active // devices,
+        embedding=model.embedding // devices,
     )
 
 

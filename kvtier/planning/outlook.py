@@ -71,7 +71,7 @@ class Outlook:
         kv_bytes: of all sequences.
         device_kv, host_kv: of these, on the device, and on the host only.
         prefill_seconds: of all prompts; None where the profile says nothing of the model.
-        speeds: by policy; the first one is what `TieredKVCache(policy="adaptive")` does.
+        speeds: by policy; the first one is what `TieredKVCache(policy="adaptive")` does: over latents, to fetch.
         changes: (what is changed, how many times as fast).
     """
 
@@ -132,6 +132,8 @@ def foresee(model: ModelSize, profile: HardwareProfile, demand: Demand, *, chang
         ("all-attend", lambda rates: all_attend()),  # as the default does
         ("all-fetch", lambda rates: all_fetch()),
     )
+    if model.latent:  # the model reads all latents itself, so that host threads cannot attend to any
+        policies, changes = policies[-1:], False
     speeds = tuple(_simulated(name, make, model, profile.rates(), profile, demand) for name, make in policies)
     found = Outlook(needed, min(demand.device_bytes, needed), max(needed - demand.device_bytes, 0), prefill, speeds)
     return replace(found, changes=_changes(model, profile, demand, speeds[0])) if changes else found

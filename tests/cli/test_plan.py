@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    FalconConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
 
 from kvtier import ConfigError
 from kvtier.cli.main import main
@@ -67,6 +76,18 @@ TINY = {
     "intermediate_size": 96,
     "vocab_size": 50,
 }
+MLA = TINY | {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 
 
 @pytest.mark.parametrize(
@@ -76,12 +97,18 @@ TINY = {
         Qwen3Config(num_hidden_layers=3, **TINY),
         MixtralConfig(num_hidden_layers=2, **TINY),
         GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=50, n_positions=8),
+        FalconConfig(num_hidden_layers=3, hidden_size=64, num_attention_heads=4, vocab_size=50),
+        DeepseekV3Config(num_hidden_layers=2, first_k_dense_replace=0, q_lora_rank=16, **MLA),
+        DeepseekV3Config(num_hidden_layers=3, first_k_dense_replace=1, q_lora_rank=None, **MLA),
     ],
     ids=lambda x: x.model_type,
 )
-def test_the_weights_of_a_config_are_those_of_the_model(made: Any) -> None:
-    size = model_size(made.to_dict())
-    real = sum(x.numel() for x in AutoModelForCausalLM.from_config(made).parameters())
+def test_the_weights_and_the_kv_of_a_config_are_those_of_the_model(made: Any) -> None:
+    size = model_size(made.to_dict() | {"dtype": "float32"})
+    model = AutoModelForCausalLM.from_config(made)
+    cached = model(torch.ones(1, 1, dtype=torch.long), use_cache=True).past_key_values.layers
+    assert size.layers * size.kv_bytes == sum(x.nbytes for layer in cached for x in (layer.keys, layer.values))
+    real = sum(x.numel() for x in model.parameters())
     assert size.parameters == pytest.approx(real, rel=0.03)  # norms, biases and positions are left out
     assert size.active <= size.parameters
 
@@ -122,6 +149,23 @@ def test_what_fits_is_on_the_device_and_what_does_not_is_slower(
     assert speeds["adaptive"] <= 1.02 * min(speeds.values())
     assert speeds["adaptive"] > small["speeds"][0]["seconds"]
     assert all(times >= 0.99 for _, times in large["changes"]), "more of something makes it slower"
+
+
+def test_a_dense_model_reads_the_same_weights_for_one_token_as_for_some() -> None:
+    profile = HardwareProfile.estimate("h100", model_size(LLAMA_8B))
+    assert profile.linear is not None
+    assert profile.linear.seconds(1) == profile.linear.seconds(8)
+
+
+def test_latents_are_whole_on_each_device_and_no_host_attends_to_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latent = LLAMA_8B | MLA | {"n_routed_experts": 0, "num_attention_heads": 32, "num_key_value_heads": 32}
+    size = model_size(latent)
+    assert divided(size, 4).kv_bytes == size.kv_bytes == 2 * (32 + 8)
+    (tmp_path / "config.json").write_text(json.dumps(latent))
+    found = planned(capsys, tmp_path, "--device-budget", "128MiB", "--context", "128k")["outlook_per_device"]
+    assert [(x["name"], x["host_bytes"]) for x in found["speeds"]] == [("all-fetch", 0)]
 
 
 def test_more_budget_gives_what_was_said_of_it() -> None:
