@@ -42,8 +42,8 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 def _calibrate(args: argparse.Namespace) -> int:
     from kvtier.calibration.__main__ import main as calibrate
 
-    given = [f"--device={args.device}"] if args.device else []
-    return calibrate([*given, *([f"--block-size={args.block_size}"] if args.block_size else [])])
+    options = {"--device": args.device, "--block-size": args.block_size}
+    return calibrate([f"{name}={value}" for name, value in options.items() if value is not None])
 
 
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -78,7 +78,12 @@ def run(args: argparse.Namespace) -> int:
     model = divided(whole, args.devices)
     profile, known = _profile(args, model)
     demand = Demand(args.context, args.batch, *_budgets(args, model, known))
-    outlook = foresee(model, profile, demand)
+    try:
+        outlook = foresee(model, profile, demand)
+    except ConfigError as error:
+        if args.devices == 1:
+            raise
+        raise ConfigError(f"Of each of {args.devices} devices: {error}") from error
     if args.json:
         print(json.dumps(_as_json(args, whole, profile, demand, outlook), indent=1))
     else:
@@ -119,7 +124,9 @@ def read_config(name: str) -> Mapping[str, Any]:
 def _profile(args: argparse.Namespace, model: ModelSize) -> tuple[HardwareProfile, Machine | None]:
     """What is known of the machine; and its datasheet, where it was named."""
     if args.profile:
-        return HardwareProfile.from_json(Path(args.profile).read_text(encoding="utf-8")), None
+        if args.devices > 1:
+            raise ConfigError("A profile is of a model on one device: --devices takes a machine's name, --device.")
+        return HardwareProfile.from_json(Path(args.profile).read_bytes()), None
     found = HardwareProfile.estimate(args.device, model)
     if args.devices > 1:  # which share the host
         curve = found.host.curve()
@@ -139,6 +146,8 @@ def _budgets(args: argparse.Namespace, model: ModelSize, known: Machine | None) 
         raise ConfigError(f"--host-budget {args.host_budget!r}: a plan needs bytes, such as 64GiB.")
     host //= args.devices
     if args.device_budget is not None:
+        if known is not None and not known.overlaps:
+            raise ConfigError(f"All KV of a {args.device} is in the host's memory: leave --device-budget away.")
         device = parse_size("--device-budget", args.device_budget)
         if not isinstance(device, int):
             raise ConfigError(f"--device-budget {args.device_budget!r}: a plan needs bytes, such as 8GiB.")

@@ -23,6 +23,8 @@ from kvtier.planning.policy import Candidate, Policy, Victims
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 
 _FORMAT = "kvtier decisions 1"
+#: What a line may be about.
+_KINDS = {"plan", "victims", "write_back", "use_rates", "observe"}
 
 
 @dataclass(slots=True)
@@ -178,7 +180,7 @@ def _ask(policy: Policy, line: dict[str, Any]) -> tuple[str, object, object]:
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, 1):
             try:
                 line = json.loads(text)
@@ -191,4 +193,6 @@ def _lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     return  # the run was cut short while it wrote
                 raise ConfigError(f"{path}, line {number}: this is not a line of a decision log.")
             if number > 1:
+                if not _KINDS & line.keys():
+                    raise ConfigError(f"{path}, line {number}: this is not a line of a decision log.")
                 yield number, line

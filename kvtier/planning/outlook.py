@@ -125,7 +125,7 @@ def foresee(model: ModelSize, profile: HardwareProfile, demand: Demand, *, chang
     prefill = None if profile.prefill is None else profile.prefill.seconds(demand.context, 0, demand.sequences)
     if demand.device_bytes >= needed:
         return Outlook(needed, needed, 0, prefill, (_resident(model, profile, demand),))
-    if demand.device_bytes < 2 * open_blocks:
+    if demand.device_bytes < 2 * open_blocks + 2 * BLOCK * model.kv_bytes:
         return Outlook(needed, 0, needed, prefill, (_hosted(model, profile, demand),))
     policies: tuple[tuple[str, Callable[[Rates], Policy]], ...] = (
         ("adaptive", Adaptive),

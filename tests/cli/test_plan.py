@@ -201,6 +201,10 @@ def test_a_divided_model_has_its_part_of_everything() -> None:
         (["--device-budget", "50%"], "needs bytes"),
         (["--host-budget", "auto"], "needs bytes"),
         (["--profile", "missing.json"], "missing.json"),
+        (["--profile", __file__], "no hardware profile"),
+        (["--profile", "any.json", "--devices", "2"], "one device"),
+        (["--device", "cpu", "--device-budget", "8GiB"], "leave --device-budget away"),
+        (["--devices", "8", "--batch", "8", "--context", "1m"], "Of each of 8 devices"),
         (["--plot", "plan.nothing"], "plan.nothing"),
     ],
 )
@@ -210,6 +214,30 @@ def test_an_impossible_demand_ends_in_a_sentence(
     status, _, err = plan(capsys, config, *args)
     assert status == 2
     assert said in err
+
+
+@pytest.mark.parametrize("command", [["plan", "--device-budget", "1GiB", "--profile"], ["replay"]])
+def test_a_file_of_other_bytes_ends_in_a_sentence(
+    command: list[str], config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(range(255, 0, -1)))
+    command = [command[0], str(config), *command[1:]] if command[0] == "plan" else command
+    assert main([*command, str(path)]) == 2
+    assert "kvtier: " in capsys.readouterr().err
+
+
+def test_however_small_the_device_budget_there_is_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 1}))
+    block = 64 * 4096
+    for blocks in range(8):
+        found = planned(capsys, tmp_path, "--context", "32k", "--device-budget", blocks * block + 1)
+        assert found["outlook_per_device"]["speeds"][0]["seconds"] > 0
+
+
+def test_no_option_of_calibrate_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--block-size", "0"]) == 2
+    assert "block_size=0" in capsys.readouterr().err
 
 
 def test_weights_that_do_not_fit_say_how_many_devices_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,9 @@ def test_a_log_that_was_cut_short_counts_up_to_there_and_a_damaged_one_is_refuse
     path.write_text(whole[:400] + "\n" + whole)
     with pytest.raises(ConfigError, match="line"):
         replay(path, Adaptive())
+    path.write_text(whole.splitlines()[0] + "\n{}\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        replay(path, Adaptive())
     path.write_text("tokens\n")
     with pytest.raises(ConfigError, match="not a decision log"):
         replay(path, Adaptive())
