@@ -22,6 +22,9 @@ from kvtier.planning.simulate import Load, Machine, Simulation
 BLOCK = 64
 #: Steps that are simulated, and the last ones that count: before these a policy settles.
 _STEPS, _LAST = 40, 20
+#: A step that takes at most so many times as long as with all on the device is bound by compute; a link that is busy
+#: for such a share of a step is full.
+_SLOWER, _FULL = 1.05, 0.95
 #: Changes that may make a step shorter.
 _MORE_MEMORY, _TWICE = 0.25, 2.0
 
@@ -184,9 +187,13 @@ def _simulated(
     trial.run(_STEPS)
     last = trial.records[-_LAST:]
     seconds = sum(x.seconds for x in last) / _LAST
-    link, host = (sum(getattr(x, part) for x in last) / _LAST for part in ("seconds_up", "host_seconds"))
-    binding = "link" if link > 0.95 * seconds else "host" if host > 0.3 * seconds else "compute"
     fetched, attended = (sum(getattr(x, part) for x in last) // _LAST for part in ("bytes_up", "host_bytes"))
+    # As `analysis` has it: what the device computes in any case, else what it waits for.
+    if seconds <= _SLOWER * _resident(model, profile, demand).seconds:
+        binding = "compute"
+    else:
+        link = sum(x.seconds_up for x in last) / _LAST
+        binding = "link" if link > _FULL * seconds or not attended else "host"
     return Speed(name, seconds, demand.sequences / seconds, fetched, attended, binding)
 
 

@@ -179,6 +179,20 @@ def test_more_budget_gives_what_was_said_of_it() -> None:
     assert then.speeds[0].tokens == pytest.approx(times * now.speeds[0].tokens)
 
 
+@pytest.mark.parametrize(("batch", "context", "budget"), [(4, 131072, 60), (1, 131072, 12), (1, 32768, 3.7)])
+def test_a_plan_is_bound_by_compute_where_it_is_as_fast_as_with_all_on_the_device(
+    batch: int, context: int, budget: float
+) -> None:
+    size = model_size(LLAMA_8B)
+    profile = HardwareProfile.estimate("h100", size)
+    (resident,) = foresee(size, profile, Demand(context, batch, 2**40, 2**38)).speeds
+    found = foresee(size, profile, Demand(context, batch, int(budget * 2**30), 2**38), changes=False)
+    for x in found.speeds:
+        assert (x.binding == "compute") == (x.seconds <= 1.05 * resident.seconds), x.name
+        assert x.binding != "host" or x.host_bytes
+        assert x.binding != "link" or x.fetched_bytes
+
+
 def test_a_divided_model_has_its_part_of_everything() -> None:
     size = model_size(LLAMA_70B)
     part = divided(size, 4)
