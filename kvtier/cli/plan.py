@@ -98,11 +98,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_config(name: str) -> Mapping[str, Any]:
-    """The config of a model, from a file, a folder, or the hub.
+    """The config of a model, from a file, a folder, or the hub, with the defaults of its model type.
 
     Raises:
         ConfigError: there is none, or it is no config.
     """
+    from kvtier.hf.model_config import completed, config_by_name
+
     path = Path(name).expanduser()
     if path.is_dir():
         path /= "config.json"
@@ -113,12 +115,10 @@ def read_config(name: str) -> Mapping[str, Any]:
             raise ConfigError(f"{path} is not JSON: {error}.") from error
         if not isinstance(found, dict):
             raise ConfigError(f"{path} holds no config.")
-        return found
+        return completed(found)
     if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"There is no {path}: give a config.json, a folder that holds one, or a name on the hub.")
-    from kvtier.hf.model_config import config_by_name
-
-    return config_by_name(name)
+    return completed(config_by_name(name))
 
 
 def _profile(args: argparse.Namespace, model: ModelSize) -> tuple[HardwareProfile, Machine | None]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import AutoConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from kvtier.errors import ConfigError, MismatchError, UnsupportedError
 
@@ -39,6 +44,28 @@ def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
             f"Transformers makes no cache for {type(config).__name__}: {reason}. Pass the config of a model that "
             "generates text (`model.config`); where its code is not part of Transformers, import its class first."
         ) from error
+
+
+def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A decoder's config with the defaults of its model type, and `layer_types` as the cache takes them.
+
+    Files leave out defaults, and older ones say by a window or a pattern which layers have full attention.
+
+    Args:
+        config: as a file has it. Of a model type of which this version of Transformers knows no decoder it is left as
+            it is.
+    """
+    kind = config.get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return dict(config)
+    try:
+        made = AutoConfig.for_model(**config).get_text_config(decoder=True)
+        layers = transformers_layers(made)
+    except Exception:  # sizes that are none: whoever reads those says which
+        return dict(config)
+    kinds = ["full_attention" if type(x) is DynamicLayer else "bounded" for x in layers]
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return {**made.to_dict(), "model_type": made.model_type or kind, "layer_types": kinds, "dtype": dtype}
 
 
 def config_by_name(name: str) -> dict[str, Any]:

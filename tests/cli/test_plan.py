@@ -20,6 +20,7 @@ from transformers import (
 
 from kvtier import ConfigError
 from kvtier.cli.main import main
+from kvtier.cli.plan import read_config
 from kvtier.planning.model_size import divided, model_size
 from kvtier.planning.outlook import Demand, foresee
 from kvtier.planning.profile import HardwareProfile
@@ -120,6 +121,35 @@ def test_sizes_come_from_the_part_that_holds_the_text_and_only_full_attention_is
     assert size.parameters == model_size(LLAMA_8B).parameters
     assert model_size(LLAMA_8B).parameters == pytest.approx(8.03e9, rel=0.01)
     assert model_size(LLAMA_70B).parameters == pytest.approx(70.6e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "layers", "tied"),
+    [
+        ({}, 32, False),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, 32, False),
+        ({"model_type": "gemma2", "sliding_window": 4096, "head_dim": 128}, 16, True),
+        ({"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 8, "head_dim": 128}, 4, True),
+        ({"model_type": "a model of next year"}, 32, False),
+    ],
+    ids=lambda x: x.get("model_type", "llama") if isinstance(x, dict) else "",
+)
+def test_what_a_file_leaves_to_its_model_type_is_what_the_cache_sees(
+    change: dict[str, Any], layers: int, tied: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: x for k, x in LLAMA_8B.items() if k != "tie_word_embeddings"} | change))
+    size = model_size(read_config(str(path)))
+    assert size.layers == layers
+    assert (size.embedding == 0) == tied
+    assert size.itemsize == 2
+
+
+def test_a_model_of_windows_alone_has_nothing_to_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"model_type": "mistral", "sliding_window": 4096}))
+    status, _, err = plan(capsys, tmp_path)
+    assert status == 2
+    assert "No layer of this model has full attention" in err
 
 
 @pytest.mark.parametrize(
