@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtier.config import format_size, parse_size
 from kvtier.errors import ConfigError
-from kvtier.planning.machines import MACHINES, Machine, ModelSize, machine
+from kvtier.planning.machines import MACHINES, Machine, ModelSize, link, machine
 from kvtier.planning.model_size import divided, model_size
 from kvtier.planning.outlook import Demand, Outlook, foresee, most_tokens, on_device
 from kvtier.planning.profile import HardwareProfile
@@ -131,7 +131,9 @@ def _profile(args: argparse.Namespace, model: ModelSize) -> tuple[HardwareProfil
     if args.devices > 1:  # which share the host
         curve = found.host.curve()
         slower = replace(curve, knots=tuple((nbytes, x * args.devices) for nbytes, x in curve.knots))
-        found = replace(found, host=replace(found.host, threads=((1, slower),)))
+        where = machine(args.device)
+        copies = link(replace(where, link=min(where.link, where.host_memory / args.devices)))
+        found = replace(found, up=copies, down=copies, host=replace(found.host, threads=((1, slower),)))
     return found, machine(args.device)
 
 

@@ -21,6 +21,7 @@ from transformers import (
 from kvtier import ConfigError
 from kvtier.cli.main import main
 from kvtier.cli.plan import read_config
+from kvtier.planning.machines import MACHINES
 from kvtier.planning.model_size import divided, model_size
 from kvtier.planning.outlook import Demand, foresee
 from kvtier.planning.profile import HardwareProfile
@@ -258,6 +259,17 @@ def test_an_impossible_demand_ends_in_a_sentence(
     status, _, err = plan(capsys, config, *args)
     assert status == 2
     assert said in err
+
+
+def test_devices_together_copy_no_faster_than_their_host_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    for devices in (2, 8):
+        args = ("--devices", devices, "--device-budget", "1GiB", "--context", "64k")
+        outlook = planned(capsys, tmp_path, *args)["outlook_per_device"]
+        (fetching,) = (x for x in outlook["speeds"] if x["name"] == "all-fetch")
+        assert devices * fetching["fetched_bytes"] / fetching["seconds"] <= MACHINES["h100"].host_memory
 
 
 @pytest.mark.parametrize("command", [["plan", "--device-budget", "1GiB", "--profile"], ["replay"]])
