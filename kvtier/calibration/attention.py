@@ -206,12 +206,12 @@ def _lost(blocks: Blocks, device: torch.device, counts: Sequence[int], seconds: 
         (alone,) = in_turn([call], seconds / 2)
         begin()
         try:
-            (beside,) = in_turn([call], seconds / 2)
+            (meanwhile,) = in_turn([call], seconds / 2)
         finally:
             end()
     finally:
         arena.close()
-    return min(max(1 - alone / beside, 0.0), _MOST_LOST)
+    return min(max(1 - alone / meanwhile, 0.0), _MOST_LOST)
 
 
 def _round_trip(layout: BlockLayout, group: int, device: torch.device, seconds: float) -> float:

@@ -67,7 +67,7 @@ def _host(shape: Shape, block_size: int, device: torch.device, seconds: float) -
     rates = ", ".join(f"{_rate(curve)} on {n} thread{'s' if n > 1 else ''}" for n, curve in fitted.threads)
     return value, (
         f"{rates}; {fitted.queries[-1][1]:.1f} x as long for {fitted.queries[-1][0]:.0f} queries; "
-        f"{fitted.lost:.0%} less beside a busy link; error {_percent(error)}"
+        f"{fitted.lost:.0%} less while the link is busy; error {_percent(error)}"
     )
 
 

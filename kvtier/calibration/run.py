@@ -95,7 +95,7 @@ def calibrate(
     """Measure what kvtier otherwise estimates on this machine, and store it for this and later processes.
 
     Measured are copies over the link by size, each way and both at once; attention on the host by bytes, threads and
-    queries, and beside a busy link; and, of a model, the time of its layers by tokens and of a prefill by new and
+    queries, and while the link is busy; and, of a model, the time of its layers by tokens and of a prefill by new and
     cached tokens. On a CUDA device also attention there, the tiles of the attention kernels, and from how many short
     runs of blocks on one launch copies faster than the copy engine. Without CUDA a device tier is emulated, and copies
     are within the host's memory.

@@ -12,7 +12,7 @@ machines.py   machines and models by their datasheets
 fit.py        least squares
 simulate.py   a cache under a policy on a virtual clock
 analysis.py   what binds a step, and what would change it
-explain.py    that and all else that a user is told, as a text
+explain.py    that and all else that a user is told, as a string
 trace.py      what took time, as a file that opens in Perfetto
 prefix.py     a conversation's prefix, prices, and a plan for it: data
 resume.py     what of a conversation's prefix is kept, loaded, recomputed or attended to on the host when it goes on

@@ -205,7 +205,7 @@ class CostModel:
             if left > 0:
                 hosted += int(count * left)
                 alone = left / rates.host
-                # A layer's turn on the link begins as the layer before it ends: first it is beside the linear part.
+                # A layer's turn on the link begins as the layer before it ends, with the linear part.
                 busy = min(max(on_link - linear, 0.0) / alone, 1.0)
                 busy_bytes += count * left * busy
                 waits.append((count, left, attended))

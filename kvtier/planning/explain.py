@@ -1,4 +1,4 @@
-"""`Explanation`: what `cache.explain()` returns. Numbers to read, and a text of them for people."""
+"""`Explanation`: what `cache.explain()` returns. Numbers to read, and a string of them for people."""
 
 from __future__ import annotations
 

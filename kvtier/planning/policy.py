@@ -118,11 +118,11 @@ class Policy:
         """Which blocks leave the device, so that `blocks` slots become free.
 
         Args:
-            candidates: layers of all caches with blocks of the size that is wanted.
-            blocks: slots wanted.
+            candidates: layers of all caches with blocks of the size that is needed.
+            blocks: slots needed.
 
         Returns:
-            Victims in the order in which to evict; whoever asks stops when there is room. Fewer blocks than wanted are
+            Victims in the order in which to evict; whoever asks stops when there is room. Fewer blocks than needed are
             allowed where there are no more; where there are, the step is refused for want of room (`BudgetError`).
         """
         return self.evenly(candidates, blocks)

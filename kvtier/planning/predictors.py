@@ -179,7 +179,7 @@ class PrefillSize:
     batch: int = 1
 
     @property
-    def terms(self) -> tuple[float, float, float, float]:
+    def operations(self) -> tuple[float, float, float, float]:
         """What a prefill's coefficients are multiplied with."""
         rows = self.batch * self.new
         return 1.0, float(rows), rows * (self.past + (self.new + 1) / 2), float(self.batch * self.past)
@@ -214,13 +214,13 @@ class Prefill:
     @classmethod
     def fit(cls, points: Sequence[tuple[PrefillSize, float]]) -> Prefill:
         """From measured sizes and seconds. Raises ValueError: there are none."""
-        return cls(*least_relative([size.terms for size, _ in points], [x for _, x in points]))
+        return cls(*least_relative([size.operations for size, _ in points], [x for _, x in points]))
 
     def seconds(self, new: int, past: int = 0, batch: int = 1) -> float:
         """For `new` tokens of each of `batch` sequences, on `past` cached ones each; 0.0 for none."""
         if new <= 0 or batch <= 0:
             return 0.0
-        return sum(a * b for a, b in zip(self._all, PrefillSize(new, past, batch).terms, strict=True))
+        return sum(a * b for a, b in zip(self._all, PrefillSize(new, past, batch).operations, strict=True))
 
     def as_json(self) -> dict[str, Any]:
         """See `from_json`."""

@@ -273,11 +273,11 @@ class Simulation:
             plan = self._plan.layers[layer.layer]
             if layer.complete or distance > plan.ahead or not plan.fetch:
                 continue
-            wanted = min(plan.fetch, layer.spilled) - layer.transient
-            got = min(wanted, self._free)
+            missing = min(plan.fetch, layer.spilled) - layer.transient
+            got = min(missing, self._free)
             if got > 0:
                 self._fetch(layer, got)
-            if got < wanted:
+            if got < missing:
                 return
             layer.complete = True
 
