@@ -468,7 +468,9 @@ class TieredKVCache(RecurrentFace):
             condition = "spilled" if any(x.spilled for state in states for x in state.layers) else "resident"
         history = tuple((record, seconds) for record, seconds in list(forward.history) if record.tokens == 1)
         records = [record for record, _ in history]
-        decisions = policy.decisions(number)
+        with forward.memory.lock:  # a policy is called by one at a time: others may plan with it meanwhile
+            decisions = policy.decisions(number)
+            analysis = tuple(analyse(state, policy, records) for state in states)
         return Explanation(
             condition,
             stats.device,
@@ -477,7 +479,7 @@ class TieredKVCache(RecurrentFace):
             stats.resident_bytes,
             type(policy).__name__,
             decisions[-1] if decisions else None,
-            tuple(analyse(state, policy, records) for state in states),
+            analysis,
             history,
         )
 

@@ -11,6 +11,8 @@ from transformers import LlamaConfig, Qwen3NextConfig
 
 import kvtier
 from kvtier import Explanation, Policy, TieredKVCache
+from kvtier.planning.adaptive import Adaptive
+from kvtier.planning.costs import CostModel, Decision, Prediction
 from kvtier.planning.log import Logged
 from kvtier.planning.names import POLICIES
 from kvtier.planning.step import StepPlan, StepState
@@ -184,6 +186,43 @@ def test_asking_in_the_middle_of_a_forward_changes_nothing() -> None:
     F.scaled_dot_product_attention(token, view, view)
     cache.crop(0)
     cache.check_integrity()
+
+
+class Alone(Adaptive):
+    """Fails where it is called while another thread could call it too."""
+
+    memory: kvtier.TieredMemory
+    asked: set[str]
+
+    def _check(self, name: str) -> None:
+        alone = not self.memory.lock.acquire(blocking=False)
+        if not alone:
+            self.memory.lock.release()
+        assert alone, f"{name}: another cache may be planning"
+        self.asked.add(name)
+
+    def decisions(self, cache: int, device: str | None = None) -> list[Decision]:
+        self._check("decisions")
+        return super().decisions(cache, device)
+
+    def model(self, cache: int) -> CostModel | None:
+        self._check("model")
+        return super().model(cache)
+
+    def prediction(self, cache: int, device: str) -> Prediction | None:
+        self._check("prediction")
+        return super().prediction(cache, device)
+
+
+def test_a_policy_is_asked_while_no_other_cache_plans_with_it() -> None:
+    policy = Alone()
+    policy.memory, policy.asked = kvtier.TieredMemory(device_budget="40KiB", host_budget="1MiB", policy=policy), set()
+    cache = TieredKVCache(CONFIG, memory=with_doubles(policy.memory, held(0)), block_size=BLOCK)
+    decode(cache, 1, 200)
+    decode(cache, 3)
+    policy.asked.clear()
+    assert cache.explain().condition == "spilled"
+    assert policy.asked == {"decisions", "model", "prediction"}
 
 
 def test_a_policy_that_is_logged_is_explained_as_without_the_log(tmp_path: Path) -> None:
