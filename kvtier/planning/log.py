@@ -10,15 +10,18 @@ A policy sees numbers only and has neither clock nor chance, so it decides the s
 
 from __future__ import annotations
 
+import contextlib
 import json
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvtier.errors import ConfigError
 from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
+from kvtier.planning.names import policy_of
 from kvtier.planning.policy import Candidate, Policy, Victims
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 
@@ -41,17 +44,23 @@ class LoggedCandidate:
 class Logged(Policy):
     """Decides as another policy does, and writes down each question with its answer.
 
+    Where the file cannot be written any more, as on a full disk, it ends there with a warning: what is decided does not
+    depend on it. A copy, as of a cache that is copied or pickled, decides on without a log.
+
     Args:
-        policy: that decides.
+        policy: that decides, an object or a name.
         path: of the file, which is replaced. One JSON object a line; see `replay`.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: there can be no such file.
+        ConfigError: there is no such policy.
     """
 
-    def __init__(self, policy: Policy, path: str | Path) -> None:
+    def __init__(self, policy: Policy | str, path: str | Path) -> None:
+        policy = policy_of(policy)
         super().__init__(write_through=policy.write_through, ahead=policy.ahead)
         self.policy, self.by_rows = policy, policy.by_rows
+        self._file: IO[str] | None
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - it stays open as long as the policy serves
         self._write({"log": _FORMAT, "policy": type(policy).__qualname__})
 
@@ -59,9 +68,7 @@ class Logged(Policy):
         """See `Policy.plan`."""
         asked = asdict(state)
         plan = self.policy.plan(state)
-        self._write({"plan": asked, "answer": asdict(plan)})
-        if not self._file.closed:
-            self._file.flush()  # once a step: what a crash leaves is whole up to there
+        self._write({"plan": asked, "answer": asdict(plan)}, flush=True)  # once a step: a crash leaves what was before
         return plan
 
     def use_rates(self, device: str, rates: Rates) -> None:
@@ -102,11 +109,31 @@ class Logged(Policy):
 
     def close(self) -> None:
         """End the log. The policy decides on without it."""
-        self._file.close()
+        self._attempt(lambda file: file.close())
+        self._file = None
 
-    def _write(self, line: dict[str, Any]) -> None:
-        if not self._file.closed:
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_file": None}
+
+    def _write(self, line: dict[str, Any], *, flush: bool = False) -> None:
+        def write(file: IO[str]) -> None:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            if flush:
+                file.flush()
+
+        self._attempt(write)
+
+    def _attempt(self, what: Callable[[IO[str]], object]) -> None:
+        file = self._file
+        if file is None or file.closed:
+            return
+        try:
+            what(file)
+        except OSError as error:
+            self._file = None
+            with contextlib.suppress(OSError):
+                file.close()  # it would write what it still has, and fail again
+            warnings.warn(f"The decision log {file.name} ends early: {error}.", RuntimeWarning, stacklevel=4)
 
 
 @dataclass(slots=True)

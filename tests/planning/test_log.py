@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,6 +108,27 @@ def test_after_close_the_policy_decides_on(tmp_path: Path) -> None:
     logged.close()
     assert real_run(logged) == real_run(Adaptive())
     assert len((tmp_path / "decisions.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
+def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
+    logged = Logged("adaptive", "/dev/full")
+    with pytest.warns(RuntimeWarning, match="/dev/full ends early.*No space") as said:
+        assert real_run(logged) == real_run(Adaptive())
+    assert len(said) == 1
+    logged.close()
+
+
+def test_a_copy_decides_as_the_policy_does_and_leaves_the_log_alone(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    logged = Logged(FixedShare(0.5), path)
+    for twin in (copy.deepcopy(logged), pickle.loads(pickle.dumps(logged))):
+        assert real_run(twin) == real_run(FixedShare(0.5))
+    real_run(logged)
+    logged.close()
+    found = replay(path, FixedShare(0.5))
+    assert (found.kinds["plan"] > 50, found.differences) == (True, [])
+    assert path.read_text().count('"log"') == 1
 
 
 def test_rates_that_a_memory_found_in_a_profile_are_part_of_the_log(tmp_path: Path) -> None:
