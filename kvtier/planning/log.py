@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,8 +27,6 @@ from kvtier.planning.policy import Candidate, Policy, Victims
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 
 _FORMAT = "kvtier decisions 1"
-#: What a line may be about.
-_KINDS = {"plan", "victims", "write_back", "use_rates", "observe"}
 
 
 @dataclass(slots=True)
@@ -174,7 +173,11 @@ def replay(path: str | Path, policy: Policy) -> Replay:
     """
     found = Replay()
     for number, line in _lines(path):
-        kind, was, now = _ask(policy, line)
+        try:
+            ask = _question(policy, line)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ConfigError(f"{path}, line {number}: this is not a line of a decision log.") from error
+        kind, was, now = ask()
         if not kind:
             continue  # told, and nothing asked
         found.decisions += 1
@@ -184,34 +187,42 @@ def replay(path: str | Path, policy: Policy) -> Replay:
     return found
 
 
-def _ask(policy: Policy, line: dict[str, Any]) -> tuple[str, object, object]:
-    """Kind ("" where nothing was asked), the answer in the log, the answer now."""
+def _question(policy: Policy, line: dict[str, Any]) -> Callable[[], tuple[str, object, object]]:
+    """What asks: kind ("" where nothing was asked), the answer in the log, the answer now."""
     was = line.get("answer")
     if "plan" in line:
         given = line["plan"]
         last = None if given["last"] is None else StepRecord(**given["last"])
         state = StepState(**(given | {"layers": [LayerState(**x) for x in given["layers"]], "last": last}))
-        return "plan", was, asdict(policy.plan(state))
+        return lambda: ("plan", was, asdict(policy.plan(state)))
     if "victims" in line:
         candidates = [LoggedCandidate(*x) for x in line["victims"]]
         place = {id(x): i for i, x in enumerate(candidates)}
-        chosen = policy.victims(candidates, line["blocks"])
-        return "victims", was, [[place[id(x)], n, last] for x, n, last in chosen]
+        blocks = line["blocks"]
+        return lambda: ("victims", was, [[place[id(x)], n, last] for x, n, last in policy.victims(candidates, blocks)])
     if "write_back" in line:
-        return "write_back", was, policy.write_back(*line["write_back"])
+        used, device, sealed = line["write_back"]
+        return lambda: ("write_back", was, policy.write_back(used, device, sealed))
+    tell: Callable[[], None]
     if "use_rates" in line:
-        policy.use_rates(line["use_rates"], Rates(**line["rates"]))
+        tell = partial(policy.use_rates, line["use_rates"], Rates(**line["rates"]))
     else:
-        policy.observe(StepRecord(**line["observe"]))
-    return "", None, None
+        tell = partial(policy.observe, StepRecord(**line["observe"]))
+
+    def told() -> tuple[str, object, object]:
+        tell()
+        return "", None, None
+
+    return told
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    number = 0
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, 1):
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 line = None
             if number == 1 and (not isinstance(line, dict) or line.get("log") != _FORMAT):
                 raise ConfigError(f"{path} is not a decision log of this version of kvtier.")
@@ -220,6 +231,6 @@ def _lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     return  # the run was cut short while it wrote
                 raise ConfigError(f"{path}, line {number}: this is not a line of a decision log.")
             if number > 1:
-                if not _KINDS & line.keys():
-                    raise ConfigError(f"{path}, line {number}: this is not a line of a decision log.")
                 yield number, line
+    if not number:
+        raise ConfigError(f"{path} is empty: the run wrote no decision log.")

@@ -103,6 +103,34 @@ def test_a_log_that_was_cut_short_counts_up_to_there_and_a_damaged_one_is_refuse
         replay(path, Adaptive())
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"plan":{"tokens":1}}',
+        b'{"plan":7,"answer":7}',
+        b'{"victims":[[1]],"blocks":1}',
+        b'{"write_back":[1,2]}',
+        b'{"use_rates":"cpu","rates":{"up":1,"sideways":2}}',
+        b'{"observe":null}',
+        b'{"told":1}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+)
+def test_any_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    Logged(Adaptive(), path).close()
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(ConfigError, match="line 2: this is not a line of a decision log"):
+        replay(path, Adaptive())
+
+
+def test_an_empty_file_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match="is empty"):
+        replay(tmp_path / "empty", Adaptive())
+
+
 def test_after_close_the_policy_decides_on(tmp_path: Path) -> None:
     logged = Logged(Adaptive(), tmp_path / "decisions.jsonl")
     logged.close()
