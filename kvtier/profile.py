@@ -113,7 +113,7 @@ def _read(machine: str) -> dict[str, object]:
     try:
         with file_of(machine).open(encoding="utf-8") as file:
             found = json.load(file)
-    except (OSError, ValueError):  # a ConfigError too: without a home folder there is no profile
+    except (OSError, ValueError, RecursionError):  # a ConfigError too: without a home folder there is no profile
         return {}
     if not isinstance(found, dict) or found.get("machine") != machine or not isinstance(found.get("values"), dict):
         return {}

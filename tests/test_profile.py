@@ -51,6 +51,7 @@ def test_names_and_machines_are_kept_apart(folder: Path) -> None:
         "{",
         "[]",
         "\x00",
+        "[" * 100_000,
         '{"machine": "m", "values": 3}',
         '{"machine": "m", "values": {"a": "x"}}',
         '{"machine": "m", "values": {"a": true}}',

@@ -20,6 +20,7 @@ from kvtier.calibration import __main__ as command
 from kvtier.calibration import copies, hardware, run, tiles
 from kvtier.calibration.job import Job
 from kvtier.calibration.shapes import STANDARD, Shape, shapes_of
+from kvtier.cli.main import main
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.kernels import launch
 from kvtier.kernels import tiles as choices
@@ -323,3 +324,9 @@ def test_the_command_passes_its_options_on_and_errors_are_messages(
     monkeypatch.setattr(command, "calibrate", calibrate)
     assert command.main(["--device=cuda:1", "--block-size=16"]) == 2
     assert "no such device" in capsys.readouterr().err
+
+
+def test_no_option_of_the_command_is_ignored(device: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--device=cpu", "--block-size=0"]) == 2
+    assert "block_size=0" in capsys.readouterr().err
+    assert main(["calibrate", "--device="]) == 2
