@@ -111,7 +111,7 @@ def read_config(name: str) -> Mapping[str, Any]:
     if path.is_file():
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not JSON: {error}.") from error
         if not isinstance(found, dict):
             raise ConfigError(f"{path} holds no config.")

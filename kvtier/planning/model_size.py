@@ -51,7 +51,7 @@ def model_size(config: Mapping[str, Any]) -> ModelSize:
         kv_heads, dim = heads, -(-(nope + rope + v_dim) // 2)
         rank, q_rank = _size(config, "kv_lora_rank"), _size(config, "q_lora_rank", 0)
         latent = rank + rope
-    if heads % kv_heads:
+    if not kv_heads or heads % kv_heads:
         raise ConfigError(f"{heads} attention heads are no multiple of {kv_heads} KV heads.")
     attention = hidden * dim * (2 * heads + 2 * kv_heads)
     if latent:

@@ -159,6 +159,7 @@ def test_a_model_of_windows_alone_has_nothing_to_plan(tmp_path: Path, capsys: py
         ({"num_hidden_layers": None}, "no num_hidden_layers"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
         ({"num_key_value_heads": 5}, "no multiple of 5"),
+        ({"num_key_value_heads": 0}, "no multiple of 0"),
         ({"layer_types": ["linear_attention"] * 32}, "No layer"),
     ],
 )
@@ -306,7 +307,7 @@ def test_weights_that_do_not_fit_say_how_many_devices_do(tmp_path: Path, capsys:
     assert "all on the device" in out
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"model_type": "clip"}'])
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"model_type": "clip"}', "[" * 100_000])
 def test_a_file_that_is_no_config_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(content)
     assert plan(capsys, tmp_path)[0] == 2
@@ -333,6 +334,14 @@ def test_a_measured_profile_is_told_from_estimates(
     status, out, err = plan(capsys, config, "--profile", path, "--device-budget", "2GiB", "--context", "32k")
     assert status == 0, err
     assert "measured: linear" in out
+
+
+def test_a_file_that_is_no_profile_is_refused(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    for content in (b"", b"\xff\xfe\x00", b"{}"):
+        path.write_bytes(content)
+        status, _, err = plan(capsys, config, "--profile", path, "--device-budget", "2GiB")
+        assert (status, "no hardware profile" in err) == (2, True)
 
 
 def test_the_picture_is_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
