@@ -35,8 +35,10 @@ def model_size(config: Mapping[str, Any]) -> ModelSize:
     Weights are those of all layers. A model of several parts is taken by its text part.
 
     Raises:
-        ConfigError: a size is missing or is no positive number.
+        ConfigError: a size is missing or is no positive number, or the model is an encoder-decoder.
     """
+    if config.get("is_encoder_decoder"):
+        raise ConfigError("This is an encoder-decoder: a plan is of decoders alone.")
     text = config.get("text_config")
     if isinstance(text, Mapping):
         config = {"model_type": config.get("model_type"), "dtype": config.get("dtype")} | dict(text)

@@ -157,6 +157,7 @@ def test_a_model_of_windows_alone_has_nothing_to_plan(tmp_path: Path, capsys: py
     ("change", "said"),
     [
         ({"num_hidden_layers": None}, "no num_hidden_layers"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
         ({"num_key_value_heads": 5}, "no multiple of 5"),
         ({"num_key_value_heads": 0}, "no multiple of 0"),
