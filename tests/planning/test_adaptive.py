@@ -22,7 +22,7 @@ from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, St
 from kvtier.planning.trials import Trial, compare
 
 #: Random settings of the always-run test; KVTIER_TEST_SETTINGS asks for more.
-SETTINGS = int(os.environ.get("KVTIER_TEST_SETTINGS", "12"))
+SETTINGS = int(os.environ.get("KVTIER_TEST_SETTINGS", "6"))
 STEPS, BLOCK, SHARES = 200, 64, 16
 #: What the mean of a run's noise may be off by.
 NOISE = 0.01
@@ -60,7 +60,7 @@ def test_whatever_the_setting_it_is_close_to_the_best_share_and_never_worse_than
 
 
 def test_without_a_profile_it_soon_knows_the_machine() -> None:
-    trials = [Trial.drawn(seed) for seed in range(max(SETTINGS // 3, 4))]
+    trials = [Trial.drawn(seed) for seed in range(max(SETTINGS // 3, 3))]
     found = compare(trials, {"estimated": lambda trial: Adaptive()}, STEPS)["estimated"]
     # The first steps, in which it tries, are part of it.
     assert max(found.shares) <= 1.15
