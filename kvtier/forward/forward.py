@@ -489,7 +489,9 @@ class Forward:
         """Whether what of a layer is on the host need not be fetched: host threads attend to it, or nobody reads it."""
         if not self.steps.began.get(layer.index, layer.length):
             return True  # first tokens are their own keys and values
-        return self.options.host_attention and tokens <= split.MAX_HOST_QUERIES and split.can_attend(layer)
+        # A model that makes tensors of views reads all of it itself.
+        hosted = self.options.host_attention and self._dense()
+        return hosted and tokens <= split.MAX_HOST_QUERIES and split.can_attend(layer)
 
     # Reading
 
