@@ -152,7 +152,10 @@ class TokenWriter:
         rows: of the tokens.
     """
 
-    __slots__ = ("_function", "_problem", "_reference", "_rows", "_shapes", "_strides", "_words", "appender")
+    __slots__ = (
+        *("_dtype", "_function", "_key_shape", "_key_strides", "_problem", "_reference", "_rows"),
+        *("_value_shape", "_value_strides", "_words", "appender"),
+    )
 
     def __init__(self, appender: Appender, keys: torch.Tensor, values: torch.Tensor, rows: int) -> None:
         packed = keys.shape[0] == 1
@@ -160,8 +163,8 @@ class TokenWriter:
             raise KVTierError(f"Appending to blocks: {rows} rows of one token each, but keys are {list(keys.shape)}.")
         self.appender = appender
         self._rows = rows
-        self._shapes = (keys.shape, values.shape, keys.dtype, values.dtype)
-        self._strides = (keys.stride(), values.stride())
+        self._key_shape, self._value_shape, self._dtype = keys.shape, values.shape, keys.dtype
+        self._key_strides, self._value_strides = keys.stride(), values.stride()
         spans = [(0, 0, 0, row, 1) if packed else (0, 0, row, 0, 1) for row in range(rows)]
         self._words = memoryview(array("q", [word for span in spans for word in span]))
         address = self._words.obj.buffer_info()[0]  # type: ignore[attr-defined]
@@ -181,23 +184,34 @@ class TokenWriter:
         Raises:
             KVTierError: an offset beyond its block; nothing is written.
         """
+        if len(blocks) != self._rows:
+            return False
+        if isinstance(offsets, int):
+            offsets = (offsets,) * self._rows
+        self._words[_BLOCK::_WORDS] = memoryview(array("q", blocks))
+        self._words[_OFFSET::_WORDS] = memoryview(array("q", offsets))
+        return self._send(keys, values)
+
+    def repeat(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> bool:
+        """`write` into the blocks of the last `write`. Returns and raises what that does."""
+        if self._rows == 1:
+            self._words[_OFFSET] = offset
+        else:
+            self._words[_OFFSET::_WORDS] = memoryview(array("q", (offset,) * self._rows))
+        return self._send(keys, values)
+
+    def _send(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         if not (
-            len(blocks) == self._rows
-            and (keys.stride(), values.stride()) == self._strides
-            and (keys.shape, values.shape, keys.dtype, values.dtype) == self._shapes
+            keys.shape == self._key_shape
+            and values.shape == self._value_shape
+            and keys.stride() == self._key_strides
+            and values.stride() == self._value_strides
+            and keys.dtype is values.dtype is self._dtype
             and keys.is_cpu
             and values.is_cpu
         ):
             return False
-        words, problem = self._words, self._problem
-        if self._rows == 1:
-            words[_BLOCK] = blocks[0]
-            words[_OFFSET] = offsets if type(offsets) is int else offsets[0]  # type: ignore[index]
-        else:
-            if isinstance(offsets, int):
-                offsets = (offsets,) * self._rows
-            words[_BLOCK::_WORDS] = memoryview(array("q", blocks))
-            words[_OFFSET::_WORDS] = memoryview(array("q", offsets))
+        problem = self._problem
         problem.keys = keys.data_ptr()
         problem.values = values.data_ptr()
         error = self._function(self._reference)

@@ -158,14 +158,19 @@ class Steps:
         begins = not self.began or layer in self.began
         first = self._first.setdefault(int, layer)
         if begins:
-            self._check_complete()
-            self._check_first(layer, first)
+            whole = self.began.keys() == self.expected  # then the last step is complete, and teaches nothing
+            if not whole:
+                self._check_complete()
+            if layer != first:
+                self._check_first(layer, first)
             # One token for each of all layers leaves them as even as they were.
-            if self.compare or not self._even or self.began.keys() != self.expected:
+            if self.compare or not self._even or not whole:
                 self._check_even()
                 self.compare = False
             if self.owner != me:
                 self._check_mask()
+            if not whole:
+                self._learn()
             self._begin(me)
         elif self.owner != me:
             raise self._refused(overlap=True)
@@ -188,6 +193,7 @@ class Steps:
             self._check_first(part[0], first)
             if self.owner != threading.get_ident():
                 self._check_mask()
+            self._learn()
             self._begin(threading.get_ident())
         elif self.owner != threading.get_ident():
             raise self._refused(overlap=True)
@@ -211,6 +217,7 @@ class Steps:
                 self._torn = True
                 return False
             self._first.setdefault(tuple, part[0])
+            self._learn()
             self._begin(owner)
         self.began[part] = 0
         return begins
@@ -243,7 +250,6 @@ class Steps:
             self._check_complete()
 
     def _begin(self, owner: int) -> None:
-        self._learn()
         self.ended_at = next(reversed(self.began), None)
         self.began = {}
         self.count += 1

@@ -59,6 +59,7 @@ class Caller:
         self._check_model = check_model
         self._config: PretrainedConfig | None = None
         self._crossed: bool | None = None
+        self._implementation: str | None = None
         self._needs_tensors = False
         self.takes_views = False
         self.latents: frozenset[int] = frozenset()
@@ -106,7 +107,9 @@ class Caller:
             if config is not None and config is not self._given:
                 self._check_model(config)
             self._follow(config)
-        self._needs_tensors = self.needs_tensors
+        name = None if config is None else _implementation(config)
+        if name != self._implementation:
+            self._implementation, self._needs_tensors = name, needs_tensors(name)
         self.takes_views = not (self._needs_tensors or self.latents)
 
     def read_state(self, layer: int) -> None:

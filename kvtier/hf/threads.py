@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 from kvtier.errors import ConcurrentUseError
@@ -24,18 +24,56 @@ _LEAVING = 1.0
 _PAUSE = 0.001
 
 
-class Place(NamedTuple):
+#: A frame: its address and its code. Another frame may have the address once this one is gone.
+_Mark = tuple[int, CodeType]
+
+
+class Place:
     """Where on its stack a thread was when it last began a forward with a cache.
 
     Attributes:
-        forward: the outermost method named `forward`, and its code.
-        generate: the innermost `generate` of Transformers, and its code.
+        forward: the outermost method named `forward`.
+        generate: the innermost `generate` of Transformers.
         call: something that lives as long as that call of `generate`.
+        depths: of `forward` and of the last frame that was looked at, `generate` where there is one.
+        last: that frame.
     """
 
-    forward: tuple[int, CodeType] | None
-    generate: tuple[int, CodeType] | None
-    call: ref[Any] | None
+    __slots__ = ("call", "depths", "forward", "generate", "last")
+
+    def __init__(
+        self,
+        forward: _Mark | None,
+        generate: _Mark | None,
+        call: ref[Any] | None,
+        depths: tuple[int, int],
+        last: _Mark | None,
+    ) -> None:
+        self.forward = forward
+        self.generate = generate
+        self.call = call
+        self.depths = depths
+        self.last = last
+
+    def again(self) -> bool:
+        """Note the place of the caller's caller, for the same thread, if it differs in its forward only.
+
+        This looks at two frames. A walk makes an object of each frame: twenty microseconds in a model of Transformers.
+        """
+        forward, call = self.forward, self.call
+        if forward is None or (self.generate is not None and (call is None or call() is None)):
+            return False
+        at, end = self.depths
+        try:
+            if _mark(sys._getframe(end + 2)) != self.last:
+                return False
+            frame = sys._getframe(at + 2)
+        except ValueError:  # the stack is not as deep
+            return False
+        if frame.f_code is not forward[1]:
+            return False
+        self.forward = (id(frame), forward[1])
+        return True
 
 
 class Places:
@@ -51,29 +89,12 @@ class Places:
     def note(self) -> None:
         """Note where the current thread is."""
         me = threading.get_ident()
-        frame: FrameType | None = sys._getframe(1)
-        forward = generate = None
-        for _ in range(_MOST_FRAMES):
-            if frame is None or generate is not None:
-                break
-            code = frame.f_code
-            if code.co_name == "forward":
-                forward = frame
-            elif code.co_name == "generate" and code.co_filename.endswith(_GENERATION):
-                generate = frame
-            frame = frame.f_back
-        before = self._of.get(me)
-        call = None
-        if generate is not None:
-            here = (id(generate), generate.f_code)
-            if before is not None and before.generate == here and before.call is not None and before.call() is not None:
-                call = before.call
-            else:
-                # Made anew by every call: the frame of a later call may have the address of an earlier one.
-                config = generate.f_locals.get("generation_config")
-                call = None if config is None else ref(config)
-        self._of[me] = Place(_mark(forward), _mark(generate), call)
-        _latest[me] = ref(self)
+        place = self._of.get(me)
+        if place is None or not place.again():
+            self._of[me] = _look(sys._getframe(1), place)
+        latest = _latest.get(me)
+        if latest is None or latest() is not self:
+            _latest[me] = ref(self)
 
     def in_forward(self, thread: int) -> bool:
         """Whether a thread is in the forward that it noted."""
@@ -95,8 +116,33 @@ _latest: dict[int, ref[Places]] = {}
 _walking = threading.RLock()
 
 
-def _mark(frame: FrameType | None) -> tuple[int, CodeType] | None:
+def _mark(frame: FrameType | None) -> _Mark | None:
     return None if frame is None else (id(frame), frame.f_code)
+
+
+def _look(frame: FrameType, before: Place | None) -> Place:
+    """The place of a thread that is in `frame`, which was in `before` last."""
+    forward = generate = None
+    depth, depths = 0, (0, 0)
+    while True:
+        code = frame.f_code
+        if code.co_name == "forward":
+            forward, depths = frame, (depth, depth)
+        elif code.co_name == "generate" and code.co_filename.endswith(_GENERATION):
+            generate = frame
+        if generate is not None or frame.f_back is None or depth + 1 == _MOST_FRAMES:
+            break
+        frame, depth = frame.f_back, depth + 1
+    call = None
+    if generate is not None:
+        here = _mark(generate)
+        if before is not None and before.generate == here and before.call is not None and before.call() is not None:
+            call = before.call
+        else:
+            # Made anew by every call: the frame of a later call may have the address of an earlier one.
+            config = generate.f_locals.get("generation_config")
+            call = None if config is None else ref(config)
+    return Place(_mark(forward), _mark(generate), call, (depths[0], depth), _mark(frame))
 
 
 def _on_stack(thread: int, mark: tuple[int, CodeType]) -> bool:

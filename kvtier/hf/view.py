@@ -25,6 +25,8 @@ _What = tuple[int, int, int]
 _KEYS: _What = (0, 1, 0)
 _VALUES: _What = (1, 1, 0)
 _META = torch.device("meta")
+#: Layers for which views are made at once.
+_AT_ONCE = 16
 
 
 class Snapshot:
@@ -59,12 +61,14 @@ class Snapshot:
         blanks: _Blanks | None = forward.blanks
         if blanks is None or blanks.length != length or blanks.pools is not pools or blanks.batch != len(rows):
             blanks = forward.blanks = _Blanks(pools, len(rows), length)
-        # Written out, as it runs once per layer and token.
-        keys: KVView = blanks.keys.as_subclass(KVView)
-        keys.snapshot, keys._size, keys._what = self, blanks.keys_size, _KEYS
-        values: KVView = blanks.values.as_subclass(KVView)
-        values.snapshot, values._size, values._what = self, blanks.values_size, _VALUES
-        return keys, values
+        while True:
+            try:
+                pair = blanks.pairs.pop()
+                break
+            except IndexError:  # another thread may take what this one makes
+                blanks.make(min(len(forward.readers), _AT_ONCE))
+        pair[0].snapshot = pair[1].snapshot = self
+        return pair
 
 
 class KVView(torch.Tensor):
@@ -227,15 +231,33 @@ def _derived(view: KVView, shape: tuple[int, ...], repeats: int, form: int) -> K
 
 
 class _Blanks:
-    """What is behind the views of all layers of one layout in one step."""
+    """Views for all layers of one layout in one step, which show nothing yet.
 
-    __slots__ = ("batch", "keys", "keys_size", "length", "pools", "values", "values_size")
+    They are made for several layers at once. Between two layers a model reads all of a layer's weights, and a function
+    of torch that then runs once takes five times as long as one that runs again.
+
+    Attributes:
+        pairs: of keys and values, for layers to come.
+    """
+
+    __slots__ = ("_keys", "_values", "batch", "length", "pairs", "pools")
 
     def __init__(self, pools: Pools, batch: int, length: int) -> None:
         layout = pools.layout
         self.pools, self.batch, self.length = pools, batch, length
-        self.keys, self.keys_size = _blank((batch, layout.k_heads, length, layout.k_dim), layout.dtype)
-        self.values, self.values_size = _blank((batch, layout.v_heads, length, layout.v_dim), layout.dtype)
+        self._keys = _blank((batch, layout.k_heads, length, layout.k_dim), layout.dtype)
+        self._values = _blank((batch, layout.v_heads, length, layout.v_dim), layout.dtype)
+        self.pairs: list[tuple[KVView, KVView]] = []
+
+    def make(self, count: int) -> None:
+        """Make pairs, at least one."""
+        (k_blank, k_size), (v_blank, v_size) = self._keys, self._values
+        for _ in range(max(count, 1)):
+            keys: KVView = k_blank.as_subclass(KVView)
+            keys._size, keys._what = k_size, _KEYS
+            values: KVView = v_blank.as_subclass(KVView)
+            values._size, values._what = v_size, _VALUES
+            self.pairs.append((keys, values))
 
 
 # All layers of a model show the same few shapes in one step.

@@ -252,7 +252,7 @@ class TailWriter:
     def repeat(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> bool:
         """`write` tokens like the last ones, as quickly as can be. False, and nothing done, if they are not."""
         like = self._like
-        return like is not None and like.write(keys, values, self._blocks, offset)
+        return like is not None and like.repeat(keys, values, offset)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> None:
         """Write a token of each row, `[rows, heads, 1, dim]`, as number `offset` of its block."""
