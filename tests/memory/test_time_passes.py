@@ -7,6 +7,7 @@ import torch
 
 from kvtier import TieredKVCache
 from kvtier.memory import residency
+from kvtier.memory.block import BlockSet
 from kvtier.memory.device import ComputeDevice
 from kvtier.transfer.engine import Event
 
@@ -28,35 +29,59 @@ class Later:
         raise AssertionError("nobody has to wait for it")
 
 
-@pytest.mark.parametrize("when", ["evict", "_reclaim"])
-def test_a_slot_that_becomes_free_while_others_are_asked_is_room(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def held_by_a_fence(cache: TieredKVCache) -> tuple[ComputeDevice, BlockSet, Later]:
+    """A device on which one slot waits for a fence, and nothing else is free."""
+    (device,) = cache._forward.memory.devices
+    assert isinstance(device, ComputeDevice)
+    (blocks,) = device.sets
+    pool, fence = blocks.pools.home, Later()
+    run = blocks.resident[0]
+    device._write_back_run(run)
+    residency.evict(run, fence)
+    while pool.free or device.home.budget.free >= blocks.pools.layout.nbytes:
+        device._take_free(pool, 1, None, [])
+    assert not pool.obtainable(ordered=True)
+    return device, blocks, fence
+
+
+@pytest.fixture
+def cache() -> TieredKVCache:
     cache = TieredKVCache(device_budget=8 * 256, host_budget=64 * 256, block_size=4)
     kv = torch.randn(1, 2, 24, 4)
     cache.update(kv, kv, 0)
-    forward = cache._forward
-    (device,) = forward.memory.devices
-    assert isinstance(device, ComputeDevice)
-    (blocks,) = device.sets
-    pool = blocks.pools.home
-    fence = Later()
-    with forward.memory.lock:
-        run = blocks.resident[0]
-        device._write_back_run(run)
-        residency.evict(run, fence)
-        while pool.free or device.home.budget.free >= blocks.pools.layout.nbytes:
-            device._take_free(pool, 1, None, [])  # nothing else is free
+    return cache
 
-        def nothing(*args: object, **options: object) -> int:
-            fence.over = when == "evict" or fence.over
-            return 0
+
+def test_a_slot_that_becomes_free_while_others_are_asked_is_room(
+    cache: TieredKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cache._forward.memory.lock:
+        device, blocks, fence = held_by_a_fence(cache)
 
         def little(*args: object, **options: object) -> bool:
             fence.over = True
             device.poll()
             return False
 
-        monkeypatch.setattr(device, "evict", nothing)
+        monkeypatch.setattr(device, "evict", lambda *args: 0)
         monkeypatch.setattr(device, "_reclaim", little)
-        assert not pool.obtainable(ordered=True)
         assert device._make_slots(blocks.pools, 1, blocks)
-        assert pool.obtainable(ordered=True)
+        assert blocks.pools.home.obtainable(ordered=True)
+
+
+def test_a_slot_that_becomes_free_while_slabs_are_given_back_counts(
+    cache: TieredKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cache._forward.memory.lock:
+        device, blocks, fence = held_by_a_fence(cache)
+
+        def nothing(*args: object) -> int:
+            fence.over = True
+            device.poll()
+            return 0
+
+        monkeypatch.setattr(device, "evict", nothing)
+        looked = []
+        monkeypatch.setattr("kvtier.memory.reclaim.reclaim", lambda pools, *args: looked.append(pools) or True)
+        assert device._reclaim(blocks.pools.layout.nbytes, blocks)
+        assert looked
