@@ -20,13 +20,13 @@ from kvtier.attention.repeat import Repeat
 from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
 from kvtier.errors import ClosedError, StaleViewError
 from kvtier.forward import admission
+from kvtier.forward.held import Held
 from kvtier.forward.schedule import Schedule
 from kvtier.forward.steps import Steps
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory import system
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout, in_one_dtype
-from kvtier.memory.owner import Owner
 from kvtier.memory.tiered import TieredMemory, too_small
 from kvtier.planning.admission import Claim
 from kvtier.planning.step import StepRecord, StepState
@@ -47,41 +47,6 @@ _MEASURED = {
 _totals = operator.attrgetter(*_MEASURED)
 #: Steps of which what was expected and seen is kept.
 HISTORY = 64
-
-
-class Held:
-    """What a cache holds of a memory: apart from `Forward`, so that it can be given back when that is garbage."""
-
-    def __init__(self, memory: TieredMemory) -> None:
-        self.memory = memory
-        self.owner: Owner = memory.new_owner()
-        self.readers: dict[int, LayerReader] = {}
-
-    def lengths(self) -> set[int]:
-        """The distinct numbers of tokens in the layers that hold any."""
-        return {x.layer.length for x in self.readers.values() if x.layer.length}
-
-    def release(self) -> None:
-        """Give everything back. The caller holds the lock."""
-        split.release_threads(self.owner)
-        for reader in self.readers.values():
-            reader.layer.forget()
-        self.readers.clear()
-        for device in self.memory.devices:
-            for blocks in [blocks for blocks in self.owner.sets if blocks in device.sets]:
-                self.memory.drop_set(self.owner, device, blocks)
-        self.memory.leave(self.owner)
-        if self.memory.private:
-            self.memory.reset()
-
-    def join(self) -> None:
-        """Join the memory. Whatever cuts this short, `release` finds the owner that has joined."""
-        self.memory.join(self.owner)
-
-    def renew(self) -> None:
-        """Join the memory again, empty."""
-        self.owner = self.memory.new_owner()
-        self.join()
 
 
 class Forward:
