@@ -19,7 +19,9 @@ from kvtier.attention.split import MAX_HOST_QUERIES
 from kvtier.calibration import link, tiles
 from kvtier.calibration.shapes import Shape
 from kvtier.calibration.timing import in_turn
+from kvtier.config import format_size
 from kvtier.cpu import native
+from kvtier.errors import KVTierError
 from kvtier.kernels import paged
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
@@ -32,6 +34,8 @@ from kvtier.transfer.copies import TensorCopy
 
 #: Bytes of blocks that calls go around in, more than caches hold; the largest call reads a quarter.
 ARENA = 256 * 2**20
+#: Blocks that have to fit: two in the largest call.
+_LEAST_BLOCKS = 8
 #: Queries per sequence that are measured.
 QUERIES = (1, 2, 4, 8, MAX_HOST_QUERIES)
 #: Places in the arena that a call goes around in.
@@ -154,9 +158,15 @@ def measure_host(
         nbytes: of the blocks that calls go around in; None: more than caches hold.
 
     Raises:
-        KVTierError: the native library does not serve such blocks.
+        KVTierError: the native library does not serve such blocks, or they are too large to be measured.
     """
-    blocks = Blocks(layout, group, ARENA if nbytes is None else nbytes)
+    room = ARENA if nbytes is None else nbytes
+    if room < _LEAST_BLOCKS * layout.nbytes:
+        raise KVTierError(
+            f"blocks of {layout.block_size} tokens are too large to be measured: {_LEAST_BLOCKS} of them take more "
+            f"than {format_size(room)}"
+        )
+    blocks = Blocks(layout, group, room)
     before = torch.get_num_threads()  # calls borrow torch's threads: it has to use as many
     try:
         rest = 1 - _QUERIES - _BUSY - _TRIP

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvtier.config import format_size, parse_size
 from kvtier.errors import ConfigError
+from kvtier.memory.measured import model_name
 from kvtier.planning.machines import MACHINES, Machine, ModelSize, link, machine
 from kvtier.planning.model_size import divided, model_size
 from kvtier.planning.outlook import Demand, Outlook, foresee, most_tokens, on_device
@@ -74,9 +75,10 @@ def positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command. Returns the exit status."""
-    whole = model_size(read_config(args.model))
+    config = read_config(args.model)
+    whole = model_size(config)
     model = divided(whole, args.devices)
-    profile, known = _profile(args, model)
+    profile, known = _profile(args, config, model)
     demand = Demand(args.context, args.batch, *_budgets(args, model, known))
     try:
         outlook = foresee(model, profile, demand)
@@ -121,12 +123,25 @@ def read_config(name: str) -> Mapping[str, Any]:
     return completed(config_by_name(name))
 
 
-def _profile(args: argparse.Namespace, model: ModelSize) -> tuple[HardwareProfile, Machine | None]:
-    """What is known of the machine; and its datasheet, where it was named."""
+def _profile(
+    args: argparse.Namespace, config: Mapping[str, Any], model: ModelSize
+) -> tuple[HardwareProfile, Machine | None]:
+    """What is known of the machine; and its datasheet, where it was named.
+
+    Raises:
+        ConfigError: no such machine, or a profile that is damaged or of another model.
+    """
     if args.profile:
         if args.devices > 1:
             raise ConfigError("A profile is of a model on one device: --devices takes a machine's name, --device.")
-        return HardwareProfile.from_json(Path(args.profile).read_bytes()), None
+        profile = HardwareProfile.from_json(Path(args.profile).read_bytes())
+        other = _differing(profile.model, model_name(_Config(config))) if profile.model else ""
+        if other:
+            raise ConfigError(
+                f"The profile was measured with another model than {args.model}: {other}. "
+                f"Calibrate with this one: kvtier calibrate {args.model}"
+            )
+        return profile, None
     found = HardwareProfile.estimate(args.device, model)
     if args.devices > 1:  # which share the host
         curve = found.host.curve()
@@ -135,6 +150,27 @@ def _profile(args: argparse.Namespace, model: ModelSize) -> tuple[HardwareProfil
         copies = link(replace(where, link=min(where.link, where.host_memory / args.devices)))
         found = replace(found, up=copies, down=copies, host=replace(found.host, threads=((1, slower),)))
     return found, machine(args.device)
+
+
+class _Config:
+    """A config as an object: its text part, where it has parts."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        text = content.get("text_config")
+        self.__dict__.update(content)
+        if isinstance(text, Mapping):
+            self.__dict__.update(text)
+
+
+def _differing(one: str, other: str) -> str:
+    """Where two names of `model_name` contradict each other; not by their dtype, in which one may load any model."""
+    parts = [dict(each.rpartition(" ")[::2] for each in name.split(", ")[:-1]) for name in (one, other)]
+    found = [
+        f"{what} {parts[0][what]}, not {value}"
+        for what, value in parts[1].items()
+        if parts[0].get(what, value) != value and "None" not in (value, parts[0][what])
+    ]
+    return "; ".join(found)
 
 
 def _budgets(args: argparse.Namespace, model: ModelSize, known: Machine | None) -> tuple[int, int]:

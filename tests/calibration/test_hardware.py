@@ -297,3 +297,9 @@ def test_a_forward_measures_nothing_even_with_a_profile(tmp_path: Path, monkeypa
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True []\n"
     assert not list(tmp_path.iterdir()), "and writes nothing"
+
+
+def test_blocks_too_large_for_memory_are_a_failure_that_says_so() -> None:
+    layout = BlockLayout(8, 8, 128, 128, 10**8, torch.bfloat16)
+    with pytest.raises(kvtier.KVTierError, match="too large to be measured"):
+        attention.measure_host(layout, 4, torch.device("cpu"), 1.0)

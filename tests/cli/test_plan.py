@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import (
 from kvtier import ConfigError
 from kvtier.cli.main import main
 from kvtier.cli.plan import read_config
+from kvtier.memory import measured
 from kvtier.planning.machines import MACHINES
 from kvtier.planning.model_size import divided, model_size
 from kvtier.planning.outlook import Demand, foresee
@@ -335,6 +337,26 @@ def test_a_measured_profile_is_told_from_estimates(
     status, out, err = plan(capsys, config, "--profile", path, "--device-budget", "2GiB", "--context", "32k")
     assert status == 0, err
     assert "measured: linear" in out
+
+
+def test_a_profile_of_another_model_is_refused(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = HardwareProfile.estimate("a100", model_size(LLAMA_8B))
+    path = tmp_path / "profile.json"
+    its_own = measured.model_name(LlamaConfig(**LLAMA_8B))
+    for model, status in (
+        (its_own, 0),
+        (its_own.replace("bfloat16", "float16"), 0),
+        (its_own.replace("hidden_layers 32", "hidden_layers 16"), 2),
+        (its_own.replace("model llama", "model qwen3"), 2),
+    ):
+        path.write_text(replace(profile, model=model).to_json())
+        found, _, err = plan(capsys, config, "--profile", path, "--device-budget", "2GiB", "--context", "32k")
+        assert found == status, err
+        if status:
+            assert "another model" in err
+            assert "16, not 32" in err or "qwen3, not llama" in err
 
 
 def test_a_file_that_is_no_profile_is_refused(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
