@@ -69,6 +69,7 @@ LLAMA_6X32: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 131072,
 }
+LLAMA_64X32 = LLAMA_6X32 | {"num_hidden_layers": 64}
 #: The same models made small, to run everything on any machine. The layers stay: budgets depend on their number.
 TINY: dict[str, Any] = {
     "vocab_size": 512,
@@ -83,6 +84,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-12x128": LLAMA_12X128,
     "llama-6x32": LLAMA_6X32,
+    "llama-64x32": LLAMA_64X32,
     "qwen3-tiny": QWEN3_0_6B | TINY,
     "llama-tiny": LLAMA_3_1_8B | TINY,
 }

@@ -6,6 +6,7 @@ attend (`kvtier.testing`). Policies take turns. A fixed share fetches that part 
 shares    a quarter of the KV on the device: every policy and fixed shares, at three speeds of the link
 hidden    so little is spilled that a step's compute hides all of it: against everything resident
 resident  everything fits, and nothing is emulated: what the planner itself takes
+own       microseconds of a step in which the planner of 64 layers looks, decides and learns, by context
 change    the link's speed halves in the middle of `generate`
 """
 
@@ -29,13 +30,15 @@ from benchmarks.records import number, size, table
 from benchmarks.targets import Target, table_of
 from benchmarks.turns import Outcome, Start
 from kvtier import Policy, TieredKVCache
+from kvtier.planning.machines import ModelSize
+from kvtier.planning.profile import HardwareProfile
 from kvtier.planning.shares import FixedShare
 from kvtier.testing import Throttled, emulated_device, throttled, with_doubles
 
 SUMMARY = "ms per decode step under each policy, with an emulated device and link (CPU only)"
 MODEL = "llama-6x32"
 CONTEXTS = (2048, 4096)
-CASES = ("shares", "hidden", "resident", "change")
+CASES = ("shares", "hidden", "resident", "own", "change")
 #: A hundredth of a machine with a GPU, so that what the CPU really computes and copies is little against it. Bytes per
 #: second: of the link, of attention on the host and on the device; and seconds of a layer besides attention.
 LINKS = (0.04e9, 0.08e9, 0.16e9)
@@ -51,6 +54,9 @@ STEPS, LINK, SHOWN = 240, 0.08e9, 10
 CHANGE_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)
 #: Of `hidden`: shares of the KV that are on the device.
 HIDDEN = (0.9, 0.8)
+#: Of `own`: a model of 64 layers, contexts, and the model and the machine whose step it is compared with.
+DEEP, DEEP_CONTEXTS = "llama-64x32", (1024, 4096, 16384)
+LIKE, LIKE_MACHINE = ModelSize(64, 5120, 40, 128, 8, 32_500_000_000, 32_500_000_000), "h100"
 
 
 @dataclass(frozen=True)
@@ -237,6 +243,8 @@ def run(bench: Bench) -> None:
                 if bench.selected(name):
                     for case in bench.cases("planner", model, CONTEXTS, LEARN + bench.rounds(5) * bench.tokens(40)):
                         part(bench, model, case)
+            if bench.selected("own"):
+                measure_own(bench)
             if bench.selected("change"):
                 for case in bench.cases("planner", model, CONTEXTS[:1], LEARN + STEPS + 2):
                     compare_change(bench, model, case)
@@ -338,6 +346,75 @@ def compare_resident(bench: Bench, model: str, case: Case) -> None:
     names = {"default": ("default", 1.0), "adaptive": ("adaptive", 1.0)}
     found = compare_steps(bench, model, case, names, None, "default")
     report(bench, case, [Target("all fits: speed, of default's", ratio(found, "default", "adaptive"), ">=", 0.99)])
+
+
+def measure_own(bench: Bench) -> None:
+    """What the planner itself takes of a step. It does not depend on the link, and should not on the context."""
+    linear = HardwareProfile.estimate(LIKE_MACHINE, LIKE).linear
+    assert linear is not None
+    step = LIKE.layers * linear.seconds(1)
+    rows, medians = [], []
+    for case in bench.cases("planner", DEEP, DEEP_CONTEXTS, LEARN + bench.tokens(40)):
+        # A device with no time of its own: only what the policy takes is looked at.
+        machine = Machine(1e9, host=None, device=1e15, linear=0.0)
+        session = StepsSession("adaptive", case, bench.model(DEEP), machine, ON_DEVICE, bench.tokens(40))
+        try:
+            own = Own(session.cache)
+            session.run(bench.tokens(40))
+        finally:
+            session.close()
+        micro = sorted(1e6 * x for x in own.steps[1:])
+        medians.append(statistics.median(micro))
+        rows.append([f"{case.context:,}", number(medians[-1]), number(micro[0]), number(micro[-1])])
+        bench.record(
+            "planner",
+            contender="adaptive",
+            workload={"context": case.context, "layers": case.geometry.layers, "part": "own"},
+            unit="us/step",
+            median=medians[-1],
+            min=micro[0],
+            max=micro[-1],
+            n=len(micro),
+        )
+    if not rows:
+        return
+    print("planner · microseconds of a step in which 64 layers are planned")
+    print(table(["tokens", "median", "min", "max"], rows, left=()) + "\n", flush=True)
+    targets = [
+        Target(f"own time, of a step of 64 layers on one {LIKE_MACHINE} ({1e3 * step:.0f} ms)", x, "<=", 0.01)
+        for x in [max(medians) / 1e6 / step]
+    ]
+    if len(medians) > 1:
+        targets.append(
+            Target("own time at the longest context, of that at the shortest", medians[-1] / medians[0], "<=", 1.2)
+        )
+    report(bench, case, targets, part="own")
+
+
+class Own:
+    """Adds up what planning takes in each step of a cache: to look at the layers, to decide and to learn."""
+
+    def __init__(self, cache: TieredKVCache) -> None:
+        self.steps: list[float] = []
+        forward = cache._forward
+        policy = forward.memory.policy
+        self._clock(forward, "_state", first=True)
+        for name in ("plan", "prediction", "observe"):
+            self._clock(policy, name)
+
+    def _clock(self, owner: Any, name: str, first: bool = False) -> None:
+        do = getattr(owner, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            found = do(*args, **options)
+            if first:
+                self.steps.append(0.0)
+            if self.steps:
+                self.steps[-1] += time.perf_counter() - began
+            return found
+
+        setattr(owner, name, timed)
 
 
 def compare_change(bench: Bench, model: str, case: Case) -> None:

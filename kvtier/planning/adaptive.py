@@ -21,6 +21,8 @@ CHOICES = 33
 PERIOD, DRIFT = 8, 0.05
 #: A choice is left for another that promises so much less, or a quarter of what predictions are wrong by.
 HYSTERESIS = 0.01
+#: A choice that is not yet believed is left for another that promises so much less.
+SURE = 0.1
 #: What a choice gave is believed after so many steps of it; of as many the median is kept, for so many steps.
 SEEN, MEMORY = 11, 512
 #: Steps in the beginning that fetch nothing, which shows what the host does with the link idle.
@@ -200,11 +202,10 @@ class Adaptive(FixedShare):
         if not known.started or known.starting or known.jumped:
             known.jumped = False
             return best
-        # A choice is given the time to show what it is worth.
+        # A choice is given the time to show what it is worth, unless what it is chosen for has changed.
         young = known.step - known.chosen < SEEN + SETTLE
-        if young or expected[known.choice] <= expected[best] * (1 + self._hysteresis(known)):
-            return known.choice
-        return best
+        least *= 1 + max(self._hysteresis(known), SURE if young else 0.0)
+        return known.choice if expected[known.choice] <= least else best
 
     def _hysteresis(self, known: _Cache) -> float:
         """What another choice has to promise: more, where predictions have been worse."""

@@ -72,6 +72,8 @@ class Policy:
 
     #: Whether `StepState.row_bytes` and `row_spilled` are asked for: they take a look at every row's table.
     by_rows = False
+    #: Part of the device budget that stays free where what could come back to the device is read where it is.
+    headroom = 1 / RESERVE_SHARE
 
     def __init__(self, *, write_through: float = WRITE_THROUGH, ahead: int = AHEAD) -> None:
         self.write_through = write_through
@@ -90,7 +92,7 @@ class Policy:
         # What the host can attend to comes back where much is free, as after `crop`: not what was just evicted.
         fetched = [x for x in state.layers if not x.host_attention]
         if not fetched:
-            free -= state.device_bytes // RESERVE_SHARE
+            free -= int(state.device_bytes * self.headroom)
         returning = fetched or state.layers
         keep = dict.fromkeys(map(id, state.layers), 0)
         if returning and free > 0:

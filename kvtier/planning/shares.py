@@ -24,6 +24,9 @@ class FixedShare(Policy):
         write_through: as of `Policy`.
     """
 
+    # A larger share needed more room, which is used again; what one eviction frees for the next blocks is far less.
+    headroom = 1 / 64
+
     def __init__(self, share: float, *, write_through: float = WRITE_THROUGH) -> None:
         super().__init__(write_through=write_through, ahead=DEPTH - 1)
         self.share = share

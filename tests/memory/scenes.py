@@ -13,7 +13,7 @@ from stepped import Turns, check_lock
 from torch.nn import functional as F
 
 from kvtier import BudgetError, TieredKVCache, TieredMemory
-from kvtier.memory import residency
+from kvtier.memory import reclaim, residency
 from kvtier.memory.block import BlockSet, State
 from kvtier.memory.device import ComputeDevice
 from kvtier.testing import held, with_doubles
@@ -165,6 +165,11 @@ def pack_device(scene: Scene) -> None:
     scene.device.make_room(scene.device.slabs.budget.limit - filling)
 
 
+def pack_free(scene: Scene) -> None:
+    """Somebody needs what is free on the device, in one piece."""
+    scene.device.make_room(reclaim.free_bytes(scene.device.device_pools))
+
+
 def pack_host(scene: Scene) -> None:
     """Somebody needs what is free on the host, in one piece."""
     pools = scene.memory.host.pools.values()
@@ -191,6 +196,7 @@ ACTS: tuple[Callable[[Scene], None], ...] = (
     cancel,
     promote,
     pack_device,
+    pack_free,
     pack_host,
     release_idle,
     trim,

