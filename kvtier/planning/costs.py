@@ -309,7 +309,9 @@ class CostModel:
         """The host's rate with the link idle, and what it loses to a busy link, after one more step."""
         seen = record.host_bytes / record.host_seconds
         busy = min(record.seconds_up / record.seconds, 1.0)
-        if prediction is not None and prediction.copies and prediction.waits and self._linear.value is not None:
+        if prediction is not None and prediction.copies and prediction.waits:
+            if self._linear.value is None:
+                return {}  # nobody knows yet for how much of host attention the link was busy
             layers = sum([count for count, _, _ in prediction.waits])
             linear, on_link = self.linear * part / layers, record.seconds_up * part / prediction.copies
             attending = record.host_bytes * part / layers / self.rates.host
