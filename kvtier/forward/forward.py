@@ -438,8 +438,9 @@ class Forward:
 
     def _state(self, schedule: Schedule, device: ComputeDevice, tokens: int) -> StepState:
         """What a policy sees of a step on a device."""
-        hosted = [self._in_place(reader.layer, tokens) for reader in schedule.readers]
-        state = schedule.state(tokens, hosted, self._last, by_rows=self.memory.policy.by_rows)
+        state = schedule.state(
+            tokens, self._in_place(schedule.readers, tokens), self._last, by_rows=self.memory.policy.by_rows
+        )
         state.cache, state.device, state.model_layers = self._held.owner.number, device.name, len(self.readers)
         state.overlaps = device.engine.asynchronous
         return state
@@ -450,13 +451,22 @@ class Forward:
             found = {device: self._readers_on(device) for device in self.memory.devices if device.slabs is not None}
             return [self._state(Schedule(readers), device, 1) for device, readers in found.items() if readers]
 
-    def _in_place(self, layer: LayerKV, tokens: int) -> bool:
-        """Whether what of a layer is on the host need not be fetched: host threads attend to it, or nobody reads it."""
-        if not self.steps.began.get(layer.index, layer.length):
-            return True  # first tokens are their own keys and values
+    def _in_place(self, readers: Sequence[LayerReader], tokens: int) -> list[bool]:
+        """For each layer, whether what is on the host need not be fetched: host threads attend to it, or nobody reads
+        it."""
+        began, found = self.steps.began, list[bool]()
         # A model that makes tensors of views reads all of it itself.
-        hosted = self.options.host_attention and self._dense()
-        return hosted and tokens <= split.MAX_HOST_QUERIES and split.can_attend(layer)
+        hosted = self.options.host_attention and tokens <= split.MAX_HOST_QUERIES and self._dense()
+        pools, served = None, False
+        for reader in readers:
+            layer = reader.layer
+            if layer.blocks.pools is not pools or layer.carries_graph:  # layers of one layout are served alike
+                pools, served = layer.blocks.pools, hosted and split.can_attend(layer)
+                if layer.carries_graph:
+                    pools = None
+            # First tokens are their own keys and values.
+            found.append(served or not began.get(layer.index, layer.length))
+        return found
 
     # Reading
 

@@ -10,6 +10,10 @@ from kvtier.memory.block import Run, State
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.tables.table import distinct
 
+_DEVICE, _LEAVING, _BOTH, _ARRIVING, _HOST = map(
+    int, (State.DEVICE, State.LEAVING, State.BOTH, State.ARRIVING, State.HOST)
+)
+
 
 class Schedule:
     """Layers take turns, step after step: behind the last one comes the first one of the next step.
@@ -39,17 +43,21 @@ class Schedule:
         device = self.readers[0].device
         assert device.slabs is not None
         layers = []
+        # Written out, as it runs once for each layer and step.
         for reader, host_attention in zip(self.readers, hosted, strict=True):
             layer = reader.layer
-            on_device = layer.blocks.evictable + layer.blocks.counts[State.ARRIVING]
-            fetched = min(reader.fetched_blocks, on_device)  # whoever needed room has taken some of them back
+            blocks = layer.blocks
+            counts, fetched = blocks.counts, blocks.transient
+            on_device = counts[_DEVICE] + counts[_LEAVING] + counts[_BOTH] + counts[_ARRIVING]
+            if fetched > on_device:  # whoever needed room has taken some of them back
+                fetched = on_device
             layers.append(
                 LayerState(
                     layer.index,
                     layer.layout.nbytes,
                     on_device - fetched,
                     fetched,
-                    layer.spilled + fetched,
+                    counts[_HOST] + fetched,
                     len(layer.tables),
                     host_attention,
                 )

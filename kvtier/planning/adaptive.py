@@ -65,6 +65,7 @@ class _Cache:
     part: float = 1.0
     plan: StepPlan | None = None
     planned_for: tuple[object, ...] = ()
+    groups: list[Group] = field(default_factory=list)
     probe_from: int | None = None
     probe_until: int = 0
     probe_limit: float = 0.0
@@ -249,14 +250,14 @@ class Adaptive(FixedShare):
             state.free_bytes,
             [(x.spilled, x.fetched, x.resident, x.host_attention) for x in state.layers],
         )
+        share = known.choice / (CHOICES - 1)
         if known.plan is None or known.planned_for != key:
             known.planned_for = key
-            known.plan = self.plan_of(state, known.choice / (CHOICES - 1))
-            groups = alike(state.layers)
+            known.plan, known.groups = self.plan_of(state, share), alike(state.layers)
             known.reserve = known.plan.reserve
-            known.prediction = known.model.step(groups, known.choice / (CHOICES - 1), 0, known.part)
-        elif known.prediction is None:
-            known.prediction = known.model.step(alike(state.layers), known.choice / (CHOICES - 1), 0, known.part)
+            known.prediction = None
+        if known.prediction is None:
+            known.prediction = known.model.step(known.groups, share, 0, known.part)
         return known.plan
 
     # What a user sees

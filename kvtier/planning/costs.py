@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.planning.step import LayerState, StepRecord
@@ -63,7 +63,7 @@ class Median:
     def add(self, value: float) -> None:
         """One more value, in place of the oldest."""
         self._values.append(value)
-        self.value = statistics.median(self._values)
+        self.value = _median(self._values)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -75,8 +75,15 @@ class Median:
             return 0.0
         # Of a normal distribution: 1.4826 makes its standard deviation of that distance, 1.2533 a median's error of a
         # mean's.
-        distance = statistics.median([abs(x - self.value) for x in self._values])
+        distance = _median([abs(x - self.value) for x in self._values])
         return 1.2533 * 1.4826 * distance / math.sqrt(len(self._values))
+
+
+def _median(values: Collection[float]) -> float:
+    """As of `statistics`, in less time: several are taken at each step."""
+    found = sorted(values)
+    half = len(found) // 2
+    return found[half] if len(found) % 2 else (found[half - 1] + found[half]) / 2
 
 
 @dataclass(slots=True)
