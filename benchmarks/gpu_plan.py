@@ -97,21 +97,22 @@ PARTS = (
     Part("link", 18, {"--model": LLAMA, "--contexts": "32k"}, {"--contexts": "4k"}),
     # Here a block has 16 tokens.
     _decode(LLAMA, "64k", 62, WITH_OFFLOADED, {"--contexts": "1k", "--rounds": "2", "--new-tokens": "8"}),
-    Part("tests", 60),
+    Part("tests", 54),
     Part("predictions", 17, tiny=None, new_lengths=False),
-    _decode(LLAMA, "16k", 30, POLICIES, {"--contexts": "256"}, name="policies"),
-    _decode(LLAMA, "64k", 40, POLICIES, None, name="policies"),
+    _decode(LLAMA, "16k", 28, POLICIES, {"--contexts": "256"}, name="policies"),
+    _decode(LLAMA, "64k", 32, POLICIES, None, name="policies"),
+    Part("overlap", 22, tiny={"--contexts": "256"}),
     Part("host", 12, {"--cases": "llama"}, new_lengths=False),
     Part("share llama", 16, {"--model": LLAMA, "--contexts": "16k", "--rounds": "3"}, {"--contexts": "256"}),
     Part(
         "memory llama",
-        14,
+        12,
         {"--model": LLAMA, "--cases": "caches", "--contexts": "32k", "--contenders": MEMORY, "--rounds": "1"},
         # There each is a process of its own, which takes seconds whatever it measures.
         {"--contexts": "256", "--contenders": "dynamic,kvtier@100%,fetch@10%"},
     ),
     _decode(LLAMA, "8k", 22, SHORT, None),
-    _decode(LLAMA, "32k", 40, FALLING, {"--contexts": "256"}),
+    _decode(LLAMA, "32k", 36, FALLING, {"--contexts": "256"}),
     _decode(LLAMA, "128k", 20, LONG, None, brief=True),
     Part(
         "update llama",

@@ -159,6 +159,24 @@ def test_policies_are_compared_on_an_emulated_machine(tmp_path: Path, monkeypatc
     assert torch.get_num_threads() == threads
 
 
+def test_what_hides_is_read_from_a_trace_and_explain_compared_with_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"LEARN": 2, "SETTLE": 1, "LINEAR": 2e-3, "BLOCK": 16}.items():
+        monkeypatch.setattr(planner, name, value)
+    found = records(
+        tmp_path / "r.jsonl",
+        "overlap",
+        *("--quick", "--device=cpu", "--contexts=256", "--new-tokens=6", "--contenders=all-fetch@40%,adaptive@40%"),
+    )
+    fetching, adaptive = (r["facts"] for r in found if "contender" in r)
+    assert 0 < fetching["hidden_share"] <= 1
+    assert fetching["predicted_ms"] is None
+    assert fetching["link_seconds_per_step"] > 0 < fetching["compute_seconds_per_step"]
+    assert adaptive["clock_ms"] > 0 < adaptive["seen_ms"]
+    assert any("of the longer of copies and compute" in r.get("target", "") for r in found)
+
+
 def test_steps_until_a_limit_are_counted_by_medians() -> None:
     seconds = [4.0] * 20 + [1.0] * 20
     seconds[30] = 9.0  # one that somebody else delayed

@@ -1,0 +1,151 @@
+"""How much of a step's fetches hides behind its compute, from a trace; and what `cache.explain()` says, by the clock.
+
+On a CPU a device and a link of given speeds are emulated, as in the scenario `planner`. A step is first timed without a
+trace, which is what `explain()` is compared with; what hides is read from a trace of the steps after these.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+import kvtier
+from benchmarks.contenders import Case, contender
+from benchmarks.cores import torch_threads
+from benchmarks.harness import Bench
+from benchmarks.models import label
+from benchmarks.records import number, table
+from benchmarks.scenarios import planner
+from benchmarks.sessions import DecodeSession
+from benchmarks.targets import Target, table_of
+from kvtier import TieredKVCache
+from kvtier.planning.trace import busy_seconds, hidden_share, read_trace
+
+SUMMARY = "how much of a step's fetches hides behind its compute, from a trace; explain() against the clock"
+MODEL, CPU_MODEL = "llama-3.1-8b", planner.MODEL
+CONTEXTS, CPU_CONTEXTS = (16384,), (2048,)
+CONTENDERS = ("all-fetch@90%", "all-fetch@40%", "adaptive@75%", "adaptive@40%")
+#: Steps that a policy learns from, that are timed, and that are traced.
+LEARN, STEPS, TRACED = 64, 32, 16
+#: Bytes per second of the link that is emulated on a CPU: a tenth of the KV hides behind a step, more does not.
+LINK = 0.08e9
+FETCHING = "all-fetch"
+
+
+class Steps(Protocol):
+    """Decoding, some steps at a time."""
+
+    cache: TieredKVCache
+
+    def run(self, tokens: int) -> list[float]:
+        """Decode. Returns the seconds of each step."""
+
+    def close(self) -> None:
+        """Drop the cache."""
+
+
+class Decoding(DecodeSession):
+    """Decoding as it is, each step timed until its token is known."""
+
+    def run(self, tokens: int) -> list[float]:
+        """See `Steps`. Ends early where that takes long."""
+        times = [time.perf_counter()]
+        limit = times[0] + 4 * planner.TURN_SECONDS
+        while len(times) <= tokens and times[-1] < limit and self.decoded < self.case.new_tokens:
+            self.decode(1)
+            times.append(time.perf_counter())
+        return [b - a for a, b in itertools.pairwise(times)]
+
+
+def run(bench: Bench) -> None:
+    """Run the scenario."""
+    cpu = bench.settings.device.type == "cpu"
+    with torch_threads(1 if cpu else torch.get_num_threads()):  # the cores are for the host's attention and for copies
+        for model in bench.model_names(CPU_MODEL if cpu else MODEL):
+            contexts, steps = CPU_CONTEXTS if cpu else CONTEXTS, LEARN + STEPS + TRACED + 8
+            for case in bench.cases("overlap", model, contexts, steps):
+                measure(bench, model, case)
+
+
+def measure(bench: Bench, model: str, case: Case) -> None:
+    """Each contender in turn; print and record the figures."""
+    rows, targets = [], list[Target]()
+    for name in bench.settings.contenders or CONTENDERS:
+        bench.progress(f"overlap: {name} at {case.context:,} tokens")
+        session = start(bench, model, case, name)
+        try:
+            found = observe(session, learn=4 if bench.settings.quick else LEARN, steps=bench.tokens(STEPS))
+        finally:
+            session.close()
+        bench.record(
+            "overlap",
+            contender=name,
+            workload={"model": label(model), "context": case.context, "kv_bytes": case.kv_bytes, "batch": case.batch},
+            unit="ms/step",
+            median=found["clock_ms"],
+            n=bench.tokens(STEPS),
+            ratio=None,
+            facts=found,
+        )
+        hidden, bound, error = (found[x] for x in ("hidden_share", "of_longer", "explain_error"))
+        clock, seen, predicted = (_number(found[x]) for x in ("clock_ms", "seen_ms", "predicted_ms"))
+        rows.append([name, clock, seen, predicted, str(found["binding"]), _percent(hidden), _percent(bound)])
+        if name.startswith(FETCHING):
+            targets.append(Target(f"{name}: speed, of the longer of copies and compute", bound, ">=", 0.95))
+        elif error is not None:
+            targets.append(Target(f"{name}: explain()'s step, off the clock's by", error, "<=", 0.1))
+    bench.progress("")
+    heads = ["", "ms/step", "explain: seen", "predicted", "bound by", "fetches hidden", "of max(copies, compute)"]
+    print(f"overlap · {label(model)} · {case.context:,} tokens")
+    print(table(heads, rows, left=(0, 4)) + "\n\n" + table_of(targets) + "\n", flush=True)
+    for target in targets:
+        bench.record("overlap", workload={"model": label(model), "context": case.context}, **target.fields())
+
+
+def start(bench: Bench, model: str, case: Case, name: str) -> Steps:
+    """A full cache under a policy."""
+    loaded, one = bench.model(model), contender(name)
+    if case.device.type != "cpu":
+        return Decoding(one, case, loaded, 1)
+    policy, _, share = name.partition("@")
+    return planner.StepsSession(policy, case, loaded, planner.Machine(LINK), float(share.rstrip("%")) / 100, 1)
+
+
+def observe(session: Steps, learn: int, steps: int) -> dict[str, float | str | None]:
+    """What a step takes and what explains it, and what of its fetches hides."""
+    session.run(learn)
+    clock = statistics.median(session.run(steps))
+    said = session.cache.explain()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with kvtier.trace(path):
+            traced = session.run(min(steps, TRACED))
+        events = read_trace(path)
+    predicted = said.predicted
+    longer = max(busy_seconds(events, "up"), busy_seconds(events, "compute"))
+    return {
+        "clock_ms": 1e3 * clock,
+        "seen_ms": 1e3 * (said.seen or 0.0),
+        "predicted_ms": None if predicted is None else 1e3 * predicted,
+        "explain_error": None if predicted is None else abs(predicted - clock) / clock,
+        "binding": said.binding,
+        "hidden_share": hidden_share(events),
+        "link_seconds_per_step": busy_seconds(events, "up") / len(traced),
+        "compute_seconds_per_step": busy_seconds(events, "compute") / len(traced),
+        "stall_seconds_per_step": busy_seconds(events, "stall") / len(traced),
+        "of_longer": longer / sum(traced),
+    }
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else number(value)
