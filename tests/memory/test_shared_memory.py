@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from walk import ENGINES, Counts, Walk, walk
 
+from kvtier.planning.names import POLICIES, policy_of
 from kvtier.stats import Counters
 
 #: Operations of all walks on shared memories together; KVTIER_TEST_OPERATIONS asks for more.
@@ -43,6 +44,13 @@ def test_caches_on_a_memory_without_a_device_tier_hold_what_dense_caches_hold(se
 @pytest.mark.parametrize("seed", range(2))
 def test_a_cache_with_a_memory_of_its_own_holds_what_a_dense_cache_holds(engine: str, seed: int) -> None:
     walk(2000 + seed, STEPS, engine=ENGINES[engine](seed), private=True, device=(None, 6_000, 20_000))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", sorted(POLICIES.keys() - {"default"}))
+def test_under_every_policy_with_a_name_caches_hold_what_dense_caches_hold(name: str, engine: str) -> None:
+    for seed in range(5000, 5000 + max(WALKS // 80, 1)):
+        walk(seed, STEPS, engine=ENGINES[engine](seed), policy=policy_of(name))
 
 
 @pytest.mark.parametrize("private", [False, True], ids=["shared", "private"])
