@@ -231,7 +231,7 @@ class CostModel:
             part: of the model that the prediction is of.
 
         Returns:
-            whether a rate is no longer what it was, so that what was seen before says little.
+            whether a rate that predictions depend on is no longer what it was: what was seen before says little then.
         """
         rates, changed = self.rates, dict[str, float]()
         copies = 0 if prediction is None else prediction.copies
@@ -248,10 +248,11 @@ class CostModel:
             changed |= self._host_rates(record, prediction, part)
         jumped = False
         if changed:
+            # Of rates that steps are predicted with.
             jumped = any(
-                abs(value - getattr(rates, name)) > JUMP * getattr(rates, name)
-                for name, value in changed.items()
-                if name != "shared"
+                abs(changed[name] - getattr(rates, name)) > JUMP * getattr(rates, name)
+                for name in ("up", "host")
+                if name in changed
             )
             self.rates = replace(rates, **changed)  # type: ignore[arg-type]
         if prediction is not None and record.seconds > 0 and part > 0 and not self._moving(record, prediction, part):

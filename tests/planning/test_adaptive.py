@@ -13,7 +13,7 @@ import pytest
 from kvtier import ConfigError, Policy, TieredKVCache
 from kvtier.planning.adaptive import Adaptive
 from kvtier.planning.bound import lower_bound
-from kvtier.planning.costs import Median, Rates
+from kvtier.planning.costs import CostModel, Median, Rates, alike
 from kvtier.planning.names import POLICIES, policy_of
 from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.shares import FixedShare
@@ -154,6 +154,19 @@ def test_where_nothing_overlaps_it_does_what_the_default_does() -> None:
     plan, usual = Adaptive().plan(state), Policy().plan(state)
     assert [x.fetch for x in plan.layers] == [x.fetch for x in usual.layers]
     assert plan.reserve == usual.reserve
+
+
+def test_the_link_down_changes_without_anything_being_forgotten() -> None:
+    layers = [LayerState(i, 2**20, 50, 0, 50, 1, True) for i in range(4)]
+    record = StepRecord(
+        1, 4, 0.03, bytes_down=2**22, seconds_down=2e-4, host_seconds=3.5e-3, host_blocks=200, host_bytes=200 * 2**20
+    )
+    model, jumps = CostModel(replace(RATES, measured=True)), list[bool]()
+    for step in range(60):
+        slower = replace(record, seconds_down=(2e-4 if step < 30 else 4e-4))
+        jumps.append(model.observe(slower, model.step(alike(layers), 0.0)))
+    assert model.rates.down == pytest.approx(2**22 / 4e-4)
+    assert not any(jumps[1:]), "no prediction depends on it"
 
 
 def test_forwards_of_many_tokens_do_not_change_what_the_host_is_taken_to_do_for_one() -> None:
