@@ -89,6 +89,7 @@ class Adaptive(FixedShare):
         super().__init__(0.0, write_through=write_through)
         self.rates = Rates() if rates is None else rates
         self._given = rates is not None
+        self._default = Policy(write_through=write_through)
         #: What is stored of devices.
         self._stored: dict[str, Rates] = {}
         self._caches: dict[tuple[int, str], _Cache] = {}
@@ -100,7 +101,7 @@ class Adaptive(FixedShare):
             # Forwards of many tokens take what they take, and tell nothing of a step of one.
             known.prediction = known.plan = None
             share = known.choice / (CHOICES - 1)
-            return self.plan_of(state, share) if known.started and state.overlaps else Policy.plan(self, state)
+            return self.plan_of(state, share) if known.started and state.overlaps else self._default.plan(state)
         known.step += 1
         known.device_bytes = state.device_bytes
         spilled = sum([x.spilled for x in state.layers])

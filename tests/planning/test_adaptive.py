@@ -147,13 +147,11 @@ def test_fetching_that_hides_behind_a_step_costs_nothing(seed: int) -> None:
     assert seconds_of(trial, 50) <= 1.01 * seconds_of(resident, 50)
 
 
-def test_where_nothing_overlaps_it_does_what_the_default_does() -> None:
+@pytest.mark.parametrize("free", [0, 2**24, 2**26, 2**27])
+def test_where_nothing_overlaps_it_does_what_the_default_does(free: int) -> None:
     trial = Simulation(Adaptive(), Machine(RATES), LOAD)
-    state = trial._state()
-    state.overlaps = False
-    plan, usual = Adaptive().plan(state), Policy().plan(state)
-    assert [x.fetch for x in plan.layers] == [x.fetch for x in usual.layers]
-    assert plan.reserve == usual.reserve
+    state = replace(trial._state(), overlaps=False, free_bytes=free)
+    assert Adaptive().plan(state) == Policy().plan(state)
 
 
 def test_the_link_down_changes_without_anything_being_forgotten() -> None:
