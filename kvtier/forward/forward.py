@@ -346,7 +346,9 @@ class Forward:
         for name, was, total in zip(_MEASURED.values(), before, _totals(self.counters), strict=True):
             setattr(record, name, total - was)
         self._last = record
-        self.history.append((record, sum(self._expected.values()) if self._expected else None))
+        # Of some devices alone a prediction is not one of the step.
+        whole = bool(self._expected) and self._expected.keys() == self._rooms.keys()
+        self.history.append((record, sum(self._expected.values()) if whole else None))
         self.memory.policy.observe(record)
 
     def admit(self, keys: torch.Tensor, values: torch.Tensor) -> None:

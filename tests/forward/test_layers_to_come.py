@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvtier import BudgetError, TieredKVCache
+from kvtier import BudgetError, Policy, TieredKVCache
 from kvtier.memory import system
 from kvtier.memory.device import ComputeDevice
+from kvtier.planning.costs import Prediction
 
 LAYERS, HEADS, DIM, BLOCK_SIZE = 6, 2, 8, 4
 BLOCK = BLOCK_SIZE * 2 * HEADS * DIM * 4
@@ -105,3 +106,22 @@ def test_what_was_expected_on_one_device_is_not_claimed_there_when_it_comes_to_a
     for _ in range(3):
         assert forward(cache, 1) is None
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("budgets", [(8, 8), (8, 200), (200, 8)])
+def test_a_step_is_predicted_where_all_of_its_devices_are(
+    budgets: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Foreseen(Policy):
+        def prediction(self, cache: int, device: str) -> Prediction:
+            return Prediction(0.0, 1.0, 1.0, 0.0, 0.0, 0, 0)
+
+    first, second = budgets
+    cache = TieredKVCache(
+        CONFIG, device_budget=first * BLOCK, host_budget=500 * BLOCK, block_size=BLOCK_SIZE, policy=Foreseen()
+    )
+    split(cache, monkeypatch, [second], at=[3])
+    for tokens in (40, 1, 1):
+        assert forward(cache, tokens) is None
+    seconds = [x for record, x in cache._forward.history if record.tokens == 1]
+    assert seconds == [2.0 if budgets == (8, 8) else None]
