@@ -267,6 +267,25 @@ def test_the_blank_behind_views_can_be_looked_at() -> None:
     assert blank.untyped_storage().device.type == "meta"
 
 
+def test_views_are_made_at_once_where_layers_of_two_layouts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, made, layers = TieredKVCache(), list[int](), 8
+    make_pairs = view_module._Blanks.make
+
+    def make_some(blanks: Any, count: int) -> None:
+        made.append(count)
+        make_pairs(blanks, count)
+
+    for tokens in (5, 1):
+        monkeypatch.setattr(view_module._Blanks, "make", make_some if tokens == 1 else make_pairs)
+        for layer in range(layers):
+            token = torch.randn(1, HEADS, tokens, DIM * (1 + layer % 2))
+            keys, values = cache.update(token, token, layer)
+            assert keys.shape == values.shape == (1, HEADS, 6 if tokens == 1 else 5, token.shape[3])
+    assert made == [layers, layers]
+    cache.reset()
+    assert not cache._forward.blanks
+
+
 # Writing
 
 

@@ -25,6 +25,7 @@ from kvtier.forward.schedule import Schedule
 from kvtier.forward.steps import Steps
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory import system
+from kvtier.memory.block import Pools
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout, in_one_dtype
 from kvtier.memory.tiered import TieredMemory, too_small
@@ -102,8 +103,8 @@ class Forward:
         self.history: deque[tuple[StepRecord, float | None]] = deque(maxlen=HISTORY)
         #: The totals when the step under way began, from the first step on that a policy has planned.
         self._before: tuple[float, ...] | None = None
-        #: What views of a step have in common, kept for those who make them.
-        self.blanks: Any = None
+        #: What views of a step have in common, by layout, kept for those who make them.
+        self.blanks: dict[Pools, Any] = {}
 
     @property
     def counters(self) -> Counters:
@@ -596,6 +597,7 @@ class Forward:
         self._record, self._last, self._before = StepRecord(), None, None
         self._expected.clear()
         self.history.clear()
+        self.blanks.clear()
         self.steps.reset()
 
     def _release(self) -> None:
@@ -613,6 +615,7 @@ class Forward:
         if self.memory.private:
             self.memory.close()
         self._schedules.clear()
+        self.blanks.clear()
         self.steps.reset()
         self.closed = True
 

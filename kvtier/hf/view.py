@@ -58,9 +58,9 @@ class Snapshot:
         """A view of the keys and one of the values."""
         layer, forward = self.reader.layer, self.forward
         pools, rows, length = layer.blocks.pools, layer.rows, self.length
-        blanks: _Blanks | None = forward.blanks
-        if blanks is None or blanks.length != length or blanks.pools is not pools or blanks.batch != len(rows):
-            blanks = forward.blanks = _Blanks(pools, len(rows), length)
+        blanks: _Blanks | None = forward.blanks.get(pools)
+        if blanks is None or blanks.length != length or blanks.batch != len(rows):
+            blanks = forward.blanks[pools] = _Blanks(pools, len(rows), length)
         while True:
             try:
                 pair = blanks.pairs.pop()
@@ -240,11 +240,11 @@ class _Blanks:
         pairs: of keys and values, for layers to come.
     """
 
-    __slots__ = ("_keys", "_values", "batch", "length", "pairs", "pools")
+    __slots__ = ("_keys", "_values", "batch", "length", "pairs")
 
     def __init__(self, pools: Pools, batch: int, length: int) -> None:
         layout = pools.layout
-        self.pools, self.batch, self.length = pools, batch, length
+        self.batch, self.length = batch, length
         self._keys = _blank((batch, layout.k_heads, length, layout.k_dim), layout.dtype)
         self._values = _blank((batch, layout.v_heads, length, layout.v_dim), layout.dtype)
         self.pairs: list[tuple[KVView, KVView]] = []
