@@ -275,6 +275,7 @@ class Adaptive(FixedShare):
         ]
         return sorted(found, key=lambda x: x.step)
 
-    def model(self, cache: int) -> CostModel | None:
+    def model(self, cache: int, device: str | None = None) -> CostModel | None:
         """See `Policy.model`."""
-        return next((known.model for (c, _), known in self._caches.items() if c == cache), None)
+        found = (known.model for (c, d), known in self._caches.items() if c == cache and device in (None, d))
+        return next(found, None)

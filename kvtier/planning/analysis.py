@@ -141,7 +141,7 @@ class _Case:
         self.groups: Sequence[Group] = alike(state.layers)
         self.part = len(state.layers) / max(state.model_layers, len(state.layers))
         self.layers = max(len(state.layers), 1)
-        learned = policy.model(state.cache)
+        learned = policy.model(state.cache, state.device)
         expected = policy.prediction(state.cache, state.device)
         self.chooses = learned is not None
         decisions = policy.decisions(state.cache, state.device)

@@ -102,9 +102,9 @@ class Logged(Policy):
         """See `Policy.decisions`."""
         return self.policy.decisions(cache, device)
 
-    def model(self, cache: int) -> CostModel | None:
+    def model(self, cache: int, device: str | None = None) -> CostModel | None:
         """See `Policy.model`."""
-        return self.policy.model(cache)
+        return self.policy.model(cache, device)
 
     def close(self) -> None:
         """End the log. The policy decides on without it."""

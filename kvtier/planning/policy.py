@@ -147,8 +147,8 @@ class Policy:
         """The last decisions about a cache, the latest last; none where the policy keeps no log."""
         return []
 
-    def model(self, cache: int) -> CostModel | None:
-        """What was learned about a cache's steps; None where the policy learns nothing."""
+    def model(self, cache: int, device: str | None = None) -> CostModel | None:
+        """What was learned about a cache's steps, on any device if none is named; None where nothing is learned."""
         return None
 
     # Orders to choose from

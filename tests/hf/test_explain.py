@@ -205,9 +205,9 @@ class Alone(Adaptive):
         self._check("decisions")
         return super().decisions(cache, device)
 
-    def model(self, cache: int) -> CostModel | None:
+    def model(self, cache: int, device: str | None = None) -> CostModel | None:
         self._check("model")
-        return super().model(cache)
+        return super().model(cache, device)
 
     def prediction(self, cache: int, device: str) -> Prediction | None:
         self._check("prediction")

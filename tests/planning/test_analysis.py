@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 
 from kvtier.planning.adaptive import Adaptive
 from kvtier.planning.analysis import analyse
+from kvtier.planning.log import Logged
 from kvtier.planning.policy import Policy
 from kvtier.planning.shares import FixedShare, all_attend, all_fetch
 from kvtier.planning.simulate import Load, Machine, Simulation
@@ -72,6 +74,16 @@ def test_with_the_devices_rate_measured_it_says_what_a_device_that_holds_everyth
     assert change.gain == pytest.approx(seen(trial) / seen(whole), rel=0.03)
     assert found.resident == pytest.approx(seen(whole), rel=0.03)
     assert change.seconds == pytest.approx(found.resident)
+
+
+def test_each_device_is_explained_with_what_was_learned_of_it() -> None:
+    policy, state = Adaptive(), trial_of(Adaptive(), Machine(RATES), LOAD)._state()
+    for device, up in (("cuda:0", 50e9), ("cuda:1", 3e9)):
+        policy.use_rates(device, replace(RATES, up=up))
+        policy.plan(replace(state, device=device))
+    for logged in (policy, Logged(policy, os.devnull)):
+        found = [analyse(replace(state, device=device), logged, []).rates.up for device in ("cuda:0", "cuda:1")]
+        assert found == [50e9, 3e9]
 
 
 @pytest.mark.parametrize(
