@@ -104,7 +104,7 @@ class StepRecord:
     Attributes:
         tokens: new tokens per sequence, at the most.
         layers: that were updated.
-        seconds: from the first update to the next step's, or to the end of the last attention.
+        seconds: from the first update to the next step's, what the caller does between the two included.
         bytes_up, bytes_down: of blocks that began to move in it.
         seconds_up, seconds_down: that such copies took, as far as they have ended.
         host_seconds: of attention on host threads.
