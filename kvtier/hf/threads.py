@@ -58,7 +58,8 @@ class Place:
     def again(self) -> bool:
         """Note the place of the caller's caller, for the same thread, if it differs in its forward only.
 
-        This looks at two frames. A walk makes an object of each frame: twenty microseconds in a model of Transformers.
+        This looks at that frame and at those outside of it. A walk makes an object of each frame inside too: twenty
+        microseconds in a model of Transformers.
         """
         forward, call = self.forward, self.call
         if forward is None or (self.generate is not None and (call is None or call() is None)):
@@ -72,6 +73,11 @@ class Place:
             return False
         if frame.f_code is not forward[1]:
             return False
+        outer = frame.f_back
+        for _ in range(end - at - 1):  # as deep as before, and yet another `generate` or `forward` may be between
+            if outer is None or outer.f_code.co_name == "forward" or _generates(outer.f_code):
+                return False
+            outer = outer.f_back
         self.forward = (id(frame), forward[1])
         return True
 
@@ -120,6 +126,10 @@ def _mark(frame: FrameType | None) -> _Mark | None:
     return None if frame is None else (id(frame), frame.f_code)
 
 
+def _generates(code: CodeType) -> bool:
+    return code.co_name == "generate" and code.co_filename.endswith(_GENERATION)
+
+
 def _look(frame: FrameType, before: Place | None) -> Place:
     """The place of a thread that is in `frame`, which was in `before` last."""
     forward = generate = None
@@ -128,7 +138,7 @@ def _look(frame: FrameType, before: Place | None) -> Place:
         code = frame.f_code
         if code.co_name == "forward":
             forward, depths = frame, (depth, depth)
-        elif code.co_name == "generate" and code.co_filename.endswith(_GENERATION):
+        elif _generates(code):
             generate = frame
         if generate is not None or frame.f_back is None or depth + 1 == _MOST_FRAMES:
             break

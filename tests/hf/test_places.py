@@ -100,3 +100,15 @@ def test_a_generation_is_noted_from_two_frames(outer: Callable[..., Any], monkey
     assert len(walks) <= 2
     if outer is GENERATE:
         assert len(walks) == 2, "the last call of `generate` is taken for this one"
+
+
+@pytest.mark.parametrize("between", [GENERATE, FORWARD])
+def test_a_stack_that_is_as_deep_as_before_may_have_another_call_on_it(between: Callable[..., Any]) -> None:
+    places = Places()
+
+    def steps() -> None:
+        OTHER([OTHER, FORWARD, OTHER], lambda: compared(places))
+        found, expected, _ = between([OTHER, FORWARD, OTHER], lambda: compared(places))
+        assert found == expected
+
+    steps()
