@@ -106,6 +106,8 @@ def format_size(size: int) -> str:
     """Bytes for a reader, rounded to three digits: `"17 bytes"`, `"2.5 KiB"`, `"1.25 GiB"`."""
     if abs(size) < 1024:
         return f"{size} byte{'' if size == 1 else 's'}"
+    if abs(size) > _MOST:
+        return f"more than {_MOST >> 40} TiB"
     number, units = size / 1024, ["TiB", "GiB", "MiB", "KiB"]
     while abs(number) >= 999.5 and len(units) > 1:
         number /= 1024

@@ -107,7 +107,11 @@ def read_config(name: str) -> Mapping[str, Any]:
     """
     from kvtier.hf.model_config import completed, config_by_name
 
-    path = Path(name).expanduser()
+    path = Path(name)
+    try:
+        path = path.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"There is no {path}: {error}") from error
     if path.is_dir():
         path /= "config.json"
     if path.is_file():

@@ -61,11 +61,12 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         made = AutoConfig.for_model(**config).get_text_config(decoder=True)
         layers = transformers_layers(made)
+        whole = made.to_dict()
     except Exception:  # sizes that are none: whoever reads those says which
         return dict(config)
     kinds = ["full_attention" if type(x) is DynamicLayer else "bounded" for x in layers]
     dtype = config.get("dtype") or config.get("torch_dtype")
-    return {**made.to_dict(), "model_type": made.model_type or kind, "layer_types": kinds, "dtype": dtype}
+    return {**whole, "model_type": made.model_type or kind, "layer_types": kinds, "dtype": dtype}
 
 
 def config_by_name(name: str) -> dict[str, Any]:

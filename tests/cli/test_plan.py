@@ -374,3 +374,27 @@ def test_the_picture_is_drawn(config: Path, tmp_path: Path, capsys: pytest.Captu
     assert status == 0, err
     assert path.read_bytes().startswith(b"\x89PNG")
     assert str(path) in out
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ({"quantization_config": 7}, []),
+        ({"dtype": ["bfloat16"]}, []),
+        ({}, ["--context", "9" * 400]),
+        ({}, ["--batch", "9" * 400]),
+    ],
+)
+def test_nonsense_ends_in_a_sentence_or_a_plan(
+    change: dict[str, Any], options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B | change))
+    status = main(["plan", str(path), *options])
+    assert status in (0, 2)
+    assert (status == 2) == capsys.readouterr().err.startswith("kvtier: ")
+
+
+def test_a_home_of_nobody_is_no_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "~no-such-user/config.json"]) == 2
+    assert "no-such-user" in capsys.readouterr().err
