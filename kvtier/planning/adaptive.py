@@ -102,9 +102,11 @@ class Adaptive(FixedShare):
             known.prediction = known.plan = None
             share = known.choice / (CHOICES - 1)
             return self.plan_of(state, share) if known.started and state.overlaps else self._default.plan(state)
+        spilled = sum([x.spilled for x in state.layers])
+        if not (spilled or known.started):  # another cache has spilled: nothing is seen here
+            return self._default.plan(state)
         known.step += 1
         known.device_bytes = state.device_bytes
-        spilled = sum([x.spilled for x in state.layers])
         if self._is_due(known, spilled):
             self._look(known, state, spilled)
         return self._as_planned(known, state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +18,10 @@ LINEAR = 63
 JUMP = 0.15
 #: The link is idle if it is busy for less than such a share of a step; the most that it takes from the host's rate.
 IDLE, MOST_LOST = 0.2, 0.8
+#: Steps that stall for longer than such a part of them have the link busy all the time.
+STALLED = 0.01
 #: Steps of either kind that tell the overhead of host attention, and the most that it is taken to be, seconds a layer.
-SURE, MOST_OVERHEAD = 3, 1e-3
+OF_EACH, MOST_OVERHEAD = 3, 1e-3
 #: Standard errors from which a difference counts as one.
 SIGNIFICANT = 3.0
 #: A step that moved other bytes than planned, by such a part of what is spilled, says little: blocks are still moving.
@@ -180,8 +181,9 @@ class CostModel:
 
     @property
     def error(self) -> float | None:
-        """The mean absolute relative error of the last predictions; None before the first."""
-        return statistics.fmean(self.errors) if self.errors else None
+        """The median absolute relative error of the last predictions, for a step in which somebody waits tells nothing;
+        None before the first."""
+        return _median(self.errors) if self.errors else None
 
     def step(self, groups: Sequence[Group], share: float, extra_bytes: float = 0.0, part: float = 1.0) -> Prediction:
         """Predict a step that fetches a share of each layer's spilled blocks.
@@ -282,7 +284,7 @@ class CostModel:
         before = seen.value
         seen.add(seconds)
         with_host, without = self._with_host.value, self._without.value
-        sure = min(len(self._with_host), len(self._without)) >= SURE
+        sure = min(len(self._with_host), len(self._without)) >= OF_EACH
         if sure and with_host is not None and without is not None:
             more = with_host - without
             sure = abs(more) >= SIGNIFICANT * math.hypot(self._with_host.error, self._without.error)
@@ -323,7 +325,9 @@ class CostModel:
             layers = sum([count for count, _, _ in prediction.waits])
             linear, on_link = self.linear * part / layers, record.seconds_up * part / prediction.copies
             attending = record.host_bytes * part / layers / self.rates.host
-            busy = min(max(on_link - linear, 0.0) / attending, 1.0) if record.stall_seconds <= 0 else 1.0
+            busy = min(max(on_link - linear, 0.0) / attending, 1.0)
+            if record.stall_seconds > STALLED * record.seconds:
+                busy = 1.0  # the link is behind
         if busy < IDLE:
             self._alone.add(seen / (1 - self.rates.shared * busy))
         else:

@@ -72,9 +72,10 @@ class Explanation:
 
     @property
     def error(self) -> float | None:
-        """The mean absolute relative error of these predictions, each against its own step."""
+        """The median absolute relative error of these predictions, each against its own step: of a step that ends with
+        a user's pause nobody knows what it took."""
         found = [abs(x - record.seconds) / record.seconds for record, x in self.steps if x is not None]
-        return statistics.fmean(found) if found else None
+        return statistics.median(found) if found else None
 
     @property
     def binding(self) -> str | None:
