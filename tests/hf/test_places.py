@@ -107,7 +107,7 @@ def test_a_stack_that_is_as_deep_as_before_may_have_another_call_on_it(between: 
 
     def steps() -> None:
         OTHER([OTHER, FORWARD, OTHER], lambda: compared(places))
-        found, expected, _ = between([OTHER, FORWARD, OTHER], lambda: compared(places))
+        found, expected = between([OTHER, FORWARD, OTHER], lambda: compared(places))
         assert found == expected
 
     steps()
