@@ -28,6 +28,8 @@ from kvtier.transfer.engine import Direction
 #: No measurement begins when so many seconds have passed. Most take less than a second, and the time to compile up to
 #: three programs; those of rates share it.
 SECONDS = 30.0
+#: Tokens of a block, at the most.
+MOST_TOKENS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +128,8 @@ def calibrate(
     """
     shapes = STANDARD if model_or_config is None else shapes_of(model_or_config)
     block_size = DEVICE_BLOCK if block_size is None else block_size
-    if block_size < 1:
-        raise ConfigError(f"block_size={block_size}: it is a positive number of tokens.")
+    if not 1 <= block_size <= MOST_TOKENS:
+        raise ConfigError(f"block_size={block_size}: it is a number of tokens, at least 1 and at most {MOST_TOKENS}.")
     if not seconds > 0:
         raise ConfigError(f"seconds={seconds}: it is a positive number of seconds.")
     target = _device(device, model_or_config)

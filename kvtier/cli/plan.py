@@ -22,6 +22,8 @@ from kvtier.planning.profile import HardwareProfile
 ACTIVATIONS = 0.1
 #: Host memory for KV where the user gives none: of a server, on top of what else runs there.
 HOST_BUDGET = "256GiB"
+#: What says how many layers there are, and the most that a model is taken to have.
+LAYERS, MOST_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 10_000
 
 _EXAMPLES = """\
 examples:
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_as_json(args, whole, profile, demand, outlook), indent=1))
     else:
         print(table(args, whole, profile, demand, outlook))
-    if args.plot:
+    if args.plot is not None:
         from kvtier.cli.plot import draw
 
         draw(args.plot, _title(args, profile), _curves(model, profile, demand), on_device(model, demand))
@@ -121,10 +123,21 @@ def read_config(name: str) -> Mapping[str, Any]:
             raise ConfigError(f"{path} is not JSON: {error}.") from error
         if not isinstance(found, dict):
             raise ConfigError(f"{path} holds no config.")
+        _check_layers(found)
         return completed(found)
     if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"There is no {path}: give a config.json, a folder that holds one, or a name on the hub.")
     return completed(config_by_name(name))
+
+
+def _check_layers(config: Mapping[str, Any]) -> None:
+    """Before anything is made of each."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        for name in LAYERS:
+            count = part.get(name)
+            if isinstance(count, int) and count > MOST_LAYERS:
+                raise ConfigError(f"{name} is larger than {MOST_LAYERS}: this is no config of a model.")
 
 
 def _profile(
@@ -135,7 +148,7 @@ def _profile(
     Raises:
         ConfigError: no such machine, or a profile that is damaged or of another model.
     """
-    if args.profile:
+    if args.profile is not None:
         if args.devices > 1:
             raise ConfigError("A profile is of a model on one device: --devices takes a machine's name, --device.")
         profile = HardwareProfile.from_json(Path(args.profile).read_bytes())

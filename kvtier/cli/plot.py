@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from kvtier.errors import ConfigError
 
@@ -19,6 +20,8 @@ def draw(path: str, title: str, curves: Mapping[str, Sequence[tuple[int, float]]
     Raises:
         ConfigError: matplotlib is not installed, or cannot draw such a file.
     """
+    if not Path(path).suffix:  # matplotlib would append one, and write another file than is said
+        raise ConfigError(f"--plot {path!r}: the ending of the name says what kind of picture, such as plan.png.")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

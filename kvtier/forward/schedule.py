@@ -103,7 +103,7 @@ class Schedule:
             reader.keep = each.keep
         if plan.reserve:
             reader = self.readers[0]
-            fetched = sum([x.fetched_blocks for x in self.readers]) * reader.layer.layout.nbytes
+            fetched = sum([x.fetched_blocks * x.layer.layout.nbytes for x in self.readers])
             reader.device.keep_free(reader.layer.blocks.pools, plan.reserve - fetched)
         self._advance(-1)
 

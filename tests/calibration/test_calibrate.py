@@ -228,8 +228,8 @@ def test_a_device_that_is_not_there_is_an_error(wrong: Any) -> None:
         kvtier.calibrate(device=wrong)
 
 
-@pytest.mark.parametrize("wrong", [0, -16])
-def test_a_block_holds_at_least_one_token(wrong: int) -> None:
+@pytest.mark.parametrize("wrong", [0, -16, 10**9, 10**60])
+def test_a_block_holds_at_least_one_token_and_not_too_many(wrong: int) -> None:
     with pytest.raises(ConfigError, match="block_size"):
         kvtier.calibrate(block_size=wrong)
 

@@ -265,6 +265,31 @@ def test_an_impossible_demand_ends_in_a_sentence(
     assert said in err
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--plot", ""], "what kind of picture"),
+        (["--plot", "plan"], "what kind of picture"),
+        (["--profile", ""], "kvtier:"),
+    ],
+)
+def test_an_option_without_a_name_is_not_left_out(
+    args: list[str], said: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = plan(capsys, config, *args)
+    assert (status, said in err) == (2, True)
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_more_layers_than_any_model_has_are_refused_at_once(
+    text: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = LLAMA_8B | {"num_hidden_layers": 10**9}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": sizes} if text else sizes))
+    status, _, err = plan(capsys, tmp_path)
+    assert (status, "num_hidden_layers is larger than" in err) == (2, True)
+
+
 def test_devices_together_copy_no_faster_than_their_host_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
