@@ -190,17 +190,16 @@ class TokenWriter:
             offsets = (offsets,) * self._rows
         self._words[_BLOCK::_WORDS] = memoryview(array("q", blocks))
         self._words[_OFFSET::_WORDS] = memoryview(array("q", offsets))
-        return self._send(keys, values)
+        return self.repeat(keys, values)
 
-    def repeat(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> bool:
-        """`write` into the blocks of the last `write`. Returns and raises what that does."""
-        if self._rows == 1:
-            self._words[_OFFSET] = offset
-        else:
-            self._words[_OFFSET::_WORDS] = memoryview(array("q", (offset,) * self._rows))
-        return self._send(keys, values)
+    def repeat(self, keys: torch.Tensor, values: torch.Tensor, offset: int | None = None) -> bool:
+        """`write` into the blocks of the last `write`. Returns and raises what that does.
 
-    def _send(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        Args:
+            keys, values: as of `write`.
+            offset: the token of each block to write; None: as in the last call.
+        """
+        # Written out, as it runs once per layer and token.
         if not (
             keys.shape == self._key_shape
             and values.shape == self._value_shape
@@ -211,6 +210,11 @@ class TokenWriter:
             and values.is_cpu
         ):
             return False
+        if offset is not None:
+            if self._rows == 1:
+                self._words[_OFFSET] = offset
+            else:
+                self._words[_OFFSET::_WORDS] = memoryview(array("q", (offset,) * self._rows))
         problem = self._problem
         problem.keys = keys.data_ptr()
         problem.values = values.data_ptr()

@@ -320,13 +320,15 @@ class Forward:
         self._step = self.steps.count
         now = time.perf_counter()
         self.memory.clock += 1
+        record = self._record
+        self._decoding = record.tokens == tokens == 1
         if self._before is not None:
             self._observe(self._before, now)
+            record = self._record = StepRecord()  # the policy may keep that one
+        record.tokens, record.layers, record.cache = tokens, 0, self._held.owner.number
         self._admitted.clear()
         self._alike = self._groups = None
         self._expected.clear()
-        self._decoding = self._record.tokens == tokens == 1
-        self._record = StepRecord(tokens=tokens, cache=self._held.owner.number)
         self._began = now
         self._before = _totals(self.counters) if self._schedules else None
         if tracing.active is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -15,6 +16,8 @@ from kvtier.memory.layout import BlockLayout
 
 #: Callers of `update` that are looked at in search of the module that called it.
 _MOST_FRAMES = 32
+#: The folder of kvtier's own modules.
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
 def needs_tensors(implementation: str | None) -> bool:
@@ -156,8 +159,8 @@ def _caller(frame: FrameType | None) -> tuple[PretrainedConfig | None, bool]:
         if frame is None:
             break
         # Only of methods: to look at a function's variables keeps them alive until it returns.
-        method = frame.f_code.co_varnames[:1] == ("self",)
-        if method and not frame.f_globals.get("__name__", "").startswith("kvtier."):
+        code = frame.f_code
+        if not code.co_filename.startswith(_OURS) and code.co_varnames[:1] == ("self",):
             local = frame.f_locals
             module = local.get("self")
             if isinstance(module, Module):

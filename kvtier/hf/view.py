@@ -87,10 +87,10 @@ class KVView(torch.Tensor):
             expanded.
     """
 
-    __slots__ = ("_size", "_what", "snapshot")
+    __slots__ = ("_what", "shape", "snapshot")
 
     snapshot: Snapshot
-    _size: torch.Size
+    shape: torch.Size
     _what: _What
 
     def __new__(cls, *args: Any, **kwargs: Any) -> KVView:
@@ -115,11 +115,6 @@ class KVView(torch.Tensor):
         return self._what[2]
 
     @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """Shape, as of the dense tensor."""
-        return self._size
-
-    @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Of the elements."""
         return self.snapshot.reader.layer.layout.dtype
@@ -137,15 +132,15 @@ class KVView(torch.Tensor):
     @property
     def ndim(self) -> int:  # type: ignore[override]
         """Number of dimensions."""
-        return len(self._size)
+        return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
         """As of the dense tensor."""
-        return self._size if dim is None else self._size[dim]
+        return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
         """Number of dimensions."""
-        return len(self._size)
+        return len(self.shape)
 
     # The three steps of `repeat_kv`, and what gives the view itself.
 
@@ -166,7 +161,7 @@ class KVView(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         part = "keys" if self.part == 0 else "values"
         layer = self.snapshot.reader.layer
-        return f"KVView({part} of layer {layer.index}, shape={tuple(self._size)}, dtype={self.dtype})"
+        return f"KVView({part} of layer {layer.index}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dense("pickle").__reduce_ex__(protocol)
@@ -182,7 +177,7 @@ class KVView(torch.Tensor):
         dense = self.snapshot.dense(operation)[self.part]
         if self.form == 0:
             return repeat(dense, self.repeats)
-        return dense[:, :, None].expand(self._size)
+        return dense[:, :, None].expand(self.shape)
 
     @classmethod
     def __torch_function__(
@@ -221,7 +216,7 @@ def _view(snapshot: Snapshot, part: int, shape: tuple[int, ...], dtype: torch.dt
     blank, size = _blank(shape, dtype)
     # Half the cost of `_make_wrapper_subclass`: what is done once for a blank is not done for each view.
     view: KVView = blank.as_subclass(KVView)
-    view.snapshot, view._size, view._what = snapshot, size, (part, repeats, form)
+    view.snapshot, view.shape, view._what = snapshot, size, (part, repeats, form)
     return view
 
 
@@ -254,9 +249,9 @@ class _Blanks:
         (k_blank, k_size), (v_blank, v_size) = self._keys, self._values
         for _ in range(max(count, 1)):
             keys: KVView = k_blank.as_subclass(KVView)
-            keys._size, keys._what = k_size, _KEYS
+            keys.shape, keys._what = k_size, _KEYS
             values: KVView = v_blank.as_subclass(KVView)
-            values._size, values._what = v_size, _VALUES
+            values.shape, values._what = v_size, _VALUES
             self.pairs.append((keys, values))
 
 
@@ -325,7 +320,7 @@ def _index(view: Any, index: Any) -> KVView | None:
         return None
     if len(index) not in (3, 5) or index[2] is not None or any(i != whole for i in index[:2] + index[3:]):
         return None
-    batch, heads, tokens, dim = view._size
+    batch, heads, tokens, dim = view.shape
     return _derived(view, (batch, heads, 1, tokens, dim), 1, form=1)
 
 
@@ -334,7 +329,7 @@ def _expand(view: Any, *sizes: Any, **named: Any) -> KVView | None:
         sizes = tuple(sizes[0])
     if named or not isinstance(view, KVView) or view.form != 1 or len(sizes) != 5:
         return None
-    shape = view._size
+    shape = view.shape
     if (
         any(s not in (-1, shape[i]) for i, s in enumerate(sizes) if i != 2)
         or not isinstance(sizes[2], int)
@@ -349,7 +344,7 @@ def _reshape(view: Any, *sizes: Any, **named: Any) -> KVView | None:
         sizes = tuple(sizes[0])
     if named or not isinstance(view, KVView) or view.form != 2:
         return None
-    batch, heads, n, tokens, dim = view._size
+    batch, heads, n, tokens, dim = view.shape
     if tuple(sizes) != (batch, heads * n, tokens, dim):
         return None
     return _derived(view, tuple(sizes), n, form=0)

@@ -136,7 +136,7 @@ class Explanation:
         text = f"{_duration(self.seen)} each, the median of the last {len(self.steps)}"
         if self.predicted is None:
             return f"{text}; the policy predicts nothing"
-        return f"{text}; predicted {_duration(self.predicted)}, wrong by {self.error:.1%} on average"
+        return f"{text}; predicted {_duration(self.predicted)}, wrong by {self.error:.1%} in the median"
 
 
 def _analysed(found: Analysis, *, named: bool) -> list[tuple[str, str]]:

@@ -130,7 +130,8 @@ class LayerKV:
             tails = self._tails = writing.TailWriter.of(self.device, self.blocks, self.tables, self._prepared)
             if tails is None:
                 return False
-        if not tails.repeat(keys, values, offset):
+        last = tails.last
+        if last is None or not last.repeat(keys, values, offset):
             if not self._is_token(keys, values):
                 return False
             tails.write(keys, values, offset)

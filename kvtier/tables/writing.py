@@ -190,11 +190,12 @@ class TailWriter:
 
     Attributes:
         version: of the set, when this was made.
+        last: writes tokens like the last ones, as quickly as can be; None: there is nothing that does.
     """
 
     __slots__ = (
-        *("_addresses", "_blocks", "_keys", "_layout", "_like", "_native", "_prepared", "_slots", "_values"),
-        "version",
+        *("_addresses", "_blocks", "_keys", "_layout", "_native", "_prepared", "_slots", "_values"),
+        *("last", "version"),
     )
 
     def __init__(
@@ -206,7 +207,7 @@ class TailWriter:
         self._slots: torch.Tensor | None = None
         self._addresses: torch.Tensor | None = None
         self._native: native.Appender | None = None
-        self._like: native.TokenWriter | None = None
+        self.last: native.TokenWriter | None = None
         self._prepared = prepared
         slots = [run.home for run in runs]
         self._blocks = [pool.address(slot) for slot in slots]
@@ -249,18 +250,13 @@ class TailWriter:
                 return None
         return cls(device, blocks, runs, prepared)
 
-    def repeat(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> bool:
-        """`write` tokens like the last ones, as quickly as can be. False, and nothing done, if they are not."""
-        like = self._like
-        return like is not None and like.repeat(keys, values, offset)
-
     def write(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> None:
         """Write a token of each row, `[rows, heads, 1, dim]`, as number `offset` of its block."""
         if self._native is not None:
             if keys.stride(3) != 1 or values.stride(3) != 1:
                 keys, values = keys.contiguous(), values.contiguous()
-            self._like = self._native.token_writer(keys, values, len(self._blocks))
-            self._like.write(keys, values, self._blocks, offset)
+            self.last = self._native.token_writer(keys, values, len(self._blocks))
+            self.last.write(keys, values, self._blocks, offset)
         elif self._addresses is not None:
             self._prepared(keys, values, self._addresses, offset)
         elif self._slots is None:
