@@ -91,9 +91,9 @@ demo: $(NEWEST)/.ready if-native ## run the demo (ARGS="--model NAME ...")
 RUN_PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -o cache_dir=$(1)/.pytest_cache $(2) $(PYTEST_ARGS)
 RUN_TESTS = $(call RUN_PYTEST,$(1),-m "not slow" $(2))
 # What does not depend on the version of Transformers runs in one of the two.
-NOT_IN_NEWEST = $(addprefix --ignore=tests/,memory transfer tables planning forward cpu calibration) \
+NOT_IN_NEWEST = $(addprefix --ignore=tests/,memory transfer tables forward cpu) \
 	--ignore-glob='tests/test_benchmarks*'
-NOT_IN_OLDEST = $(addprefix --ignore=tests/,kernels attention cuda test_imports.py test_packaging.py) \
+NOT_IN_OLDEST = $(addprefix --ignore=tests/,kernels attention cuda planning calibration test_imports.py test_packaging.py) \
 	$(addprefix --ignore=tests/hf/test_,trained.py half_precision.py interrupted_hybrids.py needed.py)
 
 test: $(NEWEST)/.ready $(OLDEST)/.ready if-native ## run the tests on the newest and the oldest Transformers, side by side (PYTEST_ARGS="-k NAME")
