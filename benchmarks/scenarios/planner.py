@@ -255,8 +255,10 @@ def compare_steps(
 ) -> dict[str, Outcome]:
     """Compare policies, given for each name with the share of the KV on the device."""
     loaded = bench.model(model)
+    # Where nothing is emulated a step is short: as many of them in more turns.
+    rounds, tokens = (5, 40) if machine is not None else (25, 8)
     starts: dict[str, Start] = {
-        name: partial(StepsSession, policy, case, loaded, machine, share, bench.tokens(40))
+        name: partial(StepsSession, policy, case, loaded, machine, share, bench.tokens(tokens))
         for name, (policy, share) in names.items()
     }
     link = "nothing emulated" if machine is None else f"link {number(machine.link / 1e9)} GB/s"
@@ -265,7 +267,7 @@ def compare_steps(
         f"{case.context:,} tokens, {size(case.kv_bytes)} · {link}",
         starts,
         unit="ms/step",
-        rounds=bench.rounds(5),
+        rounds=bench.rounds(rounds),
         base=base,
         note=note,
         workload={"model": model, "context": case.context, "kv_bytes": case.kv_bytes, "block_size": BLOCK}
@@ -327,8 +329,9 @@ def compare_shares(bench: Bench, model: str, case: Case) -> None:
 
 def compare_hidden(bench: Bench, model: str, case: Case) -> None:
     """What is spilled crosses the link in less than a step: the slowdown against everything resident."""
-    # Twice as fast as it need be for the most that is spilled.
-    spilled = (1 - min(HIDDEN)) * case.kv_bytes
+    # Twice as fast as it need be for the most that is spilled: at the end, when all new tokens' KV is too.
+    new = case.new_tokens * case.geometry.layers * case.geometry.token_bytes
+    spilled = (1 - min(HIDDEN)) * case.kv_bytes + new
     machine = Machine(2 * spilled / (case.geometry.layers * LINEAR))
     names = {"resident": ("default", 1.0)}
     names |= {f"{name}, {share:.0%}": (name, share) for share in HIDDEN for name in ("adaptive", "all-fetch")}
