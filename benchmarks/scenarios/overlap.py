@@ -35,7 +35,7 @@ CONTEXTS, CPU_CONTEXTS = (16384,), (2048,)
 CONTENDERS = ("all-fetch@90%", "all-fetch@40%", "adaptive@75%", "adaptive@40%")
 #: Steps that a policy learns from, that are timed, and that are traced.
 LEARN, STEPS, TRACED = 64, 32, 16
-#: Bytes per second of the link that is emulated on a CPU: a tenth of the KV hides behind a step, more does not.
+#: Bytes per second of the link that is emulated on a CPU: too slow for a tenth of the KV to hide behind a step.
 LINK = 0.08e9
 FETCHING = "all-fetch"
 #: What a step takes where nothing has to be fetched.
@@ -98,7 +98,7 @@ def measure(bench: Bench, model: str, case: Case) -> None:
             workload={"model": label(model), "context": case.context, "kv_bytes": case.kv_bytes, "batch": case.batch},
             unit="ms/step",
             median=found["clock_ms"],
-            n=bench.tokens(STEPS),
+            n=found["steps"],
             ratio=None,
             facts=found,
         )
@@ -129,17 +129,19 @@ def start(bench: Bench, model: str, case: Case, name: str) -> Steps:
 def observe(session: Steps, learn: int, steps: int) -> dict[str, float | str | None]:
     """What a step takes and what explains it, and what of its fetches hides."""
     session.run(learn)
-    clock = statistics.median(session.run(steps))
+    times = session.run(steps)
+    clock = statistics.median(times)
     said = session.cache.explain()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         with kvtier.trace(path):
             traced = session.run(min(steps, TRACED))
         events = read_trace(path)
-    predicted = said.predicted
+    seen, predicted = said.seen, said.predicted
     return {
+        "steps": len(times),
         "clock_ms": 1e3 * clock,
-        "seen_ms": 1e3 * (said.seen or 0.0),
+        "seen_ms": None if seen is None else 1e3 * seen,
         "predicted_ms": None if predicted is None else 1e3 * predicted,
         "explain_error": None if predicted is None else abs(predicted - clock) / clock,
         "binding": said.binding,

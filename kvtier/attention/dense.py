@@ -32,8 +32,7 @@ def workspace_kv(reader: LayerReader, length: int) -> Iterator[tuple[torch.Tenso
     layout = layer.layout
     count = -(-length // layout.block_size)
     with reader.memory.lock:
-        data = workspace.take(layer.workspace_bytes(length))
-        workspace.in_use = True
+        data = reader.take_workspace(layer.workspace_bytes(length))
     try:
         _gather_all(reader, count, data)
         # Layers of one shape take turns in the same memory: one pair of views serves them all.
@@ -132,8 +131,7 @@ def stream_kv(
             if own is None:
                 with lock:
                     workspace.in_use = False
-                    data = workspace.take(nbytes)
-                    workspace.in_use = True
+                    data = reader.take_workspace(nbytes)
             else:
                 data = own
             dense = _lay_out(layer, last - first, data)

@@ -229,6 +229,17 @@ class LayerReader:
             self.counters.prefetched += sum(run.count for run in ahead)
         return ready, list(_whole(left))
 
+    def take_workspace(self, nbytes: int) -> torch.Tensor:
+        """The workspace, at least `nbytes`, which is in use from now on. Holds the lock.
+
+        A cache with a memory of its own gives what is more than promised up when that is needed. Of a shared one, other
+        threads may need it while this one reads: so it is not taken.
+        """
+        claim = None if self.memory.private else self.owner.claims.get(self.device)
+        data = self.workspace.take(nbytes, None if self.memory.private else 0 if claim is None else claim.room)
+        self.workspace.in_use = True
+        return data
+
     def fetch_ahead(self, first: int, last: int) -> None:
         """Begin to fetch what of the blocks `[first, last)` is on the host only, if there is room. Holds the lock."""
         if self.layer.spilled:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtier.config import format_size, parse_size
 from kvtier.errors import ConfigError
-from kvtier.memory.measured import model_name
+from kvtier.memory.measured import differing, model_name
 from kvtier.planning.machines import MACHINES, Machine, ModelSize, link, machine
 from kvtier.planning.model_size import divided, model_size
 from kvtier.planning.outlook import Demand, Outlook, foresee, most_tokens, on_device
@@ -123,21 +123,21 @@ def read_config(name: str) -> Mapping[str, Any]:
             raise ConfigError(f"{path} is not JSON: {error}.") from error
         if not isinstance(found, dict):
             raise ConfigError(f"{path} holds no config.")
-        _check_layers(found)
-        return completed(found)
+        return completed(_checked(found))
     if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"There is no {path}: give a config.json, a folder that holds one, or a name on the hub.")
-    return completed(config_by_name(name))
+    return completed(_checked(config_by_name(name)))
 
 
-def _check_layers(config: Mapping[str, Any]) -> None:
-    """Before anything is made of each."""
+def _checked(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config, unless it has so many layers that to make something of each takes minutes."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
         for name in LAYERS:
             count = part.get(name)
             if isinstance(count, int) and count > MOST_LAYERS:
                 raise ConfigError(f"{name} is larger than {MOST_LAYERS}: this is no config of a model.")
+    return config
 
 
 def _profile(
@@ -152,11 +152,11 @@ def _profile(
         if args.devices > 1:
             raise ConfigError("A profile is of a model on one device: --devices takes a machine's name, --device.")
         profile = HardwareProfile.from_json(Path(args.profile).read_bytes())
-        other = _differing(profile.model, model_name(_Config(config))) if profile.model else ""
+        other = differing(profile.model, model_name(_Config(config))) if profile.model else ""
         if other:
             raise ConfigError(
                 f"The profile was measured with another model than {args.model}: {other}. "
-                f"Calibrate with this one: kvtier calibrate {args.model}"
+                "`kvtier.calibrate(model).profile.to_json()` makes one of a model."
             )
         return profile, None
     found = HardwareProfile.estimate(args.device, model)
@@ -177,17 +177,6 @@ class _Config:
         self.__dict__.update(content)
         if isinstance(text, Mapping):
             self.__dict__.update(text)
-
-
-def _differing(one: str, other: str) -> str:
-    """Where two names of `model_name` contradict each other; not by their dtype, in which one may load any model."""
-    parts = [dict(each.rpartition(" ")[::2] for each in name.split(", ")[:-1]) for name in (one, other)]
-    found = [
-        f"{what} {parts[0][what]}, not {value}"
-        for what, value in parts[1].items()
-        if parts[0].get(what, value) != value and "None" not in (value, parts[0][what])
-    ]
-    return "; ".join(found)
 
 
 def _budgets(args: argparse.Namespace, model: ModelSize, known: Machine | None) -> tuple[int, int]:

@@ -149,7 +149,7 @@ def _look(frame: FrameType, before: Place | None) -> Place:
         if before is not None and before.generate == here and before.call is not None and before.call() is not None:
             call = before.call
         else:
-            # Made anew by every call: the frame of a later call may have the address of an earlier one.
+            # Every call makes its own: the frame of a later call may have the address of an earlier one.
             config = generate.f_locals.get("generation_config")
             call = None if config is None else ref(config)
     return Place(_mark(forward), _mark(generate), call, (depths[0], depth), _mark(frame))

@@ -81,6 +81,7 @@ class KVView(torch.Tensor):
 
     Attributes:
         snapshot: what is shown.
+        shape: as of the dense tensor. A slot, as models read it several times per layer and token.
         part: 0 for keys, 1 for values.
         repeats: query heads that each KV head stands for.
         form: 0: `[batch, heads * repeats, tokens, dim]`; 1: with an axis for repeats behind the heads; 2: that axis

@@ -57,17 +57,23 @@ class Workspace:
         """What it has of `slabs`."""
         return [] if self._data is None else [self._data]
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int, most: int | None = None) -> torch.Tensor:
         """At least `nbytes`, for one layer's KV as one tensor.
+
+        Args:
+            nbytes: a multiple of 64.
+            most: what was promised, where other threads may need the rest while this is in use; None: nobody else does.
 
         Raises:
             BudgetError: the budget cannot hold it and what cannot move.
         """
-        if self._data is not None and self._data.numel() >= nbytes:
+        most = None if most is None else max(most, nbytes)
+        if self._data is not None and self.nbytes >= nbytes and (most is None or self.nbytes <= most):
             return self._data
         self.release()
         # A sixteenth more than asked, if it is free, saves replacing it at every block.
-        data = self._slabs.allocate(nbytes + nbytes // 16 // 64 * 64, optional=True)
+        more = nbytes // 16 if most is None else min(nbytes // 16, most - nbytes)
+        data = self._slabs.allocate(nbytes + more // 64 * 64, optional=True)
         while data is None:
             # Each time that the machine lacks what the budget allows, the budget shrinks, and more has to leave.
             self._make_room(nbytes)

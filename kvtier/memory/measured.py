@@ -45,6 +45,17 @@ def model_name(config: Any) -> str:
     return f"model {kind}, {', '.join(sizes)}, {str(dtype).removeprefix('torch.')}"
 
 
+def differing(one: str, other: str) -> str:
+    """Where two names of `model_name` contradict each other; not by their dtype, in which one may load any model."""
+    parts = [dict(each.rpartition(" ")[::2] for each in name.split(", ")[:-1]) for name in (one, other)]
+    found = [
+        f"{what} {parts[0][what]}, not {value}"
+        for what, value in parts[1].items()
+        if parts[0].get(what, value) != value and "None" not in (value, parts[0][what])
+    ]
+    return "; ".join(found)
+
+
 def hardware(device: torch.device, layout: BlockLayout | None = None, model: str = "") -> HardwareProfile:
     """What is known of a machine: what was measured, else what its datasheet says.
 

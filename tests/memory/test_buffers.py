@@ -290,6 +290,17 @@ def test_a_workspace_is_as_large_as_asked_and_a_little_more_where_that_is_free()
     assert exact.numel() == 10**5 - taken.numel()
 
 
+def test_a_workspace_is_no_larger_than_promised_where_others_may_need_the_rest() -> None:
+    memory = slabs(10**5)
+    workspace = Workspace(memory, lambda nbytes: None)
+    assert workspace.take(6400, 6400).numel() == 6400
+    assert workspace.take(6400, 6528).numel() == 6400, "what is there serves"
+    assert workspace.take(6528, 6592).numel() == 6592
+    assert workspace.take(3200, 3264).numel() == 3264, "what is there is more than promised"
+    assert workspace.take(64, 0).numel() == 64
+    assert memory.budget.used == 64
+
+
 def test_a_workspace_asks_for_room_until_it_is_there_and_takes_nothing_where_it_is_not() -> None:
     memory = slabs(10**4)
     blocks = [memory.allocate(3000) for _ in range(3)]

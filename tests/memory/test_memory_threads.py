@@ -44,6 +44,12 @@ def test_threads_that_take_turns_hold_what_dense_caches_hold(engine: str, seed: 
     assert turns.switches > 20
 
 
+@pytest.mark.parametrize(("seed", "engine"), [(140, "asynchronous"), (145, "late"), (437, "asynchronous")])
+def test_what_one_thread_reads_through_is_no_more_than_was_promised_to_it(seed: int, engine: str) -> None:
+    # In these orders another thread's workspace, a little larger than promised, was in use where a slot was needed.
+    Walk(900 + seed, ENGINES[engine](seed), members=3, turns=Turns(seed, chance=0.5)).run_in_turns(20)
+
+
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 @pytest.mark.parametrize("read", READS)
 def test_a_reader_reads_right_whatever_happens_where_it_lets_go_of_the_lock(

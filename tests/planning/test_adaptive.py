@@ -63,8 +63,54 @@ def test_without_a_profile_it_soon_knows_the_machine() -> None:
     trials = [Trial.drawn(seed) for seed in range(max(SETTINGS // 3, 3))]
     found = compare(trials, {"estimated": lambda trial: Adaptive()}, STEPS)["estimated"]
     # The first steps, in which it tries, are part of it.
-    assert max(found.shares) <= 1.15
+    assert max(found.shares) <= 1.10
     assert statistics.median(found.shares) <= 1.02
+
+
+@pytest.mark.parametrize(
+    ("seed", "share"),
+    [
+        (446, 1.0),  # few blocks: what the host attends to is a block more or none
+        (736, 15 / 16),
+        (605, 0.0),  # a probe evicts for room that it needs no more
+        (509, 8 / 16),  # what a busy link costs decides between two good shares far apart
+    ],
+)
+def test_in_settings_that_are_hard_to_tell_it_is_as_close(seed: int, share: float) -> None:
+    trial = Trial.drawn(seed)
+    assert trial.run(calibrated(trial), STEPS) <= 1.015 * trial.run(FixedShare(share), STEPS)
+
+
+def test_a_short_stall_does_not_change_what_a_busy_link_costs() -> None:
+    layers = [LayerState(i, 2**20, 50, 0, 50, 1, True) for i in range(4)]
+    learned = []
+    for stalled in (0.0, 1e-6):
+        model = CostModel(replace(RATES, host_overhead=0.0, measured=True))
+        for _ in range(20):
+            predicted = model.step(alike(layers), 0.5)
+            alone = predicted.host_bytes / RATES.host
+            model.observe(
+                StepRecord(
+                    *(1, 4, predicted.seconds + 4e-3, predicted.fetched_bytes),
+                    seconds_up=predicted.link,
+                    host_seconds=alone / 0.8,
+                    host_blocks=100,
+                    host_bytes=predicted.host_bytes,
+                    stall_seconds=stalled,
+                ),
+                predicted,
+            )
+        learned.append(model.rates.shared)
+    assert learned[0] == pytest.approx(learned[1], rel=0.01)
+
+
+def test_nothing_begins_while_nothing_of_the_cache_is_spilled() -> None:
+    policy, state = Adaptive(), Simulation(Adaptive(), Machine(RATES), LOAD)._state()
+    nothing = replace(state, layers=[replace(x, spilled=0, fetched=0) for x in state.layers])
+    for _ in range(3):
+        assert policy.plan(nothing) == Policy().plan(nothing)
+    policy.plan(state)
+    assert [x.reason for x in policy.decisions(state.cache)] == ["first"]
 
 
 @pytest.mark.parametrize("seed", range(4))
