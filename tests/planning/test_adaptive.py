@@ -81,27 +81,52 @@ def test_in_settings_that_are_hard_to_tell_it_is_as_close(seed: int, share: floa
     assert trial.run(calibrated(trial), STEPS) <= 1.015 * trial.run(FixedShare(share), STEPS)
 
 
+FOUR = [LayerState(i, 2**20, 50, 0, 50, 1, True) for i in range(4)]
+
+
+def half_fetched(model: CostModel, seconds: float, stalled: float) -> StepRecord:
+    """A step that fetches half, in which the host attends at 0.86 of its rate, `seconds` long besides."""
+    predicted = model.step(alike(FOUR), 0.5)
+    attending = predicted.host_bytes / RATES.host / 0.86
+    return StepRecord(
+        *(1, 4, seconds + attending, predicted.fetched_bytes),
+        seconds_up=predicted.fetched_bytes / RATES.up,
+        host_seconds=attending,
+        host_blocks=100,
+        host_bytes=predicted.host_bytes,
+        stall_seconds=stalled,
+    )
+
+
 def test_a_short_stall_does_not_change_what_a_busy_link_costs() -> None:
-    layers = [LayerState(i, 2**20, 50, 0, 50, 1, True) for i in range(4)]
     learned = []
     for stalled in (0.0, 1e-6):
         model = CostModel(replace(RATES, host_overhead=0.0, measured=True))
         for _ in range(20):
-            predicted = model.step(alike(layers), 0.5)
-            alone = predicted.host_bytes / RATES.host
-            model.observe(
-                StepRecord(
-                    *(1, 4, predicted.seconds + 4e-3, predicted.fetched_bytes),
-                    seconds_up=predicted.link,
-                    host_seconds=alone / 0.8,
-                    host_blocks=100,
-                    host_bytes=predicted.host_bytes,
-                    stall_seconds=stalled,
-                ),
-                predicted,
-            )
+            # The link is busy in a part of host attention: each layer's turn begins with the linear part.
+            model.observe(half_fetched(model, 3.6e-3, stalled), model.step(alike(FOUR), 0.5))
         learned.append(model.rates.shared)
     assert learned[0] == pytest.approx(learned[1], rel=0.01)
+    assert learned[0] > 0.2, "all of host attention is taken for what the link was busy in"
+
+
+def test_what_a_busy_link_costs_is_not_learned_before_it_is_known_how_long_it_was_busy() -> None:
+    model = CostModel(replace(RATES, measured=True))
+    model.observe(half_fetched(model, 3.6e-3, 0.0), model.step(alike(FOUR), 0.5))
+    assert (model.rates.shared, model.rates.host) == (RATES.shared, RATES.host)
+    assert "shared" not in model.learned
+
+
+def test_a_choice_is_left_at_once_where_what_it_was_made_for_has_changed() -> None:
+    policy = Adaptive(replace(RATES, host_overhead=1e-3, measured=True))
+    state = replace(Simulation(policy, Machine(RATES), LOAD)._state(), layers=FOUR, model_layers=4)
+    few, many = (replace(state, layers=[replace(x, spilled=n) for x in FOUR]) for n in (1, 500))
+    for _ in range(3):
+        policy.plan(few)
+    before = policy.decisions(state.cache)[-1].prediction.share
+    policy.plan(many)
+    assert before == 1.0, "a block of a layer is fetched sooner than the host is asked"
+    assert policy.decisions(state.cache)[-1].prediction.share < 0.9
 
 
 def test_nothing_begins_while_nothing_of_the_cache_is_spilled() -> None:
