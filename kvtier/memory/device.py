@@ -195,6 +195,8 @@ class ComputeDevice:
 
     def keep_free(self, pools: Pools, nbytes: int) -> None:
         """Have slots for `nbytes` free, if blocks may leave for it: so that fetching evicts nobody later."""
+        # What leaves may bring blocks back from a full host: more than there is would be asked for without end.
+        nbytes = min(nbytes, self.home.budget.limit)
         wanted = nbytes // pools.layout.nbytes - self.obtainable(pools, ordered=True)
         if wanted > 0:
             with contextlib.suppress(BudgetError, TransferError):  # no room below: fetches make do with less

@@ -50,6 +50,11 @@ def test_what_one_thread_reads_through_is_no_more_than_was_promised_to_it(seed: 
     Walk(900 + seed, ENGINES[engine](seed), members=3, turns=Turns(seed, chance=0.5)).run_in_turns(20)
 
 
+def test_a_policy_that_wants_more_room_than_there_is_ends() -> None:
+    # In this order blocks come back from a full host as fast as others leave the device.
+    Walk(995, ENGINES["held, any order"](95), members=3, turns=Turns(95, chance=0.5)).run_in_turns(20)
+
+
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 @pytest.mark.parametrize("read", READS)
 def test_a_reader_reads_right_whatever_happens_where_it_lets_go_of_the_lock(
