@@ -496,14 +496,21 @@ class ComputeDevice:
             return True
         if pools.device is None:
             return self.host.make_room(pool.layout.nbytes) and self._grow(pool)
+        free = reclaim.free_bytes(self.device_pools)
         try:
             if self.evict(pools, self._batch(pool, count), keep) and pool.obtainable(ordered=True):
                 return True
             if self._reclaim(pool.layout.nbytes, keep) and self._grow(pool):
                 return True
         except BudgetError:
-            # The host is full too: what was fetched ahead must go before anything is refused.
-            if not self._cancel():
+            # The host is full too: what was fetched ahead must go before anything is refused, and what other layouts
+            # leave free. Looked at again, for the host may have waited for readers, and let other threads free some.
+            now = reclaim.free_bytes(self.device_pools)
+            if (
+                not self._cancel()
+                and now <= free
+                and not (now >= pool.layout.nbytes and self._reclaim(pool.layout.nbytes, keep) and self._grow(pool))
+            ):
                 raise
             return True
         # Looked at again: while others were asked, a device may have come by what held a slot.
@@ -536,8 +543,8 @@ class ComputeDevice:
                     try:
                         left = any(self.evict(x, -(-missing // x.layout.nbytes), keep) for x in self._pools.values())
                     except BudgetError:
-                        # The host is full too: what was fetched ahead must go before anything is refused.
-                        if not self._cancel():
+                        # As in `_make_slots`.
+                        if not self._cancel() and wanted - reclaim.free_bytes(pools) >= missing:
                             raise
                         left = True
                     if not left and not self._cancel() and wanted - reclaim.free_bytes(pools) >= missing:

@@ -21,6 +21,8 @@ Patch = pytest.MonkeyPatch
 HEADS, DIM, LAYERS = 2, 8, 2
 #: Walks of threads with each engine; KVTIER_TEST_OPERATIONS asks for more.
 WALKS = max(5, int(os.environ.get("KVTIER_TEST_OPERATIONS", "0")) // 2000)
+#: The same of three threads that change places often.
+BUSY_WALKS = max(2, int(os.environ.get("KVTIER_TEST_OPERATIONS", "0")) // 500)
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +44,19 @@ def test_threads_that_take_turns_hold_what_dense_caches_hold(engine: str, seed: 
     check_lock(monkeypatch, turns)
     trip.run_in_turns(20)
     assert turns.switches > 20
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seed", range(BUSY_WALKS))
+def test_three_threads_that_change_places_often_hold_what_dense_caches_hold(engine: str, seed: int) -> None:
+    Walk(20_000 + seed, ENGINES[engine](seed), members=3, turns=Turns(seed, chance=0.5)).run_in_turns(20)
+
+
+@pytest.mark.parametrize(("seed", "engine"), [(361, "held"), (211, "held, any order")])
+def test_what_others_free_while_a_full_host_waits_is_found(seed: int, engine: str) -> None:
+    # In these orders a thread that was admitted was refused in the middle of its forward: room had come meanwhile, or
+    # was there in slots of another layout.
+    Walk(900 + seed, ENGINES[engine](seed), members=3, turns=Turns(seed, chance=0.5)).run_in_turns(20)
 
 
 @pytest.mark.parametrize(("seed", "engine"), [(140, "asynchronous"), (145, "late"), (437, "asynchronous")])
