@@ -84,6 +84,14 @@ class Readers:
         self._ended.wait()
         return True
 
+    def pause(self) -> None:
+        """Let go of the lock until a call has ended, or `resume`."""
+        self._ended.wait()
+
+    def resume(self) -> None:
+        """Wake those that wait."""
+        self._ended.notify_all()
+
 
 class ReadFence:
     """Holds slots until some attention calls of other threads have ended."""

@@ -34,6 +34,7 @@ class Budget:
         used, peak: bytes taken now, and at the most.
         rounded: bytes that an allocator takes on top of those, because it takes whole segments. They are shown, not
             limited: blocks were promised the whole budget.
+        goal: the limit that a resize under way is about to set; None: there is none.
     """
 
     def __init__(self, tier: str, limit: int) -> None:
@@ -42,6 +43,12 @@ class Budget:
         self.used = 0
         self.peak = 0
         self.rounded = 0
+        self.goal: int | None = None
+
+    @property
+    def lasting(self) -> int:
+        """What may be promised: the limit, or less where it is about to fall."""
+        return self.limit if self.goal is None else min(self.limit, self.goal)
 
     @property
     def free(self) -> int:

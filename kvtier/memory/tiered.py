@@ -335,14 +335,15 @@ class TieredMemory:
         def wanted(limit: int) -> int:
             return self._demand(owner, device, claim(limit), limit)[device.slabs is None]
 
-        limit = home.budget.limit
+        limit = home.budget.lasting
         if wanted(limit) > limit:
             needed = _fixed_point(wanted, limit)
-            if not (device.slabs is not None and device.slabs.allow(needed)):
+            goal = home.budget.goal
+            if device.slabs is None or (goal is not None and needed > goal) or not device.slabs.allow(needed):
                 return home, needed
-        mine, host = claim(home.budget.limit), self.host.slabs
-        needed = self._demand(owner, device, mine, home.budget.limit)[1]
-        if needed > host.budget.limit:
+        mine, host = claim(home.budget.lasting), self.host.slabs
+        needed = self._demand(owner, device, mine, home.budget.lasting)[1]
+        if needed > host.budget.lasting:
             return host, needed
         owner.claims[device] = mine
         return None
@@ -356,7 +357,7 @@ class TieredMemory:
                 claims.append(mine)
             elif each in owner.claims:
                 claims.append(owner.claims[each])
-            budget = None if each.slabs is None else each.slabs.budget.limit
+            budget = None if each.slabs is None else each.slabs.budget.lasting
             found = demand(claims, limit if each is device and each.slabs is not None else budget)
             host += found.host
             if each is device:
@@ -377,6 +378,8 @@ class TieredMemory:
         """
         options = self.options.with_budgets(device_budget, host_budget)
         with self.changing():
+            while any(slabs.budget.goal is not None for slabs in self._tier_slabs()):
+                self.readers.pause()  # another thread gives budgets, and waits for readers
             self.check_open()
             self.collect()
             limits: dict[SlabAllocator, int] = {}
@@ -413,8 +416,10 @@ class TieredMemory:
                 refused = self.admit(Owner(-1), device, lambda limit: Claim())
                 if refused is not None:
                     raise too_small(*refused, "What the caches hold needs")
-            # What leaves one tier may need what another one gains.
+            # What leaves one tier may need what another one gains. Readers are waited for: who is admitted meanwhile is
+            # promised no more than there will be.
             for slabs, limit in limits.items():
+                slabs.budget.goal = limit
                 slabs.resize(max(limit, before[slabs].limit))
             for slabs, limit in limits.items():
                 self._vacate(slabs, limit)
@@ -423,6 +428,10 @@ class TieredMemory:
             for slabs, limits_before in before.items():
                 slabs.limits = limits_before
             raise
+        finally:
+            for slabs in limits:
+                slabs.budget.goal = None
+            self.readers.resume()
         for slabs, limit in limits.items():
             slabs.resize(limit)
 
@@ -554,6 +563,10 @@ class TieredMemory:
     def _drain(self) -> None:
         for device in self._devices.values():
             device.engine.drain()
+
+    def _tier_slabs(self) -> list[SlabAllocator]:
+        found = [device.slabs for device in self._devices.values() if device.slabs is not None]
+        return found if self._host is None else [*found, self._host.slabs]
 
     def _all_pools(self) -> list[BlockPool]:
         pools = [] if self._host is None else list(self._host.pools.values())

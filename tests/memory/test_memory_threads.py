@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,7 +15,7 @@ from stepped import Deadlock, Turns, check_lock
 from torch.nn import functional as F
 from walk import ENGINES, Walk
 
-from kvtier import ClosedError, MemoryInUseError, TieredKVCache, TieredMemory
+from kvtier import BudgetError, ClosedError, MemoryInUseError, TieredKVCache, TieredMemory
 from kvtier.testing import held, with_doubles
 
 Patch = pytest.MonkeyPatch
@@ -57,6 +58,37 @@ def test_what_others_free_while_a_full_host_waits_is_found(seed: int, engine: st
     # In these orders a thread that was admitted was refused in the middle of its forward: room had come meanwhile, or
     # was there in slots of another layout.
     Walk(900 + seed, ENGINES[engine](seed), members=3, turns=Turns(seed, chance=0.5)).run_in_turns(20)
+
+
+def test_nobody_is_promised_what_a_resize_under_way_takes_away() -> None:
+    memory = TieredMemory(device_budget=20_000, host_budget=100_000)
+    x = torch.zeros(1, HEADS, 40, DIM)
+    with TieredKVCache(memory=memory, block_size=4) as first, TieredKVCache(memory=memory, block_size=4) as second:
+        first.update(x, x, 0)
+        with memory.lock:
+            reading = memory.readers.begin()
+        errors: list[BaseException] = []
+
+        def shrink() -> None:
+            try:
+                memory.resize(device_budget=4000)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=shrink)
+        thread.start()
+        while memory.devices[0].slabs.budget.goal is None and thread.is_alive():  # type: ignore[union-attr]
+            time.sleep(0.001)
+        assert thread.is_alive(), "nobody waits for the reader"
+        with pytest.raises(BudgetError):  # its row is filled on the device: more than there is going to be
+            second.update(*[torch.zeros(9, HEADS, 3, DIM).copy_(torch.arange(9.0).view(9, 1, 1, 1))] * 2, 0)
+        with memory.lock:
+            memory.readers.end(reading)
+        thread.join()
+        assert not errors
+        assert memory.stats.device.bytes <= 4000
+        second.update(x, x, 0)
+        memory.check_integrity()
 
 
 @pytest.mark.parametrize(("seed", "engine"), [(140, "asynchronous"), (145, "late"), (437, "asynchronous")])

