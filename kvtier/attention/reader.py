@@ -287,7 +287,7 @@ class LayerReader:
                     self.keep -= part.count
                     self.counters.promotions += part.count
                 else:
-                    residency.evict(part, self.device.fence(self.layer.blocks))
+                    residency.evict(part, self.device.fence(part.blocks))
         self.fetched = left
         self.layer.blocks.transient = sum([run.count for run in left])
 

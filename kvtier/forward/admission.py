@@ -58,7 +58,7 @@ def claim(
             coming = _coming(mine, tokens, later, size)
             length = layer.length + tokens + later
             open_then = _open(mine, batch, length, later, size)
-        held += (layer.count + coming) * nbytes
+        held += (layer.blocks.blocks + coming) * nbytes
         filling += max(open_now, open_then) * nbytes
         if length >= size:
             slot = max(slot, nbytes)
@@ -88,9 +88,9 @@ def _open(groups: Sequence[Group], rows: int, length: int, later: int, size: int
 
 
 def at_rest(layers: Sequence[LayerKV], room: int = 0) -> Claim:
-    """What the layers of one compute device hold between two steps."""
-    held = sum(layer.count * layer.layout.nbytes for layer in layers)
+    """What the layers of one compute device hold between two steps, parked blocks aside."""
+    held = sum(layer.blocks.blocks * layer.layout.nbytes for layer in layers)
     filling = sum(layer.blocks.counts[State.FILLING] * layer.layout.nbytes for layer in layers)
-    sealed = [x.layout.nbytes for x in layers if x.count > x.blocks.counts[State.FILLING]]
-    sizes = [x.layout.nbytes for x in layers if x.count]
+    sealed = [x.layout.nbytes for x in layers if x.blocks.blocks > x.blocks.counts[State.FILLING]]
+    sizes = [x.layout.nbytes for x in layers if x.blocks.blocks]
     return Claim(held, filling, room, max(sealed, default=0), min(sizes, default=0), max(sizes, default=0))

@@ -35,6 +35,7 @@ from kvtier.planning.trace import plan_args
 from kvtier.stats import CacheStats, Counters, LayerResidency
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV
+from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
 from kvtier.tables.sharing import Alike, Group
 
 #: What a cache counts, and what a `StepRecord` calls that.
@@ -295,13 +296,17 @@ class Forward:
         self._at_rest_elsewhere(device)
         size = self.options.block_size or (HOST_BLOCK if device.slabs is None else DEVICE_BLOCK)
         layout = BlockLayout.of(keys, values, size)
-        layer = LayerKV(index, layout, device, memory.block_set(owner, device, layout, index), owner.counters)
+        layer = self._empty_layer(index, device, layout)
         try:
             layer.check(keys, values)
             return LayerReader(layer, memory, owner, host_attention=self.options.host_attention)
         except Exception:
             memory.drop_set(owner, device, layer.blocks)
             raise
+
+    def _empty_layer(self, index: int, device: ComputeDevice, layout: BlockLayout) -> LayerKV:
+        memory, owner = self.memory, self._held.owner
+        return LayerKV(index, layout, device, memory.block_set(owner, device, layout, index), owner.counters)
 
     def _at_rest_elsewhere(self, device: ComputeDevice) -> None:
         """A layer comes to a device: those that were expected on others claim no room there any more."""
@@ -585,6 +590,58 @@ class Forward:
         layers = [reader.layer for reader in self.readers.values() if reader.device is device]
         self._held.owner.claims[device] = admission.at_rest(layers, self._rooms.get(device, 0))
         self.memory.trim()
+
+    # Parked sequences
+
+    def park(self, parked: ParkedSequences, row: int, length: int) -> ParkedSequence:
+        """Keep the first tokens of a row when the cache ends. The cache may go on.
+
+        Raises:
+            MismatchError: layers unlike those that were parked before; nothing was changed.
+        """
+        with self.steps.changing():  # noqa: SIM117 - a test takes each lock away in turn
+            with self.memory.lock:
+                if self.memory.has_garbage:
+                    self.memory.collect()
+                sequence = parked.park({i: reader.layer for i, reader in self.readers.items()}, row, length)
+                for device in {reader.device: None for reader in self.readers.values()}:
+                    self._changed(device)
+                return sequence
+
+    def follow(self, parked: ParkedSequences, rows: Sequence[ParkedSequence], length: int) -> int:
+        """Begin with the first tokens of parked sequences, one for each row of the batch. The cache is empty.
+
+        Returns:
+            The tokens that it has then; see `ParkedSequences.follow`.
+
+        Raises:
+            BudgetError: there is no room for what they are; the cache is empty.
+        """
+
+        def make(index: int, found: ParkedLayer) -> LayerKV:
+            self._at_rest_elsewhere(found.device)
+            layer = self._empty_layer(index, found.device, found.parked.pools.layout)
+            self._install(LayerReader(layer, self.memory, self._held.owner, host_attention=self.options.host_attention))
+            return layer
+
+        assert not self.readers, "a cache that holds tokens"
+        with self.steps.changing():  # noqa: SIM117 - a test takes each lock away in turn
+            with self.memory.lock:
+                if self.memory.has_garbage:
+                    self.memory.collect()
+                try:
+                    length = parked.follow(rows, length, make)
+                except Exception:
+                    for reader in list(self.readers.values()):
+                        self.readers.pop(reader.layer.index)
+                        self._drop(reader)
+                    parked.claim()
+                    raise
+                for device in {reader.device: None for reader in self.readers.values()}:
+                    self._changed(device)
+                if length:
+                    self.steps.expected = (self.steps.expected or frozenset()) | self.readers.keys()
+                return length
 
     # Life
 

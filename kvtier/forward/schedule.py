@@ -47,7 +47,7 @@ class Schedule:
         for reader, host_attention in zip(self.readers, hosted, strict=True):
             layer = reader.layer
             blocks = layer.blocks
-            counts, fetched = blocks.counts, blocks.transient
+            counts, fetched = layer.counts, blocks.transient
             on_device = counts[_DEVICE] + counts[_LEAVING] + counts[_BOTH] + counts[_ARRIVING]
             if fetched > on_device:  # whoever needed room has taken some of them back
                 fetched = on_device

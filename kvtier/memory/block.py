@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvtier.errors import TransferError
 from kvtier.memory.layout import BlockLayout
@@ -68,6 +68,17 @@ class Pools:
         return self.host if self.device is None else self.device
 
 
+class Holder(Protocol):
+    """Whose tables hold runs of a set of parked blocks."""
+
+    @property
+    def blocks(self) -> BlockSet | None:
+        """The set of its own blocks, whose version changes with that of the parked ones; None: it keeps no version."""
+
+    def parked_runs(self) -> Iterator[Run]:
+        """The parked runs in its tables, as often as they are there."""
+
+
 @dataclass(eq=False, slots=True)
 class BlockSet:
     """The blocks of one layer of one owner, as the memory counts, orders and evicts them. It knows no table.
@@ -85,7 +96,10 @@ class BlockSet:
         transient: blocks that were fetched for one use, and leave the device after it.
         last_used: the memory's clock at the last attention over them.
         last_host: the last host slot written; the next write-back continues there.
-        last_read: the end of the last attention over them, where work goes on behind the CPU's back and it was marked.
+        last_read: the end of the last attention over them, where work goes on behind the CPU's back and it was marked;
+            never of a set of parked blocks, which caches of several threads may read.
+        parked: whether its blocks are parked: never written, and held by any number of caches.
+        holders: who holds runs of a set of parked blocks.
     """
 
     layer: int
@@ -101,6 +115,24 @@ class BlockSet:
     last_used: int = 0
     last_host: int | None = None
     last_read: Event | None = None
+    parked: bool = False
+    holders: list[Holder] = field(default_factory=list)
+
+    def changed(self) -> None:
+        """A run has changed its state or its slots, or was cut."""
+        self.version += 1
+        for each in self.holders:
+            if each.blocks is not None:
+                each.blocks.version += 1
+
+    def recount(self) -> None:
+        """After a change was cut short: count again how many tables hold each run of a set of parked blocks."""
+        refs = dict.fromkeys(self.runs, 0)
+        for each in self.holders:
+            for run in each.parked_runs():
+                refs[run] = refs.get(run, 0) + 1
+        for run, count in refs.items():
+            run.refs = count
 
     @property
     def blocks(self) -> int:

@@ -71,7 +71,7 @@ class ComputeDevice:
         self._until_pack = 0
         # The end of the compute stream's last work in slots that is no attention, so that no fence waits for it.
         self._written: Event | None = None
-        self._reclaiming = False
+        self._reclaiming = 0  # threads: one may wait for readers meanwhile
 
     # What there is
 
@@ -143,13 +143,14 @@ class ComputeDevice:
         start, found = self._take(pools, count, behind, keep=None)
         return residency.allocate(blocks, start, found)
 
-    def copy_of(self, run: Run) -> Run:
-        """A run like this one that is on the device, or the host where that is all there is, in slots of its own.
+    def copy_of(self, run: Run, blocks: BlockSet) -> Run:
+        """A run of a set like this one that is on the device, or the host where that is all there is, in slots of its
+        own.
 
         Raises:
             BudgetError, TransferError: as `allocate`.
         """
-        blocks, pools = run.blocks, run.blocks.pools
+        pools = blocks.pools
         twin = self.allocate(blocks, run.count)
         try:
             assert twin.count == run.count == 1, "tails are copied"
@@ -158,7 +159,7 @@ class ComputeDevice:
             source = run.host if pools.device is None else run.device
             assert source is not None
             pools.home.bytes(twin.home, 1).copy_(pools.home.bytes(source, 1))
-            if self.engine.asynchronous:
+            if self.engine.asynchronous and run.blocks is blocks:
                 blocks.last_read = self.engine.mark()
         except BaseException:
             residency.free(twin, self.fence())
@@ -239,8 +240,12 @@ class ComputeDevice:
         Raises:
             BudgetError: the host is full. TransferError: a copy failed.
         """
-        candidates = [each for each in self.sets if each.pools is pools and each is not keep and each.evictable]
         left = 0
+        for parked in self.host.parked:
+            left += parked.evict(pools, count - left)
+        if left >= count:
+            return left
+        candidates = [each for each in self.sets if each.pools is pools and each is not keep and each.evictable]
         if candidates:
             for candidate, blocks, latest_first in self.policy.victims(candidates, count):
                 if not any(candidate is each for each in candidates):
@@ -250,6 +255,12 @@ class ComputeDevice:
                 if left >= count:
                     break
         return left
+
+    def evict_end(self, run: Run, most: int) -> int:
+        """Let up to `most` of the last blocks of a run leave the device. Returns how many. Raises as `evict`."""
+        part = residency.cut(run, run.count - most)[1] if run.count > most else run
+        self.evict_run(part)
+        return part.count
 
     def evict_from(self, blocks: BlockSet, count: int, *, latest_first: bool = False) -> int:
         """Let up to `count` blocks of a set leave the device. Returns how many left. Raises as `evict`."""
@@ -495,7 +506,7 @@ class ComputeDevice:
         if pool.obtainable(ordered=True) or self._grow(pool) or (self._release_idle() and self._grow(pool)):
             return True
         if pools.device is None:
-            return self.host.make_room(pool.layout.nbytes) and self._grow(pool)
+            return self.host.give_slot(pool) or (self.host.make_room(pool.layout.nbytes) and self._grow(pool))
         free = reclaim.free_bytes(self.device_pools)
         try:
             if self.evict(pools, self._batch(pool, count), keep) and pool.obtainable(ordered=True):
@@ -535,7 +546,7 @@ class ComputeDevice:
     def _reclaim(self, nbytes: int, keep: BlockSet | None) -> bool:
         """Give slabs of the device back until `nbytes` of its budget are free; False if that many cannot be had."""
         pools, wanted = self.device_pools, nbytes
-        self._reclaiming = True
+        self._reclaiming += 1
         try:
             while True:
                 missing = wanted - reclaim.free_bytes(pools)
@@ -561,7 +572,7 @@ class ComputeDevice:
                     # Slabs that cannot be cut may go when they hold fewer blocks.
                     wanted = reclaim.free_bytes(pools) + 1
         finally:
-            self._reclaiming = False
+            self._reclaiming = max(self._reclaiming - 1, 0)
 
     def _settle(self) -> None:
         """Wait for the copies and the readers on the device that hold slots."""
@@ -644,7 +655,7 @@ class ComputeDevice:
         """After a change was cut short, and all sets were repaired: count again what is counted over sets."""
         for pools in self._pools.values():
             pools.spilled = sum([each.spilled for each in self.sets if each.pools is pools])
-        self._reclaiming = False
+        self._reclaiming = 0
         self.note_writes()  # fences went with the slots that they held
 
     def close(self) -> None:

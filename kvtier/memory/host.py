@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
 from kvtier.memory import reclaim, residency
-from kvtier.memory.block import BlockSet, State
+from kvtier.memory.block import BlockSet, Pools, State
 from kvtier.memory.buffers import Reclaimable
 from kvtier.memory.layout import BlockLayout
 from kvtier.memory.pool import BlockPool
 from kvtier.memory.readers import Readers
 from kvtier.memory.slabs import Budget, SlabAllocator
 from kvtier.planning import sizing
+
+
+class Parked(Protocol):
+    """Blocks that are kept as long as nobody needs their room. The caller holds the memory's lock."""
+
+    def evict(self, pools: Pools, count: int) -> int:
+        """Let up to `count` blocks of one layout leave their device for the host. Returns how many did."""
+
+    def give(self, nbytes: int) -> bool:
+        """Drop blocks of so many bytes. Whether any went."""
 
 
 class HostTier:
@@ -31,6 +42,7 @@ class HostTier:
         reclaimable: who holds memory of this budget that can be given back.
         promote: brings blocks of a layout from the host to where a device has room; whether any.
         drain: waits for every copy from and to the host.
+        parked: blocks that go where nothing else can.
     """
 
     def __init__(self, limit: int, readers: Readers, *, poison: bool = False) -> None:
@@ -40,6 +52,7 @@ class HostTier:
         self.reclaimable: list[Reclaimable] = []
         self.promote: Callable[[BlockLayout | None], bool] = lambda layout: False
         self.drain: Callable[[], None] = lambda: None
+        self.parked: list[Parked] = []
         self._readers = readers
         self._poison = poison
 
@@ -95,6 +108,7 @@ class HostTier:
             pool.free > 0
             or (self.release_idle() > 0 and self.grow(pool))
             or (self._drop_copy(pool.layout) and pool.free > 0)
+            or self.give_slot(pool)
             or (self._reclaim(pool.layout.nbytes) and self.grow(pool))
             or self._readers.wait()
         )
@@ -107,13 +121,27 @@ class HostTier:
         pools = self.pools.values()
         while True:
             if reclaim.free_bytes(pools) < nbytes:
-                if not (self._drop_copy(None) or self._settle() or self.promote(None)):
+                if not (self._drop_copy(None) or self._settle() or self.promote(None) or self._give(nbytes)):
                     return False
             elif not self._readers.wait():  # while it waits, others may take what was free
                 break
         self.drain()  # what a copy uses cannot move
         self._settle()
         return reclaim.reclaim(pools, self._placed, nbytes)
+
+    def give_slot(self, pool: BlockPool) -> bool:
+        """Let parked blocks go until a slot of a pool is free. Whether one is."""
+        while self._give(pool.layout.nbytes):
+            if pool.free > 0 or self.grow(pool):
+                return True
+        return False
+
+    def _give(self, nbytes: int) -> bool:
+        """Let parked blocks of so many bytes go. Whether any did; their slots are free then, but for readers' sake."""
+        gave = any(each.give(nbytes) for each in self.parked)
+        if gave:
+            self._settle()
+        return gave
 
     def _drop_copy(self, layout: BlockLayout | None) -> bool:
         """Give up the host copy of a block, of this layout or of any, that is on a device too. Whether there was one.

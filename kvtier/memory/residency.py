@@ -314,7 +314,7 @@ def cut(run: Run, count: int) -> tuple[Run, Run]:
         if run in order:
             at = order.index(run)
             order[at : at + 1] = left, right
-    blocks.version += 1
+    blocks.changed()
     return left, right
 
 
@@ -340,7 +340,28 @@ def join(run: Run, other: Run) -> None:
     del blocks.runs[other]
     run.count += other.count
     other.state = State.FREE
-    blocks.version += 1
+    blocks.changed()
+
+
+def adopt(run: Run, parked: BlockSet) -> None:
+    """Let a set of parked blocks of the same layer count a run. Moves no bytes and changes no state."""
+    before = run.blocks
+    if before is parked:
+        return
+    assert parked.parked, "blocks come to a cache by being written"
+    assert run.sealed, "an open block"
+    assert before.pools is parked.pools, "a set of other pools"
+    parked.runs[run] = None  # first: whatever cuts this short, `repair` leaves it in the set that it names
+    run.blocks = parked
+    del before.runs[run]
+    before.counts[run.state] -= run.count
+    parked.counts[run.state] += run.count
+    for old, new in ((before.resident, parked.resident), (before.dirty, parked.dirty)):
+        if run in old:
+            old.remove(run)
+            new.append(run)
+    before.changed()
+    parked.changed()
 
 
 def repair(blocks: BlockSet) -> None:
@@ -362,7 +383,7 @@ def repair(blocks: BlockSet) -> None:
                 run.device = None
             elif run.state in (State.DEVICE, State.FILLING):
                 run.host = None
-        gone = run.parts is not None or run.state is State.FREE or run.refs <= 0
+        gone = run.parts is not None or run.state is State.FREE or run.refs <= 0 or run.blocks is not blocks
         if gone or (run.device is None and run.host is None):
             del blocks.runs[run]
     blocks.counts[:] = [0] * len(State)
@@ -371,7 +392,7 @@ def repair(blocks: BlockSet) -> None:
     order = {run: i for i, run in enumerate([*blocks.resident, *blocks.runs])}
     blocks.resident[:] = sorted((run for run in blocks.runs if run.state in RESIDENT), key=order.__getitem__)
     blocks.dirty[:] = [run for run in blocks.resident if run.state is State.DEVICE]
-    blocks.version += 1
+    blocks.changed()
 
 
 def _under(run: Run) -> Fence | None:
@@ -391,7 +412,7 @@ def _enter(run: Run, operation: Operation) -> None:
     if new is not State.FREE:
         blocks.counts[new] += run.count
     run.state = new
-    blocks.version += 1
+    blocks.changed()
     pools = blocks.pools
     if pools.device is None:
         return

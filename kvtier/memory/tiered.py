@@ -28,7 +28,7 @@ from kvtier.memory import integrity, measured, residency, system
 from kvtier.memory.block import BlockSet, State
 from kvtier.memory.buffers import IoBuffers, Workspace
 from kvtier.memory.device import ComputeDevice
-from kvtier.memory.host import HostTier
+from kvtier.memory.host import HostTier, Parked
 from kvtier.memory.layout import BlockLayout
 from kvtier.memory.owner import Owner
 from kvtier.memory.pool import BlockPool
@@ -99,6 +99,8 @@ class TieredMemory:
         self.interrupted = False
         #: Made by one cache for itself, which refuses a second thread: nobody reads while another thread changes it.
         self.private = False
+        #: Blocks that nobody is promised, which go where room is needed.
+        self.parked: list[Parked] = []
         #: Rises with every forward: for policies, see `BlockSet.last_used`.
         self.clock = 0
         self._engine = engine
@@ -133,8 +135,12 @@ class TieredMemory:
         """
         owner = self.new_owner() if owner is None else owner
         with self.lock:
-            self.check_open()
-            self._owners[owner.number] = owner
+            return self.enter(owner)
+
+    def enter(self, owner: Owner) -> Owner:
+        """Let an owner in. The caller holds the lock. Raises `ClosedError`."""
+        self.check_open()
+        self._owners[owner.number] = owner
         return owner
 
     def leave(self, owner: Owner) -> None:
@@ -274,6 +280,7 @@ class TieredMemory:
             self._host = HostTier(limit, self.readers, poison=self._poison)
             self._host.promote = lambda layout: any(device.promote(layout) for device in self.devices)
             self._host.drain = self._drain
+            self._host.parked = self.parked
         return self._host
 
     def block_set(self, owner: Owner, device: ComputeDevice, layout: BlockLayout, layer: int) -> BlockSet:
@@ -513,6 +520,8 @@ class TieredMemory:
         used: dict[BlockPool, list[tuple[int, int]]] = {}
         for device in self._devices.values():
             for blocks in device.sets:
+                if blocks.parked:
+                    blocks.recount()
                 residency.repair(blocks)
                 for run in blocks.runs:
                     for pool, slot in ((blocks.pools.device, run.device), (blocks.pools.host, run.host)):

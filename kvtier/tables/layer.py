@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from kvtier.errors import MismatchError
 from kvtier.kernels import copies
+from kvtier.memory import residency
 from kvtier.memory.block import BlockSet, Run, State
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout
 from kvtier.stats import Counters
 from kvtier.tables import sharing, writing
 from kvtier.tables.sharing import Alike, Group
-from kvtier.tables.table import BlockTable, distinct
+from kvtier.tables.table import BlockTable, distinct, release
 
 
 class LayerKV:
@@ -37,6 +38,7 @@ class LayerKV:
         epoch: changes whenever tokens are dropped, replaced or reordered; views of an older epoch are stale.
         shape_version: changes whenever rows or tables do, other than by tokens added behind their last.
         carries_graph: whether keys or values came with an autograd graph, which is not kept.
+        parked: the set of parked blocks that it continues, whose runs its tables may hold too; None: there is none.
     """
 
     def __init__(
@@ -53,6 +55,9 @@ class LayerKV:
         self.epoch = 0
         self.shape_version = 0
         self.carries_graph = False
+        self.parked: BlockSet | None = None
+        self._counted: tuple[int, int] = (-1, -1)
+        self._counts: list[int] = []
         self._tails: writing.TailWriter | None = None
         self._prepared = copies.PreparedAppend(layout)
         self._token_shapes: tuple[tuple[int, ...], ...] = ((), ())
@@ -65,14 +70,28 @@ class LayerKV:
         return len(self.rows)
 
     @property
+    def counts(self) -> list[int]:
+        """Distinct blocks by `State`."""
+        if self.parked is None:
+            return self.blocks.counts
+        now = (self.blocks.version, self.shape_version)
+        if self._counted != now:
+            self._counts = list(self.blocks.counts)
+            for run in self.runs():
+                if run.blocks is not self.blocks:
+                    self._counts[run.state] += run.count
+            self._counted = now
+        return self._counts
+
+    @property
     def count(self) -> int:
         """Distinct blocks."""
-        return self.blocks.blocks
+        return sum(self.counts)
 
     @property
     def spilled(self) -> int:
         """Blocks that are not on the device, nor on their way."""
-        return self.blocks.spilled
+        return self.counts[State.HOST] if self.blocks.pools.device is not None else 0
 
     def runs(self) -> dict[Run, None]:
         """The distinct runs of all tables, in table order."""
@@ -215,9 +234,61 @@ class LayerKV:
 
     def forget(self) -> None:
         """It ends: whoever frees all blocks of its set asks no table, which may have been cut short in a change."""
+        parked = self.parked
+        if parked is not None:
+            for run in list(self.parked_runs()):
+                release(run, self.device.free)
+            parked.holders.remove(self)
+            self.parked = None
         self._set_rows([])
         self.length = 0
         self.epoch += 1
+
+    # Park, continue
+
+    def follow(self, parked: BlockSet, rows: Sequence[BlockTable], length: int) -> None:
+        """Continue tables of parked blocks, as an empty layer of as many rows.
+
+        Args:
+            parked: the set of their runs.
+            rows: of `length` tokens; the layer's from now on.
+            length: tokens per row.
+        """
+        assert not self.tables, "a layer that holds tokens"
+        self._hold(parked)
+        self._set_rows(list(rows))
+        self.length = length
+        self.epoch += 1
+
+    def park(self, parked: BlockSet, row: int, length: int) -> BlockTable:
+        """A table of the first tokens of a row, whose blocks a set of parked blocks counts from now on.
+
+        The layer goes on: whatever it adds to the last block goes into a copy.
+        """
+        self._hold(parked)
+        self._tails = None
+        table = self.rows[row].fork()
+        table.crop(length, self.layout.block_size, self.device.free)
+        for run in table.resolve():
+            if run.state is State.FILLING:
+                self.device.seal(run)
+        for run in table.resolve():
+            residency.adopt(run, parked)
+        self.shape_version += 1
+        return table
+
+    def _hold(self, parked: BlockSet) -> None:
+        assert self.parked in (None, parked), "a layer continues one set"
+        if self.parked is None:
+            parked.holders.append(self)
+            self.parked = parked
+
+    def parked_runs(self) -> Iterator[Run]:
+        """The parked runs in its tables, as often as they are there."""
+        for table in self.tables:
+            for run in table.resolve():
+                if run.blocks is self.parked:
+                    yield run
 
     def _set_rows(self, rows: list[BlockTable]) -> None:
         self._tails = None
@@ -257,12 +328,15 @@ class LayerKV:
             for i, run in enumerate(runs):
                 refs[run] = refs.get(run, 0) + 1
                 assert run.parts is None
-                assert run.blocks is self.blocks, "a block of another set"
+                assert run.blocks in (self.blocks, self.parked), "a block of another set"
                 whole = i < len(runs) - 1 or table.length % size == 0
                 assert run.sealed or (not whole and run.count == 1), "a full block is not sealed"
-        assert refs.keys() == self.blocks.runs.keys(), "runs are listed wrong"
-        assert all(run.refs == n for run, n in refs.items()), "a run miscounts its tables"
+        mine = {run: n for run, n in refs.items() if run.blocks is self.blocks}
+        assert mine.keys() == self.blocks.runs.keys(), "runs are listed wrong"
+        assert all(run.refs == n for run, n in mine.items()), "a run miscounts its tables"
+        assert all(run.refs >= n and run.sealed for run, n in refs.items() if run not in mine), "a parked run is open"
         for state in State:
-            assert self.blocks.counts[state] == sum(run.count for run in refs if run.state is state), state
+            assert self.counts[state] == sum(run.count for run in refs if run.state is state), state
+            assert self.blocks.counts[state] == sum(run.count for run in mine if run.state is state), state
         if self._tails is not None and self._tails.version == self.blocks.version:
             self._tails.check_integrity([table.resolve()[-1] for table in self.tables])

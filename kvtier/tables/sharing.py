@@ -153,8 +153,9 @@ def blocks_needed(groups: Sequence[Group], tokens: int, block_size: int) -> int:
         needed += -(-(length + tokens) // block_size) - -(-length // block_size)
         if table is None:
             needed -= group.shared_blocks
-        elif length % block_size and (group.fork or table.resolve()[-1].refs > 1):
-            needed += 1
+        elif length % block_size:
+            tail = table.resolve()[-1]
+            needed += group.fork or tail.refs > 1 or tail.blocks.parked
     return needed
 
 

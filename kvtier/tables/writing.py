@@ -15,7 +15,7 @@ from kvtier.memory.block import BlockSet, Run, State
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout
 from kvtier.memory.pool import BlockPool
-from kvtier.tables.table import BlockTable
+from kvtier.tables.table import BlockTable, release
 
 
 def append(
@@ -38,7 +38,7 @@ def append(
     pool = blocks.pools.home
     offset = (table.length + done) % size
     if offset and tokens > done:
-        run = writable(device, table)
+        run = writable(device, blocks, table)
         n = min(tokens - done, size - offset)
         slot = run.home
         pool.keys(slot, 1)[0, :, offset : offset + n].copy_(keys[:, done : done + n])
@@ -94,7 +94,7 @@ def append_packed(
             if offset + tokens > size:
                 append(device, blocks, table, keys[0, :, begin:end], values[0, :, begin:end])
                 continue
-            run = writable(device, table) if offset else _allocate(device, blocks, table, 1)
+            run = writable(device, blocks, table) if offset else _allocate(device, blocks, table, 1)
             short.append((table, run, (offset, begin, tokens)))
         # Slots are known for good only now: making room for one block may move another.
         _write_spans(blocks.pools.home, keys, values, [(run.home, *span) for _, run, span in short])
@@ -159,8 +159,8 @@ def _allocate(device: ComputeDevice, blocks: BlockSet, table: BlockTable, count:
     return run
 
 
-def writable(device: ComputeDevice, table: BlockTable) -> Run:
-    """The last block of a table, made open: not sealed, where blocks begin, held by this table alone.
+def writable(device: ComputeDevice, blocks: BlockSet, table: BlockTable) -> Run:
+    """The last block of a table, made open: not sealed, where blocks begin, held by this table alone, of this set.
 
     Raises:
         BudgetError, TransferError: nothing was changed.
@@ -171,13 +171,13 @@ def writable(device: ComputeDevice, table: BlockTable) -> Run:
     if run.count > 1:
         residency.cut(run, run.count - 1)
         run = table.resolve()[-1]
-    if run.refs > 1:
-        copy = device.copy_of(run)
+    if run.refs > 1 or run.blocks.parked:
+        copy = device.copy_of(run, blocks)
         run = table.resolve()[-1]
         table.runs[-1] = copy
-        run.refs -= 1
+        release(run, device.free)
         return copy
-    if run.blocks.pools.device is not None:
+    if blocks.pools.device is not None:
         device.bring(run)
     residency.reopen(run)
     return run

@@ -97,6 +97,11 @@ def test_what_one_thread_reads_through_is_no_more_than_was_promised_to_it(seed: 
     Walk(900 + seed, ENGINES[engine](seed), members=3, turns=Turns(seed, chance=0.5)).run_in_turns(20)
 
 
+def test_two_threads_that_reclaim_at_a_time_end() -> None:
+    # In this order one had ended while the other waited for readers, and blocks came back from the host for ever.
+    Walk(2873, ENGINES["late"](1973), members=3, turns=Turns(1973, chance=0.5)).run_in_turns(20)
+
+
 def test_a_policy_that_wants_more_room_than_there_is_ends() -> None:
     # In this order blocks come back from a full host as fast as others leave the device.
     Walk(995, ENGINES["held, any order"](95), members=3, turns=Turns(95, chance=0.5)).run_in_turns(20)

@@ -16,7 +16,7 @@ from stepped import Turns
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from kvtier import BudgetError, Policy, StaleViewError, TieredKVCache, TieredMemory, TransferError
+from kvtier import BudgetError, MismatchError, Policy, StaleViewError, TieredKVCache, TieredMemory, TransferError
 from kvtier.memory import residency
 from kvtier.memory.block import BlockSet, State
 from kvtier.memory.device import ComputeDevice
@@ -24,6 +24,7 @@ from kvtier.memory.slabs import POISON
 from kvtier.memory.tiered import EngineFactory, default_engine
 from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.step import LayerPlan, StepPlan, StepState
+from kvtier.tables.parked import ParkedSequence, ParkedSequences
 from kvtier.testing import failing, with_doubles
 from kvtier.transfer.copies import Copy
 from kvtier.transfer.doubles import HeldTransfers
@@ -232,6 +233,7 @@ class Counts:
     refused: int = 0
     failed: int = 0
     attended: int = 0
+    followed: int = 0
 
 
 class Walk:
@@ -247,6 +249,7 @@ class Walk:
         poison: fill free memory with NaN.
         policy: decides; None: any.
         turns: of threads, one for each cache.
+        parking: caches park what they hold, and continue what is parked.
     """
 
     def __init__(
@@ -261,8 +264,9 @@ class Walk:
         poison: bool = True,
         policy: Policy | None = None,
         turns: Turns | None = None,
+        parking: bool = False,
     ) -> None:
-        self.turns = turns
+        self.turns, self.parking = turns, parking
         self.random = random.Random(seed)
         self.generator = torch.Generator("cpu").manual_seed(seed)
         self.device, self.host = device, host
@@ -275,6 +279,9 @@ class Walk:
             "policy": policy or Policy(write_through=self.random.choice((0.0, 0.5, 1.0))),
         }
         self.members: list[Member] = []
+        #: What is parked, of caches of each form, and the dense model of that.
+        self.parked: dict[Form, dict[ParkedSequence, Any]] = {}
+        self._parked_in: dict[Form, ParkedSequences] = {}
         if private:
             member = Member(self, None, **budgets)
             self.memory = member.cache._forward.memory
@@ -301,6 +308,16 @@ class Walk:
                 k[row, :, :part], v[row, :, :part] = k[row - 1, :, :part], v[row - 1, :, :part]
             found.append((k.to(form.dtype), v.to(form.dtype)))
         return found
+
+    def parked_of(self, form: Form) -> tuple[ParkedSequences, dict[ParkedSequence, Any]]:
+        """Where caches of a form park, and what is there."""
+        with self.memory.lock:
+            if form not in self._parked_in:
+                self.parked[form], self._parked_in[form] = {}, ParkedSequences(self.memory)
+            parked, known = self._parked_in[form], self.parked[form]
+            for sequence in [sequence for sequence in known if not sequence.length]:
+                del known[sequence]
+            return parked, known
 
     def draw(self, *shape: int) -> torch.Tensor:
         """Random numbers."""
@@ -365,6 +382,9 @@ class Walk:
             with self.memory.lock:
                 for reader in member.cache._forward.readers.values():
                     reader.check_integrity()
+        with self.memory.lock:
+            for parked in self._parked_in.values():
+                parked.check_integrity()
         stats = self.memory.stats
         for tier in (stats.device, stats.host):
             assert tier.bytes <= tier.budget
@@ -376,6 +396,12 @@ class Walk:
             member.read_all()
             member.cache.close()
         self.members.clear()
+        gc.collect(1)
+        with self.memory.changing():
+            self.memory.collect()
+            for parked in self._parked_in.values():
+                parked.check_integrity()
+                parked.close()
         if not self.memory.private:
             self.memory.check_integrity()
             stats = self.memory.stats
@@ -443,6 +469,8 @@ class Member:
     def operation(self) -> Callable[[], Iterator[None]]:
         """Any operation."""
         anywhere = {self.forward: 9.0, self.decode: 1.5, self.reset: 0.3, self.renew: 0.3, self.drop: 0.2}
+        if any(self.walk.parked.values()):
+            anywhere |= {self.follow: 0.8, self.unpark: 0.2}
         if not self.length:
             return self.choose(anywhere)
         held = {
@@ -451,6 +479,7 @@ class Member:
             self.select: 1.0,
             self.repeat: 0.8,
             self.copy: 0.3,
+            **({self.park: 0.8} if self.walk.parking else {}),
             self.read: 2.0,
             self.attend: 1.0,
         }
@@ -642,6 +671,60 @@ class Member:
         if not self.walk.memory.private:
             self._begin_anew()
             gc.collect(1)  # not all that this process ever made
+        yield from ()
+
+    def park(self) -> Iterator[None]:
+        """Keep some tokens of a row for caches to come; the cache goes on."""
+        if not self.walk.memory.private and len(self.layers) == self.form.layers:
+            row, length = self.random.randrange(self.batch), self.random.randint(1, self.length)
+            parked, known = self.walk.parked_of(self.form)
+            try:
+                sequence = self.cache._forward.park(parked, row, length)
+            except MismatchError:
+                pass  # a layer came to another device or layout
+            else:
+                known[sequence] = [(k[row : row + 1, :, :length], v[row : row + 1, :, :length]) for k, v in self.dense]
+        yield from ()
+
+    def follow(self) -> Iterator[None]:
+        """Close the cache; another one continues parked sequences."""
+        form = self.random.choice([form for form, sequences in self.walk.parked.items() if sequences])
+        parked, known = self.walk.parked_of(form)
+        if not known:
+            return
+        rows = [self.random.choice(list(known)) for _ in range(self.random.choice((1, 1, 2, 3)))]
+        self.cache.close()
+        self.form, self.cache, self.dense, self.old = form, form.cache(self.walk.memory), [], []
+        if not form.known:
+            self.cache._add_layers(form.layers - 1)
+        length = self.random.randint(1, max(1, *(sequence.length for sequence in rows)))
+        try:
+            length = self.cache._forward.follow(parked, rows, length)
+        except BudgetError:
+            self.walk.counts.refused += 1
+        else:
+            self.walk.counts.followed += length > 0
+            dense = [known[sequence] for sequence in rows] if length else []
+            self.dense = [
+                tuple(torch.cat([row[i][j][:, :, :length] for row in dense]) for j in (0, 1))  # type: ignore[misc]
+                for i in range(form.layers if length else 0)
+            ]
+        yield from ()
+
+    def unpark(self) -> Iterator[None]:
+        """A parked sequence is not kept any more, or becomes the last to go."""
+        form = self.random.choice([form for form, sequences in self.walk.parked.items() if sequences])
+        parked, known = self.walk.parked_of(form)
+        if not known:
+            return
+        sequence = self.random.choice(list(known))
+        with self.walk.memory.lock:
+            if self.random.random() < 0.5:
+                parked.drop(sequence)
+            elif self.random.random() < 0.5:
+                parked.give(self.random.randint(1, 2000))
+            else:
+                parked.touch(sequence)
         yield from ()
 
     def _begin_anew(self) -> None:

@@ -1,0 +1,299 @@
+"""`ParkedSequences`: tokens that no cache is adding to, for caches to continue.
+
+A parked sequence has a block table for each tiered layer. Sequences share blocks with each other and with the caches
+that continue them; a parked block is never written. What no cache holds is given up when the memory needs the room: it
+leaves the device first (its bytes are on the host then), and is dropped when the host is full too. The trailing end of
+a sequence goes first, for what precedes it is of use without it and not the other way round (Pensieve, 4.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from kvtier.errors import MismatchError
+from kvtier.memory.block import RESIDENT, BlockSet, Pools, Run
+from kvtier.memory.device import ComputeDevice
+from kvtier.memory.layout import BlockLayout
+from kvtier.memory.tiered import TieredMemory, too_small
+from kvtier.planning.admission import Claim
+from kvtier.tables.layer import LayerKV
+from kvtier.tables.table import BlockTable, distinct
+
+Shortened = Callable[["ParkedSequence"], None]
+
+
+class ParkedSequence:
+    """The first tokens of a sequence, in every tiered layer. Changed by `ParkedSequences` only.
+
+    Attributes:
+        length: tokens; 0: it was dropped.
+        tables: by layer.
+        users: caches that continue it.
+    """
+
+    __slots__ = ("length", "tables", "users")
+
+    def __init__(self, length: int, tables: dict[int, BlockTable]) -> None:
+        self.length = length
+        self.tables = tables
+        self.users = 0
+
+
+class ParkedLayer:
+    """The parked blocks of one layer.
+
+    Attributes:
+        device: that attends to them.
+        parked: the set that counts them.
+    """
+
+    def __init__(self, device: ComputeDevice, parked: BlockSet, sequences: Mapping[ParkedSequence, None]) -> None:
+        self.device = device
+        self.parked = parked
+        self._sequences = sequences
+        parked.parked = True
+        parked.holders.append(self)
+
+    @property
+    def blocks(self) -> None:
+        """As a holder of runs: nothing is remembered by a version."""
+        return None
+
+    def parked_runs(self) -> Iterator[Run]:
+        """The runs in the tables of all sequences, as often as they are there."""
+        for sequence in self._sequences:
+            table = sequence.tables.get(self.parked.layer)
+            if table is not None:
+                yield from table.resolve()
+
+
+class ParkedSequences:
+    """The parked sequences of one model in a memory. The caller of every method holds the memory's lock.
+
+    Args:
+        memory: that they are in.
+
+    Attributes:
+        sequences: in the order in which they give up room: the first is the first to.
+        shortened: called with a sequence that has given up its end, or all of it.
+    """
+
+    def __init__(self, memory: TieredMemory) -> None:
+        self.memory = memory
+        self.owner = memory.enter(memory.new_owner())
+        self.sequences: dict[ParkedSequence, None] = {}
+        self.shortened: Shortened = lambda sequence: None
+        self._layers: dict[int, ParkedLayer] = {}
+        memory.parked.append(self)
+
+    # Park, continue, drop
+
+    def park(self, layers: Mapping[int, LayerKV], row: int, length: int) -> ParkedSequence:
+        """Keep the first tokens of a row of a cache.
+
+        Args:
+            layers: the cache's tiered layers, by index.
+            row: of the batch.
+            length: tokens, at least 1.
+
+        Raises:
+            MismatchError: other layers, or of another layout or device, than the sequences before. Nothing was changed.
+        """
+        for index, layer in layers.items():
+            self._check(index, layer.layout, layer.device)
+        sequence = ParkedSequence(length, {})
+        self.sequences[sequence] = None  # first: a run of a table that nobody lists would be lost
+        for index, layer in layers.items():
+            sequence.tables[index] = layer.park(self._layer(index, layer.layout, layer.device).parked, row, length)
+        self.claim()
+        return sequence
+
+    def follow(self, rows: Sequence[ParkedSequence], length: int, make: Callable[[int, ParkedLayer], LayerKV]) -> int:
+        """Let the empty layers of a cache continue sequences.
+
+        Args:
+            rows: the sequence of each row; the same one may be there more than once.
+            length: tokens of each; fewer where one of them has fewer by now.
+            make: gives the cache's layer of an index, empty, in the device and layout of that parked layer.
+
+        Returns:
+            The tokens that the cache continues; 0, and nothing was made, if a sequence has none any more.
+
+        Raises:
+            BudgetError: what the caches that use the memory were promised leaves no room for that. Whatever was made
+                holds nothing that would be lost.
+        """
+        tables: dict[ParkedSequence, dict[int, BlockTable]] = {}
+        length = min(length, *(sequence.length for sequence in rows))
+        if not length:
+            return 0
+        for index, layer in self._layers.items():
+            if index not in rows[0].tables:
+                continue
+            kv = make(index, layer)
+            for sequence in dict.fromkeys(rows):
+                table = sequence.tables[index].fork()
+                table.crop(length, kv.layout.block_size, layer.device.free)
+                table.length = length
+                tables.setdefault(sequence, {})[index] = table
+            kv.follow(layer.parked, [tables[sequence][index] for sequence in rows], length)
+        refused = self.claim()
+        if refused is not None:
+            raise refused
+        return length
+
+    def touch(self, sequence: ParkedSequence) -> None:
+        """It was used: it is the last to give up room."""
+        if sequence in self.sequences:
+            del self.sequences[sequence]
+            self.sequences[sequence] = None
+
+    def drop(self, sequence: ParkedSequence) -> None:
+        """It is not kept any more."""
+        if sequence in self.sequences:
+            self._shorten(sequence, 0)
+
+    def clear(self) -> None:
+        """Drop all sequences."""
+        for sequence in list(self.sequences):
+            self.drop(sequence)
+        self.claim()
+
+    def close(self) -> None:
+        """Drop all sequences and leave the memory. No cache continues one any more."""
+        self.clear()
+        for index, layer in list(self._layers.items()):
+            layer.parked.holders.remove(layer)
+            assert not layer.parked.holders, "a cache still continues a parked sequence"
+            self.memory.drop_set(self.owner, layer.device, layer.parked)
+            del self._layers[index]
+        self.memory.parked.remove(self)
+        self.memory.leave(self.owner)
+
+    # Room
+
+    def evict(self, pools: Pools, count: int) -> int:
+        """Let up to `count` blocks of one layout that no cache uses leave the device for the host. Returns how many.
+
+        Raises:
+            BudgetError: the host is full. TransferError: a copy failed.
+        """
+        left = 0
+        for sequence in list(self.sequences):
+            if sequence.users:
+                continue
+            for index, table in sequence.tables.items():
+                layer = self._layers[index]
+                if layer.parked.pools is not pools or not layer.parked.evictable:
+                    continue
+                for run in reversed(list(table.resolve())):
+                    if left >= count:
+                        return left
+                    # What sequences share is used more often than each of them.
+                    if run.state in RESIDENT and run.parts is None and run.refs == 1:
+                        left += layer.device.evict_end(run, count - left)
+        return left
+
+    def give(self, nbytes: int) -> bool:
+        """Drop so many bytes of blocks that no cache uses, from the trailing end of the sequences. Whether any went.
+
+        First of those that no cache continues; then of all, for a cache holds what it uses itself.
+        """
+        before = self._bytes()
+        for idle in (True, False):
+            for sequence in list(self.sequences):
+                if idle and sequence.users:
+                    continue
+                while sequence.length:
+                    gone = before - self._bytes()
+                    if gone >= nbytes:
+                        return True
+                    self._shorten(sequence, sequence.length - self._tokens(sequence, nbytes - gone))
+        return self._bytes() < before
+
+    def _tokens(self, sequence: ParkedSequence, nbytes: int) -> int:
+        """Tokens at the end of a sequence whose blocks have so many bytes, shared ones included: whole blocks."""
+        layouts = [self._layers[index].parked.pools.layout for index in sequence.tables]
+        size = max(layout.block_size for layout in layouts)
+        of_one = sum(layout.nbytes * (size // layout.block_size) for layout in layouts)
+        whole = -(-nbytes // of_one) * size
+        return min(sequence.length, whole - size + (sequence.length % size or size))
+
+    def _shorten(self, sequence: ParkedSequence, length: int) -> None:
+        """Keep the first tokens of a sequence; none: it is dropped."""
+        sequence.length = length
+        if not length:
+            self.sequences.pop(sequence, None)
+        for index, table in sequence.tables.items():
+            layer = self._layers[index]
+            if length:
+                table.crop(length, layer.parked.pools.layout.block_size, layer.device.free)
+            else:
+                table.clear(layer.device.free)
+        self.shortened(sequence)
+
+    def _bytes(self) -> int:
+        return sum([x.parked.blocks * x.parked.pools.layout.nbytes for x in self._layers.values()])
+
+    # What caches use
+
+    def claim(self) -> BaseException | None:
+        """Claim what caches continue, once, however many do. Returns the error where there is no room for it."""
+        memory, used = self.memory, dict[ComputeDevice, Claim]()
+        for layer in self._layers.values():
+            layout = layer.parked.pools.layout
+            tables = [table for x in layer.parked.holders if isinstance(x, LayerKV) for table in x.tables]
+            count = sum([run.count for run in distinct(tables) if run.blocks is layer.parked])
+            if count:
+                mine = used.get(layer.device, Claim())
+                sizes = [x for x in (mine.smallest, layout.nbytes) if x]
+                used[layer.device] = Claim(
+                    mine.held + count * layout.nbytes,
+                    slot=max(mine.slot, layout.nbytes),
+                    smallest=min(sizes),
+                    largest=max(mine.largest, layout.nbytes),
+                )
+        before, error = dict(self.owner.claims), None
+        self.owner.claims.clear()
+        for device, mine in used.items():
+            refused = memory.admit(self.owner, device, lambda limit, mine=mine: mine)  # type: ignore[misc]
+            if refused is not None:
+                error = too_small(*refused, "What is continued needs")
+                self.owner.claims = before
+                break
+        return error
+
+    def _check(self, index: int, layout: BlockLayout, device: ComputeDevice) -> None:
+        found = self._layers.get(index)
+        if found is not None and (found.device is not device or found.parked.pools.layout != layout):
+            raise MismatchError(
+                f"Layer {index} was parked as {found.parked.pools.layout} on {found.device.name}, and is {layout} on "
+                f"{device.name} now: another model, or this one was changed or moved."
+            )
+
+    def _layer(self, index: int, layout: BlockLayout, device: ComputeDevice) -> ParkedLayer:
+        found = self._layers.get(index)
+        if found is None:
+            parked = self.memory.block_set(self.owner, device, layout, index)
+            found = self._layers[index] = ParkedLayer(device, parked, self.sequences)
+        return found
+
+    # For tests
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless sequences, tables and references agree."""
+        refs: dict[Run, int] = {}
+        for layer in self._layers.values():
+            for holder in layer.parked.holders:
+                for run in holder.parked_runs():
+                    refs[run] = refs.get(run, 0) + 1
+            assert all(run.blocks is layer.parked for run in layer.parked.runs), "a run of another set"
+            assert all(run.sealed for run in layer.parked.runs), "a parked block is open"
+        listed = {run for layer in self._layers.values() for run in layer.parked.runs}
+        assert refs.keys() == listed, "parked runs are listed wrong"
+        assert all(run.refs == n for run, n in refs.items()), "a parked run miscounts its tables"
+        for sequence in self.sequences:
+            assert sequence.length > 0, "an empty sequence is kept"
+            for index, table in sequence.tables.items():
+                size = self._layers[index].parked.pools.layout.block_size
+                assert table.blocks == -(-sequence.length // size), "a table does not match its sequence"
