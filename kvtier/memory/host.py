@@ -26,6 +26,9 @@ class Parked(Protocol):
     def give(self, nbytes: int) -> bool:
         """Drop blocks of so many bytes. Whether any went."""
 
+    def relax(self) -> None:
+        """Claim no more than must stay now."""
+
 
 class HostTier:
     """Host memory under one budget.
@@ -120,8 +123,9 @@ class HostTier:
         """
         pools = self.pools.values()
         while True:
-            if reclaim.free_bytes(pools) < nbytes:
-                if not (self._drop_copy(None) or self._settle() or self.promote(None) or self._give(nbytes)):
+            missing = nbytes - reclaim.free_bytes(pools)
+            if missing > 0:
+                if not (self._drop_copy(None) or self._settle() or self.promote(None) or self._give(missing)):
                     return False
             elif not self._readers.wait():  # while it waits, others may take what was free
                 break

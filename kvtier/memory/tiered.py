@@ -335,6 +335,16 @@ class TieredMemory:
             None; or, and nothing is changed, the memory that is too small, and the smallest limit with which the claim
             is admitted.
         """
+        refused = self._admit(owner, device, claim)
+        if refused is not None and self.parked:
+            for each in self.parked:
+                each.relax()
+            refused = self._admit(owner, device, claim)
+        return refused
+
+    def _admit(
+        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim]
+    ) -> tuple[SlabAllocator, int] | None:
         home = device.home
         if device.slabs is not None:
             device.slabs.recover()

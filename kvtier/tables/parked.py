@@ -239,7 +239,24 @@ class ParkedSequences:
 
     def claim(self) -> BaseException | None:
         """Claim what caches continue, once, however many do. Returns the error where there is no room for it."""
-        memory, used = self.memory, dict[ComputeDevice, Claim]()
+        memory = self.memory
+        before, error, used = dict(self.owner.claims), None, self._used()
+        self.owner.claims.clear()
+        for device, mine in used.items():
+            refused = memory.admit(self.owner, device, lambda limit, mine=mine: mine)  # type: ignore[misc]
+            if refused is not None:
+                error = too_small(*refused, "What is continued needs")
+                self.owner.claims = before
+                break
+        return error
+
+    def relax(self) -> None:
+        """Claim no more than is continued now: caches have ended since, or dropped what they continued."""
+        if self.owner.claims:
+            self.owner.claims = self._used()
+
+    def _used(self) -> dict[ComputeDevice, Claim]:
+        used = dict[ComputeDevice, Claim]()
         for layer in self._layers.values():
             layout = layer.parked.pools.layout
             tables = [table for x in layer.parked.holders if isinstance(x, LayerKV) for table in x.tables]
@@ -253,15 +270,7 @@ class ParkedSequences:
                     smallest=min(sizes),
                     largest=max(mine.largest, layout.nbytes),
                 )
-        before, error = dict(self.owner.claims), None
-        self.owner.claims.clear()
-        for device, mine in used.items():
-            refused = memory.admit(self.owner, device, lambda limit, mine=mine: mine)  # type: ignore[misc]
-            if refused is not None:
-                error = too_small(*refused, "What is continued needs")
-                self.owner.claims = before
-                break
-        return error
+        return used
 
     def _check(self, index: int, layout: BlockLayout, device: ComputeDevice) -> None:
         found = self._layers.get(index)

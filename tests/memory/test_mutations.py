@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import test_later_layers
+import test_parked
 import test_reclaim
 import test_residency
 import torch
@@ -30,6 +31,7 @@ from kvtier.forward import admission
 from kvtier.forward.forward import Forward
 from kvtier.hf.cache import TieredKVCache
 from kvtier.memory import residency
+from kvtier.memory.block import BlockSet
 from kvtier.memory.buffers import IoBuffers, Workspace
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.host import HostTier
@@ -37,8 +39,9 @@ from kvtier.memory.pool import BlockPool
 from kvtier.memory.readers import Readers, ReadFence
 from kvtier.memory.slabs import SlabAllocator
 from kvtier.memory.tiered import TieredMemory
-from kvtier.tables import writing
+from kvtier.tables import sharing, writing
 from kvtier.tables.layer import LayerKV
+from kvtier.tables.parked import ParkedSequences
 from kvtier.tables.table import BlockTable
 from kvtier.transfer.engine import Transfer
 
@@ -223,8 +226,20 @@ DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
         test_reclaim.test_slots_for_what_another_thread_has_fetched_meanwhile_are_given_back,
     ),
     "what makes room gives no fetch up where the host is full": (
-        edit(ComputeDevice, "_reclaim", "if not self._cancel():", "if True:"),
+        edit(ComputeDevice, "_reclaim", "if not self._cancel() and", "if True and"),
         test_reclaim.test_a_full_host_makes_a_device_give_its_fetches_up,
+    ),
+    "what is continued is claimed by nobody": (
+        edit(ParkedSequences, "_used", "if count:", "if False:"),
+        lambda: test_parked.test_what_a_cache_continues_stays_and_is_claimed(1),
+    ),
+    "what is parked is never given up": (
+        gone(ParkedSequences, "give", False),
+        test_parked.test_what_is_parked_goes_before_a_cache_is_refused,
+    ),
+    "a copied tail is counted for nobody": (
+        edit(sharing, "blocks_needed", " or tail.blocks.parked", ""),
+        lambda: test_parked.test_a_part_of_a_block_is_continued_in_a_copy_that_was_asked_for(1, True),
     ),
     "what a copy uses may move": (
         edit(residency, "can_move", " and _under(run) is None", ""),
@@ -237,6 +252,21 @@ DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
     "rows of a layer that is empty count": (
         edit(admission, "claim", "layer.rows if layer.length else ()", "layer.rows"),
         test_later_layers.test_a_cache_that_was_cropped_to_nothing_claims_what_a_new_one_claims,
+    ),
+}
+
+#: What walks notice of caches that park what they hold, and continue what is parked.
+PARKED: dict[str, Mutation] = {
+    "a parked block that one cache holds is written": edit(writing, "writable", " or run.blocks.parked", ""),
+    "whoever continues parked blocks does not hear that they moved": edit(
+        BlockSet, "changed", "each.blocks.version += 1", "pass"
+    ),
+    "parked blocks that a cache has written to keep its reference": edit(
+        writing, "writable", "release(run, device.free)", "pass"
+    ),
+    "a cache that ends keeps its parked blocks": edit(LayerKV, "forget", "release(run, self.device.free)", "pass"),
+    "blocks that are parked are counted in two sets": edit(
+        residency, "adopt", "before.counts[run.state] -= run.count", "pass"
     ),
 }
 
@@ -269,6 +299,18 @@ def alone(seed: int, engine: str) -> None:
     trip.end()
 
 
+def parking(seed: int, engine: str) -> None:
+    """The same of caches that park, in one thread and in several."""
+    for members, turns in ((4, None), (3, Turns(seed, chance=0.5))):
+        trip = Walk(900 + seed, ENGINES[engine](seed), members=members, turns=turns, parking=True)
+        if turns is not None:
+            trip.run_in_turns(STEPS // 4)
+            continue
+        for _ in range(STEPS):
+            trip.step()
+        trip.end()
+
+
 def in_turns(seed: int, engine: str) -> None:
     """A walk of threads, and what no walk comes by, with the lock looked after."""
     with Patch.context() as patch:
@@ -295,6 +337,12 @@ def aside(memory: TieredMemory) -> None:
     with TieredKVCache(LlamaConfig(num_hidden_layers=1), memory=memory) as cache:
         cache.layers[0].lazy_initialization(x, x)
         cache.update(x, x, 0)
+        parked = ParkedSequences(memory)
+        sequence = cache._forward.park(parked, 0, 2)
+        with TieredKVCache(LlamaConfig(num_hidden_layers=1), memory=memory) as other:
+            assert other._forward.follow(parked, [sequence], 2) == 2
+        with memory.lock:
+            parked.drop(sequence)
         cache.layers[0].keys = 2 * x
         assert cache.stats.steps == 1
         assert cache.residency().layers[0].tokens == 3
@@ -363,6 +411,12 @@ def test_a_broken_memory_makes_a_walk_of_threads_fail(mutation: str, monkeypatch
     assert noticed(in_scenes) is not None
 
 
+@pytest.mark.parametrize("mutation", PARKED)
+def test_a_broken_memory_makes_a_walk_of_parked_sequences_fail(mutation: str, monkeypatch: Patch) -> None:
+    PARKED[mutation](monkeypatch)
+    assert noticed(parking) is not None
+
+
 @pytest.mark.parametrize("mutation", DIRECTED)
 def test_a_broken_memory_makes_a_test_of_its_own_fail(mutation: str, monkeypatch: Patch) -> None:
     mutate, test = DIRECTED[mutation]
@@ -378,7 +432,7 @@ def test_a_lock_that_is_not_taken_makes_a_walk_of_threads_fail(place: str, monke
     assert "without the memory's lock" in str(noticed(in_turns))
 
 
-@pytest.mark.parametrize("walk", [alone, in_scenes])
+@pytest.mark.parametrize("walk", [alone, in_scenes, parking])
 def test_nothing_broken_makes_no_walk_fail(walk: Callable[[int, str], None]) -> None:
     error = noticed(walk)
     if error is not None:
