@@ -114,7 +114,7 @@ def test_a_part_of_a_block_is_continued_in_a_copy_that_was_asked_for(length: int
         if dropped:
             with memory.lock:
                 parked.drop(sequence)
-        with pytest.raises(BudgetError) as refused:
+        with pytest.raises(BudgetError, match="Nothing was changed") as refused:
             cache.update(new, new, 0)
         assert refused.value.needed is not None
         assert cache.get_seq_length() == length
