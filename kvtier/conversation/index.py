@@ -1,0 +1,151 @@
+"""`PrefixIndex`: which of many token sequences begins as another one does, to the token. Plain Python, no torch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+#: Bytes of a token id.
+WIDTH = array("q").itemsize
+
+
+def packed(ids: Iterable[int]) -> bytes:
+    """Token ids as bytes that are compared many at a time."""
+    return array("q", ids).tobytes()
+
+
+def unpacked(ids: bytes) -> list[int]:
+    """Token ids of bytes."""
+    return array("q", ids).tolist()
+
+
+def common(a: bytes, b: bytes) -> int:
+    """Leading tokens in which two sequences agree."""
+    most = min(len(a), len(b)) // WIDTH
+    if a[: most * WIDTH] == b[: most * WIDTH]:
+        return most
+    low, high = 0, most  # they agree in `low` tokens and not in `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low * WIDTH : middle * WIDTH] == b[low * WIDTH : middle * WIDTH]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class _Node(Generic[T]):
+    """Sequences that begin alike: `ids` behind those of the node above."""
+
+    __slots__ = ("above", "below", "ends", "ids")
+
+    def __init__(self, ids: bytes, above: _Node[T] | None) -> None:
+        self.ids = ids
+        self.above = above
+        self.below: dict[bytes, _Node[T]] = {}
+        self.ends: dict[T, None] = {}
+
+    def some(self) -> T:
+        """An entry that ends here or below: the one that was added last of those that end first."""
+        node = self
+        while not node.ends:
+            node = next(reversed(node.below.values()))
+        return next(reversed(node.ends))
+
+
+class PrefixIndex(Generic[T]):
+    """A radix tree over token ids. Finding and adding take time in the length of what is found or added, whatever the
+    number of entries.
+
+    Sequences under different keys share nothing: a key says what else keys and values depend on (an adapter), or who
+    may share them (a salt).
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[Hashable, _Node[T]] = {}
+        self._at: dict[T, tuple[Hashable, _Node[T]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def __contains__(self, entry: T) -> bool:
+        return entry in self._at
+
+    def add(self, key: Hashable, ids: bytes, entry: T) -> None:
+        """Add an entry, or give it other ids."""
+        if entry in self._at:
+            self.remove(entry)
+        node = self._roots.get(key)
+        if node is None:
+            node = self._roots[key] = _Node(b"", None)
+        at = 0
+        while at < len(ids):
+            head = ids[at : at + WIDTH]
+            found = node.below.get(head)
+            if found is None:
+                found = node.below[head] = _Node(ids[at:], node)
+                node = found
+                break
+            alike = common(found.ids, ids[at:]) * WIDTH
+            if alike < len(found.ids):
+                found = self._split(node, head, found, alike)
+            node, at = found, at + alike
+        node.ends[entry] = None
+        self._at[entry] = (key, node)
+
+    def remove(self, entry: T) -> None:
+        """Remove an entry, if it is there."""
+        key, node = self._at.pop(entry, (None, None))
+        if node is None:
+            return
+        del node.ends[entry]
+        while node.above is not None and not node.ends and len(node.below) < 2:
+            above = node.above
+            if not node.below:
+                del above.below[node.ids[:WIDTH]]
+            else:  # what is below continues what was here
+                (below,) = node.below.values()
+                below.ids, below.above = node.ids + below.ids, above
+                above.below[node.ids[:WIDTH]] = below
+                return
+            node = above
+        if node.above is None and not node.below and not node.ends:
+            del self._roots[key]
+
+    def find(self, key: Hashable, ids: bytes) -> tuple[int, T | None]:
+        """The longest beginning of a sequence that an entry begins with: tokens, and that entry; 0 and None: none."""
+        node, at = self._roots.get(key), 0
+        if node is None:
+            return 0, None
+        while at < len(ids):
+            found = node.below.get(ids[at : at + WIDTH])
+            if found is None:
+                break
+            alike = common(found.ids, ids[at : at + len(found.ids)]) * WIDTH
+            node, at = found, at + alike
+            if alike < len(found.ids):
+                break
+        return (at // WIDTH, node.some()) if at else (0, None)
+
+    def prefixes(self, key: Hashable, ids: bytes) -> Iterator[tuple[int, T]]:
+        """The entries that a sequence begins with, the longest first: the tokens of each, and the entry."""
+        node, at = self._roots.get(key), 0
+        found: list[tuple[int, T]] = []
+        while node is not None:
+            found += [(at // WIDTH, entry) for entry in node.ends]
+            below = node.below.get(ids[at : at + WIDTH]) if at < len(ids) else None
+            if below is None or ids[at : at + len(below.ids)] != below.ids:
+                break
+            node, at = below, at + len(below.ids)
+        return reversed(found)
+
+    def _split(self, above: _Node[T], head: bytes, node: _Node[T], at: int) -> _Node[T]:
+        """Put a node between two, where their ids part."""
+        between: _Node[T] = _Node(node.ids[:at], above)
+        node.ids, node.above = node.ids[at:], between
+        between.below[node.ids[:WIDTH]] = node
+        above.below[head] = between
+        return between

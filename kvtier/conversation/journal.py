@@ -1,0 +1,89 @@
+"""`JournalledCache`: a cache that knows which token ids its keys and values are of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvtier.hf.cache import TieredKVCache
+
+
+class JournalledCache(TieredKVCache):
+    """A `TieredKVCache` with the token ids of every row, which a hook on the model tells it at each forward.
+
+    What is noted is what the model was given, not what came out of `generate`: so it holds for beams, which change rows
+    at every step, and for candidates of assisted decoding, which are dropped again.
+
+    Attributes:
+        unknown: the model was given something else than token ids, or keeps more than these: what the cache holds is of
+            no use to others.
+    """
+
+    _noted: list[torch.Tensor]
+    unknown: bool
+
+    def begin(self, ids: torch.Tensor) -> None:
+        """The cache holds the keys and values of `ids`, `[rows, tokens]`, and no others."""
+        self._noted = [ids]
+        self.unknown = False
+
+    def forward_begins(self, inputs: dict[str, Any]) -> None:
+        """The model is called with these arguments."""
+        ids = inputs.get("input_ids")
+        if self.unknown or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+            self.unknown = True
+            return
+        past = self.get_seq_length()
+        if past != sum(x.shape[1] for x in self._noted):
+            self._keep(past)  # a forward before this one did not finish
+        if past:
+            self._noted.append(ids.detach().clone())
+        else:
+            self._noted = [ids.detach().clone()]
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The token ids of every row, `[rows, tokens]`."""
+        noted = self._noted
+        if len(noted) > 1:
+            self._noted = noted = [torch.cat(noted, 1)]
+        return noted[0]
+
+    def _keep(self, length: int) -> None:
+        ids = self.ids
+        if ids.shape[1] < length:
+            self.unknown = True
+        self._noted = [ids[:, :length]]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As `TieredKVCache.crop`."""
+        super().crop(tokens_to_remove)
+        self._keep(self.get_seq_length())
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """As `TieredKVCache.reorder_cache`."""
+        super().reorder_cache(beam_idx)
+        self._noted = [self.ids[beam_idx.to(self.ids.device)]]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """As `TieredKVCache.batch_repeat_interleave`."""
+        super().batch_repeat_interleave(repeats)
+        self._noted = [self.ids.repeat_interleave(repeats, 0)]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """As `TieredKVCache.batch_select_indices`."""
+        super().batch_select_indices(indices)
+        self._noted = [self.ids[indices.to(self.ids.device)]]
+
+    def reset(self) -> None:
+        """As `TieredKVCache.reset`."""
+        super().reset()
+        self._noted = [x[:, :0] for x in self._noted[:1]]
+
+
+def note_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before a model's forward: tell the cache that it is given what it is given."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, JournalledCache):
+        cache.forward_begins(kwargs)

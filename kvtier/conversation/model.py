@@ -1,0 +1,93 @@
+"""What a model lets a store do: what its keys and values depend on, and how its states go on."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation import GenerationMixin
+
+#: What `generate` takes that is no input of a model.
+_SIGNATURE = frozenset(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "kwargs"}
+_SETTINGS = frozenset(vars(GenerationConfig()))
+#: Tokens of the trial whether states go on, and of its first part.
+_TRIAL, _FIRST = 12, 7
+
+
+def model_inputs(arguments: dict[str, Any]) -> list[str]:
+    """The names of those arguments of `generate` that are inputs of a model, token ids and their mask aside."""
+    known = _SIGNATURE | _SETTINGS | {"input_ids", "attention_mask"}
+    return sorted(name for name, value in arguments.items() if name not in known and value is not None)
+
+
+def inner(model: Any) -> Any:
+    """The model whose forward `generate` calls: of one with adapters, what these are in."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def setting(name: str, model: Any, arguments: dict[str, Any]) -> Any:
+    """A setting of `generate`, from its arguments or the configs that it looks at."""
+    if arguments.get(name) is not None:
+        return arguments[name]
+    given = arguments.get("generation_config")
+    value = None if given is None else getattr(given, name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
+
+
+def adapters(model: Any) -> tuple[str, ...]:
+    """Adapters that change what the model computes now."""
+    found: dict[str, None] = {}
+    for module in model.modules():
+        names = getattr(module, "active_adapters", None)
+        off = getattr(module, "disable_adapters", False) or getattr(module, "merged", False)
+        if isinstance(names, (list, tuple)) and hasattr(module, "base_layer") and not off:
+            found |= dict.fromkeys(names)
+    return tuple(found)
+
+
+def weights_version(model: Any) -> int:
+    """Changes when weights are written or replaced."""
+    total = 0
+    for x in model.parameters():
+        total = hash((total, x.data_ptr(), 0 if x.is_inference() else x._version))
+    return total
+
+
+def length_of_constant_positions(config: Any) -> int | None:
+    """Tokens up to which keys do not depend on how long a sequence is; None: they never do.
+
+    Of a rotary embedding that is stretched with the length ("dynamic", "longrope"), keys that were computed in a
+    shorter sequence are others than those of a longer one.
+    """
+    limits = []
+    for part in (config, config.get_text_config(decoder=True)):
+        given = getattr(part, "rope_parameters", None) or getattr(part, "rope_scaling", None) or {}
+        for each in [given, *(x for x in given.values() if isinstance(x, dict))]:
+            if each.get("rope_type", each.get("type")) in ("dynamic", "longrope"):
+                limits.append(
+                    each.get("original_max_position_embeddings")
+                    or getattr(part, "original_max_position_embeddings", None)
+                    or part.max_position_embeddings
+                )
+    return min(limits) if limits else None
+
+
+def states_go_on(model: Any) -> bool:
+    """Whether several tokens may follow a state at once: tried, for some models begin again without saying so."""
+    device = next(model.parameters()).device
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = (torch.arange(_TRIAL, device=device) * 7 % max(vocabulary - 1, 1) + 1)[None].clamp(max=vocabulary - 1)
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+        cache = DynamicCache(config=model.config)
+        model(input_ids=ids[:, :_FIRST], past_key_values=cache, use_cache=True)
+        parts = model(input_ids=ids[:, _FIRST:], past_key_values=cache, use_cache=True).logits[0, -1].float()
+    some = {torch.float32: 1e-3, torch.float64: 1e-6}.get(next(model.parameters()).dtype, 0.1)
+    return bool(((whole - parts).abs().max() <= some * whole.abs().max().clamp(min=1.0)).item())
+
+
+def takes_logits_to_keep(model: Any) -> bool:
+    """Whether a model computes logits of the last tokens only where it is asked to."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -1,0 +1,92 @@
+"""Layers that keep a window or a recurrent state: what they hold is of one position, so it is copied there, to go back
+to it. Nothing of a copy is ever handed to a model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvtier.hf.layer import TieredLayer
+
+#: The layers of a cache that Transformers keeps, by index.
+States = dict[int, Any]
+
+
+def has_states(layers: Sequence[Any]) -> bool:
+    """Whether some layers keep more or less than all keys and values."""
+    return any(not isinstance(layer, TieredLayer) for layer in layers)
+
+
+def copied(layers: Sequence[Any], row: int | None = None) -> States:
+    """Copies of the layers that are not tiered; of one row of the batch, or of all."""
+    found = {i: _copy(layer) for i, layer in enumerate(layers) if not isinstance(layer, TieredLayer)}
+    if row is not None:
+        _map(found, lambda x: x[row : row + 1].clone())
+    return found
+
+
+def joined(rows: Sequence[States]) -> States:
+    """Copies of some states of one row each, as a batch."""
+    first, *others = rows
+    found = {i: _copy(layer) for i, layer in first.items()}
+    if others:
+        for i, layer in found.items():
+            _join(layer, [row[i] for row in rows])
+    return found
+
+
+def nbytes(states: States) -> int:
+    """Bytes that they take."""
+    total = 0
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += x.nbytes
+        return x
+
+    _map(states, count, change=False)
+    return total
+
+
+def _copy(layer: Any) -> Any:
+    with torch.inference_mode(False), torch.no_grad():
+        return copy.deepcopy(layer, {id(x): x.detach().clone() for x in _tensors(layer)})
+
+
+def _tensors(layer: Any) -> list[torch.Tensor]:
+    found = []
+    for value in vars(layer).values():
+        found += [x for x in (value.values() if isinstance(value, dict) else (value,)) if isinstance(x, torch.Tensor)]
+    return found
+
+
+def _batched(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 1
+
+
+def _map(states: States, change_one: Any, change: bool = True) -> None:
+    """Apply a function to every tensor with a batch dimension."""
+    for layer in states.values():
+        for name, value in list(vars(layer).items()):
+            if _batched(value):
+                made = change_one(value)
+                if change:
+                    setattr(layer, name, made)
+            elif isinstance(value, dict):
+                made = {key: change_one(x) if _batched(x) else x for key, x in value.items()}
+                if change:
+                    setattr(layer, name, made)
+
+
+def _join(layer: Any, rows: Sequence[Any]) -> None:
+    for name, value in list(vars(layer).items()):
+        each = [vars(row)[name] for row in rows]
+        if _batched(value):
+            setattr(layer, name, torch.cat(each, 0))
+        elif isinstance(value, dict):
+            setattr(
+                layer, name, {k: torch.cat([x[k] for x in each], 0) if _batched(v) else v for k, v in value.items()}
+            )

@@ -1,0 +1,614 @@
+"""`ConversationStore`: `generate` that begins where an earlier call left off, if that is the same beginning."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvtier.config import Size
+from kvtier.conversation import model as of
+from kvtier.conversation.index import WIDTH, PrefixIndex, packed
+from kvtier.conversation.journal import JournalledCache, note_forward
+from kvtier.conversation.states import States, copied, has_states, joined, nbytes
+from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, KVTierError
+from kvtier.hf.cache import TieredKVCache
+from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.policy import Policy
+from kvtier.tables.parked import ParkedSequence, ParkedSequences
+
+#: Tokens between two positions of a prompt at which states are copied.
+SPACING = 512
+#: Copies of states that one sequence keeps: the first, and the last ones.
+MOST_STATES = 8
+
+
+@dataclass(frozen=True)
+class RowReuse:
+    """What one row of a call began with.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        cached: of these, tokens whose keys and values were there.
+        computed: the others.
+        why: where none was re-used, the reason; else "".
+    """
+
+    prompt: int
+    cached: int
+    computed: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store holds and has saved.
+
+    Attributes:
+        calls: of `generate`.
+        prompt_tokens, cached_tokens: of all calls; what was not cached was computed.
+        sequences, tokens: that are kept; tokens that sequences share are counted once for each.
+        state_bytes: of copied states, which are outside of the budgets.
+        dropped: sequences that gave up their end, or all, for want of room.
+    """
+
+    calls: int
+    prompt_tokens: int
+    cached_tokens: int
+    sequences: int
+    tokens: int
+    state_bytes: int
+    dropped: int
+
+
+class _Entry:
+    """A sequence that is kept.
+
+    Attributes:
+        key, ids: what it is of.
+        sequence: its keys and values.
+        states: for models that keep states, copies by position.
+    """
+
+    __slots__ = ("ids", "key", "sequence", "states")
+
+    def __init__(self, key: Hashable, ids: bytes, sequence: ParkedSequence) -> None:
+        self.key = key
+        self.ids = ids
+        self.sequence = sequence
+        self.states: dict[int, States] = {}
+
+
+class _At:
+    """A copy of an entry's states at a position, as it is found."""
+
+    __slots__ = ("entry", "length")
+
+    def __init__(self, entry: _Entry, length: int) -> None:
+        self.entry = entry
+        self.length = length
+
+
+@dataclass
+class _Call:
+    """A call of `generate` that may re-use.
+
+    Attributes:
+        ids, mask: of the prompt, `[rows, columns]`.
+        pads: columns of padding of each row.
+        rows: token ids of each row, packed.
+        expand: rows of the cache for each row.
+        key: see `PrefixIndex`.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    pads: list[int]
+    rows: list[bytes]
+    expand: int
+    key: Hashable
+
+
+class ConversationStore:
+    """Keeps the keys and values of what a model has read and written, for later calls that begin the same.
+
+        store = kvtier.ConversationStore(model, host_budget="64GiB")
+        out = store.generate(**inputs, max_new_tokens=64)  # as model.generate
+
+    A cache of Transformers never sees token ids, so that one that is used again gives wrong tokens when the history was
+    edited. Here the ids that the model was given are kept with the keys and values, and each row of a call continues
+    the longest beginning that it shares with any earlier one: a history that was extended, edited, shortened or
+    generated again, from beams, several return sequences or a padded batch. The rest is computed. The tokens are those
+    of `model.generate` with a new cache (to rounding: a prompt is computed in other portions).
+
+    What is kept is shared block by block, and takes no room that a call needs: it goes first, the longest unused first,
+    its end first. Layers with windows or recurrent states are copied at the ends of prompts and turns and every
+    `SPACING` tokens of a prompt, and a call continues from the last copy that is still valid; the copies are outside of
+    the budgets (`stats.state_bytes`).
+
+    Args:
+        model: of Transformers, a decoder. An encoder-decoder generates as ever, and re-uses nothing.
+        memory: a `kvtier.TieredMemory` that others may use too; without it, one is made with these budgets.
+        device_budget, host_budget, policy: as for `TieredMemory`.
+        block_size, host_attention: as for `TieredKVCache`.
+
+    Raises:
+        ConfigError: an option that is malformed.
+
+    Any number of threads may call `generate` at a time. Nothing is written to disk: what is kept ends with the store.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        memory: TieredMemory | None = None,
+        device_budget: Size | Mapping[str, Size] | None = None,
+        host_budget: Size | None = None,
+        policy: Policy | str | None = None,
+        block_size: int | str = "auto",
+        host_attention: bool = True,
+    ) -> None:
+        if not hasattr(model, "generate") or not hasattr(model, "config"):
+            raise ConfigError(f"model is an object of {type(model).__name__}, not a Transformers model that generates.")
+        self._own = memory is None
+        if memory is None:
+            budgets: dict[str, Any] = {"device_budget": device_budget, "policy": policy}
+            memory = TieredMemory(**budgets, host_budget="auto" if host_budget is None else host_budget)
+        elif (device_budget, host_budget, policy) != (None, None, None):
+            raise ConfigError("The store is given a memory, and budgets and policy are set there: TieredMemory(...).")
+        self.model = model
+        self.memory = memory
+        self._options: dict[str, Any] = {"block_size": block_size, "host_attention": host_attention}
+        self._cache().close()  # options that are wrong are an error here
+        with memory.lock:
+            self._parked = ParkedSequences(memory)
+        self._parked.shortened = self._shortened
+        # Changed under the memory's lock: what is parked may go whenever somebody needs room.
+        self._entries: dict[ParkedSequence, _Entry] = {}
+        self._index: PrefixIndex[_Entry | _At] = PrefixIndex()
+        self._at: dict[_Entry, dict[int, _At]] = {}
+        self._weights = of.weights_version(model)
+        self._go_on: bool | None = None
+        self._constant = of.length_of_constant_positions(model.config)
+        self._last = threading.local()
+        self._calls = self._prompt_tokens = self._cached_tokens = self._dropped = self._active = 0
+        self._hook = of.inner(model).register_forward_pre_hook(note_forward, with_kwargs=True)
+        self.closed = False
+
+    # Generate
+
+    def generate(
+        self, inputs: torch.Tensor | None = None, generation_config: Any = None, *, salt: Hashable = None, **kwargs: Any
+    ) -> Any:
+        """What `model.generate` gives for the same arguments; see the class.
+
+        Args:
+            inputs: token ids, `[rows, tokens]`; or `input_ids=`.
+            generation_config: as `model.generate` takes it.
+            salt: what is kept of a call is found by calls with an equal salt only, so that tenants share nothing.
+            kwargs: as `model.generate` takes them, `past_key_values` and `cache_implementation` aside.
+
+        Returns:
+            As `model.generate`. Of a dict (`return_dict_in_generate=True`), `reuse` says what each row began with; so
+            does `store.reuse` until this thread's next call.
+
+        Raises:
+            ConfigError: a cache was given. BudgetError and whatever `TieredKVCache` and `model.generate` raise; what
+            was kept before is kept.
+        """
+        self._check_open()
+        if generation_config is not None:
+            kwargs["generation_config"] = generation_config
+        for name in ("past_key_values", "cache_implementation"):
+            if kwargs.get(name) is not None:
+                raise ConfigError(f"{name}: the store brings its own cache. Leave it out, or call model.generate.")
+        ids = kwargs.pop("input_ids", None) if inputs is None else inputs
+        with self._in_use():
+            self._check_weights()
+            call, why = self._parse(ids, kwargs, salt)
+            if call is None:
+                return self._plain(ids, kwargs, why)
+            return self._continue(call, kwargs)
+
+    @property
+    def reuse(self) -> tuple[RowReuse, ...]:
+        """What each row of this thread's last call began with."""
+        return getattr(self._last, "reuse", ())
+
+    def _parse(self, ids: Any, kwargs: dict[str, Any], salt: Hashable) -> tuple[_Call | None, str]:
+        """The call; or None, and why it re-uses nothing and is of no use to others."""
+        model = self.model
+        others = of.model_inputs(kwargs)
+        if model.config.is_encoder_decoder:
+            return None, "an encoder-decoder"
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.numel():
+            return None, "no token ids"
+        if others:
+            return None, f"keys and values depend on {', '.join(others)} too"
+        if of.setting("use_cache", model, kwargs) is False:
+            return None, "use_cache=False"
+        if model.training:
+            return None, "the model is in training mode"
+        if of.setting("prefill_chunk_size", model, kwargs):
+            return None, "prefill_chunk_size"
+        mask = kwargs.pop("attention_mask", None)
+        if mask is None:
+            mask = self._default_mask(ids, kwargs)
+        here = mask.to("cpu", torch.bool) if mask.dim() == 2 else torch.zeros(1, 0)
+        if here.shape != ids.shape or not bool((here[:, 1:] >= here[:, :-1]).all()) or not bool(here[:, -1].all()):
+            kwargs["attention_mask"] = mask
+            return None, "a mask that is not that of left padding"
+        expand = max(of.setting(name, model, kwargs) or 1 for name in ("num_beams", "num_return_sequences"))
+        pads = (~here).sum(1).tolist()
+        rows = [packed(row[pad:]) for row, pad in zip(ids.tolist(), pads, strict=True)]
+        return _Call(ids, mask, pads, rows, expand, (of.adapters(model), salt)), ""
+
+    def _default_mask(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The mask that `generate` infers: padding is what is a padding token and no end of a text."""
+        pad, ends = (of.setting(name, self.model, kwargs) for name in ("pad_token_id", "eos_token_id"))
+        ends = ends if isinstance(ends, (list, tuple)) else [ends]
+        if isinstance(pad, int) and pad not in ends and bool((ids == pad).any()):
+            return (ids != pad).long()
+        return torch.ones_like(ids)
+
+    def _plain(self, ids: Any, kwargs: dict[str, Any], why: str) -> Any:
+        """A call that re-uses nothing."""
+        rows = ids.shape[0] if isinstance(ids, torch.Tensor) and ids.dim() else 1
+        tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
+        reuse = tuple(RowReuse(tokens, 0, tokens, why) for _ in range(rows))
+        with contextlib.ExitStack() as stack:
+            if not self.model.config.is_encoder_decoder and of.setting("use_cache", self.model, kwargs) is not False:
+                cache = TieredKVCache(self.model.config, memory=self.memory, **self._options)
+                kwargs["past_key_values"] = stack.enter_context(cache)
+            return self._report(self.model.generate(ids, **kwargs), reuse)
+
+    def _continue(self, call: _Call, kwargs: dict[str, Any]) -> Any:
+        cache = self._cache()
+        used: list[_Entry] = []
+        try:
+            stateful = has_states(cache.layers)
+            cached, why = self._begin(cache, call, kwargs, stateful, used)
+            states: dict[int, list[States]] = {}
+            if stateful and not any(call.pads) and cache.layers:
+                states = self._prefill(cache, call, cached)
+            reuse = tuple(
+                RowReuse(len(row) // WIDTH, max(cached - pad, 0), len(row) // WIDTH - max(cached - pad, 0), why)
+                for row, pad in zip(call.rows, call.pads, strict=True)
+            )
+            try:
+                out = self.model.generate(call.ids, attention_mask=call.mask, past_key_values=cache, **kwargs)
+            except BaseException:
+                # What is whole is kept: the next call continues it.
+                with contextlib.suppress(KVTierError):
+                    if not stateful:
+                        cache.crop(0)
+                        self._keep(cache, call, stateful, states)
+                raise
+            self._keep(cache, call, stateful, states)
+            return self._report(out, reuse)
+        finally:
+            cache.close()
+            with self.memory.lock:
+                for entry in used:
+                    entry.sequence.users -= 1
+
+    def _report(self, out: Any, reuse: tuple[RowReuse, ...]) -> Any:
+        self._last.reuse = reuse
+        with self.memory.lock:
+            self._calls += 1
+            self._prompt_tokens += sum(row.prompt for row in reuse)
+            self._cached_tokens += sum(row.cached for row in reuse)
+        if not isinstance(out, torch.Tensor):
+            out.reuse = reuse
+        return out
+
+    # What a call begins with
+
+    def _begin(
+        self, cache: JournalledCache, call: _Call, kwargs: dict[str, Any], stateful: bool, used: list[_Entry]
+    ) -> tuple[int, str]:
+        """Let a cache begin with what is there of its rows: columns, the padding included; and why there are none."""
+        cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
+        if self._constant is not None and self._longest(call, kwargs) > self._constant:
+            return 0, f"beyond {self._constant} tokens, positions depend on the length"
+        with self.memory.lock:
+            if self.memory.has_garbage:
+                self.memory.collect()
+            columns, entries = self._find_states(call) if stateful else self._find(call)
+            for entry in entries:
+                entry.sequence.users += 1
+                self._parked.touch(entry.sequence)
+            used += entries
+            states = [entry.states[columns] for entry in entries] if stateful and columns else []
+        if not columns:
+            return 0, "nothing that is kept begins the same"
+        rows = [entry.sequence for entry in entries for _ in range(call.expand)]
+        try:
+            if any(call.pads):
+                got = self._copy_rows(cache, call, entries, columns)
+            else:
+                got = cache._forward.follow(self._parked, rows, columns)
+        except BudgetError:
+            cache.reset()
+            return 0, "no room for what is kept and the rest of the call"
+        if not got or (stateful and got != columns):
+            cache.reset()
+            return 0, "what was kept was dropped meanwhile"
+        if stateful:
+            for i, layer in joined([state for state in states for _ in range(call.expand)]).items():
+                cache.layers[i] = layer
+            cache._recurrent.watch(cache.layers)
+        cache.begin(call.ids[:, :got].repeat_interleave(call.expand, 0))
+        return got, ""
+
+    def _longest(self, call: _Call, kwargs: dict[str, Any]) -> int:
+        """Tokens that a row may come to."""
+        most = of.setting("max_new_tokens", self.model, kwargs)
+        if most is not None:
+            return int(call.ids.shape[1] + most)
+        return max(of.setting("max_length", self.model, kwargs) or 0, call.ids.shape[1] + 1)
+
+    def _find(self, call: _Call) -> tuple[int, list[_Entry]]:
+        """Columns that are there of every row, and what has them."""
+        entries, columns = [], call.ids.shape[1] - 1  # the last token's logits are wanted
+        for row, pad in zip(call.rows, call.pads, strict=True):
+            length, found = self._index.find(call.key, row)
+            if not isinstance(found, _Entry):
+                return 0, []
+            columns = min(columns, length + pad, found.sequence.length + pad)
+            entries.append(found)
+        return (columns, entries) if columns > max(call.pads) else (0, [])
+
+    def _find_states(self, call: _Call) -> tuple[int, list[_Entry]]:
+        """The same where layers keep states: all rows continue at one position, of which each has a copy."""
+        if any(call.pads):
+            return 0, []
+        common_to: dict[int, list[_Entry]] | None = None
+        for row in call.rows:
+            mine: dict[int, _Entry] = {}
+            for length, found in self._index.prefixes(call.key, row[:-WIDTH]):
+                if isinstance(found, _At) and found.entry.sequence.length >= length:
+                    mine.setdefault(length, found.entry)
+            before = common_to
+            common_to = {
+                n: [*(before[n] if before is not None else []), x]
+                for n, x in mine.items()
+                if before is None or n in before
+            }
+        columns = max(common_to or {}, default=0)
+        return (columns, common_to[columns]) if columns and common_to else (0, [])
+
+    def _copy_rows(self, cache: JournalledCache, call: _Call, entries: Sequence[_Entry], columns: int) -> int:
+        """Copy what is there of the rows of a padded batch, layer by layer: their columns are not those of blocks."""
+        sources = []
+        with contextlib.ExitStack() as stack:
+            for entry, pad in zip(entries, call.pads, strict=True):
+                source = stack.enter_context(self._cache())
+                if source._forward.follow(self._parked, [entry.sequence], columns - pad) < columns - pad:
+                    return 0
+                sources.append(source)
+            for i in sorted(sources[0]._forward.readers):
+                parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+                for source, pad in zip(sources, call.pads, strict=True):
+                    pair = source.layers[i].dense("padded batch")
+                    for part, x in zip(parts, pair, strict=True):
+                        part.append(torch.nn.functional.pad(x, (0, 0, pad, 0)))
+                keys, values = (torch.cat(part).repeat_interleave(call.expand, 0) for part in parts)
+                cache._forward.restore(i, keys, values)
+        cache._forward.steps.end()
+        return columns
+
+    def _prefill(self, cache: JournalledCache, call: _Call, cached: int) -> dict[int, list[States]]:
+        """Compute the prompt but for its last token, and copy states on the way: by position, those of each row."""
+        if self._go_on is None:
+            self._go_on = of.states_go_on(of.inner(self.model))
+        model, ids = of.inner(self.model), call.ids.repeat_interleave(call.expand, 0)
+        last, found = ids.shape[1] - 1, dict[int, list[States]]()
+        options = {"logits_to_keep": 1} if of.takes_logits_to_keep(model) else {}
+        mask = call.mask.repeat_interleave(call.expand, 0)
+        while cached < last:
+            stop = min(last, (cached // SPACING + 1) * SPACING)
+            if cached and not self._go_on:
+                stop = cached + 1
+            with torch.no_grad():
+                model(
+                    input_ids=ids[:, cached:stop],
+                    attention_mask=mask[:, :stop],
+                    past_key_values=cache,
+                    use_cache=True,
+                    **options,
+                )
+            cached = stop
+            if stop == last or stop % SPACING == 0:
+                found[stop] = [copied(cache.layers, row * call.expand) for row in range(len(call.rows))]
+        return found
+
+    # What is kept of a call
+
+    def _keep(self, cache: JournalledCache, call: _Call, stateful: bool, states: dict[int, list[States]]) -> None:
+        """Keep what a cache holds."""
+        length = cache.get_seq_length()
+        if cache.unknown or cache.ids.shape[1] < length or not length or not cache._forward.readers:
+            return
+        if stateful and any(call.pads):
+            return  # the padding is part of a state
+        if any(getattr(layer, "record_past", False) for layer in cache.layers):
+            return  # assisted decoding: windows hold more than they show
+        pad_token = of.setting("pad_token_id", self.model, {})
+        for row, ids in enumerate(cache.ids[:, :length].tolist()):
+            source = row * len(call.rows) // len(cache.ids)
+            pad = call.pads[source]
+            mine = ids[pad:]
+            while not stateful and len(mine) > 1 and mine[-1] == mine[-2] == pad_token:
+                mine.pop()  # what a row that has ended was fed
+            at = {n: x[source] for n, x in states.items() if n <= len(mine)}
+            if stateful:
+                at[len(mine)] = copied(cache.layers, row)
+            if mine:
+                self._keep_row(cache, call.key, row, pad, packed(mine), at)
+
+    def _keep_row(
+        self, cache: JournalledCache, key: Hashable, row: int, pad: int, ids: bytes, states: dict[int, States]
+    ) -> None:
+        with self.memory.lock:
+            length, found = self._index.find(key, ids)
+            entry = found.entry if isinstance(found, _At) else found
+            if entry is not None and length == len(ids) // WIDTH and entry.sequence.length >= length:
+                self._parked.touch(entry.sequence)
+                self._add_states(entry, states)
+                return
+        length = len(ids) // WIDTH
+        try:
+            if pad:
+                with self._cache() as plain:
+                    for i in sorted(cache._forward.readers):
+                        keys, values = cache.layers[i].dense("padded batch")
+                        stop = pad + length
+                        plain._forward.restore(i, keys[row : row + 1, :, pad:stop], values[row : row + 1, :, pad:stop])
+                    plain._forward.steps.end()
+                    sequence = plain._forward.park(self._parked, 0, length)
+            else:
+                sequence = cache._forward.park(self._parked, row, length)
+        except BudgetError:
+            return  # no room for a copy: nothing is lost but the time to compute it again
+        with self.memory.lock:
+            entry = _Entry(key, ids, sequence)
+            for old in [x.entry if isinstance(x, _At) else x for _, x in self._index.prefixes(key, ids)]:
+                if len(old.ids) <= len(ids) and old.ids == ids[: len(old.ids)] and old in self._at:
+                    states = {**old.states, **states}
+                    self._forget(old)
+                    self._parked.drop(old.sequence)
+            self._entries[sequence] = entry
+            self._at[entry] = {}
+            if not sequence.length:  # gone already
+                self._forget(entry)
+                return
+            self._add_states(entry, states)
+            if not states:
+                self._index.add(key, ids, entry)
+
+    def _add_states(self, entry: _Entry, states: dict[int, States]) -> None:
+        for length, each in states.items():
+            if length <= entry.sequence.length and length not in entry.states:
+                entry.states[length] = each
+                self._at[entry][length] = at = _At(entry, length)
+                self._index.add(entry.key, entry.ids[: length * WIDTH], at)
+        for length in sorted(entry.states)[1 : max(len(entry.states) - MOST_STATES + 1, 1)]:
+            self._drop_states(entry, length)
+
+    def _drop_states(self, entry: _Entry, length: int) -> None:
+        del entry.states[length]
+        self._index.remove(self._at[entry].pop(length))
+
+    def _forget(self, entry: _Entry) -> None:
+        for length in list(entry.states):
+            self._drop_states(entry, length)
+        self._index.remove(entry)
+        self._entries.pop(entry.sequence, None)
+        self._at.pop(entry, None)
+
+    def _shortened(self, sequence: ParkedSequence) -> None:
+        """A sequence has given up its end, or all of it. The memory's lock is held."""
+        entry = self._entries.get(sequence)
+        if entry is None:
+            return
+        self._dropped += 1
+        for length in [n for n in entry.states if n > sequence.length]:
+            self._drop_states(entry, length)
+        if not sequence.length:
+            self._forget(entry)
+        elif entry in self._index:
+            entry.ids = entry.ids[: sequence.length * WIDTH]
+            self._index.add(entry.key, entry.ids, entry)
+
+    # Life
+
+    def _cache(self) -> JournalledCache:
+        return JournalledCache(self.model.config, memory=self.memory, **self._options)
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        with self.memory.lock:
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self.memory.lock:
+                self._active -= 1
+
+    def _check_weights(self) -> None:
+        """Drop everything if the model was changed: other weights make other keys and values."""
+        now = of.weights_version(self.model)
+        if now != self._weights:
+            self.clear()
+            self._weights = now
+
+    def clear(self) -> None:
+        """Drop all that is kept."""
+        self._check_open()
+        with self.memory.changing():
+            self._parked.clear()
+
+    @property
+    def stats(self) -> StoreStats:
+        """What is kept and what was saved, now."""
+        with self.memory.lock:
+            return StoreStats(
+                self._calls,
+                self._prompt_tokens,
+                self._cached_tokens,
+                len(self._entries),
+                sum(x.sequence.length for x in self._entries.values()),
+                sum(nbytes(state) for x in self._entries.values() for state in x.states.values()),
+                self._dropped,
+            )
+
+    def close(self) -> None:
+        """Drop all that is kept and leave the model as it was. Idempotent.
+
+        Raises:
+            ConcurrentUseError: another thread is generating.
+        """
+        if self.closed:
+            return
+        with self.memory.changing():
+            if self._active:
+                raise ConcurrentUseError("Another thread is generating with this ConversationStore. Wait for its end.")
+            self.closed = True
+            self._hook.remove()
+            self._parked.close()
+        if self._own:
+            self.memory.close()
+
+    def __enter__(self) -> ConversationStore:
+        self._check_open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError("This ConversationStore was closed. Make a new one.")
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""
+        self.memory.check_integrity()
+        with self.memory.lock:
+            self._parked.check_integrity()
+            assert self._entries.keys() == self._parked.sequences.keys(), "a sequence without ids"
+            assert self._at.keys() == set(self._entries.values())
+            for sequence, entry in self._entries.items():
+                assert sequence.users >= 0
+                assert max(entry.states, default=0) <= sequence.length, "states of tokens that are gone"
+                if not entry.states:
+                    assert len(entry.ids) == sequence.length * WIDTH, "ids of tokens that are gone"
+                    assert entry in self._index, "a sequence that nobody finds"
+                for length, at in self._at[entry].items():
+                    assert at in self._index
+                    assert length in entry.states
