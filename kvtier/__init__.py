@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtier.calibration.run import Calibration, calibrate
+    from kvtier.conversation.conversation import Conversation
+    from kvtier.conversation.reuse import RowReuse, StoreStats
+    from kvtier.conversation.store import ConversationStore
     from kvtier.errors import (
         BudgetError,
         ClosedError,
@@ -44,6 +47,8 @@ _HOME = {
     "ClosedError": "errors",
     "ConcurrentUseError": "errors",
     "ConfigError": "errors",
+    "Conversation": "conversation.conversation",
+    "ConversationStore": "conversation.store",
     "Enabled": "hf.enable",
     "Explanation": "planning.explain",
     "HardwareProfile": "planning.profile",
@@ -55,7 +60,9 @@ _HOME = {
     "MismatchError": "errors",
     "Policy": "planning.policy",
     "Residency": "stats",
+    "RowReuse": "conversation.reuse",
     "StaleViewError": "errors",
+    "StoreStats": "conversation.reuse",
     "Tier": "stats",
     "TierStats": "stats",
     "TieredKVCache": "hf.cache",
@@ -76,6 +83,8 @@ __all__ = [
     "ClosedError",
     "ConcurrentUseError",
     "ConfigError",
+    "Conversation",
+    "ConversationStore",
     "Enabled",
     "Explanation",
     "HardwareProfile",
@@ -87,7 +96,9 @@ __all__ = [
     "MismatchError",
     "Policy",
     "Residency",
+    "RowReuse",
     "StaleViewError",
+    "StoreStats",
     "Tier",
     "TierStats",
     "TieredKVCache",

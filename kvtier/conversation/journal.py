@@ -9,6 +9,10 @@ import torch
 from kvtier.hf.cache import TieredKVCache
 
 
+class GivenAgain(Exception):
+    """`generate` gives the model tokens that the cache holds already: it does not expect that there are any."""
+
+
 class JournalledCache(TieredKVCache):
     """A `TieredKVCache` with the token ids of every row, which a hook on the model tells it at each forward.
 
@@ -18,10 +22,12 @@ class JournalledCache(TieredKVCache):
     Attributes:
         unknown: the model was given something else than token ids, or keeps more than these: what the cache holds is of
             no use to others.
+        prompt: tokens that the next forward may come to at the most, for what is cached is part of them; None: any.
     """
 
     _noted: list[torch.Tensor]
     unknown: bool
+    prompt: int | None = None
 
     def begin(self, ids: torch.Tensor) -> None:
         """The cache holds the keys and values of `ids`, `[rows, tokens]`, and no others."""
@@ -35,6 +41,10 @@ class JournalledCache(TieredKVCache):
             self.unknown = True
             return
         past = self.get_seq_length()
+        if self.prompt is not None:
+            if past + ids.shape[1] > self.prompt:
+                raise GivenAgain
+            self.prompt = None
         if past != sum(x.shape[1] for x in self._noted):
             self._keep(past)  # a forward before this one did not finish
         if past:

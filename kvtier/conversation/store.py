@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from kvtier.config import Size
-from kvtier.conversation import model as of
+from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.index import WIDTH, PrefixIndex, packed
-from kvtier.conversation.journal import JournalledCache, note_forward
+from kvtier.conversation.journal import GivenAgain, JournalledCache, note_forward
+from kvtier.conversation.reuse import RowReuse, StoreStats
 from kvtier.conversation.states import States, copied, has_states, joined, nbytes
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, KVTierError
+from kvtier.hf import generation as of
 from kvtier.hf.cache import TieredKVCache
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
@@ -25,44 +27,6 @@ from kvtier.tables.parked import ParkedSequence, ParkedSequences
 SPACING = 512
 #: Copies of states that one sequence keeps: the first, and the last ones.
 MOST_STATES = 8
-
-
-@dataclass(frozen=True)
-class RowReuse:
-    """What one row of a call began with.
-
-    Attributes:
-        prompt: tokens of the prompt.
-        cached: of these, tokens whose keys and values were there.
-        computed: the others.
-        why: where none was re-used, the reason; else "".
-    """
-
-    prompt: int
-    cached: int
-    computed: int
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """What a store holds and has saved.
-
-    Attributes:
-        calls: of `generate`.
-        prompt_tokens, cached_tokens: of all calls; what was not cached was computed.
-        sequences, tokens: that are kept; tokens that sequences share are counted once for each.
-        state_bytes: of copied states, which are outside of the budgets.
-        dropped: sequences that gave up their end, or all, for want of room.
-    """
-
-    calls: int
-    prompt_tokens: int
-    cached_tokens: int
-    sequences: int
-    tokens: int
-    state_bytes: int
-    dropped: int
 
 
 class _Entry:
@@ -118,6 +82,7 @@ class ConversationStore:
 
         store = kvtier.ConversationStore(model, host_budget="64GiB")
         out = store.generate(**inputs, max_new_tokens=64)  # as model.generate
+        answer = store.open("alice").send("And in French?", tokenizer=tokenizer)
 
     A cache of Transformers never sees token ids, so that one that is used again gives wrong tokens when the history was
     edited. Here the ids that the model was given are kept with the keys and values, and each row of a call continues
@@ -175,6 +140,7 @@ class ConversationStore:
         self._weights = of.weights_version(model)
         self._go_on: bool | None = None
         self._constant = of.length_of_constant_positions(model.config)
+        self._conversations: dict[str, Conversation] = {}
         self._last = threading.local()
         self._calls = self._prompt_tokens = self._cached_tokens = self._dropped = self._active = 0
         self._hook = of.inner(model).register_forward_pre_hook(note_forward, with_kwargs=True)
@@ -236,6 +202,8 @@ class ConversationStore:
             return None, "the model is in training mode"
         if of.setting("prefill_chunk_size", model, kwargs):
             return None, "prefill_chunk_size"
+        if not of.knows_length(model.config):
+            return None, "no layer of the model counts tokens"
         mask = kwargs.pop("attention_mask", None)
         if mask is None:
             mask = self._default_mask(ids, kwargs)
@@ -268,18 +236,31 @@ class ConversationStore:
             return self._report(self.model.generate(ids, **kwargs), reuse)
 
     def _continue(self, call: _Call, kwargs: dict[str, Any]) -> Any:
+        if of.assisted(self.model, kwargs):
+            return self._run(call, kwargs, "assisted decoding begins with the whole prompt")
+        try:
+            return self._run(call, kwargs)
+        except GivenAgain:
+            return self._run(call, kwargs, "this way to generate begins with the whole prompt")
+
+    def _run(self, call: _Call, kwargs: dict[str, Any], why: str = "") -> Any:
+        """Generate, from what is there but where `why` says that nothing may be."""
         cache = self._cache()
         used: list[_Entry] = []
         try:
-            stateful = has_states(cache.layers)
-            cached, why = self._begin(cache, call, kwargs, stateful, used)
+            stateful, whole = has_states(cache.layers), bool(why)
+            cached = 0
+            cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
+            if not whole:
+                cached, why = self._begin(cache, call, kwargs, stateful, used)
             states: dict[int, list[States]] = {}
-            if stateful and not any(call.pads) and cache.layers:
+            if stateful and not any(call.pads) and not whole:
                 states = self._prefill(cache, call, cached)
             reuse = tuple(
                 RowReuse(len(row) // WIDTH, max(cached - pad, 0), len(row) // WIDTH - max(cached - pad, 0), why)
                 for row, pad in zip(call.rows, call.pads, strict=True)
             )
+            cache.prompt = call.ids.shape[1]
             try:
                 out = self.model.generate(call.ids, attention_mask=call.mask, past_key_values=cache, **kwargs)
             except BaseException:
@@ -313,7 +294,6 @@ class ConversationStore:
         self, cache: JournalledCache, call: _Call, kwargs: dict[str, Any], stateful: bool, used: list[_Entry]
     ) -> tuple[int, str]:
         """Let a cache begin with what is there of its rows: columns, the padding included; and why there are none."""
-        cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
         if self._constant is not None and self._longest(call, kwargs) > self._constant:
             return 0, f"beyond {self._constant} tokens, positions depend on the length"
         with self.memory.lock:
@@ -433,7 +413,7 @@ class ConversationStore:
     def _keep(self, cache: JournalledCache, call: _Call, stateful: bool, states: dict[int, list[States]]) -> None:
         """Keep what a cache holds."""
         length = cache.get_seq_length()
-        if cache.unknown or cache.ids.shape[1] < length or not length or not cache._forward.readers:
+        if cache.unknown or cache.ids.shape[1] < length or not length:
             return
         if stateful and any(call.pads):
             return  # the padding is part of a state
@@ -518,13 +498,64 @@ class ConversationStore:
         if entry is None:
             return
         self._dropped += 1
+        stateful = bool(entry.states)
         for length in [n for n in entry.states if n > sequence.length]:
             self._drop_states(entry, length)
-        if not sequence.length:
+        if stateful and sequence.length > (useful := max(entry.states, default=0)):
+            self._parked.shorten(sequence, useful)  # nobody can continue behind the last copy
+        elif not sequence.length:
             self._forget(entry)
         elif entry in self._index:
             entry.ids = entry.ids[: sequence.length * WIDTH]
             self._index.add(entry.key, entry.ids, entry)
+
+    # Conversations
+
+    def open(self, name: str, *, salt: Hashable = None, new: bool = False) -> Conversation:
+        """The conversation of a name, made where there is none.
+
+        Args:
+            salt: of its calls; see `generate`.
+            new: there must be none.
+
+        Raises:
+            ConfigError: no name, or one that is taken where `new`; or the conversation has another salt.
+        """
+        self._check_open()
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"name={name!r}: a conversation has a name, a string that is not empty.")
+        with self.memory.lock:
+            found = self._conversations.get(name)
+            if found is not None and new:
+                raise ConfigError(f"There is a conversation {name!r} already.")
+            if found is not None and found.salt != salt:
+                raise ConfigError(f"Conversation {name!r} has another salt.")
+            if found is None:
+                found = self._conversations[name] = Conversation(self, name, salt)
+            return found
+
+    def forget(self, name: str) -> None:
+        """Forget the name of a conversation; see `Conversation.close`."""
+        with self.memory.lock:
+            found = self._conversations.pop(name, None)
+        if found is not None:
+            found.closed = True
+
+    @property
+    def names(self) -> list[str]:
+        """Of all conversations."""
+        with self.memory.lock:
+            return list(self._conversations)
+
+    def park(self, ids: Sequence[int], *, salt: Hashable = None) -> None:
+        """Let what is kept of these tokens leave the device, as far as the host has room."""
+        self._check_open()
+        key, wanted = (of.adapters(self.model), salt), packed(ids)
+        with self.memory.changing(), contextlib.suppress(BudgetError):
+            length, found = self._index.find(key, wanted)
+            entry = found.entry if isinstance(found, _At) else found
+            if entry is not None and length:
+                self._parked.leave(entry.sequence)
 
     # Life
 

@@ -151,7 +151,7 @@ class ParkedSequences:
     def drop(self, sequence: ParkedSequence) -> None:
         """It is not kept any more."""
         if sequence in self.sequences:
-            self._shorten(sequence, 0)
+            self.shorten(sequence, 0)
 
     def clear(self) -> None:
         """Drop all sequences."""
@@ -194,6 +194,14 @@ class ParkedSequences:
                         left += layer.device.evict_end(run, count - left)
         return left
 
+    def leave(self, sequence: ParkedSequence) -> None:
+        """Let a sequence's blocks leave the device, but for those that others hold too. Raises as `evict`."""
+        for index, table in sequence.tables.items():
+            layer = self._layers[index]
+            for run in list(table.resolve()):
+                if run.state in RESIDENT and run.parts is None and run.refs == 1:
+                    layer.device.evict_end(run, run.count)
+
     def give(self, nbytes: int) -> bool:
         """Drop so many bytes of blocks that no cache uses, from the trailing end of the sequences. Whether any went.
 
@@ -208,18 +216,20 @@ class ParkedSequences:
                     gone = before - self._bytes()
                     if gone >= nbytes:
                         return True
-                    self._shorten(sequence, sequence.length - self._tokens(sequence, nbytes - gone))
+                    self.shorten(sequence, sequence.length - self._tokens(sequence, nbytes - gone))
         return self._bytes() < before
 
     def _tokens(self, sequence: ParkedSequence, nbytes: int) -> int:
         """Tokens at the end of a sequence whose blocks have so many bytes, shared ones included: whole blocks."""
+        if not sequence.tables:
+            return sequence.length
         layouts = [self._layers[index].parked.pools.layout for index in sequence.tables]
         size = max(layout.block_size for layout in layouts)
         of_one = sum(layout.nbytes * (size // layout.block_size) for layout in layouts)
         whole = -(-nbytes // of_one) * size
         return min(sequence.length, whole - size + (sequence.length % size or size))
 
-    def _shorten(self, sequence: ParkedSequence, length: int) -> None:
+    def shorten(self, sequence: ParkedSequence, length: int) -> None:
         """Keep the first tokens of a sequence; none: it is dropped."""
         sequence.length = length
         if not length:

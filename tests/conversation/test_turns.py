@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, build_model, dynamic_cache, tiny_model
+from families import VOCAB, dynamic_cache, tiny_model
 
 from kvtier.conversation.store import ConversationStore
 
@@ -44,7 +44,7 @@ class Kept:
 
 
 def walk(name: str, seed: int, device_budget: int | None = None) -> tuple[int, int]:
-    """A chat that is extended, edited, shortened, generated again and forked. Tokens of all prompts, and re-used ones."""
+    """A chat that is extended, edited, shortened, generated again and forked: tokens of prompts, and re-used ones."""
     rng = random.Random(seed)
     generator = torch.Generator("cpu").manual_seed(seed)
     model = tiny_model(name, "eager" if name == "gpt_oss" else "sdpa")
@@ -66,7 +66,7 @@ def walk(name: str, seed: int, device_budget: int | None = None) -> tuple[int, i
             elif how == "other":
                 history = new
             batch = rng.choice((1, 1, 1, 2)) if plain else 1
-            rows = [history] + [history[:-1] + [rng.randint(1, VOCAB - 1)] for _ in range(batch - 1)]
+            rows = [history] + [[*history[:-1], rng.randint(1, VOCAB - 1)] for _ in range(batch - 1)]
             ids = torch.tensor(rows)
             options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 10), "do_sample": False}
             mode = rng.choice(("greedy", "greedy", "greedy", "beams", "several")) if beams else "greedy"
@@ -92,5 +92,5 @@ def walk(name: str, seed: int, device_budget: int | None = None) -> tuple[int, i
 @pytest.mark.parametrize("device_budget", [None, 60_000], ids=["one tier", "two tiers"])
 @pytest.mark.parametrize("name", PLAIN + STATEFUL)
 def test_every_turn_has_the_tokens_of_a_new_cache(name: str, device_budget: int | None, seed: int) -> None:
-    total, cached = walk(name, seed, device_budget)
+    _, cached = walk(name, seed, device_budget)
     assert cached > 0

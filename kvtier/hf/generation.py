@@ -1,4 +1,4 @@
-"""What a model lets a store do: what its keys and values depend on, and how its states go on."""
+"""What `generate` is told, and what a model's keys and values depend on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import GenerationMixin
+
+from kvtier.hf.model_config import transformers_layers
 
 #: What `generate` takes that is no input of a model.
 _SIGNATURE = frozenset(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "kwargs"}
@@ -34,6 +37,12 @@ def setting(name: str, model: Any, arguments: dict[str, Any]) -> Any:
     given = arguments.get("generation_config")
     value = None if given is None else getattr(given, name, None)
     return getattr(model.generation_config, name, None) if value is None else value
+
+
+def assisted(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether `generate` decodes with candidates: it then gives the model the whole prompt, whatever is cached."""
+    names = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+    return any(setting(name, model, arguments) is not None for name in names)
 
 
 def adapters(model: Any) -> tuple[str, ...]:
@@ -86,6 +95,11 @@ def states_go_on(model: Any) -> bool:
         parts = model(input_ids=ids[:, _FIRST:], past_key_values=cache, use_cache=True).logits[0, -1].float()
     some = {torch.float32: 1e-3, torch.float64: 1e-6}.get(next(model.parameters()).dtype, 0.1)
     return bool(((whole - parts).abs().max() <= some * whole.abs().max().clamp(min=1.0)).item())
+
+
+def knows_length(config: Any) -> bool:
+    """Whether some layer of a cache counts tokens: `generate` asks it how much of a prompt is cached."""
+    return any(isinstance(layer, CacheLayerMixin) for layer in transformers_layers(config))
 
 
 def takes_logits_to_keep(model: Any) -> bool:

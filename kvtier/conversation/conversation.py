@@ -1,0 +1,189 @@
+"""`Conversation`: a history with a name, in a `ConversationStore`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from kvtier.conversation.reuse import RowReuse
+from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
+
+#: A message of a chat, as templates take it.
+Message = dict[str, Any]
+
+
+class Store(Protocol):
+    """What a conversation asks of its store; see `ConversationStore`."""
+
+    model: Any
+    closed: bool
+
+    @property
+    def reuse(self) -> tuple[RowReuse, ...]:
+        """What each row of this thread's last call began with."""
+
+    def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """As `model.generate`."""
+
+    def open(self, name: str, *, salt: Any = None, new: bool = False) -> Conversation:
+        """The conversation of a name."""
+
+    def park(self, ids: Sequence[int], *, salt: Any = None) -> None:
+        """Let what is kept of these tokens leave the device."""
+
+    def forget(self, name: str) -> None:
+        """Forget the name of a conversation."""
+
+
+class Conversation:
+    """The token ids, and the messages, of one conversation. Its keys and values are the store's, found by these ids:
+    what is edited, forked or rewound needs nothing else.
+
+    Attributes:
+        name: in the store.
+        salt: of its calls.
+        ids: token ids so far, prompt and answers.
+        messages: of a chat, so far, where `send` was used.
+        reuse: what the last call began with; None before the first.
+    """
+
+    def __init__(self, store: Store, name: str, salt: Any = None) -> None:
+        self.store = store
+        self.name = name
+        self.ids: list[int] = []
+        self.messages: list[Message] = []
+        self.reuse: RowReuse | None = None
+        self.closed = False
+        self.salt = salt
+        self._busy = threading.Lock()
+
+    def generate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """As `ConversationStore.generate`, of one row: the whole history, or an edited one.
+
+        Raises:
+            ConfigError: more than one row, or several sequences.
+            ConcurrentUseError: another thread is generating with this conversation.
+        """
+        self._check_open()
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        if isinstance(ids, torch.Tensor) and ids.shape[0] != 1:
+            raise ConfigError(
+                f"A conversation has one row, and was given {ids.shape[0]}: use store.generate for those."
+            )
+        if not self._busy.acquire(blocking=False):
+            raise ConcurrentUseError(
+                f"Another thread is generating with conversation {self.name!r}. Wait for its end, or `fork` it."
+            )
+        try:
+            out = self.store.generate(inputs, salt=self.salt, **kwargs)
+            rows = out if isinstance(out, torch.Tensor) else out.sequences
+            self.reuse = self.store.reuse[0]
+            if rows.shape[0] == 1:
+                self.ids = rows[0].tolist()
+            return out
+        finally:
+            self._busy.release()
+
+    def send(self, message: str | Message, *, tokenizer: Any, system: str | None = None, **kwargs: Any) -> str:
+        """Say something and get the answer, by the tokenizer's chat template; without one, texts follow each other.
+
+        Args:
+            message: of the user, or a message with a role of its own (of a tool).
+            tokenizer: of the model.
+            system: the first message of a new conversation.
+            kwargs: as `generate` takes them: `streamer`, `max_new_tokens`, ...
+
+        Raises:
+            As `generate`; the conversation is as it was.
+        """
+        self._check_open()
+        messages = list(self.messages)
+        if system is not None:
+            if messages:
+                raise ConfigError("system= is the first message of a conversation, and this one has begun.")
+            messages.append({"role": "system", "content": system})
+        messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
+        ids = torch.tensor([self._prompt(tokenizer, messages)], device=self.store.model.device)
+        out = self.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)
+        rows = out if isinstance(out, torch.Tensor) else out.sequences
+        answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
+
+    def regenerate(self, *, tokenizer: Any, **kwargs: Any) -> str:
+        """Another answer to the last message.
+
+        Raises:
+            ConfigError: there is no answer yet. Otherwise as `generate`; the conversation is as it was.
+        """
+        self._check_open()
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise ConfigError("There is no answer to generate again.")
+        before = self.messages
+        *self.messages, last, _ = before
+        try:
+            return self.send(last, tokenizer=tokenizer, **kwargs)
+        except BaseException:
+            self.messages = before
+            raise
+
+    def fork(self, name: str) -> Conversation:
+        """Another conversation with the same history, which is kept once.
+
+        Raises:
+            ConfigError: there is one by that name.
+        """
+        self._check_open()
+        made = self.store.open(name, salt=self.salt, new=True)
+        made.ids, made.messages = list(self.ids), list(self.messages)
+        return made
+
+    def rewind(self, *, tokens: int | None = None, turns: int | None = None) -> None:
+        """Forget the end: so many tokens, or so many messages of the user with all that followed.
+
+        Raises:
+            ConfigError: neither or both; or more than there is.
+        """
+        self._check_open()
+        if (tokens is None) == (turns is None):
+            raise ConfigError("rewind needs tokens= or turns=.")
+        if tokens is not None:
+            if not 0 <= tokens <= len(self.ids):
+                raise ConfigError(f"tokens={tokens}: the conversation has {len(self.ids)}.")
+            self.ids = self.ids[: len(self.ids) - tokens]
+            return
+        assert turns is not None
+        at = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not 0 <= turns <= len(at):
+            raise ConfigError(f"turns={turns}: the conversation has {len(at)}.")
+        if turns:
+            self.messages = self.messages[: at[-turns]]
+
+    def park(self) -> None:
+        """Let its blocks leave the device now: nobody will go on for a while. Nothing is lost."""
+        self._check_open()
+        self.store.park(self.ids, salt=self.salt)
+
+    def close(self) -> None:
+        """Forget the name. What is kept of its tokens stays as long as there is room."""
+        if not self.closed:
+            self.closed = True
+            self.store.forget(self.name)
+
+    @staticmethod
+    def _prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+        if getattr(tokenizer, "chat_template", None):
+            found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
+            ids = found["input_ids"] if isinstance(found, Mapping) else found
+            return [int(x) for x in ids]
+        return [int(x) for x in tokenizer("".join(str(x["content"]) for x in messages))["input_ids"]]
+
+    def _check_open(self) -> None:
+        if self.closed or self.store.closed:
+            raise ClosedError(f"Conversation {self.name!r} was closed. Open it again.")
+
+    def __repr__(self) -> str:
+        return f"Conversation({self.name!r}, {len(self.ids)} tokens, {len(self.messages)} messages)"

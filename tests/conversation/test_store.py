@@ -1,0 +1,396 @@
+"""What a store re-uses and what it does not, and that it says why; what happens where something goes wrong."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB, build_model, dynamic_cache, tiny_model
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from kvtier import ClosedError, ConcurrentUseError, ConfigError, ConversationStore, TieredKVCache, TieredMemory
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
+
+
+def some_ids(tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, VOCAB, (rows, tokens), generator=torch.Generator("cpu").manual_seed(seed))
+
+
+def ones(ids: torch.Tensor) -> dict[str, Any]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def fresh(model: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+    out: torch.Tensor = model.generate(**inputs, past_key_values=dynamic_cache(model), **(GREEDY | options))
+    return out
+
+
+def store_of(model: Any, **options: Any) -> ConversationStore:
+    return ConversationStore(model, **({"host_budget": "64MiB", "block_size": 8} | options))
+
+
+def grown(out: torch.Tensor, tokens: int = 4, seed: int = 1) -> torch.Tensor:
+    return torch.cat([out, some_ids(tokens, len(out), seed)], 1)
+
+
+# What is re-used
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "mistral_sliding"])
+def test_a_turn_continues_all_but_the_last_token_of_the_turn_before(name: str) -> None:
+    model = tiny_model(name)
+    with store_of(model) as store:
+        ids = some_ids(40)
+        for _ in range(3):
+            out = store.generate(**ones(ids), **GREEDY)
+            assert torch.equal(out, fresh(model, ones(ids)))
+            ids = grown(out)
+        assert store.reuse[0].cached == 40 + 2 * 10 - 4 - 1
+        assert store.reuse[0].why == ""
+        assert store.stats.sequences == 1, "a turn takes the place of the one before"
+        store.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+def test_the_same_prompt_again_computes_its_last_token(name: str) -> None:
+    model = tiny_model(name)
+    with store_of(model) as store:
+        inputs = ones(some_ids(40))
+        for n in range(3):
+            out = store.generate(**inputs, **GREEDY)
+            assert torch.equal(out, fresh(model, inputs))
+            assert store.reuse[0].cached == (39 if n else 0)
+
+
+def test_the_rows_of_a_padded_batch_continue_what_each_has() -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        long, short = some_ids(21), some_ids(13, seed=5)
+        a, b = (store.generate(**ones(x), **GREEDY) for x in (long, short))
+        rows = grown(a), grown(b)
+        width = max(x.shape[1] for x in rows)
+        ids, mask = (torch.zeros(2, width, dtype=torch.long) for _ in range(2))
+        for i, x in enumerate(rows):
+            ids[i, width - x.shape[1] :], mask[i, width - x.shape[1] :] = x, 1
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        for n in range(2):
+            out = store.generate(**inputs, **GREEDY)
+            assert torch.equal(out, fresh(model, inputs))
+            # All rows begin at one column: that up to which every row is there.
+            assert [row.cached for row in store.reuse] == ([26, 18] if not n else [30, 22])
+            store.check_integrity()
+        out = store.generate(**ones(out[1:, 8:]), **GREEDY)
+        assert store.reuse[0].computed == 1, "without its padding it is what it was"
+
+
+def test_beams_and_several_sequences_continue_one_prompt_that_is_there_once() -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        ids = some_ids(64)
+        store.generate(**ones(ids), **GREEDY)
+        blocks = store.memory.stats.host.used_blocks
+        for options in ({"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 3}):
+            out = store.generate(**ones(ids), **(GREEDY | options))
+            assert torch.equal(out, fresh(model, ones(ids), **options))
+            assert store.reuse[0].cached == 63
+        assert store.memory.stats.host.used_blocks <= blocks + 3 * 2 * 8
+        store.check_integrity()
+
+
+def test_sampling_and_candidates_continue_too() -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        ids = some_ids(40)
+        store.generate(**ones(ids), **GREEDY)
+        for options in ({"do_sample": True, "temperature": 0.7}, {"prompt_lookup_num_tokens": 3}):
+            torch.manual_seed(3)
+            out = store.generate(**ones(ids), **(GREEDY | options))
+            torch.manual_seed(3)
+            assert torch.equal(out, fresh(model, ones(ids), **options))
+            if "prompt_lookup_num_tokens" in options:
+                assert "assisted" in store.reuse[0].why
+            else:
+                assert store.reuse[0].cached == 39
+            ids = grown(out)
+            assert torch.equal(store.generate(**ones(ids), **GREEDY), fresh(model, ones(ids)))
+            assert store.reuse[0].cached == ids.shape[1] - 5, "what was dropped of the candidates is not there"
+
+
+def test_a_shared_beginning_is_there_once() -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        system = some_ids(80)
+        store.generate(**ones(system), **GREEDY)
+        before = store.memory.stats.host.used_blocks
+        for n in range(20):
+            store.generate(**ones(torch.cat([system, some_ids(7, seed=100 + n)], 1)), **GREEDY)
+            assert store.reuse[0].cached >= 80
+        layers = model.config.num_hidden_layers
+        assert store.memory.stats.host.used_blocks - before == 20 * layers * 2, (
+            "what comes behind takes two blocks each"
+        )
+        store.check_integrity()
+
+
+# What is not
+
+
+@pytest.mark.parametrize("salts", [("a", "b"), (None, "a"), ("a", None)])
+def test_other_salts_share_nothing_and_the_same_shares_all(salts: tuple[Any, Any]) -> None:
+    with store_of(tiny_model("llama")) as store:
+        inputs = ones(some_ids(40))
+        for salt, cached in ((salts[0], 0), (salts[1], 0), (salts[0], 39), (salts[1], 39)):
+            store.generate(**inputs, salt=salt, **GREEDY)
+            assert store.reuse[0].cached == cached
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda m, x: {"inputs_embeds": m.get_input_embeddings()(x["input_ids"])}, "no token ids"),
+        (lambda m, x: x | {"position_ids": torch.arange(40)[None]}, "position_ids"),
+        (lambda m, x: x | {"use_cache": False}, "use_cache"),
+        (lambda m, x: x | {"attention_mask": x["attention_mask"].index_fill(1, torch.tensor([20]), 0)}, "left padding"),
+    ],
+)
+def test_what_is_not_of_token_ids_alone_re_uses_nothing_and_says_so(change: Any, why: str) -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        inputs = ones(some_ids(40))
+        store.generate(**inputs, **GREEDY)
+        others = change(model, inputs)
+        out = store.generate(**others, **GREEDY)
+        again = {name: x for name, x in others.items() if name != "use_cache"}
+        assert torch.equal(out, fresh(model, again))
+        assert why in store.reuse[0].why
+        assert store.stats.sequences == 1
+
+
+def test_an_encoder_decoder_generates_as_ever() -> None:
+    model = tiny_model("t5")
+    with store_of(model) as store:
+        inputs = ones(some_ids(20))
+        assert torch.equal(store.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
+        assert store.reuse[0].why == "an encoder-decoder"
+
+
+def test_other_weights_find_nothing() -> None:
+    model = build_model("llama", "sdpa")
+    with store_of(model) as store:
+        inputs = ones(some_ids(40))
+        store.generate(**inputs, **GREEDY)
+        with torch.no_grad():
+            model.get_parameter("model.layers.0.self_attn.v_proj.weight").mul_(-1)
+        assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+        assert store.reuse[0].cached == 0
+        store.generate(**inputs, **GREEDY)
+        assert store.reuse[0].cached == 39
+
+
+def test_another_adapter_finds_nothing_of_the_first() -> None:
+    model = build_model("llama", "sdpa")
+    layer = model.get_submodule("model.layers.0.self_attn.v_proj")
+    layer.base_layer = torch.nn.Identity()  # as adapters look
+    with store_of(model) as store:
+        inputs = ones(some_ids(40))
+        for names, off, cached in ((["a"], False, 0), (["b"], False, 0), (["a"], True, 0), (["a"], False, 39)):
+            layer.active_adapters, layer.disable_adapters = names, off  # type: ignore[assignment]
+            store.generate(**inputs, **GREEDY)
+            assert store.reuse[0].cached == cached
+
+
+def test_keys_that_depend_on_the_length_are_not_continued_beyond_it() -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    # Transformers stretches the embedding when a sequence grows, and does not take that back: the oracle sees the same.
+    model, twin = (build_model("llama", "sdpa", rope_parameters=rope, max_position_embeddings=48) for _ in range(2))
+    with store_of(model) as store:
+        ids = some_ids(30)
+        for _ in range(5):
+            out = store.generate(**ones(ids), **GREEDY)
+            assert torch.equal(out, fresh(twin, ones(ids)))
+            if ids.shape[1] + 6 > 48:
+                assert "positions depend on the length" in store.reuse[0].why
+            ids = grown(out)
+
+
+def test_a_cache_of_the_callers_own_is_refused() -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store, pytest.raises(ConfigError, match="brings its own cache"):
+        store.generate(**ones(some_ids(9)), past_key_values=TieredKVCache(model.config), **GREEDY)
+
+
+# What goes wrong
+
+
+class Breaks(StoppingCriteria):
+    """Raises after some tokens."""
+
+    def __init__(self, at: int, error: type[BaseException]) -> None:
+        self.at, self.error = at, error
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        if input_ids.shape[1] >= self.at:
+            raise self.error
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_what_a_broken_call_has_computed_is_continued_or_dropped(name: str, error: type[BaseException]) -> None:
+    model = tiny_model(name)
+    with store_of(model) as store:
+        inputs = ones(some_ids(40))
+        with pytest.raises(error):
+            store.generate(**inputs, stopping_criteria=StoppingCriteriaList([Breaks(43, error)]), **GREEDY)
+        store.check_integrity()
+        assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+        if name == "llama":
+            assert store.reuse[0].cached == 39
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("device_budget", [None, 30_000])
+def test_without_room_the_longest_unused_goes_and_tokens_stay_right(name: str, device_budget: int | None) -> None:
+    model, rng = tiny_model(name), random.Random(1)
+    with store_of(model, host_budget=60_000, device_budget=device_budget) as store:
+        chats = [some_ids(20, seed=n) for n in range(6)]
+        for _ in range(30):
+            n = rng.randrange(len(chats))
+            out = store.generate(**ones(chats[n]), **GREEDY)
+            assert torch.equal(out, fresh(model, ones(chats[n])))
+            chats[n] = grown(out)[:, :60] if out.shape[1] < 50 else some_ids(20, seed=rng.randrange(1000))
+            store.check_integrity()
+            stats = store.memory.stats
+            assert stats.host.bytes <= stats.host.budget
+        assert store.stats.dropped
+
+
+def test_a_store_on_a_memory_of_others_gives_way_to_them() -> None:
+    model = tiny_model("llama")
+    memory = TieredMemory(host_budget=170_000)
+    with store_of(model, memory=memory, host_budget=None) as store:
+        for n in range(6):
+            store.generate(**ones(some_ids(40, seed=n)), **GREEDY)
+        with TieredKVCache(model.config, memory=memory, block_size=8) as cache:
+            ids = some_ids(250, seed=77)
+            out = model.generate(**ones(ids), past_key_values=cache, **GREEDY)
+            assert torch.equal(out, fresh(model, ones(ids)))
+            store.check_integrity()
+        assert store.stats.dropped
+    memory.check_integrity()
+    memory.close()
+
+
+def test_threads_have_the_tokens_of_a_new_cache() -> None:
+    model, errors = tiny_model("llama"), list[BaseException]()
+    with store_of(model, device_budget=600_000) as store:
+
+        def chat(seed: int) -> None:
+            try:
+                ids = torch.cat([some_ids(24), some_ids(5, seed=seed)], 1)
+                for _ in range(4):
+                    out = store.generate(**ones(ids), **GREEDY)
+                    assert torch.equal(out, fresh(model, ones(ids)))
+                    ids = grown(out, seed=seed)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=chat, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        store.check_integrity()
+        assert store.stats.cached_tokens > store.stats.prompt_tokens / 2
+
+
+def test_a_store_that_is_closed_is_closed_and_leaves_the_model_as_it_was() -> None:
+    model = tiny_model("llama")
+    hooks = len(model._forward_pre_hooks)
+    store = store_of(model)
+    chat = store.open("a")
+    store.close()
+    store.close()
+    assert len(model._forward_pre_hooks) == hooks
+    for use in (lambda: store.generate(some_ids(9)), store.clear, lambda: chat.generate(some_ids(9))):
+        with pytest.raises(ClosedError):
+            use()
+
+
+# Conversations
+
+
+class Tokenizer:
+    """A token for each letter; messages follow each other between marks."""
+
+    chat_template = "yes"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+        found = []
+        for message in messages:
+            found += [1, *(2 + ord(x) % (VOCAB - 2) for x in message["content"]), 1]
+        return found
+
+    def decode(self, ids: torch.Tensor, **_: Any) -> str:
+        return "".join(chr(int(x) + VOCAB - 4) for x in ids)
+
+
+def test_a_conversation_is_continued_forked_rewound_and_answered_again() -> None:
+    model, tokenizer = tiny_model("llama"), Tokenizer()
+    with store_of(model) as store:
+        chat = store.open("alice")
+        assert store.open("alice") is chat
+        first = chat.send("Who are you?", tokenizer=tokenizer, system="Be brief.", **GREEDY)
+        second = chat.send("And what?", tokenizer=tokenizer, **GREEDY)
+        assert chat.reuse is not None
+        assert chat.reuse.cached >= 12 + 2 * 2 + 9
+        again = chat.regenerate(tokenizer=tokenizer, **GREEDY)
+        assert again == second
+        assert chat.reuse.computed <= 2
+        twin = chat.fork("bob")
+        assert twin.messages == chat.messages
+        twin.rewind(turns=1)
+        assert twin.messages[-1]["content"] == first
+        twin.send("And what?", tokenizer=tokenizer, **GREEDY)
+        assert twin.messages == chat.messages
+        assert twin.reuse is not None
+        assert twin.reuse.computed <= 2
+        chat.park()
+        store.check_integrity()
+        chat.close()
+        assert store.names == ["bob"]
+        with pytest.raises(ClosedError):
+            chat.send("?", tokenizer=tokenizer)
+        for wrong in ({}, {"tokens": 1, "turns": 1}, {"tokens": 10**6}, {"turns": -1}):
+            with pytest.raises(ConfigError):
+                twin.rewind(**wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError):
+            store.open("")
+
+
+def test_two_threads_in_one_conversation_are_refused() -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        chat, met = store.open("a"), list[BaseException]()
+
+        class Meets(StoppingCriteria):
+            def __call__(self, *_: Any, **__: Any) -> Any:
+                def other() -> None:
+                    try:
+                        chat.generate(**ones(some_ids(9)), **GREEDY)
+                    except BaseException as error:
+                        met.append(error)
+
+                thread = threading.Thread(target=other)
+                thread.start()
+                thread.join()
+                return torch.zeros(1, dtype=torch.bool)
+
+        chat.generate(**ones(some_ids(9)), stopping_criteria=StoppingCriteriaList([Meets()]), **GREEDY)
+        assert met
+        assert all(isinstance(error, ConcurrentUseError) for error in met)
