@@ -46,7 +46,7 @@ class JournalledCache(TieredKVCache):
                 raise GivenAgain
             self.prompt = None
         if past != sum(x.shape[1] for x in self._noted):
-            self._keep(past)  # a forward before this one did not finish
+            self._keep(past)  # tokens were dropped since, or a forward did not finish
         if past:
             self._noted.append(ids.detach().clone())
         else:
@@ -54,7 +54,7 @@ class JournalledCache(TieredKVCache):
 
     @property
     def ids(self) -> torch.Tensor:
-        """The token ids of every row, `[rows, tokens]`."""
+        """The token ids of every row, `[rows, tokens]`; behind the cache's length, what was dropped since."""
         noted = self._noted
         if len(noted) > 1:
             self._noted = noted = [torch.cat(noted, 1)]
@@ -65,11 +65,6 @@ class JournalledCache(TieredKVCache):
         if ids.shape[1] < length:
             self.unknown = True
         self._noted = [ids[:, :length]]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """As `TieredKVCache.crop`."""
-        super().crop(tokens_to_remove)
-        self._keep(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """As `TieredKVCache.reorder_cache`."""

@@ -120,6 +120,35 @@ def test_sampling_and_candidates_continue_too() -> None:
             assert store.reuse[0].cached == ids.shape[1] - 5, "what was dropped of the candidates is not there"
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_candidates_left_behind_is_of_no_harm(name: str) -> None:
+    model = tiny_model(name)
+    with store_of(model) as store:
+        ids = some_ids(4).repeat(1, 10)  # so that candidates are found, and some are right
+        for _ in range(3):
+            out = store.generate(**ones(ids), **(GREEDY | {"prompt_lookup_num_tokens": 3, "max_new_tokens": 20}))
+            ids = grown(out)
+            out = store.generate(**ones(ids), **GREEDY)
+            assert torch.equal(out, fresh(model, ones(ids)))
+            ids = grown(out)
+        store.check_integrity()
+
+
+def test_a_way_to_generate_that_begins_with_the_whole_prompt_is_noticed() -> None:
+    model = tiny_model("llama")
+
+    def own(model: Any, input_ids: torch.Tensor, past_key_values: Any = None, **_: Any) -> torch.Tensor:
+        logits = model(input_ids=input_ids, past_key_values=past_key_values, use_cache=True).logits
+        return torch.cat([input_ids, logits[:, -1:].argmax(-1)], 1)
+
+    with store_of(model) as store:
+        inputs = ones(some_ids(40))
+        store.generate(**inputs, **GREEDY)
+        out = store.generate(**inputs, custom_generate=own, **GREEDY)
+        assert torch.equal(out, fresh(model, inputs, max_new_tokens=1))
+        assert "whole prompt" in store.reuse[0].why
+
+
 def test_a_shared_beginning_is_there_once() -> None:
     model = tiny_model("llama")
     with store_of(model) as store:
