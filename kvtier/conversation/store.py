@@ -260,7 +260,7 @@ class ConversationStore:
                 RowReuse(len(row) // WIDTH, max(cached - pad, 0), len(row) // WIDTH - max(cached - pad, 0), why)
                 for row, pad in zip(call.rows, call.pads, strict=True)
             )
-            cache.prompt = call.ids.shape[1]
+            cache.prompt = call.ids.shape[1] if cache.get_seq_length() else None
             try:
                 out = self.model.generate(call.ids, attention_mask=call.mask, past_key_values=cache, **kwargs)
             except BaseException:

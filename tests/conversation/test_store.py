@@ -137,8 +137,8 @@ def test_what_candidates_left_behind_is_of_no_harm(name: str) -> None:
 def test_a_way_to_generate_that_begins_with_the_whole_prompt_is_noticed() -> None:
     model = tiny_model("llama")
 
-    def own(model: Any, input_ids: torch.Tensor, past_key_values: Any = None, **_: Any) -> torch.Tensor:
-        logits = model(input_ids=input_ids, past_key_values=past_key_values, use_cache=True).logits
+    def own(model: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        logits = model(input_ids=input_ids, past_key_values=inputs["past_key_values"], use_cache=True).logits
         return torch.cat([input_ids, logits[:, -1:].argmax(-1)], 1)
 
     with store_of(model) as store:
