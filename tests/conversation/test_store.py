@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, build_model, dynamic_cache, tiny_model
+from test_turns import check_kept
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvtier import ClosedError, ConcurrentUseError, ConfigError, ConversationStore, TieredKVCache, TieredMemory
@@ -99,6 +100,7 @@ def test_beams_and_several_sequences_continue_one_prompt_that_is_there_once() ->
             assert store.reuse[0].cached == 63
         assert store.memory.stats.host.used_blocks <= blocks + 3 * 2 * 8
         store.check_integrity()
+        check_kept(store, model)
 
 
 def test_sampling_and_candidates_continue_too() -> None:
@@ -132,6 +134,7 @@ def test_what_candidates_left_behind_is_of_no_harm(name: str) -> None:
             assert torch.equal(out, fresh(model, ones(ids)))
             ids = grown(out)
         store.check_integrity()
+        check_kept(store, model)
 
 
 def test_a_way_to_generate_that_begins_with_the_whole_prompt_is_noticed() -> None:

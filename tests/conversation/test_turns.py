@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import VOCAB, dynamic_cache, tiny_model
 
+from kvtier.conversation.index import unpacked
 from kvtier.conversation.store import ConversationStore
 
 #: Models whose layers keep all keys and values, and those with windows or recurrent states.
@@ -85,7 +86,18 @@ def walk(name: str, seed: int, device_budget: int | None = None) -> tuple[int, i
             cached += sum(row.cached for row in store.reuse)
             histories += out.tolist()
             store.check_integrity()
+        check_kept(store, model)
     return total, cached
+
+
+def check_kept(store: ConversationStore, model: Any) -> None:
+    """Whoever continues what is kept gets the tokens of a new cache, whoever that is."""
+    for ids in [unpacked(entry.ids) for entry in store._entries.values()]:
+        prompt = torch.tensor([[*ids, 5]])
+        options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
+        out = store.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert torch.equal(out, fresh(model, prompt, **options))
+        assert store.reuse[0].cached
 
 
 @pytest.mark.parametrize("seed", range(WALKS))
