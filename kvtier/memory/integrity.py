@@ -103,6 +103,8 @@ def _check_transfers(device: ComputeDevice, pools: Sequence[BlockPool]) -> None:
     """What a copy may still read or write is used, or held for it."""
     there = {id(slab.data): (pool, slab) for pool in pools for slab in pool.slabs}
     for transfer in device.engine.in_flight():
+        if transfer.over:  # one that followed it was seen to end, and has given up its slots
+            continue
         for copy in transfer.copies:
             if not isinstance(copy, Copy):
                 continue

@@ -114,6 +114,11 @@ class Transfer:
         """Whether it may still read its source and write its target."""
         return self.state is State.PENDING
 
+    @property
+    def over(self) -> bool:
+        """Whether its copies have ended, though nobody may have looked: an engine that cannot tell says no."""
+        return self.state is not State.PENDING or self._engine._is_over(self)
+
     def wait(self) -> None:
         """Order all later work of the compute stream behind this transfer. Raises `TransferError` if it failed."""
         if self.state is State.PENDING:
@@ -275,6 +280,10 @@ class TransferEngine(ABC):
 
     def _block(self, transfer: Transfer) -> None:  # noqa: B027 - `synchronize` does it, where nothing takes long
         """Block the CPU until the copies of a transfer have ended, and change nothing. Any thread may call this."""
+
+    def _is_over(self, transfer: Transfer) -> bool:
+        """Whether the copies of a transfer that was not seen to end have ended."""
+        return False
 
     @abstractmethod
     def _start(self, transfer: Transfer, behind: Sequence[Event] | None) -> None: ...

@@ -408,6 +408,10 @@ class ThrottledTransfers(TransferEngine):
         else:
             sleep_until(ticket.end)
 
+    def _is_over(self, transfer: Transfer) -> bool:
+        ticket: Ticket | None = transfer.ticket
+        return ticket is None or (transfer.direction in self._lanes and ticket.ended.is_set())
+
     def _synchronize(self, transfer: Transfer) -> None:
         self._block(transfer)
         self._settle(transfer)

@@ -122,7 +122,7 @@ EDGES: dict[str, Lost] = {
     # A fetch into a slot begins behind the last attention that read the slot.
     "fetch: behind its events": Lost((begins_at_once(FETCH),), OVERWRITTEN),
     "fetch: the fence of a fetched block that was read": Lost(
-        (edit(LayerReader, "retire", "self.device.fence(self.layer.blocks)", "None"),), OVERWRITTEN
+        (edit(LayerReader, "retire", "self.device.fence(part.blocks)", "None"),), OVERWRITTEN
     ),
     "fetch: the fence of an evicted block": Lost(
         (edit(ComputeDevice, "evict_run", "self.fence(run.blocks)", "None"),), OVERWRITTEN
