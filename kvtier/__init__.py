@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         MemoryInUseError,
         MismatchError,
         StaleViewError,
+        StoreInUseError,
         TransferError,
         UnsupportedError,
     )
@@ -62,6 +63,7 @@ _HOME = {
     "Residency": "stats",
     "RowReuse": "conversation.reuse",
     "StaleViewError": "errors",
+    "StoreInUseError": "errors",
     "StoreStats": "conversation.reuse",
     "Tier": "stats",
     "TierStats": "stats",
@@ -98,6 +100,7 @@ __all__ = [
     "Residency",
     "RowReuse",
     "StaleViewError",
+    "StoreInUseError",
     "StoreStats",
     "Tier",
     "TierStats",

@@ -69,6 +69,10 @@ class MemoryInUseError(KVTierError, RuntimeError):
     """A `TieredMemory` is closed while caches use it."""
 
 
+class StoreInUseError(KVTierError, RuntimeError):
+    """A folder of saved sequences is open in another store or process."""
+
+
 class TransferError(KVTierError, RuntimeError):
     """A copy between two tiers failed. The source still holds the data."""
 

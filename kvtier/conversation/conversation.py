@@ -37,6 +37,9 @@ class Store(Protocol):
     def forget(self, name: str) -> None:
         """Forget the name of a conversation."""
 
+    def changed(self, chat: Conversation) -> None:
+        """A conversation went on."""
+
 
 class Conversation:
     """The token ids, and the messages, of one conversation. Its keys and values are the store's, found by these ids:
@@ -53,11 +56,11 @@ class Conversation:
     def __init__(self, store: Store, name: str, salt: Any = None) -> None:
         self.store = store
         self.name = name
+        self.salt: Any = salt
         self.ids: list[int] = []
         self.messages: list[Message] = []
         self.reuse: RowReuse | None = None
         self.closed = False
-        self.salt = salt
         self._busy = threading.Lock()
 
     def generate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
@@ -83,6 +86,7 @@ class Conversation:
             self.reuse = self.store.reuse[0]
             if rows.shape[0] == 1:
                 self.ids = rows[0].tolist()
+            self.store.changed(self)
             return out
         finally:
             self._busy.release()
@@ -111,6 +115,7 @@ class Conversation:
         rows = out if isinstance(out, torch.Tensor) else out.sequences
         answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
         self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self.store.changed(self)
         return answer
 
     def regenerate(self, *, tokenizer: Any, **kwargs: Any) -> str:
@@ -139,6 +144,7 @@ class Conversation:
         self._check_open()
         made = self.store.open(name, salt=self.salt, new=True)
         made.ids, made.messages = list(self.ids), list(self.messages)
+        self.store.changed(made)
         return made
 
     def rewind(self, *, tokens: int | None = None, turns: int | None = None) -> None:
@@ -172,6 +178,28 @@ class Conversation:
         if not self.closed:
             self.closed = True
             self.store.forget(self.name)
+
+    # For the disk
+
+    @property
+    def saved(self) -> bool:
+        """Whether it can be: a salt of another kind than a string or a number is not known to later processes."""
+        return self.salt is None or type(self.salt) in (str, int)
+
+    def state(self) -> dict[str, Any]:
+        """What it is, as JSON takes it."""
+        return {"ids": self.ids, "messages": self.messages, "salt": self.salt}
+
+    @classmethod
+    def of(cls, store: Store, name: str, state: Mapping[str, Any]) -> Conversation:
+        """A conversation as it was saved; what is damaged is left out."""
+        made = cls(store, name, state.get("salt"))
+        ids, messages = state.get("ids"), state.get("messages")
+        if isinstance(ids, list) and all(type(x) is int for x in ids):
+            made.ids = ids
+        if isinstance(messages, list) and all(isinstance(x, dict) and "role" in x for x in messages):
+            made.messages = messages
+        return made
 
     @staticmethod
     def _prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:

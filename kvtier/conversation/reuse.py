@@ -12,6 +12,7 @@ class RowReuse:
     Attributes:
         prompt: tokens of the prompt.
         cached: of these, tokens whose keys and values were there.
+        loaded: of the cached ones, those that were read from the disk.
         computed: the others.
         why: where none was re-used, the reason; else "".
     """
@@ -20,6 +21,7 @@ class RowReuse:
     cached: int
     computed: int
     why: str = ""
+    loaded: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class StoreStats:
         sequences, tokens: that are kept; tokens that sequences share are counted once for each.
         state_bytes: of copied states, which are outside of the budgets.
         dropped: sequences that gave up their end, or all, for want of room.
+        saved_bytes: on the disk.
+        damaged: files, or rows of the manifest, that were not what was written. They were not used.
+        problem: why something was not saved or loaded last; "": nothing was.
     """
 
     calls: int
@@ -41,3 +46,6 @@ class StoreStats:
     tokens: int
     state_bytes: int
     dropped: int
+    saved_bytes: int = 0
+    damaged: int = 0
+    problem: str = ""

@@ -90,3 +90,72 @@ def _join(layer: Any, rows: Sequence[Any]) -> None:
             setattr(
                 layer, name, {k: torch.cat([x[k] for x in each], 0) if _batched(v) else v for k, v in value.items()}
             )
+
+
+# On their way to a disk
+
+
+def packed_states(states: States) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+    """Tensors by name, and what else the layers hold, as JSON takes it; None where that cannot be said."""
+    tensors, about = dict[str, torch.Tensor](), dict[str, Any]()
+    for i, layer in states.items():
+        mine: dict[str, Any] = {}
+        for name, value in vars(layer).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"s.{i}.{name}"] = value
+            elif isinstance(value, dict):
+                rest = {}
+                for key, x in value.items():
+                    if isinstance(x, torch.Tensor):
+                        tensors[f"s.{i}.{name}.{key}"] = x
+                    elif _plain(x) and isinstance(key, int):
+                        rest[str(key)] = x
+                    else:
+                        return None
+                mine[name] = {"dict": rest}
+            elif _plain(value):
+                mine[name] = {"value": value}
+            elif isinstance(value, torch.dtype):
+                mine[name] = {"dtype": str(value).removeprefix("torch.")}
+            elif isinstance(value, torch.device):
+                mine[name] = {"device": True}
+            else:
+                return None
+        about[str(i)] = mine
+    return {name: x.contiguous() for name, x in tensors.items()}, about
+
+
+def unpacked_states(
+    tensors: dict[str, torch.Tensor], about: dict[str, Any], layers: Sequence[Any], device: torch.device
+) -> States | None:
+    """The layers again, made of new ones; None where these are others."""
+    found: States = {}
+    for index, mine in about.items():
+        i = int(index)
+        if i >= len(layers) or isinstance(layers[i], TieredLayer):
+            return None
+        layer = layers[i]
+        for name, each in mine.items():
+            if "dict" in each:
+                setattr(layer, name, {int(key): x for key, x in each["dict"].items()})
+            elif "value" in each:
+                setattr(layer, name, each["value"])
+            elif "dtype" in each:
+                setattr(layer, name, getattr(torch, each["dtype"]))
+            elif "device" in each:
+                setattr(layer, name, device)
+        found[i] = layer
+    for full, x in tensors.items():
+        which, *where = full.split(".")
+        if which != "s":
+            continue
+        layer, name = found[int(where[0])], where[1]
+        if len(where) == 3:
+            vars(layer)[name][int(where[2])] = x.to(device)
+        else:
+            setattr(layer, name, x.to(device))
+    return found
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvtier.config import Size
+from kvtier.config import Size, parse_size
+from kvtier.conversation.archive import Archive, Saved
 from kvtier.conversation.conversation import Conversation
+from kvtier.conversation.disk import Disk
 from kvtier.conversation.index import WIDTH, PrefixIndex, packed
 from kvtier.conversation.journal import GivenAgain, JournalledCache, note_forward
 from kvtier.conversation.reuse import RowReuse, StoreStats
@@ -67,6 +70,7 @@ class _Call:
         rows: token ids of each row, packed.
         expand: rows of the cache for each row.
         key: see `PrefixIndex`.
+        loaded: tokens of each row that were read from the disk for this call.
     """
 
     ids: torch.Tensor
@@ -75,6 +79,7 @@ class _Call:
     rows: list[bytes]
     expand: int
     key: Hashable
+    loaded: list[int] = field(default_factory=list)
 
 
 class ConversationStore:
@@ -100,11 +105,15 @@ class ConversationStore:
         memory: a `kvtier.TieredMemory` that others may use too; without it, one is made with these budgets.
         device_budget, host_budget, policy: as for `TieredMemory`.
         block_size, host_attention: as for `TieredKVCache`.
+        directory: where what is kept is saved in the background, for later processes with the same model: bound to
+            every weight and the config. Without one, what is kept ends with the store.
+        disk_budget: bytes on the disk: an int or a string; what was used longest ago goes first. None: no limit.
 
     Raises:
-        ConfigError: an option that is malformed.
+        ConfigError: an option that is malformed; a directory that cannot be used, or is of another model.
+        StoreInUseError: the directory is open in another store or process.
 
-    Any number of threads may call `generate` at a time. Nothing is written to disk: what is kept ends with the store.
+    Any number of threads may call `generate` at a time.
     """
 
     def __init__(
@@ -117,6 +126,8 @@ class ConversationStore:
         policy: Policy | str | None = None,
         block_size: int | str = "auto",
         host_attention: bool = True,
+        directory: str | Path | None = None,
+        disk_budget: Size | None = None,
     ) -> None:
         if not hasattr(model, "generate") or not hasattr(model, "config"):
             raise ConfigError(f"model is an object of {type(model).__name__}, not a Transformers model that generates.")
@@ -143,6 +154,17 @@ class ConversationStore:
         self._conversations: dict[str, Conversation] = {}
         self._last = threading.local()
         self._calls = self._prompt_tokens = self._cached_tokens = self._dropped = self._active = 0
+        self._archive: Archive | None = None
+        if directory is not None:
+            limit = None if disk_budget is None else parse_size("disk_budget", disk_budget)
+            if limit is not None and not isinstance(limit, int):
+                raise ConfigError(f"disk_budget={disk_budget!r}: give bytes, such as 10**12 or '500GiB'.")
+            disk = Disk(directory, limit, of.fingerprint(model))
+            self._archive = Archive(disk, self._open_kept, self._new_layers, lambda: torch.device(model.device))
+            for name, state in disk.conversations().items():
+                self._conversations[name] = Conversation.of(self, name, state)
+        elif disk_budget is not None:
+            raise ConfigError("disk_budget is given without a directory.")
         self._hook = of.inner(model).register_forward_pre_hook(note_forward, with_kwargs=True)
         self.closed = False
 
@@ -214,7 +236,7 @@ class ConversationStore:
         expand = max(of.setting(name, model, kwargs) or 1 for name in ("num_beams", "num_return_sequences"))
         pads = (~here).sum(1).tolist()
         rows = [packed(row[pad:]) for row, pad in zip(ids.tolist(), pads, strict=True)]
-        return _Call(ids, mask, pads, rows, expand, (of.adapters(model), salt)), ""
+        return _Call(ids, mask, pads, rows, expand, (of.adapters(model), salt), [0] * len(rows)), ""
 
     def _default_mask(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The mask that `generate` infers: padding is what is a padding token and no end of a text."""
@@ -257,8 +279,14 @@ class ConversationStore:
             if stateful and not any(call.pads) and not whole:
                 states = self._prefill(cache, call, cached)
             reuse = tuple(
-                RowReuse(len(row) // WIDTH, max(cached - pad, 0), len(row) // WIDTH - max(cached - pad, 0), why)
-                for row, pad in zip(call.rows, call.pads, strict=True)
+                RowReuse(
+                    len(row) // WIDTH,
+                    max(cached - pad, 0),
+                    len(row) // WIDTH - max(cached - pad, 0),
+                    why,
+                    min(loaded, max(cached - pad, 0)),
+                )
+                for row, pad, loaded in zip(call.rows, call.pads, call.loaded, strict=True)
             )
             cache.prompt = call.ids.shape[1] if cache.get_seq_length() else None
             try:
@@ -296,6 +324,9 @@ class ConversationStore:
         """Let a cache begin with what is there of its rows: columns, the padding included; and why there are none."""
         if self._constant is not None and self._longest(call, kwargs) > self._constant:
             return 0, f"beyond {self._constant} tokens, positions depend on the length"
+        if self._archive is not None:
+            for number, row in enumerate(call.rows):
+                call.loaded[number] = self._load(self._archive, call.key, row[:-WIDTH], stateful)
         with self.memory.lock:
             if self.memory.has_garbage:
                 self.memory.collect()
@@ -433,7 +464,14 @@ class ConversationStore:
                 self._keep_row(cache, call.key, row, pad, packed(mine), at)
 
     def _keep_row(
-        self, cache: JournalledCache, key: Hashable, row: int, pad: int, ids: bytes, states: dict[int, States]
+        self,
+        cache: JournalledCache,
+        key: Hashable,
+        row: int,
+        pad: int,
+        ids: bytes,
+        states: dict[int, States],
+        save: bool = True,
     ) -> None:
         with self.memory.lock:
             length, found = self._index.find(key, ids)
@@ -441,6 +479,8 @@ class ConversationStore:
             if entry is not None and length == len(ids) // WIDTH and entry.sequence.length >= length:
                 self._parked.touch(entry.sequence)
                 self._add_states(entry, states)
+                if save:
+                    self._save(entry)
                 return
         length = len(ids) // WIDTH
         try:
@@ -471,6 +511,8 @@ class ConversationStore:
             self._add_states(entry, states)
             if not states:
                 self._index.add(key, ids, entry)
+            if save:
+                self._save(entry)
 
     def _add_states(self, entry: _Entry, states: dict[int, States]) -> None:
         for length, each in states.items():
@@ -509,6 +551,78 @@ class ConversationStore:
             entry.ids = entry.ids[: sequence.length * WIDTH]
             self._index.add(entry.key, entry.ids, entry)
 
+    # The disk
+
+    @staticmethod
+    def _disk_key(key: Hashable) -> str | None:
+        """The key on the disk; None: what is under it is not saved."""
+        _, salt = key  # type: ignore[misc]
+        return repr(key) if salt is None or type(salt) in (str, int, bytes) else None
+
+    def _load(self, archive: Archive, key: Hashable, ids: bytes, stateful: bool) -> int:
+        """Read from the disk what is longer there than here. Tokens that were read."""
+        name = self._disk_key(key)
+        if name is None:
+            return 0
+        length, chunk = archive.find(name, ids, stateful=stateful)
+        with self.memory.lock:
+            if stateful:
+                here = max((n for n, x in self._index.prefixes(key, ids) if isinstance(x, _At)), default=0)
+            else:
+                here, _ = self._index.find(key, ids)
+        if chunk is None or length <= here:
+            return 0
+        with self._cache() as cache:
+            try:
+                got, states = archive.load(cache, chunk, length, stateful=stateful)
+            except BudgetError as error:
+                archive.disk.problem = str(error)
+                return 0
+            if not got:
+                return 0
+            self._keep_row(
+                cache, key, 0, 0, ids[: got * WIDTH], {got: states} if states is not None else {}, save=False
+            )
+        return got
+
+    def _save(self, entry: _Entry) -> None:
+        """Save an entry soon. The memory's lock is held."""
+        name = self._disk_key(entry.key)
+        if self._archive is not None and name is not None and not self._archive.disk.closed:
+            length = entry.sequence.length
+            self._archive.submit(Saved(name, entry.ids[: length * WIDTH], entry.states.get(length), entry.key))
+
+    def _open_kept(self, saved: Saved) -> JournalledCache | None:
+        """A cache with a sequence that is to be saved, if it is kept still."""
+        length = len(saved.ids) // WIDTH
+        with self.memory.lock:
+            got, found = self._index.find(saved.place, saved.ids)
+            entry = found.entry if isinstance(found, _At) else found
+            if entry is None or got < length or entry.sequence.length < length:
+                return None
+            sequence = entry.sequence
+        cache = self._cache()
+        try:
+            if cache._forward.follow(self._parked, [sequence], length) == length:
+                return cache
+        except BaseException:
+            cache.close()
+            raise
+        cache.close()
+        return None
+
+    def _new_layers(self) -> list[Any]:
+        with self._cache() as cache:
+            return list(cache.layers)
+
+    def flush(self) -> None:
+        """Return when all that is kept is saved, or cannot be; `stats.problem` says why."""
+        self._check_open()
+        if self._archive is not None:
+            for name, chat in list(self._conversations.items()):
+                self._archive.disk.save_conversation(name, chat.state())
+            self._archive.flush()
+
     # Conversations
 
     def open(self, name: str, *, salt: Hashable = None, new: bool = False) -> Conversation:
@@ -540,6 +654,13 @@ class ConversationStore:
             found = self._conversations.pop(name, None)
         if found is not None:
             found.closed = True
+            if self._archive is not None:
+                self._archive.disk.drop_conversation(name)
+
+    def changed(self, chat: Conversation) -> None:
+        """A conversation went on: save what it is."""
+        if self._archive is not None and not self.closed and chat.saved:
+            self._archive.disk.save_conversation(chat.name, chat.state())
 
     @property
     def names(self) -> list[str]:
@@ -587,7 +708,8 @@ class ConversationStore:
 
     @property
     def stats(self) -> StoreStats:
-        """What is kept and what was saved, now."""
+        """What is kept and what that was good for, now."""
+        disk = None if self._archive is None else self._archive.disk
         with self.memory.lock:
             return StoreStats(
                 self._calls,
@@ -597,6 +719,7 @@ class ConversationStore:
                 sum(x.sequence.length for x in self._entries.values()),
                 sum(nbytes(state) for x in self._entries.values() for state in x.states.values()),
                 self._dropped,
+                *((0, 0, "") if disk is None else (disk.nbytes, disk.damaged, disk.problem)),
             )
 
     def close(self) -> None:
@@ -607,6 +730,9 @@ class ConversationStore:
         """
         if self.closed:
             return
+        if self._archive is not None and not self._active:
+            self.flush()
+            self._archive.close()
         with self.memory.changing():
             if self._active:
                 raise ConcurrentUseError("Another thread is generating with this ConversationStore. Wait for its end.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from kvtier.hf.model_config import transformers_layers
 #: What `generate` takes that is no input of a model.
 _SIGNATURE = frozenset(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "kwargs"}
 _SETTINGS = frozenset(vars(GenerationConfig()))
+#: Parts of a config that change no key and no value.
+_NOT_OF_KV = frozenset(("transformers_version", "use_cache", "architectures", "torch_dtype", "name_or_path"))
 #: Tokens of the trial whether states go on, and of its first part.
 _TRIAL, _FIRST = 12, 7
 
@@ -62,6 +66,20 @@ def weights_version(model: Any) -> int:
     for x in model.parameters():
         total = hash((total, x.data_ptr(), 0 if x.is_inference() else x._version))
     return total
+
+
+def fingerprint(model: Any) -> dict[str, str]:
+    """What saved keys and values are of: every weight, the config, the dtypes. Reads all weights."""
+    weights = hashlib.blake2b(digest_size=16)
+    for name, x in sorted(inner(model).state_dict().items()):
+        weights.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        weights.update(memoryview(x.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()))
+    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_OF_KV}
+    return {
+        "model": type(inner(model)).__name__,
+        "config": hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=16).hexdigest(),
+        "weights": weights.hexdigest(),
+    }
 
 
 def length_of_constant_positions(config: Any) -> int | None:

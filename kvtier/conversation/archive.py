@@ -1,0 +1,165 @@
+"""`Archive`: sequences of a store on their way to a disk and back."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvtier.conversation.disk import Chunk, Disk
+from kvtier.conversation.index import WIDTH
+from kvtier.conversation.journal import JournalledCache
+from kvtier.conversation.states import States, packed_states, unpacked_states
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A sequence to be saved.
+
+    Attributes:
+        key: see `Disk`.
+        ids: of all its tokens, packed.
+        states: at its end, for a model that keeps states.
+        place: its key in the store.
+    """
+
+    key: str
+    ids: bytes
+    states: States | None
+    place: Hashable
+
+
+class Archive:
+    """Saves in the background, in order, and loads.
+
+    Args:
+        disk: where.
+        open_cache: gives an open cache with the first tokens of a sequence as they are kept, or None where they are not
+            kept any more; the caller closes it.
+        layers: gives new layers of the model's cache, for states.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        open_cache: Callable[[Saved], JournalledCache | None],
+        layers: Callable[[], list[Any]],
+        device: Callable[[], torch.device],
+    ) -> None:
+        self.disk = disk
+        self._open_cache = open_cache
+        self._layers = layers
+        self._device = device
+        self._queue: queue.Queue[Saved | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+
+    # Save
+
+    def submit(self, saved: Saved) -> None:
+        """Save a sequence soon."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="kvtier-saving", daemon=True)
+            self._thread.start()
+        self._queue.put(saved)
+
+    def flush(self) -> None:
+        """Return when all that was submitted is on the disk, or cannot be."""
+        self._queue.join()
+
+    def close(self) -> None:
+        """Save what was submitted, and close the folder."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        self.disk.close()
+
+    def _work(self) -> None:
+        while True:
+            saved = self._queue.get()
+            try:
+                if saved is None:
+                    return
+                self.save(saved)
+            except Exception as error:  # nobody waits for it: what was not saved is computed again
+                self.disk.problem = str(error)
+            finally:
+                self._queue.task_done()
+
+    def save(self, saved: Saved) -> None:
+        """Save what of a sequence is not saved yet."""
+        start, parent = self.disk.find(saved.key, saved.ids)
+        length = len(saved.ids) // WIDTH
+        if start == length and (saved.states is None or any(x.stop == length for x in self._ends(saved))):
+            return
+        cache = self._open_cache(saved)
+        if cache is None:
+            return
+        with cache:
+            tensors = {}
+            for i in sorted(cache._forward.readers):
+                keys, values = cache.layers[i].dense("saving")
+                tensors[f"k.{i}"], tensors[f"v.{i}"] = (x[0, :, start:length].contiguous() for x in (keys, values))
+        said = ""
+        if saved.states is not None:
+            found = packed_states(saved.states)
+            if found is None:
+                self.disk.problem = "a layer of the model has states that are no tensors"
+                return
+            more, about = found
+            tensors |= more
+            said = json.dumps(about)
+        self.disk.write(saved.key, saved.ids, start, parent, tensors, said)
+
+    def _ends(self, saved: Saved) -> list[Chunk]:
+        return self.disk.ends(saved.key, saved.ids)
+
+    # Load
+
+    def find(self, key: str, ids: bytes, *, stateful: bool) -> tuple[int, Chunk | None]:
+        """The longest beginning of a sequence that can be loaded."""
+        if not stateful:
+            return self.disk.find(key, ids)
+        for chunk in self.disk.ends(key, ids):
+            return chunk.stop, chunk
+        return 0, None
+
+    def load(self, cache: JournalledCache, chunk: Chunk, length: int, *, stateful: bool) -> tuple[int, States | None]:
+        """Bring the first tokens of a saved sequence into an empty cache.
+
+        Returns:
+            Tokens that it has then: fewer where something is damaged; and for a model with states those at the end.
+
+        Raises:
+            BudgetError: there is no room.
+        """
+        chain, until = self.disk.read(chunk, length)
+        if not chain or until <= 0 or (stateful and until != length):
+            return 0, None
+        device, states = self._device(), None
+        if stateful:
+            start, tensors, said = chain[-1]
+            states = unpacked_states(tensors, json.loads(said), self._layers(), device)
+            if states is None:
+                return 0, None
+        parts: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for n, (start, tensors, _) in enumerate(chain):
+            stop = min(until, chain[n + 1][0] if n + 1 < len(chain) else until)
+            for name, x in tensors.items():
+                which, _, index = name.partition(".")
+                if which in ("k", "v"):
+                    part = parts.setdefault(int(index), ([], []))[which == "v"]
+                    part.append(x[:, : stop - start])
+        for i, pair in sorted(parts.items()):
+            keys, values = (torch.cat(x, 1)[None].to(device) for x in pair)
+            if keys.shape[2] != until or values.shape[2] != until:
+                return 0, None
+            cache._forward.restore(i, keys, values)
+        cache._forward.steps.end()
+        return until, states
