@@ -116,7 +116,9 @@ class Disk:
                 self._db.execute("CREATE TABLE IF NOT EXISTS conversations (name TEXT PRIMARY KEY, state TEXT)")
             self._check_about(fingerprint)
             self._load()
-        except sqlite3.Error as error:
+        except ConfigError:
+            raise
+        except (sqlite3.Error, ValueError) as error:  # texts that are none, too
             raise ConfigError(
                 f"{self.path / 'manifest.sqlite'} is no manifest of saved sequences, or is damaged: {error}. Move it "
                 "away to begin with an empty folder."
@@ -309,7 +311,7 @@ class Disk:
     def conversations(self) -> dict[str, dict[str, Any]]:
         """All that are saved, by name; those that are damaged are left out."""
         found = {}
-        with self._lock, contextlib.suppress(sqlite3.Error):
+        with self._lock, contextlib.suppress(sqlite3.Error, UnicodeError):
             for name, state in self._db.execute("SELECT name, state FROM conversations").fetchall():
                 with contextlib.suppress(ValueError, TypeError):
                     made = json.loads(state)

@@ -556,7 +556,7 @@ class ConversationStore:
     @staticmethod
     def _disk_key(key: Hashable) -> str | None:
         """The key on the disk; None: what is under it is not saved."""
-        _, salt = key  # type: ignore[misc]
+        salt: Any = key[1]  # type: ignore[index]
         return repr(key) if salt is None or type(salt) in (str, int, bytes) else None
 
     def _load(self, archive: Archive, key: Hashable, ids: bytes, stateful: bool) -> int:
