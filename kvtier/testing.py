@@ -164,7 +164,8 @@ def _device_bytes(index: int, kwargs: dict[str, Any]) -> int:
         reader = getattr(forward, "readers", {}).get(index)
         if reader is not None:
             layer = reader.layer
-            return (layer.count - layer.spilled) * layer.layout.nbytes
+            with reader.memory.lock:
+                return (layer.count - layer.spilled) * layer.layout.nbytes
     return 0
 
 

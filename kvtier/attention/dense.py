@@ -65,7 +65,9 @@ def _gather_all(reader: LayerReader, count: int, data: torch.Tensor) -> None:
     with reader.memory.lock:
         key = (layer.blocks.version, layer.shape_version, reader.workspace.version, count)
         plan = reader.workspace.plans.get(layer.index)
-        reading = reader.begin() if isinstance(plan, DensePlan) and plan.key == key else None
+        reading, hits = None, 0
+        if isinstance(plan, DensePlan) and plan.key == key:
+            reading, hits = reader.begin(), layer.count
     dense = _lay_out(layer, count, data)
     if not isinstance(plan, DensePlan) or plan.key != key:
         plan = _gather(reader, dense, 0, count, key)
@@ -78,7 +80,7 @@ def _gather_all(reader: LayerReader, count: int, data: torch.Tensor) -> None:
             copies.gather(plan.table, layer.layout, *_keys_and_values(dense))
         for target, source in plan.copies:
             target.copy_(source)
-        reader.counters.block_hits += layer.count
+        reader.counters.block_hits += hits
     finally:
         reader.end(reading)
 
@@ -205,7 +207,7 @@ def _gather(
                 copies.gather(plans[-1].table, layer.layout, *_keys_and_values(dense))
             for target, source in plans[-1].copies:
                 target.copy_(source)
-    return plans[0] if len(plans) == 1 and not layer.spilled else None
+    return plans[0] if len(plans) == 1 and not layer.may_be_spilled else None
 
 
 def addresses(pool: BlockPool, places: Iterable[Place], rows: int, first: int = 0) -> AddressPart:

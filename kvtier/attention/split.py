@@ -76,7 +76,7 @@ def serves(reader: LayerReader, query: torch.Tensor, params: AttentionParams) ->
     if mask is not None and (mask.dtype not in native.MASKS or mask.requires_grad):
         return False
     device = layer.device.device
-    if device.type != "cpu" and not layer.spilled:
+    if device.type != "cpu" and not layer.may_be_spilled:
         if launch.available(device):
             return True
         # Without Triton torch's own kernel is the best there is, if one tensor of the layer fits as well.

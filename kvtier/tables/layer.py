@@ -84,6 +84,12 @@ class LayerKV:
         return self._counts
 
     @property
+    def may_be_spilled(self) -> bool:
+        """Whether any block may be on the host only. For whoever does not hold the lock."""
+        blocks = self.blocks
+        return blocks.spilled > 0 or (self.parked is not None and blocks.pools.spilled > 0)
+
+    @property
     def count(self) -> int:
         """Distinct blocks."""
         return sum(self.counts)

@@ -138,14 +138,17 @@ ALONE: dict[str, Mutation] = {
         "part.state, part.refs, part.move = run.state, run.refs, run.move",
         "part.state, part.refs, part.move = run.state, 1, run.move",
     ),
-    "a table that was copied from keeps its reference": edit(writing, "writable", "run.refs -= 1", "pass"),
+    "a table that was copied from keeps its reference": edit(writing, "writable", "release(run, device.free)", "pass"),
     # copy on write
     "a shared tail is written in place": edit(
-        writing, "writable", "if run.refs > 1:", "if run.refs > 1 and (setattr(run, 'refs', 1) or False):"
+        writing,
+        "writable",
+        "if run.refs > 1 or",
+        "if (run.refs > 1 and (setattr(run, 'refs', 1) or False)) or",
     ),
     "an opened block keeps its host copy": edit(residency, "reopen", "drop_copy(run)", "run.state = State.DEVICE"),
     # notices: what is kept from call to call
-    "a move of a run changes no version": edit(residency, "_enter", "blocks.version += 1", "pass"),
+    "a move of a run changes no version": edit(residency, "_enter", "blocks.changed()", "pass"),
     "a crop keeps the writer of the tails, and nobody asks whether they are open": both(
         edit(LayerKV, "_trim", "self._tails = None", "pass"),
         edit(
@@ -174,7 +177,7 @@ ALONE: dict[str, Mutation] = {
         Workspace, "release_idle", "0 if self.in_use else self.nbytes", "self.nbytes"
     ),
     # admission
-    "nothing is admitted": edit(TieredMemory, "admit", "if wanted(limit) > limit:", "if False:"),
+    "nothing is admitted": edit(TieredMemory, "_admit", "if wanted(limit) > limit:", "if False:"),
     "claims of others do not count": edit(
         TieredMemory, "_demand", "if each in x.claims and x is not owner", "if False"
     ),
@@ -337,7 +340,8 @@ def aside(memory: TieredMemory) -> None:
     with TieredKVCache(LlamaConfig(num_hidden_layers=1), memory=memory) as cache:
         cache.layers[0].lazy_initialization(x, x)
         cache.update(x, x, 0)
-        parked = ParkedSequences(memory)
+        with memory.lock:
+            parked = ParkedSequences(memory)
         sequence = cache._forward.park(parked, 0, 2)
         with TieredKVCache(LlamaConfig(num_hidden_layers=1), memory=memory) as other:
             assert other._forward.follow(parked, [sequence], 2) == 2
@@ -349,6 +353,8 @@ def aside(memory: TieredMemory) -> None:
         cache.check_integrity()
         cache.explain()
         cache.layers[0].reset()
+    with memory.changing():
+        parked.close()
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=8)
     with TieredKVCache(config, memory=memory) as cache:
