@@ -53,9 +53,11 @@ def adapters(model: Any) -> tuple[str, ...]:
     """Adapters that change what the model computes now."""
     found: dict[str, None] = {}
     for module in model.modules():
+        if "base_layer" not in module._modules:  # most have none: to ask for what is not there is slow
+            continue
         names = getattr(module, "active_adapters", None)
         off = getattr(module, "disable_adapters", False) or getattr(module, "merged", False)
-        if isinstance(names, (list, tuple)) and hasattr(module, "base_layer") and not off:
+        if isinstance(names, (list, tuple)) and not off:
             found |= dict.fromkeys(names)
     return tuple(found)
 

@@ -103,6 +103,22 @@ def test_beams_and_several_sequences_continue_one_prompt_that_is_there_once() ->
         check_kept(store, model)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+def test_the_rows_of_a_batch_continue_together_what_each_left(name: str) -> None:
+    model = tiny_model(name)
+    with store_of(model) as store:
+        ids = torch.cat([some_ids(30), some_ids(30, seed=9)])
+        for n in range(3):
+            out = store.generate(**ones(ids), **GREEDY)
+            assert torch.equal(out, fresh(model, ones(ids)))
+            assert [row.cached for row in store.reuse] == ([ids.shape[1] - 5] * 2 if n else [0, 0])
+            ids = grown(out)
+        alone = store.generate(**ones(ids[1:]), **(GREEDY | {"num_beams": 2}))
+        assert torch.equal(alone, fresh(model, ones(ids[1:]), num_beams=2))
+        assert store.reuse[0].cached == ids.shape[1] - 5
+        check_kept(store, model)
+
+
 def test_sampling_and_candidates_continue_too() -> None:
     model = tiny_model("llama")
     with store_of(model) as store:
