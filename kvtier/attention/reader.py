@@ -113,6 +113,8 @@ class LayerReader:
         """What is found under the lock is read from now on without it. The caller holds the lock."""
         memory = self.memory
         self.layer.blocks.last_used = memory.clock
+        if self.layer.parked is not None:
+            self.layer.parked.last_used = memory.clock
         return None if memory.private else memory.readers.begin()
 
     def end(self, reading: Reading | None) -> None:
@@ -218,14 +220,16 @@ class LayerReader:
                 break
             runs = [each.run for each in left]
             try:
-                self.device.fetch(runs, most or every, blocks, evict=True)
+                self.device.fetch(runs, most or every, blocks, evict=True, counters=self.counters)
             except BudgetError:
                 # All that is left are blocks of this layer; those that were resident have been read.
-                self.device.fetch([each.run for each in _whole(left)], most or every, None, evict=True)
+                self.device.fetch(
+                    [each.run for each in _whole(left)], most or every, None, evict=True, counters=self.counters
+                )
         for each in ready:
             residency.arrive(each.run)
         if left and most:
-            ahead = self.device.fetch([each.run for each in left], most, blocks, evict=False)
+            ahead = self.device.fetch([each.run for each in left], most, blocks, evict=False, counters=self.counters)
             self.counters.prefetched += sum(run.count for run in ahead)
         return ready, list(_whole(left))
 
@@ -249,6 +253,7 @@ class LayerReader:
                 self.layer.count,
                 self.layer.blocks,
                 evict=False,
+                counters=self.counters,
             )
             self.counters.prefetched += sum(run.count for run in ahead)
 

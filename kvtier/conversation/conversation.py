@@ -48,7 +48,7 @@ class Conversation:
     Attributes:
         name: in the store.
         salt: of its calls.
-        ids: token ids so far, prompt and answers.
+        ids: token ids of the last call, prompt and answer.
         messages: of a chat, so far, where `send` was used.
         reuse: what the last call began with; None before the first.
     """
@@ -76,6 +76,8 @@ class Conversation:
             raise ConfigError(
                 f"A conversation has one row, and was given {ids.shape[0]}: use store.generate for those."
             )
+        if (kwargs.get("num_return_sequences") or 1) > 1:
+            raise ConfigError("A conversation has one answer: use store.generate for several.")
         if not self._busy.acquire(blocking=False):
             raise ConcurrentUseError(
                 f"Another thread is generating with conversation {self.name!r}. Wait for its end, or `fork` it."
@@ -148,25 +150,29 @@ class Conversation:
         return made
 
     def rewind(self, *, tokens: int | None = None, turns: int | None = None) -> None:
-        """Forget the end: so many tokens, or so many messages of the user with all that followed.
+        """Forget the end: so many tokens, or, of a chat, so many messages of the user with all that followed.
 
         Raises:
-            ConfigError: neither or both; or more than there is.
+            ConfigError: neither or both; more than there is; or tokens of a chat, whose messages say what is sent.
         """
         self._check_open()
         if (tokens is None) == (turns is None):
             raise ConfigError("rewind needs tokens= or turns=.")
         if tokens is not None:
+            if self.messages:
+                raise ConfigError("A chat is rewound by turns=: the next prompt is made of its messages.")
             if not 0 <= tokens <= len(self.ids):
                 raise ConfigError(f"tokens={tokens}: the conversation has {len(self.ids)}.")
             self.ids = self.ids[: len(self.ids) - tokens]
+            self.store.changed(self)
             return
         assert turns is not None
         at = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not 0 <= turns <= len(at):
             raise ConfigError(f"turns={turns}: the conversation has {len(at)}.")
         if turns:
-            self.messages = self.messages[: at[-turns]]
+            self.messages, self.ids = self.messages[: at[-turns]], []
+        self.store.changed(self)
 
     def park(self) -> None:
         """Let its blocks leave the device now: nobody will go on for a while. Nothing is lost."""

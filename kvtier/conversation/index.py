@@ -145,7 +145,7 @@ class PrefixIndex(Generic[T]):
     def _split(self, above: _Node[T], head: bytes, node: _Node[T], at: int) -> _Node[T]:
         """Put a node between two, where their ids part."""
         between: _Node[T] = _Node(node.ids[:at], above)
-        node.ids, node.above = node.ids[at:], between
-        between.below[node.ids[:WIDTH]] = node
+        between.below[node.ids[at : at + WIDTH]] = node
         above.below[head] = between
+        node.ids, node.above = node.ids[at:], between
         return between

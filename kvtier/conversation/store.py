@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from kvtier.config import Size, parse_size
 from kvtier.conversation.archive import Archive, Saved
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk import Disk
-from kvtier.conversation.index import WIDTH, PrefixIndex, packed
+from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
 from kvtier.conversation.journal import GivenAgain, JournalledCache, note_forward
 from kvtier.conversation.reuse import RowReuse, StoreStats
 from kvtier.conversation.states import States, copied, has_states, joined, nbytes
@@ -70,6 +71,7 @@ class _Call:
         rows: token ids of each row, packed.
         expand: rows of the cache for each row.
         key: see `PrefixIndex`.
+        depends: what keys and values depend on besides tokens, when the call began.
         loaded: tokens of each row that were read from the disk for this call.
     """
 
@@ -79,7 +81,27 @@ class _Call:
     rows: list[bytes]
     expand: int
     key: Hashable
+    depends: Hashable
     loaded: list[int] = field(default_factory=list)
+
+
+def _bytes(name: str, size: Size) -> int:
+    found = parse_size(name, size)
+    if not isinstance(found, int):
+        raise ConfigError(f"{name}={size!r}: give bytes, such as 10**12 or '500GiB'.")
+    return found
+
+
+def _weakly(method: Callable[[ParkedSequence], None]) -> Callable[[ParkedSequence], None]:
+    """A method of an object that it does not keep alive."""
+    weak = weakref.WeakMethod(method)
+
+    def call(sequence: ParkedSequence) -> None:
+        found = weak()
+        if found is not None:
+            found(sequence)
+
+    return call
 
 
 class ConversationStore:
@@ -108,6 +130,8 @@ class ConversationStore:
         directory: where what is kept is saved in the background, for later processes with the same model: bound to
             every weight and the config. Without one, what is kept ends with the store.
         disk_budget: bytes on the disk: an int or a string; what was used longest ago goes first. None: no limit.
+        state_budget: bytes of all copies of states, an int or a string; what was used longest ago goes first. They are
+            where the model is, and are not part of the other budgets.
 
     Raises:
         ConfigError: an option that is malformed; a directory that cannot be used, or is of another model.
@@ -128,6 +152,7 @@ class ConversationStore:
         host_attention: bool = True,
         directory: str | Path | None = None,
         disk_budget: Size | None = None,
+        state_budget: Size = "1GiB",
     ) -> None:
         if not hasattr(model, "generate") or not hasattr(model, "config"):
             raise ConfigError(f"model is an object of {type(model).__name__}, not a Transformers model that generates.")
@@ -143,7 +168,10 @@ class ConversationStore:
         self._cache().close()  # options that are wrong are an error here
         with memory.lock:
             self._parked = ParkedSequences(memory)
-        self._parked.shortened = self._shortened
+        self._parked.shortened = _weakly(self._shortened)
+        # Who drops a store on a memory of others gives back what it held.
+        self._finalizer = weakref.finalize(self, memory.abandon, self._parked.close)
+        self._finalizer.atexit = False
         # Changed under the memory's lock: what is parked may go whenever somebody needs room.
         self._entries: dict[ParkedSequence, _Entry] = {}
         self._index: PrefixIndex[_Entry | _At] = PrefixIndex()
@@ -152,19 +180,22 @@ class ConversationStore:
         self._go_on: bool | None = None
         self._constant = of.length_of_constant_positions(model.config)
         self._conversations: dict[str, Conversation] = {}
+        self._problem = ""
         self._last = threading.local()
-        self._calls = self._prompt_tokens = self._cached_tokens = self._dropped = self._active = 0
+        self._calls = self._prompt_tokens = self._cached_tokens = self._dropped = 0
+        self._active: set[object] = set()
+        self._state_budget = _bytes("state_budget", state_budget)
         self._archive: Archive | None = None
         if directory is not None:
-            limit = None if disk_budget is None else parse_size("disk_budget", disk_budget)
-            if limit is not None and not isinstance(limit, int):
-                raise ConfigError(f"disk_budget={disk_budget!r}: give bytes, such as 10**12 or '500GiB'.")
+            limit = None if disk_budget is None else _bytes("disk_budget", disk_budget)
             disk = Disk(directory, limit, of.fingerprint(model))
             self._archive = Archive(disk, self._open_kept, self._new_layers, lambda: torch.device(model.device))
             for name, state in disk.conversations().items():
                 self._conversations[name] = Conversation.of(self, name, state)
         elif disk_budget is not None:
             raise ConfigError("disk_budget is given without a directory.")
+        self._keeps_positions = of.keeps_positions(model)
+        self._reads_positions = of.reads_positions(model)
         self._hook = of.inner(model).register_forward_pre_hook(note_forward, with_kwargs=True)
         self.closed = False
 
@@ -192,8 +223,17 @@ class ConversationStore:
         self._check_open()
         if generation_config is not None:
             kwargs["generation_config"] = generation_config
-        for name in ("past_key_values", "cache_implementation"):
-            if kwargs.get(name) is not None:
+        try:
+            hash(salt)
+        except TypeError:
+            raise ConfigError(
+                f"salt={salt!r} cannot be compared: give a string, a number or a tuple of these."
+            ) from None
+        given = (
+            of.setting("cache_implementation", self.model, kwargs) if hasattr(self.model, "generation_config") else None
+        )
+        for name, value in (("past_key_values", kwargs.get("past_key_values")), ("cache_implementation", given)):
+            if value is not None:
                 raise ConfigError(f"{name}: the store brings its own cache. Leave it out, or call model.generate.")
         ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         with self._in_use():
@@ -220,6 +260,8 @@ class ConversationStore:
             return None, f"keys and values depend on {', '.join(others)} too"
         if of.setting("use_cache", model, kwargs) is False:
             return None, "use_cache=False"
+        if self._keeps_positions:
+            return None, "the model remembers positions from one call to the next"
         if model.training:
             return None, "the model is in training mode"
         if of.setting("prefill_chunk_size", model, kwargs):
@@ -235,8 +277,15 @@ class ConversationStore:
             return None, "a mask that is not that of left padding"
         expand = max(of.setting(name, model, kwargs) or 1 for name in ("num_beams", "num_return_sequences"))
         pads = (~here).sum(1).tolist()
+        if any(pads) and not self._reads_positions:
+            kwargs["attention_mask"] = mask
+            return None, "positions of the model count the padding"
         rows = [packed(row[pad:]) for row, pad in zip(ids.tolist(), pads, strict=True)]
-        return _Call(ids, mask, pads, rows, expand, (of.adapters(model), salt), [0] * len(rows)), ""
+        key = (of.computed_as(model), salt)
+        return _Call(ids, mask, pads, rows, expand, key, self._depends(), [0] * len(rows)), ""
+
+    def _depends(self) -> Hashable:
+        return of.computed_as(self.model), of.weights_version(self.model)
 
     def _default_mask(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The mask that `generate` infers: padding is what is a padding token and no end of a text."""
@@ -298,13 +347,28 @@ class ConversationStore:
                         cache.crop(0)
                         self._keep(cache, call, stateful, states)
                 raise
-            self._keep(cache, call, stateful, states)
+            try:
+                self._keep(cache, call, stateful, states)
+            except KVTierError as error:
+                self._problem = str(error)  # what was generated is not lost for it
             return self._report(out, reuse)
+        except BaseException:
+            self._drop_lost()
+            raise
         finally:
-            cache.close()
-            with self.memory.lock:
-                for entry in used:
-                    entry.sequence.users -= 1
+            try:
+                cache.close()
+            finally:
+                with self.memory.lock:
+                    for entry in used:
+                        entry.sequence.users.discard(cache)
+
+    def _drop_lost(self) -> None:
+        """Drop what was parked and is in no index, for its call was cut short; a call of another thread that is about
+        to list what it has parked keeps nothing."""
+        with self.memory.changing():
+            for sequence in [x for x in self._parked.sequences if x not in self._entries]:
+                self._parked.drop(sequence)
 
     def _report(self, out: Any, reuse: tuple[RowReuse, ...]) -> Any:
         self._last.reuse = reuse
@@ -314,6 +378,8 @@ class ConversationStore:
             self._cached_tokens += sum(row.cached for row in reuse)
         if not isinstance(out, torch.Tensor):
             out.reuse = reuse
+            if "past_key_values" in out:
+                out.past_key_values = None  # it is closed: what it held is kept here
         return out
 
     # What a call begins with
@@ -331,10 +397,10 @@ class ConversationStore:
             if self.memory.has_garbage:
                 self.memory.collect()
             columns, entries = self._find_states(call) if stateful else self._find(call)
-            for entry in entries:
-                entry.sequence.users += 1
-                self._parked.touch(entry.sequence)
             used += entries
+            for entry in entries:
+                entry.sequence.users.add(cache)
+                self._parked.touch(entry.sequence)
             states = [entry.states[columns] for entry in entries] if stateful and columns else []
         if not columns:
             return 0, "nothing that is kept begins the same"
@@ -368,9 +434,10 @@ class ConversationStore:
         """Columns that are there of every row, and what has them."""
         entries, columns = [], call.ids.shape[1] - 1  # the last token's logits are wanted
         for row, pad in zip(call.rows, call.pads, strict=True):
-            length, found = self._index.find(call.key, row)
+            _, found = self._index.find(call.key, row)
             if not isinstance(found, _Entry):
                 return 0, []
+            length = common(found.ids, row)
             columns = min(columns, length + pad, found.sequence.length + pad)
             entries.append(found)
         return (columns, entries) if columns > max(call.pads) else (0, [])
@@ -383,7 +450,7 @@ class ConversationStore:
         for row in call.rows:
             mine: dict[int, _Entry] = {}
             for length, found in self._index.prefixes(call.key, row[:-WIDTH]):
-                if isinstance(found, _At) and found.entry.sequence.length >= length:
+                if isinstance(found, _At) and min(found.entry.sequence.length, common(found.entry.ids, row)) >= length:
                     mine.setdefault(length, found.entry)
             before = common_to
             common_to = {
@@ -437,6 +504,8 @@ class ConversationStore:
             cached = stop
             if stop == last or stop % SPACING == 0:
                 found[stop] = [copied(cache.layers, row * call.expand) for row in range(len(call.rows))]
+                for extra in list(found)[1 : max(len(found) - MOST_STATES + 1, 1)]:
+                    del found[extra]
         return found
 
     # What is kept of a call
@@ -448,6 +517,10 @@ class ConversationStore:
             return
         if stateful and any(call.pads):
             return  # the padding is part of a state
+        if self._constant is not None and length > self._constant:
+            return  # keys of a longer sequence are others than those of a shorter one
+        if call.depends != self._depends():
+            return  # the model was changed meanwhile
         if any(getattr(layer, "record_past", False) for layer in cache.layers):
             return  # assisted decoding: windows hold more than they show
         pad_token = of.setting("pad_token_id", self.model, {})
@@ -474,9 +547,9 @@ class ConversationStore:
         save: bool = True,
     ) -> None:
         with self.memory.lock:
-            length, found = self._index.find(key, ids)
+            _, found = self._index.find(key, ids)
             entry = found.entry if isinstance(found, _At) else found
-            if entry is not None and length == len(ids) // WIDTH and entry.sequence.length >= length:
+            if entry is not None and min(common(entry.ids, ids), entry.sequence.length) == len(ids) // WIDTH:
                 self._parked.touch(entry.sequence)
                 self._add_states(entry, states)
                 if save:
@@ -511,6 +584,9 @@ class ConversationStore:
             self._add_states(entry, states)
             if not states:
                 self._index.add(key, ids, entry)
+            elif not entry.states:  # it gave up its end meanwhile, and nobody could continue the rest
+                self._parked.drop(sequence)
+                return
             if save:
                 self._save(entry)
 
@@ -522,6 +598,22 @@ class ConversationStore:
                 self._index.add(entry.key, entry.ids[: length * WIDTH], at)
         for length in sorted(entry.states)[1 : max(len(entry.states) - MOST_STATES + 1, 1)]:
             self._drop_states(entry, length)
+        if states:
+            self._bound_states(entry)
+
+    def _bound_states(self, newest: _Entry) -> None:
+        """Drop what was used longest ago until the copies of states are within their budget."""
+        total = self._state_bytes()
+        for sequence in list(self._parked.sequences):
+            if total <= self._state_budget:
+                return
+            entry = self._entries.get(sequence)
+            if entry is not None and entry is not newest and entry.states and not sequence.users:
+                total -= sum(nbytes(state) for state in entry.states.values())
+                self._parked.drop(sequence)
+
+    def _state_bytes(self) -> int:
+        return sum(nbytes(state) for x in self._entries.values() for state in x.states.values())
 
     def _drop_states(self, entry: _Entry, length: int) -> None:
         del entry.states[length]
@@ -671,8 +763,9 @@ class ConversationStore:
     def park(self, ids: Sequence[int], *, salt: Hashable = None) -> None:
         """Let what is kept of these tokens leave the device, as far as the host has room."""
         self._check_open()
-        key, wanted = (of.adapters(self.model), salt), packed(ids)
+        key, wanted = (of.computed_as(self.model), salt), packed(ids)
         with self.memory.changing(), contextlib.suppress(BudgetError):
+            self.memory.collect()
             length, found = self._index.find(key, wanted)
             entry = found.entry if isinstance(found, _At) else found
             if entry is not None and length:
@@ -685,13 +778,15 @@ class ConversationStore:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        with self.memory.lock:
-            self._active += 1
+        call = object()
         try:
+            with self.memory.lock:
+                self._check_open()
+                self._active.add(call)
             yield
         finally:
             with self.memory.lock:
-                self._active -= 1
+                self._active.discard(call)
 
     def _check_weights(self) -> None:
         """Drop everything if the model was changed: other weights make other keys and values."""
@@ -704,6 +799,7 @@ class ConversationStore:
         """Drop all that is kept."""
         self._check_open()
         with self.memory.changing():
+            self.memory.collect()
             self._parked.clear()
 
     @property
@@ -717,9 +813,10 @@ class ConversationStore:
                 self._cached_tokens,
                 len(self._entries),
                 sum(x.sequence.length for x in self._entries.values()),
-                sum(nbytes(state) for x in self._entries.values() for state in x.states.values()),
+                self._state_bytes(),
                 self._dropped,
-                *((0, 0, "") if disk is None else (disk.nbytes, disk.damaged, disk.problem)),
+                *((0, 0) if disk is None else (disk.nbytes, disk.damaged)),
+                self._problem or ("" if disk is None else disk.problem),
             )
 
     def close(self) -> None:
@@ -729,6 +826,8 @@ class ConversationStore:
             ConcurrentUseError: another thread is generating.
         """
         if self.closed:
+            if self._own and not self.memory.closed:
+                self.memory.close()
             return
         if self._archive is not None and not self._active:
             self.flush()
@@ -736,9 +835,11 @@ class ConversationStore:
         with self.memory.changing():
             if self._active:
                 raise ConcurrentUseError("Another thread is generating with this ConversationStore. Wait for its end.")
-            self.closed = True
+            self.memory.collect()
             self._hook.remove()
             self._parked.close()
+            self.closed = True
+            self._finalizer.detach()
         if self._own:
             self.memory.close()
 
@@ -761,7 +862,6 @@ class ConversationStore:
             assert self._entries.keys() == self._parked.sequences.keys(), "a sequence without ids"
             assert self._at.keys() == set(self._entries.values())
             for sequence, entry in self._entries.items():
-                assert sequence.users >= 0
                 assert max(entry.states, default=0) <= sequence.length, "states of tokens that are gone"
                 if not entry.states:
                     assert len(entry.ids) == sequence.length * WIDTH, "ids of tokens that are gone"

@@ -138,7 +138,7 @@ class Schedule:
         if most <= 0:
             return True
         runs = [run for run in layer.runs() if run.state is State.HOST]
-        got = reader.device.fetch(runs, most, layer.blocks, evict=False)
+        got = reader.device.fetch(runs, most, layer.blocks, evict=False, counters=reader.counters)
         count = sum([run.count for run in got])
         reader.expect(got)
         reader.counters.prefetched += count
@@ -152,7 +152,7 @@ class Schedule:
         leaving = [run for run in layer.runs() if run not in staying and run.sealed and run.device is not None]
         reader.device.leave(leaving, layer.count)
         coming = [run for run in staying if run.state is State.HOST]
-        reader.device.fetch(coming, layer.count, layer.blocks, evict=False)
+        reader.device.fetch(coming, layer.count, layer.blocks, evict=False, counters=reader.counters)
 
     def drop(self) -> None:
         """Rows, lengths or layers changed: what was fetched is like any block on the device."""

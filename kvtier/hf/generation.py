@@ -25,12 +25,13 @@ _TRIAL, _FIRST = 12, 7
 
 def model_inputs(arguments: dict[str, Any]) -> list[str]:
     """The names of those arguments of `generate` that are inputs of a model, token ids and their mask aside."""
-    known = _SIGNATURE | _SETTINGS | {"input_ids", "attention_mask"}
+    known = _SIGNATURE | _SETTINGS | {"input_ids", "attention_mask", "tokenizer", "assistant_tokenizer"}
     return sorted(name for name, value in arguments.items() if name not in known and value is not None)
 
 
 def inner(model: Any) -> Any:
     """The model whose forward `generate` calls: of one with adapters, what these are in."""
+    model = getattr(model, "_orig_mod", model)  # compiled
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -49,23 +50,39 @@ def assisted(model: Any, arguments: dict[str, Any]) -> bool:
     return any(setting(name, model, arguments) is not None for name in names)
 
 
+def reads_positions(model: Any) -> bool:
+    """Whether positions come from the mask, so that padding does not shift them."""
+    return "position_ids" in inspect.signature(inner(model).forward).parameters
+
+
+def keeps_positions(model: Any) -> bool:
+    """Whether a model remembers, from one call to the next, how positions go on (multimodal rotary embeddings)."""
+    return any("rope_deltas" in vars(module) for module in model.modules())
+
+
 def adapters(model: Any) -> tuple[str, ...]:
-    """Adapters that change what the model computes now."""
+    """Adapters that change what the model computes now, and how much."""
     found: dict[str, None] = {}
     for module in model.modules():
         if "base_layer" not in module._modules:  # most have none: to ask for what is not there is slow
             continue
-        names = getattr(module, "active_adapters", None)
-        off = getattr(module, "disable_adapters", False) or getattr(module, "merged", False)
-        if isinstance(names, (list, tuple)) and not off:
-            found |= dict.fromkeys(names)
+        merged, scaling = getattr(module, "merged", False), getattr(module, "scaling", None) or {}
+        names = getattr(module, "merged_adapters" if merged else "active_adapters", None)
+        if isinstance(names, (list, tuple)) and (merged or not getattr(module, "disable_adapters", False)):
+            found |= dict.fromkeys(f"{name} {scaling.get(name, 1)} {merged}" for name in names)
     return tuple(found)
 
 
+def computed_as(model: Any) -> tuple[Any, ...]:
+    """What keys and values depend on now, tokens and weights aside: adapters, and the dtype of autocast."""
+    device = torch.device(model.device).type
+    return (*adapters(model), torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+
+
 def weights_version(model: Any) -> int:
-    """Changes when weights are written or replaced."""
+    """Changes when weights are written or replaced: through torch, not through `.data`, which torch does not count."""
     total = 0
-    for x in model.parameters():
+    for x in (*model.parameters(), *model.buffers()):
         total = hash((total, x.data_ptr(), 0 if x.is_inference() else x._version))
     return total
 

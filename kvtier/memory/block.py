@@ -130,7 +130,8 @@ class BlockSet:
         refs = dict.fromkeys(self.runs, 0)
         for each in self.holders:
             for run in each.parked_runs():
-                refs[run] = refs.get(run, 0) + 1
+                if run in refs:
+                    refs[run] += 1
         for run, count in refs.items():
             run.refs = count
 

@@ -334,7 +334,9 @@ class ComputeDevice:
 
     # Up
 
-    def fetch(self, runs: Sequence[Run], most: int, keep: BlockSet | None, *, evict: bool) -> list[Run]:
+    def fetch(
+        self, runs: Sequence[Run], most: int, keep: BlockSet | None, *, evict: bool, counters: Counters | None = None
+    ) -> list[Run]:
         """Begin to fetch runs of one set that are on the host only, as many of the first blocks as there is room for.
 
         Args:
@@ -342,6 +344,7 @@ class ComputeDevice:
             most: blocks, at the most.
             keep: blocks that are not evicted for it.
             evict: make room for one block if there is none; else only what is free or may be allocated.
+            counters: of who asks; None: of who owns the set.
 
         Returns:
             What is on its way, possibly nothing.
@@ -392,7 +395,7 @@ class ComputeDevice:
                 behind.append(self._written)
         # Slots in rising order: neighbours at both ends are one copy.
         self._scattered = sizing.scattered(len(chosen), sum(run.count for run, _ in chosen))
-        transfer = residency.fetch(chosen, behind if self.engine.asynchronous else None)
+        transfer = residency.fetch(chosen, behind if self.engine.asynchronous else None, counters)
         if transfer.state is TransferState.FAILED:
             if evict:
                 transfer.wait()  # raises

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from kvtier.memory.block import RESIDENT, BlockSet, Move, Run, State
 from kvtier.memory.pool import BlockPool, Fence
 from kvtier.memory.readers import Fences
+from kvtier.stats import Counters
 from kvtier.transfer.copies import Copy, joined
 from kvtier.transfer.engine import Direction, Event, Transfer
 
@@ -122,12 +123,15 @@ def write_back(runs: Sequence[tuple[Run, int]]) -> Transfer:
     return _submit(move, joined(copies), Direction.WRITE_BACK, (), None)
 
 
-def fetch(runs: Sequence[tuple[Run, int]], behind: Sequence[Event] | None = None) -> Transfer:
+def fetch(
+    runs: Sequence[tuple[Run, int]], behind: Sequence[Event] | None = None, counters: Counters | None = None
+) -> Transfer:
     """Copy runs of one set to the device, in the background.
 
     Args:
         runs: each with the first of the device slots that the caller took for it. On failure they are given back.
         behind: the last readers of these slots, which the copies begin behind; None: all compute so far.
+        counters: of who asks; None: of who owns the set.
 
     Returns:
         The transfer; where it has failed already, the runs are as they were.
@@ -143,8 +147,9 @@ def fetch(runs: Sequence[tuple[Run, int]], behind: Sequence[Event] | None = None
             after.append(run.move.transfer)
         run.device, run.move = slot, move
         copies.append(Copy(pools.host.span(run.host, run.count), pools.device.span(slot, run.count)))
-    runs[0][0].blocks.counters.block_fetches += sum(run.count for run, _ in runs)
-    return _submit(move, joined(copies), Direction.FETCH, after, behind)
+    counters = counters or runs[0][0].blocks.counters
+    counters.block_fetches += sum(run.count for run, _ in runs)
+    return _submit(move, joined(copies), Direction.FETCH, after, behind, counters)
 
 
 def _submit(
@@ -153,6 +158,7 @@ def _submit(
     direction: Direction,
     after: Sequence[Transfer],
     behind: Sequence[Event] | None,
+    counters: Counters | None = None,
 ) -> Transfer:
     blocks = move.runs[0].blocks
 
@@ -174,7 +180,7 @@ def _submit(
         move.transfer = engine.submit(
             copies,
             direction,
-            blocks.counters,
+            counters or blocks.counters,
             after=after,
             behind=behind,
             on_done=done,

@@ -242,9 +242,14 @@ class LayerKV:
         """It ends: whoever frees all blocks of its set asks no table, which may have been cut short in a change."""
         parked = self.parked
         if parked is not None:
-            for run in list(self.parked_runs()):
-                release(run, self.device.free)
-            parked.holders.remove(self)
+            for table in self.tables:
+                runs = table.resolve()
+                table.runs = []  # first: whatever cuts this short, nobody counts them for this table
+                for run in runs:
+                    if run.blocks is parked:
+                        release(run, self.device.free)
+            if self in parked.holders:
+                parked.holders.remove(self)
             self.parked = None
         self._set_rows([])
         self.length = 0
@@ -286,8 +291,8 @@ class LayerKV:
     def _hold(self, parked: BlockSet) -> None:
         assert self.parked in (None, parked), "a layer continues one set"
         if self.parked is None:
+            self.parked = parked  # first: `forget` finds it
             parked.holders.append(self)
-            self.parked = parked
 
     def parked_runs(self) -> Iterator[Run]:
         """The parked runs in its tables, as often as they are there."""

@@ -8,6 +8,7 @@ a sequence goes first, for what precedes it is of use without it and not the oth
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvtier.errors import MismatchError
@@ -28,7 +29,7 @@ class ParkedSequence:
     Attributes:
         length: tokens; 0: it was dropped.
         tables: by layer.
-        users: caches that continue it.
+        users: what continues it, whatever that is.
     """
 
     __slots__ = ("length", "tables", "users")
@@ -36,7 +37,7 @@ class ParkedSequence:
     def __init__(self, length: int, tables: dict[int, BlockTable]) -> None:
         self.length = length
         self.tables = tables
-        self.users = 0
+        self.users: set[object] = set()
 
 
 class ParkedLayer:
@@ -81,7 +82,9 @@ class ParkedSequences:
     def __init__(self, memory: TieredMemory) -> None:
         self.memory = memory
         self.owner = memory.enter(memory.new_owner())
-        self.sequences: dict[ParkedSequence, None] = {}
+        self.sequences: OrderedDict[ParkedSequence, None] = OrderedDict()
+        # Those that may have blocks on the device, in the order of their use.
+        self._on_device: OrderedDict[ParkedSequence, None] = OrderedDict()
         self.shortened: Shortened = lambda sequence: None
         self._layers: dict[int, ParkedLayer] = {}
         memory.parked.append(self)
@@ -105,7 +108,9 @@ class ParkedSequences:
         self.sequences[sequence] = None  # first: a run of a table that nobody lists would be lost
         for index, layer in layers.items():
             sequence.tables[index] = layer.park(self._layer(index, layer.layout, layer.device).parked, row, length)
-        self.claim()
+        self._on_device[sequence] = None
+        # The cache goes on with these blocks: they were claimed by it, and are claimed here from now on.
+        self.owner.claims = self._used()
         return sequence
 
     def follow(self, rows: Sequence[ParkedSequence], length: int, make: Callable[[int, ParkedLayer], LayerKV]) -> int:
@@ -137,6 +142,7 @@ class ParkedSequences:
                 table.length = length
                 tables.setdefault(sequence, {})[index] = table
             kv.follow(layer.parked, [tables[sequence][index] for sequence in rows], length)
+        self._on_device |= dict.fromkeys(rows)
         refused = self.claim()
         if refused is not None:
             raise refused
@@ -145,8 +151,7 @@ class ParkedSequences:
     def touch(self, sequence: ParkedSequence) -> None:
         """It was used: it is the last to give up room."""
         if sequence in self.sequences:
-            del self.sequences[sequence]
-            self.sequences[sequence] = None
+            self.sequences.move_to_end(sequence)
 
     def drop(self, sequence: ParkedSequence) -> None:
         """It is not kept any more."""
@@ -154,21 +159,25 @@ class ParkedSequences:
             self.shorten(sequence, 0)
 
     def clear(self) -> None:
-        """Drop all sequences."""
+        """Drop all sequences, and what is known of the layers that no cache continues."""
         for sequence in list(self.sequences):
             self.drop(sequence)
-        self.claim()
+        self.owner.claims = self._used()
+        for index, layer in list(self._layers.items()):
+            if layer.parked.holders == [layer]:
+                self._drop_layer(index, layer)
 
     def close(self) -> None:
         """Drop all sequences and leave the memory. No cache continues one any more."""
         self.clear()
-        for index, layer in list(self._layers.items()):
-            layer.parked.holders.remove(layer)
-            assert not layer.parked.holders, "a cache still continues a parked sequence"
-            self.memory.drop_set(self.owner, layer.device, layer.parked)
-            del self._layers[index]
+        assert not self._layers, "a cache still continues a parked sequence"
         self.memory.parked.remove(self)
         self.memory.leave(self.owner)
+
+    def _drop_layer(self, index: int, layer: ParkedLayer) -> None:
+        del self._layers[index]
+        layer.parked.holders.remove(layer)
+        self.memory.drop_set(self.owner, layer.device, layer.parked)
 
     # Room
 
@@ -179,8 +188,13 @@ class ParkedSequences:
             BudgetError: the host is full. TransferError: a copy failed.
         """
         left = 0
-        for sequence in list(self.sequences):
+        if not any(x.parked.evictable for x in self._layers.values() if x.parked.pools is pools):
+            return left
+        for sequence in list(self._on_device):
             if sequence.users:
+                continue
+            if not any(run.device is not None for table in sequence.tables.values() for run in table.resolve()):
+                self._on_device.pop(sequence, None)
                 continue
             for index, table in sequence.tables.items():
                 layer = self._layers[index]
@@ -217,6 +231,8 @@ class ParkedSequences:
                     if gone >= nbytes:
                         return True
                     self.shorten(sequence, sequence.length - self._tokens(sequence, nbytes - gone))
+                    if before - self._bytes() == gone:
+                        self.shorten(sequence, 0)  # others hold its end, and keep it
         return self._bytes() < before
 
     def _tokens(self, sequence: ParkedSequence, nbytes: int) -> int:
@@ -234,6 +250,7 @@ class ParkedSequences:
         sequence.length = length
         if not length:
             self.sequences.pop(sequence, None)
+            self._on_device.pop(sequence, None)
         for index, table in sequence.tables.items():
             layer = self._layers[index]
             if length:

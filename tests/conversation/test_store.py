@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from families import VOCAB, build_model, dynamic_cache, tiny_model
 from test_turns import check_kept
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import BartConfig, BartForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from kvtier import ClosedError, ConcurrentUseError, ConfigError, ConversationStore, TieredKVCache, TieredMemory
+from kvtier import (
+    ClosedError,
+    ConcurrentUseError,
+    ConfigError,
+    ConversationStore,
+    MismatchError,
+    TieredKVCache,
+    TieredMemory,
+)
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
 
@@ -271,7 +281,139 @@ def test_a_cache_of_the_callers_own_is_refused() -> None:
         store.generate(**ones(some_ids(9)), past_key_values=TieredKVCache(model.config), **GREEDY)
 
 
+def test_positions_that_count_the_padding_are_of_no_use_to_others() -> None:
+    config = BartConfig(
+        vocab_size=VOCAB, d_model=32, decoder_layers=2, encoder_layers=2, decoder_attention_heads=4,
+        decoder_ffn_dim=32, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        forced_eos_token_id=None, decoder_start_token_id=1, is_decoder=True, is_encoder_decoder=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = BartForCausalLM(config).eval()
+    with store_of(model) as store:
+        long, short = some_ids(30), some_ids(20, seed=4)
+        ids = torch.cat([long, torch.cat([torch.zeros(1, 10, dtype=torch.long), short], 1)])
+        store.generate(input_ids=ids, attention_mask=(ids != 0).long(), **GREEDY)
+        assert "padding" in store.reuse[0].why
+        assert torch.equal(store.generate(**ones(short), **GREEDY), fresh(model, ones(short)))
+        assert store.reuse[0].cached == 0
+
+
+def test_positions_that_a_model_remembers_are_not_continued() -> None:
+    model = build_model("llama", "sdpa")
+    model.model.rope_deltas = None  # as models of images have it
+    with store_of(model) as store:
+        for _ in range(2):
+            store.generate(**ones(some_ids(20)), **GREEDY)
+            assert "remembers positions" in store.reuse[0].why
+
+
+def test_what_was_computed_under_autocast_is_of_use_there_only() -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        inputs = ones(some_ids(30))
+        for cast, cached in ((True, 0), (False, 0), (True, 29), (False, 29)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                out = store.generate(**inputs, **GREEDY)
+            assert store.reuse[0].cached == cached
+            assert cast or torch.equal(out, fresh(model, inputs))
+
+
+def test_a_longer_sequence_leaves_no_keys_for_a_shorter_one() -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model, twin = (build_model("llama", "sdpa", rope_parameters=rope, max_position_embeddings=48) for _ in range(2))
+    with store_of(model) as store:
+        for inputs in (ones(some_ids(70)), ones(some_ids(70)[:, :30])):
+            assert torch.equal(store.generate(**inputs, **GREEDY), fresh(twin, inputs))
+
+
+def test_weights_that_change_in_the_midst_of_a_call_leave_nothing() -> None:
+    model = build_model("llama", "sdpa")
+
+    class Changes(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
+            with torch.no_grad():
+                model.get_parameter("model.layers.0.self_attn.v_proj.weight").mul_(-1)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with store_of(model) as store:
+        store.generate(**ones(some_ids(30)), stopping_criteria=StoppingCriteriaList([Changes()]), **GREEDY)
+        assert store.stats.sequences == 0
+
+
 # What goes wrong
+
+
+def test_a_model_in_another_dtype_begins_with_nothing() -> None:
+    model = build_model("llama", "sdpa")
+    with store_of(model) as store:
+        inputs = ones(some_ids(40))
+        store.generate(**inputs, **GREEDY)
+        model.to(torch.bfloat16)
+        for cached in (0, 39):
+            out = store.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+            assert out.reuse[0].cached == cached
+            assert out.past_key_values is None
+        store.check_integrity()
+
+
+def test_what_keeping_fails_with_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        inputs = ones(some_ids(20))
+
+        def fails(*_: Any, **__: Any) -> None:
+            raise MismatchError("not now")
+
+        monkeypatch.setattr(store, "_keep_row", fails)
+        assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+        assert store.stats.problem == "not now"
+
+
+def test_a_store_that_nobody_closes_gives_all_back() -> None:
+    memory = TieredMemory(host_budget="16MiB")
+    store = store_of(build_model("llama", "sdpa"), memory=memory, host_budget=None)
+    store.generate(**ones(some_ids(40)), **GREEDY)
+    gone = weakref.ref(store.model)
+    del store
+    gc.collect()
+    memory.check_integrity()
+    assert memory.stats.host.used_blocks == 0
+    assert gone() is None
+    memory.close()
+
+
+def test_a_cache_that_was_dropped_under_the_lock_does_not_stop_a_store_from_closing() -> None:
+    model = tiny_model("llama")
+    store = store_of(model)
+    store.generate(**ones(some_ids(40)), **GREEDY)
+    cache = store._cache()
+    (entry,) = store._entries.values()
+    cache._forward.follow(store._parked, [entry.sequence], 10)
+    with store.memory.lock:
+        del cache
+        gc.collect()
+    store.close()
+    assert store.closed
+
+
+def test_copies_of_states_have_a_budget() -> None:
+    model = tiny_model("mistral_sliding")
+    with store_of(model, state_budget=100_000) as store:
+        for seed in range(30):
+            inputs = ones(some_ids(20, seed=seed))
+            assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+            assert store.stats.state_bytes <= 100_000
+        store.generate(**inputs, **GREEDY)
+        assert store.reuse[0].cached == 19
+        store.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"salt": []}, {"generation_config": GenerationConfig(cache_implementation="static", max_new_tokens=2)}]
+)
+def test_what_cannot_be_is_said(wrong: dict[str, Any]) -> None:
+    with store_of(tiny_model("llama")) as store, pytest.raises(ConfigError):
+        store.generate(**ones(some_ids(9)), **wrong)
 
 
 class Breaks(StoppingCriteria):

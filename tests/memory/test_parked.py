@@ -158,6 +158,21 @@ def test_blocks_that_nobody_uses_leave_the_device_first() -> None:
         check(memory, parked)
 
 
+def test_what_a_cache_has_parked_is_claimed_as_long_as_it_goes_on() -> None:
+    memory = TieredMemory(host_budget=10 * BLOCK)
+    parked = ParkedSequences(memory)
+    with cache_on(memory) as cache, cache_on(memory) as other:
+        x = kv(6 * SIZE)
+        cache.update(x, x, 0)
+        cache._forward.park(parked, 0, 6 * SIZE)
+        with memory.lock:
+            assert [claim.held for claim in parked.owner.claims.values()] == [6 * BLOCK]
+        with pytest.raises(BudgetError, match="Nothing was changed"):
+            other.update(*[kv(8 * SIZE)] * 2, 0)
+        assert torch.equal(cache.layers[0].keys.dense(), x)
+        check(memory, parked)
+
+
 def test_layers_of_another_layout_are_refused() -> None:
     memory = TieredMemory(host_budget=40 * BLOCK)
     parked = ParkedSequences(memory)
