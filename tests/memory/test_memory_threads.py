@@ -53,6 +53,13 @@ def test_three_threads_that_change_places_often_hold_what_dense_caches_hold(engi
     Walk(20_000 + seed, ENGINES[engine](seed), members=3, turns=Turns(seed, chance=0.5)).run_in_turns(20)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seed", range(max(1, BUSY_WALKS // 4)))
+def test_threads_that_park_and_continue_hold_what_dense_caches_hold(engine: str, seed: int) -> None:
+    trip = Walk(30_000 + seed, ENGINES[engine](seed), members=3, turns=Turns(seed, chance=0.5), parking=True)
+    trip.run_in_turns(20)
+
+
 @pytest.mark.parametrize(("seed", "engine"), [(361, "held"), (211, "held, any order")])
 def test_what_others_free_while_a_full_host_waits_is_found(seed: int, engine: str) -> None:
     # In these orders a thread that was admitted was refused in the middle of its forward: room had come meanwhile, or

@@ -41,6 +41,19 @@ def test_caches_on_a_memory_without_a_device_tier_hold_what_dense_caches_hold(se
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_caches_that_park_and_continue_hold_what_dense_caches_hold(engine: str) -> None:
+    followed = 0
+    for seed in range(6000, 6000 + max(WALKS // 20, 2)):
+        for device in ((6_000, 20_000, 60_000), (None,)):
+            trip = Walk(seed, ENGINES[engine](seed), device=device, parking=True)
+            for _ in range(STEPS):
+                trip.step()
+            trip.end()
+            followed += trip.counts.followed
+    assert followed
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_cache_with_a_memory_of_its_own_holds_what_a_dense_cache_holds(engine: str, seed: int) -> None:
     walk(2000 + seed, STEPS, engine=ENGINES[engine](seed), private=True, device=(None, 6_000, 20_000))
