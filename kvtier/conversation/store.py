@@ -119,8 +119,8 @@ class ConversationStore:
 
     What is kept is shared block by block, and takes no room that a call needs: it goes first, the longest unused first,
     its end first. Layers with windows or recurrent states are copied at the ends of prompts and turns and every
-    `SPACING` tokens of a prompt, and a call continues from the last copy that is still valid; the copies have a budget of
-    their own.
+    `SPACING` tokens of a prompt, and a call continues from the last copy that is still valid. The copies have a
+    budget of their own.
 
     Args:
         model: of Transformers, a decoder. An encoder-decoder generates as ever, and re-uses nothing.
