@@ -9,6 +9,7 @@ KVTierError
 ├── ConcurrentUseError     (RuntimeError)  two threads on one cache
 ├── ClosedError            (RuntimeError)  the cache, or its memory, was closed
 ├── MemoryInUseError       (RuntimeError)  a memory is closed while caches use it
+├── StoreInUseError        (RuntimeError)  a folder of saved sequences is open in another store
 ├── TransferError          (RuntimeError)  a copy between tiers failed; its source is intact
 └── UnsupportedError       (RuntimeError)  something a tiered cache cannot do
 """

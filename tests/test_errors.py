@@ -17,6 +17,7 @@ PARENTS: dict[str, type[Exception]] = {
     "BudgetError": MemoryError,
     "InterruptedStepError": RuntimeError,
     "StaleViewError": RuntimeError,
+    "StoreInUseError": RuntimeError,
     "ConcurrentUseError": RuntimeError,
     "ClosedError": RuntimeError,
     "TransferError": RuntimeError,
