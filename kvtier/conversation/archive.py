@@ -56,6 +56,8 @@ class Archive:
         self._open_cache = open_cache
         self._layers = layers
         self._device = device
+        #: The model is not the one any more that the folder is bound to: nothing is saved or loaded.
+        self.stopped = False
         self._queue: queue.Queue[Saved | None] = queue.Queue()
         self._thread: threading.Thread | None = None
 
@@ -124,6 +126,8 @@ class Archive:
 
     def find(self, key: str, ids: bytes, *, stateful: bool) -> tuple[int, Chunk | None]:
         """The longest beginning of a sequence that can be loaded."""
+        if self.stopped:
+            return 0, None
         if not stateful:
             return self.disk.find(key, ids)
         for chunk in self.disk.ends(key, ids):

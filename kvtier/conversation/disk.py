@@ -18,6 +18,7 @@ import json
 import os
 import sqlite3
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ class Disk:
         self._children: dict[int, int] = {}
         self._index: PrefixIndex[Chunk] = PrefixIndex()
         self.closed = False
+        self._release: weakref.finalize[..., Disk] | None = None
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._held = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
@@ -96,9 +98,11 @@ class Disk:
                 fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise StoreInUseError(f"{self.path} is open in another store or process. Close that first.") from None
+            # Who drops a store without closing it lets others open the folder.
+            self._release = weakref.finalize(self, os.close, self._held)
             self._open(fingerprint)
         except BaseException:
-            os.close(self._held)
+            os.close(self._held) if self._release is None else self._release()
             raise
 
     def _open(self, fingerprint: Mapping[str, str]) -> None:
@@ -340,7 +344,8 @@ class Disk:
             self.closed = True
             with contextlib.suppress(sqlite3.Error):
                 self._db.close()
-            os.close(self._held)
+            assert self._release is not None
+            self._release()
 
     def _check_open(self) -> None:
         if self.closed:

@@ -52,13 +52,18 @@ class _Entry:
 
 
 class _At:
-    """A copy of an entry's states at a position, as it is found."""
+    """A copy of an entry's states at a position, as it is found.
 
-    __slots__ = ("entry", "length")
+    Attributes:
+        entry: that has it.
+        nbytes: of the copy.
+    """
 
-    def __init__(self, entry: _Entry, length: int) -> None:
+    __slots__ = ("entry", "nbytes")
+
+    def __init__(self, entry: _Entry, nbytes: int) -> None:
         self.entry = entry
-        self.length = length
+        self.nbytes = nbytes
 
 
 @dataclass
@@ -184,7 +189,7 @@ class ConversationStore:
         self._last = threading.local()
         self._calls = self._prompt_tokens = self._cached_tokens = self._dropped = 0
         self._active: set[object] = set()
-        self._state_budget = _bytes("state_budget", state_budget)
+        self._state_budget, self._state_bytes = _bytes("state_budget", state_budget), 0
         self._archive: Archive | None = None
         if directory is not None:
             limit = None if disk_budget is None else _bytes("disk_budget", disk_budget)
@@ -552,7 +557,7 @@ class ConversationStore:
             if entry is not None and min(common(entry.ids, ids), entry.sequence.length) == len(ids) // WIDTH:
                 self._parked.touch(entry.sequence)
                 self._add_states(entry, states)
-                if save:
+                if save and entry.sequence.length:
                     self._save(entry)
                 return
         length = len(ids) // WIDTH
@@ -594,7 +599,8 @@ class ConversationStore:
         for length, each in states.items():
             if length <= entry.sequence.length and length not in entry.states:
                 entry.states[length] = each
-                self._at[entry][length] = at = _At(entry, length)
+                self._at[entry][length] = at = _At(entry, nbytes(each))
+                self._state_bytes += at.nbytes
                 self._index.add(entry.key, entry.ids[: length * WIDTH], at)
         for length in sorted(entry.states)[1 : max(len(entry.states) - MOST_STATES + 1, 1)]:
             self._drop_states(entry, length)
@@ -602,22 +608,24 @@ class ConversationStore:
             self._bound_states(entry)
 
     def _bound_states(self, newest: _Entry) -> None:
-        """Drop what was used longest ago until the copies of states are within their budget."""
-        total = self._state_bytes()
+        """Drop what was used longest ago until the copies of states are within their budget; the newest goes last."""
         for sequence in list(self._parked.sequences):
-            if total <= self._state_budget:
+            if self._state_bytes <= self._state_budget:
                 return
             entry = self._entries.get(sequence)
-            if entry is not None and entry is not newest and entry.states and not sequence.users:
-                total -= sum(nbytes(state) for state in entry.states.values())
-                self._parked.drop(sequence)
-
-    def _state_bytes(self) -> int:
-        return sum(nbytes(state) for x in self._entries.values() for state in x.states.values())
+            if entry is not None and entry is not newest and entry.states:
+                self._parked.drop(sequence)  # a call that continues it has copied its states
+        for length in sorted(newest.states):
+            if self._state_bytes > self._state_budget:
+                self._drop_states(newest, length)
+        if not newest.states:
+            self._parked.drop(newest.sequence)
 
     def _drop_states(self, entry: _Entry, length: int) -> None:
         del entry.states[length]
-        self._index.remove(self._at[entry].pop(length))
+        at = self._at[entry].pop(length)
+        self._state_bytes -= at.nbytes
+        self._index.remove(at)
 
     def _forget(self, entry: _Entry) -> None:
         for length in list(entry.states):
@@ -689,6 +697,8 @@ class ConversationStore:
         length = len(saved.ids) // WIDTH
         with self.memory.lock:
             got, found = self._index.find(saved.place, saved.ids)
+            if self._archive is None or self._archive.stopped:
+                return None
             entry = found.entry if isinstance(found, _At) else found
             if entry is None or got < length or entry.sequence.length < length:
                 return None
@@ -789,9 +799,13 @@ class ConversationStore:
                 self._active.discard(call)
 
     def _check_weights(self) -> None:
-        """Drop everything if the model was changed: other weights make other keys and values."""
+        """Drop everything if the model was changed: other weights make other keys and values. What is saved is of the
+        weights that there were when the folder was opened: it is left alone from now on."""
         now = of.weights_version(self.model)
         if now != self._weights:
+            if self._archive is not None:
+                self._archive.stopped = True
+                self._problem = "the model was changed since the folder was opened: nothing is saved or loaded any more"
             self.clear()
             self._weights = now
 
@@ -813,7 +827,7 @@ class ConversationStore:
                 self._cached_tokens,
                 len(self._entries),
                 sum(x.sequence.length for x in self._entries.values()),
-                self._state_bytes(),
+                self._state_bytes,
                 self._dropped,
                 *((0, 0) if disk is None else (disk.nbytes, disk.damaged)),
                 self._problem or ("" if disk is None else disk.problem),
@@ -829,9 +843,8 @@ class ConversationStore:
             if self._own and not self.memory.closed:
                 self.memory.close()
             return
-        if self._archive is not None and not self._active:
+        if not self._active:
             self.flush()
-            self._archive.close()
         with self.memory.changing():
             if self._active:
                 raise ConcurrentUseError("Another thread is generating with this ConversationStore. Wait for its end.")
@@ -840,6 +853,8 @@ class ConversationStore:
             self._parked.close()
             self.closed = True
             self._finalizer.detach()
+        if self._archive is not None:
+            self._archive.close()
         if self._own:
             self.memory.close()
 

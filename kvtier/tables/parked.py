@@ -57,7 +57,7 @@ class ParkedLayer:
 
     @property
     def blocks(self) -> None:
-        """As a holder of runs: nothing is remembered by a version."""
+        """As a holder of runs: it keeps nothing by version."""
         return None
 
     def parked_runs(self) -> Iterator[Run]:
@@ -139,7 +139,6 @@ class ParkedSequences:
             for sequence in dict.fromkeys(rows):
                 table = sequence.tables[index].fork()
                 table.crop(length, kv.layout.block_size, layer.device.free)
-                table.length = length
                 tables.setdefault(sequence, {})[index] = table
             kv.follow(layer.parked, [tables[sequence][index] for sequence in rows], length)
         self._on_device |= dict.fromkeys(rows)

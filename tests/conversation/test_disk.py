@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import random
@@ -102,6 +103,33 @@ def test_another_model_is_refused_with_a_message_that_says_what_differs(tmp_path
     with pytest.raises(ConfigError, match="another model"):
         store_of(tiny_model("gpt2"), directory=tmp_path)
     store_of(build_model("llama", "sdpa"), directory=tmp_path, block_size=4).close()
+
+
+def test_weights_that_change_while_a_folder_is_open_find_and_leave_nothing_there(tmp_path: Path) -> None:
+    model = build_model("llama", "sdpa")
+    ids = chat(model, tmp_path, 1, some_ids(40))
+    weight = model.get_parameter("model.layers.1.self_attn.v_proj.weight")
+    before = weight.detach().clone()
+    with store_of(model, directory=tmp_path) as store:
+        with torch.no_grad():
+            weight.mul_(-1)
+        for _ in range(2):
+            assert torch.equal(store.generate(**ones(ids), **GREEDY), fresh(model, ones(ids)))
+            assert not store.reuse[0].loaded
+        assert "was changed" in store.stats.problem
+    with torch.no_grad():
+        weight.copy_(before)
+    with store_of(model, directory=tmp_path) as store:
+        assert torch.equal(store.generate(**ones(ids), **GREEDY), fresh(model, ones(ids)))
+        assert store.reuse[0].loaded == ids.shape[1] - 5
+
+
+def test_a_store_that_nobody_closes_leaves_its_folder_to_others(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    store = store_of(model, directory=tmp_path)
+    del store
+    gc.collect()
+    store_of(model, directory=tmp_path).close()
 
 
 def test_a_folder_has_one_store_at_a_time(tmp_path: Path) -> None:

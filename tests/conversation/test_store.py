@@ -23,6 +23,7 @@ from kvtier import (
     TieredKVCache,
     TieredMemory,
 )
+from kvtier.hf import generation
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
 
@@ -406,6 +407,36 @@ def test_copies_of_states_have_a_budget() -> None:
         store.generate(**inputs, **GREEDY)
         assert store.reuse[0].cached == 19
         store.check_integrity()
+
+
+def test_one_sequence_whose_states_are_more_than_their_budget_is_not_kept() -> None:
+    model = tiny_model("gemma3")
+    with store_of(model, state_budget=100) as store:
+        for _ in range(2):
+            inputs = ones(some_ids(20))
+            assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+            assert store.stats.state_bytes == store.stats.sequences == store.reuse[0].cached == 0
+            store.check_integrity()
+
+
+def test_a_model_whose_states_begin_again_is_found_out() -> None:
+    model = build_model("qwen3_next", "sdpa")
+    assert generation.states_go_on(model)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build_model("qwen3_next", "sdpa").to(dtype)
+        assert generation.states_go_on(model)
+        forward = model.forward
+
+        def begins_again(*args: Any, forward: Any = forward, **inputs: Any) -> Any:
+            cache = inputs.get("past_key_values")
+            if cache is not None and inputs["input_ids"].shape[1] > 1 and cache.get_seq_length():
+                for layer in cache.layers:
+                    for state in getattr(layer, "recurrent_states", {}).values():
+                        state.zero_()
+            return forward(*args, **inputs)
+
+        model.forward = begins_again
+        assert not generation.states_go_on(model)
 
 
 @pytest.mark.parametrize(
