@@ -34,6 +34,10 @@ _DEVICE = re.compile(r"cpu|(cuda|xpu|mps|hpu|npu|mlu|musa|mtia|privateuseone)(:(
 
 AUTO = "auto"
 
+#: Blocks in host memory of which one is compared with what was written, by the name of an audit; 0: none.
+AUDITS = {"off": 0, "sampled": 64, "full": 1}
+FULL_AUDIT = AUDITS["full"]
+
 #: Tokens per block where blocks move and are shared: little is moved or wasted with one.
 DEVICE_BLOCK = 64
 #: Tokens per block where they stay in the host and are read there: the longer a run in memory, the faster
@@ -179,20 +183,26 @@ class MemoryOptions:
         device_budget: for the device tier, or None for the default: `"auto"` on an accelerator; on a CPU model no
             device tier at all. A mapping gives each device (`"cuda:0"`) its own.
         host_budget: for the host tier.
+        audit: of so many blocks one is compared; see `AUDITS`.
     """
 
     device_budget: int | float | str | Mapping[str, int | float | str] | None
     host_budget: int | float | str
+    audit: int = AUDITS["sampled"]
 
     @classmethod
-    def parse(cls, device_budget: Size | Mapping[Any, Size] | None, host_budget: Size) -> MemoryOptions:
+    def parse(
+        cls, device_budget: Size | Mapping[Any, Size] | None, host_budget: Size, audit: str = "sampled"
+    ) -> MemoryOptions:
         """Check what the user gave. Raises `ConfigError`."""
         device: int | float | str | dict[str, int | float | str] | None
         if isinstance(device_budget, Mapping):
             device = _by_device(device_budget)
         else:
             device = None if device_budget is None else parse_size("device_budget", device_budget)
-        return cls(device, parse_size("host_budget", host_budget))
+        if not isinstance(audit, str) or audit not in AUDITS:
+            raise ConfigError(f"audit={audit!r}: give one of {', '.join(map(repr, AUDITS))}.")
+        return cls(device, parse_size("host_budget", host_budget), AUDITS[audit])
 
     def with_budgets(self, device_budget: Size | Mapping[str, Size] | None, host_budget: Size | None) -> MemoryOptions:
         """These options with other budgets; None: as it is. Raises `ConfigError`."""
@@ -200,6 +210,7 @@ class MemoryOptions:
         return MemoryOptions(
             self.device_budget if device_budget is None else new.device_budget,
             self.host_budget if host_budget is None else new.host_budget,
+            self.audit,
         )
 
     def device_size(self, device: str) -> int | float | str | None:

@@ -11,6 +11,7 @@ KVTierError
 ├── MemoryInUseError       (RuntimeError)  a memory is closed while caches use it
 ├── StoreInUseError        (RuntimeError)  a folder of saved sequences is open in another store
 ├── TransferError          (RuntimeError)  a copy between tiers failed; its source is intact
+├── CorruptionError        (RuntimeError)  a block in host memory does not hold what was written
 └── UnsupportedError       (RuntimeError)  something a tiered cache cannot do
 """
 
@@ -76,6 +77,10 @@ class StoreInUseError(KVTierError, RuntimeError):
 
 class TransferError(KVTierError, RuntimeError):
     """A copy between two tiers failed. The source still holds the data."""
+
+
+class CorruptionError(KVTierError, RuntimeError):
+    """A block in host memory does not hold the bytes that were written: `reset()`, and compute its tokens again."""
 
 
 class UnsupportedError(KVTierError, RuntimeError):

@@ -49,6 +49,8 @@ class Counters:
         moved_blocks: blocks moved within a tier, to defragment it.
         failed_transfers: transfers that failed.
         stall_seconds: seconds in which attention, or room for new tokens, waited for a copy of blocks.
+        audited_blocks: blocks in host memory that were compared with the checksum of what was written.
+        corrupt_blocks: of those, blocks that held other bytes.
     """
 
     steps: int = 0
@@ -78,6 +80,8 @@ class Counters:
     moved_blocks: int = 0
     failed_transfers: int = 0
     stall_seconds: float = 0.0
+    audited_blocks: int = 0
+    corrupt_blocks: int = 0
 
     def count_dense(self, operation: str | None, nbytes: int) -> None:
         """A layer's KV became tensors of the model's own: forced by `operation`, or, for None, by design."""

@@ -21,6 +21,7 @@ PARENTS: dict[str, type[Exception]] = {
     "ConcurrentUseError": RuntimeError,
     "ClosedError": RuntimeError,
     "TransferError": RuntimeError,
+    "CorruptionError": RuntimeError,
     "UnsupportedError": RuntimeError,
 }
 

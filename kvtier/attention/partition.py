@@ -10,6 +10,7 @@ import torch
 
 from kvtier.cpu import native
 from kvtier.kernels.tables import AddressTable
+from kvtier.memory import audit
 from kvtier.memory.block import Pools, Run, State
 from kvtier.memory.pool import BlockPool
 from kvtier.tables.table import BlockTable
@@ -126,6 +127,8 @@ def _split(
     for run in table.resolve():
         if index >= count:
             break
+        if run.corrupt:
+            audit.check(run)
         taken = min(run.count, count - index)
         if run.state is State.ARRIVING:
             which, address = 1, _address(pools.device, run.device)

@@ -12,7 +12,7 @@ from kvtier.attention.partition import Partition
 from kvtier.cpu import native
 from kvtier.errors import BudgetError
 from kvtier.kernels import launch, paged
-from kvtier.memory import residency
+from kvtier.memory import audit, residency
 from kvtier.memory.block import Run, State
 from kvtier.memory.buffers import IoBuffers, Workspace
 from kvtier.memory.owner import Owner
@@ -149,6 +149,8 @@ class LayerReader:
         for table, rows in rows_of.items():
             index = 0
             for run in list(table.resolve()):
+                if run.corrupt:
+                    audit.check(run)
                 start, stop = max(first - index, 0), min(last - index, run.count)
                 if start < stop:
                     if one_tier or (run.device is not None and run.state is not State.ARRIVING):

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +20,14 @@ from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
 from kvtier.conversation.journal import GivenAgain, JournalledCache, note_forward
 from kvtier.conversation.reuse import RowReuse, StoreStats
 from kvtier.conversation.states import States, copied, has_states, joined, nbytes
-from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, KVTierError
+from kvtier.errors import (
+    BudgetError,
+    ClosedError,
+    ConcurrentUseError,
+    ConfigError,
+    CorruptionError,
+    KVTierError,
+)
 from kvtier.hf import generation as of
 from kvtier.hf.cache import TieredKVCache
 from kvtier.memory.tiered import TieredMemory
@@ -130,7 +137,7 @@ class ConversationStore:
     Args:
         model: of Transformers, a decoder. An encoder-decoder generates as ever, and re-uses nothing.
         memory: a `kvtier.TieredMemory` that others may use too; without it, one is made with these budgets.
-        device_budget, host_budget, policy: as for `TieredMemory`.
+        device_budget, host_budget, policy, audit: as for `TieredMemory`.
         block_size, host_attention: as for `TieredKVCache`.
         directory: where what is kept is saved in the background, for later processes with the same model: bound to
             every weight and the config. Without one, what is kept ends with the store.
@@ -153,6 +160,7 @@ class ConversationStore:
         device_budget: Size | Mapping[str, Size] | None = None,
         host_budget: Size | None = None,
         policy: Policy | str | None = None,
+        audit: Literal["off", "sampled", "full"] | None = None,
         block_size: int | str = "auto",
         host_attention: bool = True,
         directory: str | Path | None = None,
@@ -164,9 +172,12 @@ class ConversationStore:
         self._own = memory is None
         if memory is None:
             budgets: dict[str, Any] = {"device_budget": device_budget, "policy": policy}
+            budgets["audit"] = "sampled" if audit is None else audit
             memory = TieredMemory(**budgets, host_budget="auto" if host_budget is None else host_budget)
-        elif (device_budget, host_budget, policy) != (None, None, None):
-            raise ConfigError("The store is given a memory, and budgets and policy are set there: TieredMemory(...).")
+        elif (device_budget, host_budget, policy, audit) != (None, None, None, None):
+            raise ConfigError(
+                "The store is given a memory, and budgets, policy and audit are set there: TieredMemory(...)."
+            )
         self.model = model
         self.memory = memory
         self._options: dict[str, Any] = {"block_size": block_size, "host_attention": host_attention}
@@ -357,8 +368,10 @@ class ConversationStore:
             except KVTierError as error:
                 self._problem = str(error)  # what was generated is not lost for it
             return self._report(out, reuse)
-        except BaseException:
+        except BaseException as error:
             self._drop_lost()
+            if isinstance(error, CorruptionError):
+                self._drop_corrupt(used)
             raise
         finally:
             try:
@@ -374,6 +387,14 @@ class ConversationStore:
         with self.memory.changing():
             for sequence in [x for x in self._parked.sequences if x not in self._entries]:
                 self._parked.drop(sequence)
+
+    def _drop_corrupt(self, suspects: Sequence[_Entry]) -> None:
+        """Drop what holds blocks that were found to hold other bytes than were written, and what a call began with that
+        found it so."""
+        with self.memory.changing():
+            for sequence in list(self._parked.sequences):
+                if sequence.corrupt or any(sequence is entry.sequence for entry in suspects):
+                    self._parked.drop(sequence)
 
     def _report(self, out: Any, reuse: tuple[RowReuse, ...]) -> Any:
         self._last.reuse = reuse
@@ -418,6 +439,11 @@ class ConversationStore:
         except BudgetError:
             cache.reset()
             return 0, "no room for what is kept and the rest of the call"
+        except CorruptionError as error:
+            self._problem = str(error)
+            cache.reset()
+            self._drop_corrupt(entries)
+            return 0, "what was kept does not hold what was written"
         if not got or (stateful and got != columns):
             cache.reset()
             return 0, "what was kept was dropped meanwhile"

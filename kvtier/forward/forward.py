@@ -494,6 +494,11 @@ class Forward:
         layer = reader.layer
         if self.closed or layer.epoch != epoch or length > layer.length:
             self.check_view(reader, length, epoch)
+        audit = self.memory.audit
+        if audit is not None:
+            audit.calls -= 1
+            if audit.calls <= 0:
+                self._compare(layer)
         with self.steps.guard:
             repeat = reader.repeat
             if repeat is not None and options is not None:
@@ -527,11 +532,19 @@ class Forward:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a view as tensors of the caller's own; `operation` None: by design."""
         self.check_view(reader, length, epoch)
+        self._compare(reader.layer)
         with self.steps.changing():
             keys, values = own_kv(reader, length)
             self.counters.count_dense(operation, keys.nbytes + values.nbytes)
             self._after(reader)
         return dispatch.without_gradient(reader.layer, keys, values)
+
+    def _compare(self, layer: LayerKV) -> None:
+        """Compare blocks of a layer in host memory with what was written, as far as the audit goes."""
+        audit = self.memory.audit
+        if audit is not None:
+            with self.memory.lock:
+                audit.read(layer.runs())
 
     def check_view(self, reader: LayerReader, length: int, epoch: int) -> None:
         """Raise `StaleViewError` unless the cache still holds what a view shows."""

@@ -95,7 +95,9 @@ class TieredKVCache(RecurrentFace):
             host take, and shares the work between them, where copies go on while the device computes (elsewhere it is
             the default); "all-attend", "all-fetch", "pie" and "neo" are for comparison. Without a device tier there
             is nothing to decide.
-        memory: a `kvtier.TieredMemory` that other caches may use too; budgets and policy are set there.
+        audit: whether blocks in host memory are compared with what was written there: "sampled" (the default), "full"
+            or "off"; see `kvtier.TieredMemory`.
+        memory: a `kvtier.TieredMemory` that other caches may use too; budgets, policy and audit are set there.
 
     Raises:
         ConfigError: an option that is malformed; a `config` of a model that does not generate; KVTIER_CPU names an
@@ -117,6 +119,7 @@ class TieredKVCache(RecurrentFace):
         host_attention: bool = True,
         max_tokens: int | None = None,
         policy: Policy | str | None = None,
+        audit: Literal["off", "sampled", "full"] | None = None,
         memory: TieredMemory | None = None,
     ) -> None:
         if config is not None and not isinstance(config, PretrainedConfig):
@@ -130,7 +133,9 @@ class TieredKVCache(RecurrentFace):
         self._options = CacheOptions.parse(block_size, host_attention, max_tokens)
         loader.check_environment()
         if memory is None:
-            budgets = MemoryOptions.parse(device_budget, "auto" if host_budget is None else host_budget)
+            budgets = MemoryOptions.parse(
+                device_budget, "auto" if host_budget is None else host_budget, "sampled" if audit is None else audit
+            )
             share = None if write_through is None else parse_share("write_through", write_through)
             memory = TieredMemory.of_one_cache(budgets, policy_of(policy, share))
         else:
@@ -144,6 +149,7 @@ class TieredKVCache(RecurrentFace):
                 "host_budget": host_budget,
                 "write_through": write_through,
                 "policy": policy,
+                "audit": audit,
             }
             twice = [name for name, value in given.items() if value is not None]
             if twice:

@@ -25,7 +25,10 @@ from kvtier.stats import Counters
 from kvtier.transfer.engine import Event, Transfer, TransferEngine
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterator
+
+    from kvtier.memory.audit import Audit
 
 
 class State(enum.IntEnum):
@@ -54,6 +57,7 @@ class Pools:
         host: slots in host memory.
         engine: moves blocks between the two.
         spilled: blocks that are on the host only, where there is a device tier.
+        audit: compares blocks in host memory with what was written; None: nobody does.
     """
 
     layout: BlockLayout
@@ -61,6 +65,7 @@ class Pools:
     host: BlockPool
     engine: TransferEngine
     spilled: int = 0
+    audit: Audit | None = None
 
     @property
     def home(self) -> BlockPool:
@@ -199,9 +204,11 @@ class Run:
             compute stream waits for counts as arrived, and still reads the host slots.
         refs: how many tables hold it.
         parts: the two runs that it was cut into; None as long as it is whole.
+        sums: a checksum of each of its blocks, 0 for those that have none; None: no block has one. See `Audit`.
+        corrupt: whether a block was found not to hold what was written.
     """
 
-    __slots__ = ("blocks", "count", "device", "host", "move", "parts", "refs", "state")
+    __slots__ = ("blocks", "corrupt", "count", "device", "host", "move", "parts", "refs", "state", "sums")
 
     def __init__(self, blocks: BlockSet, count: int, device: int | None, host: int | None) -> None:
         self.blocks = blocks
@@ -212,6 +219,8 @@ class Run:
         self.move: Move | None = None
         self.refs = 1
         self.parts: tuple[Run, Run] | None = None
+        self.sums: array[int] | None = None
+        self.corrupt = False
 
     @property
     def sealed(self) -> bool:

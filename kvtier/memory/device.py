@@ -9,6 +9,7 @@ import torch
 
 from kvtier.errors import BudgetError, TransferError
 from kvtier.memory import reclaim, residency
+from kvtier.memory.audit import Audit
 from kvtier.memory.block import BlockSet, Pools, Run, State
 from kvtier.memory.buffers import Reclaimable
 from kvtier.memory.host import HostTier
@@ -40,6 +41,7 @@ class ComputeDevice:
         engine: moves blocks between them.
         policy: decides what leaves and what is written back.
         readers: attention calls under way.
+        audit: compares blocks in host memory with what was written; None: nobody does.
         poison: fill free slots with NaN (tests).
     """
 
@@ -52,6 +54,7 @@ class ComputeDevice:
         policy: Policy,
         readers: Readers,
         *,
+        audit: Audit | None = None,
         poison: bool = False,
     ) -> None:
         self.device = device
@@ -59,6 +62,7 @@ class ComputeDevice:
         self.host = host
         self.engine = engine
         self.policy = policy
+        self.audit = audit
         self.slabs = (
             None if limit is None else SlabAllocator(device, Budget("device", limit), elastic=True, poison=poison)
         )
@@ -100,7 +104,7 @@ class ComputeDevice:
         found = self._pools.get(layout)
         if found is None:
             own = None if self.slabs is None else BlockPool(layout, self.slabs, poison=self._poison)
-            found = self._pools[layout] = Pools(layout, own, self.host.pool(layout), self.engine)
+            found = self._pools[layout] = Pools(layout, own, self.host.pool(layout), self.engine, audit=self.audit)
         return found
 
     def block_set(self, layout: BlockLayout, layer: int, owner: int, counters: Counters) -> BlockSet:
@@ -154,6 +158,8 @@ class ComputeDevice:
         twin = self.allocate(blocks, run.count)
         try:
             assert twin.count == run.count == 1, "tails are copied"
+            if self.audit is not None:
+                self.audit.moved([run])
             if pools.device is not None:
                 self.bring(run)
             source = run.host if pools.device is None else run.device
@@ -380,6 +386,8 @@ class ComputeDevice:
                     chosen.append((part, start))
                     last = start + n - 1
                     most -= n
+            if self.audit is not None:
+                self.audit.moved([run for run, _ in chosen])
         except BaseException:
             for run, start in chosen:
                 pools.device.give(start, run.count, self.fence())

@@ -87,6 +87,9 @@ def allocate(blocks: BlockSet, start: int, count: int) -> Run:
 def seal(run: Run) -> None:
     """All tokens are written: nothing of it changes any more."""
     _enter(run, Operation.SEAL)
+    audit = run.blocks.pools.audit
+    if audit is not None:
+        audit.note(run)
 
 
 def reopen(run: Run) -> None:
@@ -100,6 +103,7 @@ def reopen(run: Run) -> None:
     if run.state is State.BOTH:
         drop_copy(run)
     _enter(run, Operation.OPEN)
+    run.sums = None
 
 
 def write_back(runs: Sequence[tuple[Run, int]]) -> Transfer:
@@ -166,7 +170,11 @@ def _submit(
         for run in move.runs:
             if run.move is move:
                 run.move = None
-                if run.state is State.LEAVING or run.state is State.ARRIVING:
+                if run.state is State.LEAVING:
+                    _enter(run, Operation.COMPLETE)
+                    if blocks.pools.audit is not None:
+                        blocks.pools.audit.note(run)
+                elif run.state is State.ARRIVING:
                     _enter(run, Operation.COMPLETE)
 
     def failed() -> None:
@@ -311,7 +319,9 @@ def cut(run: Run, count: int) -> tuple[Run, Run]:
         None if run.host is None else run.host + count,
     )
     for part in (left, right):
-        part.state, part.refs, part.move = run.state, run.refs, run.move
+        part.state, part.refs, part.move, part.corrupt = run.state, run.refs, run.move, run.corrupt
+    if run.sums is not None:
+        left.sums, right.sums = run.sums[:count], run.sums[count:]
     run.parts = (left, right)  # first: whatever cuts this short, `repair` finds the parts
     for part in run.parts:
         blocks.runs[part] = None
@@ -332,6 +342,8 @@ def can_join(run: Run, other: Run) -> bool:
         and run.refs == other.refs == 1
         and run.move is other.move is None
         and run.blocks is other.blocks
+        and (run.sums is None) == (other.sums is None)
+        and not (run.corrupt or other.corrupt)
         and (run.device is None or run.device + run.count == other.device)
         and (run.host is None or run.host + run.count == other.host)
     )
@@ -344,6 +356,8 @@ def join(run: Run, other: Run) -> None:
         if other in order:
             order.remove(other)
     del blocks.runs[other]
+    if run.sums is not None and other.sums is not None:
+        run.sums = run.sums + other.sums
     run.count += other.count
     other.state = State.FREE
     blocks.changed()

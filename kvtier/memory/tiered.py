@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,7 @@ from kvtier.config import (
 )
 from kvtier.errors import BudgetError, ClosedError, ConfigError, MemoryInUseError
 from kvtier.memory import integrity, measured, residency, system
+from kvtier.memory.audit import Audit
 from kvtier.memory.block import BlockSet, State
 from kvtier.memory.buffers import IoBuffers, Workspace
 from kvtier.memory.device import ComputeDevice
@@ -66,6 +67,9 @@ class TieredMemory:
             tier at all; a budget there emulates one in RAM.
         host_budget: bytes of host memory, written the same way; `"auto"` leaves a fifth, at least 2 GiB.
         policy: decides what is fetched, evicted and written back; see `kvtier.Policy`; or a name, as `TieredKVCache`'s.
+        audit: whether blocks in host memory are compared with what was written there: "sampled" one in 64 that move or
+            are continued, and one in 64 calls that read them in place; "full" all of them, at every call; "off" none.
+            One that differs is a `CorruptionError`, and is not read again.
 
     Raises:
         ConfigError: an option that is malformed.
@@ -77,8 +81,9 @@ class TieredMemory:
         device_budget: Size | Mapping[str, Size] | None = None,
         host_budget: Size = "auto",
         policy: Policy | str | None = None,
+        audit: Literal["off", "sampled", "full"] = "sampled",
     ) -> None:
-        self._setup(MemoryOptions.parse(device_budget, host_budget), policy_of(policy))
+        self._setup(MemoryOptions.parse(device_budget, host_budget, audit), policy_of(policy))
 
     @classmethod
     def of_one_cache(cls, options: MemoryOptions, policy: Policy) -> TieredMemory:
@@ -95,6 +100,8 @@ class TieredMemory:
         self.policy = policy
         self.lock = threading.Lock()
         self.readers = Readers(self.lock)
+        #: Compares blocks in host memory with what was written; None: nobody does.
+        self.audit = Audit(options.audit) if options.audit else None
         self.closed = False
         self.interrupted = False
         #: Made by one cache for itself, which refuses a second thread: nobody reads while another thread changes it.
@@ -236,7 +243,14 @@ class TieredMemory:
             if device.type == "cuda" and host.slabs.lock_for is None:
                 host.slabs.lock_for = device
             found = ComputeDevice(
-                device, limit, host, self._engine(device), self.policy, self.readers, poison=self._poison
+                device,
+                limit,
+                host,
+                self._engine(device),
+                self.policy,
+                self.readers,
+                audit=self.audit,
+                poison=self._poison,
             )
             self._devices[device] = found
         return found

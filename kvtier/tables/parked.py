@@ -8,10 +8,12 @@ a sequence goes first, for what precedes it is of use without it and not the oth
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvtier.errors import MismatchError
+from kvtier.errors import CorruptionError, MismatchError
+from kvtier.memory import audit
 from kvtier.memory.block import RESIDENT, BlockSet, Pools, Run
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout
@@ -29,15 +31,22 @@ class ParkedSequence:
     Attributes:
         length: tokens; 0: it was dropped.
         tables: by layer.
+        sums: by layer, checksums of the blocks as they were parked: a table that came to be another sequence's differs.
         users: what continues it, whatever that is.
     """
 
-    __slots__ = ("length", "tables", "users")
+    __slots__ = ("length", "sums", "tables", "users")
 
     def __init__(self, length: int, tables: dict[int, BlockTable]) -> None:
         self.length = length
         self.tables = tables
+        self.sums: dict[int, array[int]] = {}
         self.users: set[object] = set()
+
+    @property
+    def corrupt(self) -> bool:
+        """Whether a block of it was found not to hold what was written."""
+        return any(run.corrupt for table in self.tables.values() for run in table.resolve())
 
 
 class ParkedLayer:
@@ -101,13 +110,19 @@ class ParkedSequences:
 
         Raises:
             MismatchError: other layers, or of another layout or device, than the sequences before. Nothing was changed.
+            CorruptionError: a block was found not to hold what was written. Nothing was changed.
         """
         for index, layer in layers.items():
             self._check(index, layer.layout, layer.device)
+            for run in layer.rows[row].resolve():
+                audit.check(run)
         sequence = ParkedSequence(length, {})
         self.sequences[sequence] = None  # first: a run of a table that nobody lists would be lost
         for index, layer in layers.items():
-            sequence.tables[index] = layer.park(self._layer(index, layer.layout, layer.device).parked, row, length)
+            table = layer.park(self._layer(index, layer.layout, layer.device).parked, row, length)
+            sequence.tables[index] = table
+            if self.memory.audit is not None:
+                sequence.sums[index] = audit.known(table.runs)
         self._on_device[sequence] = None
         # The cache goes on with these blocks: they were claimed by it, and are claimed here from now on.
         self.owner.claims = self._used()
@@ -127,6 +142,7 @@ class ParkedSequences:
         Raises:
             BudgetError: what the caches that use the memory were promised leaves no room for that. Whatever was made
                 holds nothing that would be lost.
+            CorruptionError: a block does not hold what was written, or is not the sequence's. Likewise.
         """
         tables: dict[ParkedSequence, dict[int, BlockTable]] = {}
         length = min(length, *(sequence.length for sequence in rows))
@@ -141,11 +157,27 @@ class ParkedSequences:
                 table.crop(length, kv.layout.block_size, layer.device.free)
                 tables.setdefault(sequence, {})[index] = table
             kv.follow(layer.parked, [tables[sequence][index] for sequence in rows], length)
+        for sequence in dict.fromkeys(rows):
+            self._compare(sequence, tables[sequence])
         self._on_device |= dict.fromkeys(rows)
         refused = self.claim()
         if refused is not None:
             raise refused
         return length
+
+    def _compare(self, sequence: ParkedSequence, tables: Mapping[int, BlockTable]) -> None:
+        """Compare the blocks that a cache continues with what was parked, as far as the audit goes."""
+        if self.memory.audit is None:
+            return
+        for index, table in tables.items():
+            runs = table.resolve()
+            sums = audit.known(runs)
+            if not audit.agree(sums, sequence.sums[index]):
+                raise CorruptionError(
+                    f"The blocks of a parked sequence in layer {index} are not those that were parked. This is a fault "
+                    "of kvtier: please report it. The sequence has to be computed again."
+                )
+            self.memory.audit.moved(runs)
 
     def touch(self, sequence: ParkedSequence) -> None:
         """It was used: it is the last to give up room."""

@@ -154,6 +154,11 @@ typedef struct kvtier_merge_problem {
 // Merge parts over disjoint tokens by log-sum-exp. Zeros and -inf where no part saw anything.
 KVTIER_API int kvtier_merge(const kvtier_merge_problem* problem);
 
+// ------------------------------------------------------------------------------------- checksums
+
+// A checksum of each of `blocks` neighbouring blocks of `nbytes` bytes, a multiple of 8; see checksum.h.
+KVTIER_API int kvtier_checksums(const void* data, int64_t blocks, int64_t nbytes, uint64_t seed, uint64_t* sums);
+
 #ifdef __cplusplus
 }
 #endif

@@ -200,6 +200,14 @@ int kvtier_merge(const kvtier_merge_problem* problem) {
   return KVTIER_OK;
 }
 
+int kvtier_checksums(const void* data, int64_t blocks, int64_t nbytes, uint64_t seed, uint64_t* sums) {
+  if (nbytes < 0 || nbytes % 8) return KVTIER_INVALID;
+  const auto checksum = kernel_in_use()->checksum;
+  const auto* words = static_cast<const uint64_t*>(data);
+  for (int64_t i = 0; i < blocks; i++) sums[i] = checksum(words + i * (nbytes / 8), nbytes / 8, seed);
+  return KVTIER_OK;
+}
+
 #ifdef KVTIER_PHASES
 // Ticks of all threads since the last call: keys, softmax, values, and the rest of the tasks.
 __attribute__((visibility("default"))) void kvtier_phases(uint64_t ticks[4]) {

@@ -5,6 +5,7 @@
 // All query heads of a KV head, and all its queries, share the one pass over its keys and values.
 #pragma once
 
+#include "checksum.h"
 #include "phases.h"
 #include "products.h"
 
@@ -425,6 +426,7 @@ inline const Kernel* kernel(const char* name) {
         with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::finish(p, sequence, parts, count); });
       },
       merge,
+      checksum,
   };
   return &it;
 }

@@ -54,6 +54,7 @@ struct Kernel {
   // Combine a sequence's partials into `out` and `lse`. Overwrites parts[0].
   void (*finish)(const kvtier_problem&, const Sequence&, const Partial* parts, size_t count);
   void (*merge)(const kvtier_merge_problem&);
+  uint64_t (*checksum)(const uint64_t* words, int64_t count, uint64_t seed);
 };
 
 const Kernel* portable_kernel();
