@@ -137,6 +137,18 @@ def check(run: Run) -> None:
         )
 
 
+def check_integrity(run: Run) -> None:
+    """Raise AssertionError unless a run's checksums are those of its bytes."""
+    pools = run.blocks.pools
+    assert run.sealed or run.sums is None, "an open block has a checksum"
+    assert run.sums is None or len(run.sums) == run.count, "a run has more or fewer checksums than blocks"
+    if run.state in _VALID and not run.corrupt:
+        assert run.sums is not None or pools.engine.asynchronous, "a block in host memory has no checksum"
+        if run.sums is not None:
+            found = [n or 1 for n in _sums(run, 0, run.count)]
+            assert all(a in (0, b) for a, b in zip(run.sums, found, strict=True)), "a block holds other bytes"
+
+
 def known(runs: Iterable[Run]) -> array[int]:
     """The checksum of each block of some runs, as they are noted; 0 where there is none."""
     found: array[int] = array("Q")

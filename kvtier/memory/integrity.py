@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Mapping, Sequence
 
+from kvtier.memory import audit
 from kvtier.memory.block import RESIDENT, BlockSet, Run, State
 from kvtier.memory.buffers import Reclaimable
 from kvtier.memory.device import ComputeDevice
@@ -152,3 +153,5 @@ def _check_run(blocks: BlockSet, run: Run) -> None:
         assert run.move.transfer is None or run.move.transfer.pending, "a copy has ended and its run does not know"
     if run.move is not None:
         assert run in run.move.runs, "a copy does not know what it moves"
+    if blocks.pools.audit is not None:
+        audit.check_integrity(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,8 @@ WRONG: dict[str, tuple[Callable[[World], Any], Callable[[Any], None]]] = {
         lambda w: w.run(State.LEAVING).move.transfer,
         lambda x: setattr(x, "_on_done", lambda: None) or x.settle(),
     ),
+    "Run.sums": (lambda w: w.run(State.HOST), lambda x: setattr(x, "sums", array("Q", bytes(8 * x.count + 8)))),
+    "Run.sums, another's": (lambda w: w.run(State.HOST), lambda x: setattr(x, "sums", array("Q", [7] * x.count))),
     "Run.parts": (lambda w: w.run(State.DEVICE), lambda x: setattr(x, "parts", (x, x))),
     "Run.blocks": (
         lambda w: w,
@@ -204,8 +207,8 @@ NOT_COUNTED: dict[type, set[str]] = {
         *("layer", "pools", "counters", "version", "last_used", "last_host", "last_read"),
         *("parked", "holders"),  # see test_parked.py
     },
-    Pools: {"layout", "device", "host", "engine"},
-    Run: set(),
+    Pools: {"layout", "device", "host", "engine", "audit"},
+    Run: {"corrupt"},
     BlockTable: {"_joined"},
     LayerKV: {
         *("index", "layout", "device", "counters", "blocks", "epoch", "shape_version", "carries_graph", "_prepared"),
