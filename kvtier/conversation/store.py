@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -16,10 +17,11 @@ from kvtier.config import Size, parse_size
 from kvtier.conversation.archive import Archive, Saved
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk import Disk
-from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
+from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed, unpacked
 from kvtier.conversation.journal import GivenAgain, JournalledCache, note_forward
 from kvtier.conversation.reuse import RowReuse, StoreStats
 from kvtier.conversation.states import States, copied, has_states, joined, nbytes
+from kvtier.conversation.verify import difference
 from kvtier.errors import (
     BudgetError,
     ClosedError,
@@ -834,6 +836,51 @@ class ConversationStore:
                 self._problem = "the model was changed since the folder was opened: nothing is saved or loaded any more"
             self.clear()
             self._weights = now
+
+    def verify(self, sequences: int = 1) -> int:
+        """Compute some sequences that are kept again, chosen at random, and compare their keys and values.
+
+        What layers with windows or recurrent states keep is not compared.
+
+        Args:
+            sequences: how many, at the most.
+
+        Returns:
+            The tokens that were compared.
+
+        Raises:
+            CorruptionError: they differ by more than rounding. That sequence is not kept any more.
+        """
+        self._check_open()
+        compared = 0
+        with self._in_use():
+            self._check_weights()
+            with self.memory.lock:
+                now = of.computed_as(self.model)
+                entries = [x for x in self._entries.values() if x.key[0] == now]  # type: ignore[index]
+            for entry in random.sample(entries, min(sequences, len(entries))):
+                compared += self._verify(entry)
+        return compared
+
+    def _verify(self, entry: _Entry) -> int:
+        with self._cache() as cache:
+            try:
+                length = cache._forward.follow(self._parked, [entry.sequence], 1 << 60)
+                kept = {i: cache.layers[i].dense("verify") for i in cache._forward.readers}
+                ids = torch.tensor([unpacked(entry.ids)[:length]], device=self.model.device)
+                if not length or not kept:
+                    return 0
+                found = difference(kept, of.recomputed(self.model, ids, kept))
+                if found:
+                    raise CorruptionError(
+                        f"Of a sequence of {length} tokens, {found}, when they are computed again. It is not kept any "
+                        "more."
+                    )
+            except CorruptionError as error:
+                self._problem = str(error)
+                self._drop_corrupt([entry])
+                raise
+        return length
 
     def clear(self) -> None:
         """Drop all that is kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -99,6 +100,15 @@ def fingerprint(model: Any) -> dict[str, str]:
         "config": hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=16).hexdigest(),
         "weights": weights.hexdigest(),
     }
+
+
+def recomputed(model: Any, ids: torch.Tensor, layers: Collection[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of some layers, `[1, heads, tokens, dim]`, computed from token ids `[1, tokens]` in one forward."""
+    cache = DynamicCache(config=model.config)
+    options = {"logits_to_keep": 1} if takes_logits_to_keep(inner(model)) else {}
+    with torch.no_grad():
+        inner(model)(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+    return {i: (cache.layers[i].keys, cache.layers[i].values) for i in layers}
 
 
 def length_of_constant_positions(config: Any) -> int | None:

@@ -178,6 +178,14 @@ class ParkedSequences:
                     "of kvtier: please report it. The sequence has to be computed again."
                 )
             self.memory.audit.moved(runs)
+        self._note(sequence)
+
+    def _note(self, sequence: ParkedSequence) -> None:
+        """Note checksums of blocks that were copied to the host since the sequence was parked."""
+        if self.memory.audit is not None:
+            for index, sums in sequence.sums.items():
+                for i, each in enumerate(audit.known(sequence.tables[index].resolve())):
+                    sums[i] = sums[i] or each
 
     def touch(self, sequence: ParkedSequence) -> None:
         """It was used: it is the last to give up room."""
@@ -226,6 +234,7 @@ class ParkedSequences:
                 continue
             if not any(run.device is not None for table in sequence.tables.values() for run in table.resolve()):
                 self._on_device.pop(sequence, None)
+                self._note(sequence)
                 continue
             for index, table in sequence.tables.items():
                 layer = self._layers[index]
@@ -246,6 +255,7 @@ class ParkedSequences:
             for run in list(table.resolve()):
                 if run.state in RESIDENT and run.parts is None and run.refs == 1:
                     layer.device.evict_end(run, run.count)
+        self._note(sequence)
 
     def give(self, nbytes: int) -> bool:
         """Drop so many bytes of blocks that no cache uses, from the trailing end of the sequences. Whether any went.

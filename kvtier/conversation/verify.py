@@ -1,0 +1,36 @@
+"""Whether keys and values that are kept are those of their tokens: recomputed, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+#: Tokens that are compared together.
+_TOKENS = 64
+#: What the keys or the values of so many tokens may differ by from those that are computed again, as a share of their
+#: norm: a prompt is computed in other portions then, and rounds otherwise. Of other tokens it is about 1.
+_LIMITS = {torch.float32: 1e-3, torch.float64: 1e-6}
+_LIMIT = 0.1
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def difference(kept: Mapping[int, Pair], computed: Mapping[int, Pair]) -> str:
+    """Where keys and values of one sequence differ by more than rounding; "" if they do not.
+
+    Args:
+        kept, computed: by layer, keys `[1, heads, tokens, k_dim]` and values `[1, heads, tokens, v_dim]`.
+    """
+    for layer, pair in kept.items():
+        for name, mine, again in zip(("keys", "values"), pair, computed[layer], strict=True):
+            if mine.shape != again.shape:
+                return f"{name} of layer {layer} are {tuple(mine.shape)} and should be {tuple(again.shape)}"
+            limit = _LIMITS.get(mine.dtype, _LIMIT)
+            for start in range(0, mine.shape[2], _TOKENS):
+                a, b = (x[:, :, start : start + _TOKENS].double() for x in (mine, again))
+                off = float((a - b).norm() / b.norm().clamp(min=1e-12))
+                if not off <= limit:  # also what is no number
+                    stop = min(start + _TOKENS, mine.shape[2])
+                    return f"{name} of layer {layer}, tokens {start} to {stop}, differ by {off:.2g} of their norm"
+    return ""
