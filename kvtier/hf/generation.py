@@ -103,7 +103,7 @@ def fingerprint(model: Any) -> dict[str, str]:
 
 
 def recomputed(model: Any, ids: torch.Tensor, layers: Collection[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of some layers, `[1, heads, tokens, dim]`, computed from token ids `[1, tokens]` in one forward."""
+    """Keys and values of some layers, `[1, heads, tokens, dim]`, computed from ids `[1, tokens]` in one forward."""
     cache = DynamicCache(config=model.config)
     options = {"logits_to_keep": 1} if takes_logits_to_keep(inner(model)) else {}
     with torch.no_grad():

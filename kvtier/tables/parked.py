@@ -158,7 +158,7 @@ class ParkedSequences:
                 tables.setdefault(sequence, {})[index] = table
             kv.follow(layer.parked, [tables[sequence][index] for sequence in rows], length)
         for sequence in dict.fromkeys(rows):
-            self._compare(sequence, tables[sequence])
+            self._compare(sequence, tables.get(sequence, {}))
         self._on_device |= dict.fromkeys(rows)
         refused = self.claim()
         if refused is not None:
