@@ -174,6 +174,8 @@ class Disk:
             For each chunk, in order: its first token, its tensors, what was said of it; and how many tokens they are:
             fewer than `length` where some were damaged or cannot be read, and 0 where all were.
         """
+        while chunk.parent is not None and chunk.start >= length and chunk.stop > length:
+            chunk = chunk.parent  # what was found goes on, and its end is of no use
         chain = chunk.chain()[::-1]
         found, until = [], 0
         for i, each in enumerate(chain):
@@ -203,6 +205,8 @@ class Disk:
         `problem` says why; nothing that was saved before is lost, but for what the budget makes go."""
         with self._lock:
             self._check_open()
+            while parent is not None and parent.start >= start:
+                parent = parent.parent  # what has the tokens before it
             problem = self._refused(ids, start, parent)
             own = ids[start * WIDTH :]
             most = sum(x.nbytes + len(name) + _HEADER for name, x in tensors.items()) + len(json.dumps(said)) + _HEADER
@@ -374,7 +378,8 @@ class Disk:
                 assert chunk in self._index
                 assert seen >= (chunk.children or set()), "a chunk is to go before what continues it"
                 assert chunk.parent is None or chunk in (chunk.parent.children or ())
-                assert chunk.start <= (0 if chunk.parent is None else chunk.parent.stop)
+                above = chunk.parent
+                assert chunk.start == 0 if above is None else above.start < chunk.start <= above.stop
                 seen.add(chunk)
 
     def _check_open(self) -> None:
@@ -407,4 +412,6 @@ def _fits(row: Row, parent: Chunk | None) -> bool:
     """Whether a row can be, given what it continues."""
     if len(row.ids) % WIDTH or (parent is None) != (row.parent is None) or row.nbytes < 0:
         return False
-    return 0 <= row.start <= (0 if parent is None else parent.stop) and bool(row.start or row.ids)
+    if parent is None:
+        return not row.start and bool(row.ids)
+    return parent.start < row.start <= parent.stop
