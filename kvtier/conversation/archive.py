@@ -6,7 +6,7 @@ import json
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,8 +154,11 @@ class Archive:
             start, tensors, said = chain[-1]
             # The tensors of a file share one buffer, which states would keep whole.
             own = {name: x.clone() for name, x in tensors.items() if name.startswith("s.")}
-            states = unpacked_states(own, json.loads(said), self._layers(), device)
+            about, layers = json.loads(said), self._layers()
+            if _known(about, own, layers):
+                states = unpacked_states(own, about, layers, device)
             if states is None:
+                self.disk.problem = "states were saved by another version of Transformers, and are computed"
                 return 0, None
         parts: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for n, (start, tensors, _) in enumerate(chain):
@@ -172,6 +175,15 @@ class Archive:
             cache._forward.restore(i, keys, values)
         cache._forward.steps.end()
         return until, states
+
+
+def _known(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], layers: Sequence[Any]) -> bool:
+    """Whether all that layers hold was saved. Another version of Transformers may have layers that hold more."""
+    saved: dict[str, set[str]] = {index: set(each) for index, each in about.items()}
+    for name in tensors:
+        _, index, attribute, *_ = name.split(".")
+        saved.setdefault(index, set()).add(attribute)
+    return all(int(i) < len(layers) and vars(layers[int(i)]).keys() <= names for i, names in saved.items())
 
 
 def _work(archive: weakref.ref[Archive], waiting: queue.Queue[Saved | None]) -> None:

@@ -93,12 +93,11 @@ class Manifest:
                 for table in _SCHEMA:
                     self._db.execute(table)
                 self._check_about({"version": str(VERSION), **fingerprint})
-        except (sqlite3.Error, ValueError) as error:  # texts that are none, too
+        except BaseException as error:
             self.close()
-            raise self._refused(error) from error
-        except BaseException:
-            self.close()
-            raise
+            if isinstance(error, ConfigError) or not isinstance(error, (sqlite3.Error, ValueError)):
+                raise
+            raise self._refused(error) from error  # texts that are none are a ValueError
 
     def _refused(self, error: Exception) -> ConfigError:
         return ConfigError(

@@ -176,6 +176,43 @@ def test_a_process_goes_on_after_a_call_has_failed(tmp_path: Path) -> None:
     assert at > 100
 
 
+def test_a_file_and_its_name_are_on_the_disk_before_its_row_and_a_row_is_gone_before_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill does not show this: what the system was told outlives the process, and not the machine."""
+    done: list[str] = []
+    disk = disk_of(tmp_path)
+    assert save(disk, B)
+    disk.close()
+
+    def noted(name: str) -> Callable[..., Any]:
+        function = getattr(os, name)
+
+        def call(*args: Any) -> Any:
+            of = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else os.fspath(args[0])
+            done.append(f"{name} {Path(of).name}")
+            return function(*args)
+
+        return call
+
+    for name in ("fsync", "replace", "unlink"):
+        monkeypatch.setattr(os, name, noted(name))
+    disk = disk_of(tmp_path, 4000)
+    done.clear()
+    disk._manifest._db.set_trace_callback(lambda x: done.append(x.split()[0]) if x.split()[0] != "UPDATE" else None)
+    assert save(disk, A)
+    new, old = "000000000002.safetensors", "000000000001.safetensors"
+    assert done == [
+        *("BEGIN", "DELETE", "COMMIT", f"unlink {old}"),
+        *(f"fsync {new}.new", f"replace {new}.new", f"fsync {tmp_path.name}"),
+        *("BEGIN", "INSERT", "COMMIT"),
+    ]
+    (synchronous,) = disk._manifest._db.execute("PRAGMA synchronous").fetchone()
+    (journal,) = disk._manifest._db.execute("PRAGMA journal_mode").fetchone()
+    assert (synchronous, journal) == (2, "wal"), "a commit is not on the disk when it returns"
+    disk.close()
+
+
 # Want of handles, of memory and of room, as the system has it
 
 
@@ -392,10 +429,11 @@ def test_a_process_that_is_killed_at_any_moment_loses_nothing_that_it_said_was_s
         with os.fdopen(hear, "rb") as stream:
             lines = [(x.split()[0].decode(), int(x.split()[1])) for x in (first + stream.read()).splitlines()]
         told |= dict(lines)
+        looked_at = dict(lines) | dict(rng.sample(sorted(told.items()), min(len(told), 30)))
         disk = disk_of(tmp_path, budget)
         assert disk.damaged == 0
         states = disk.conversations()
-        for name, tokens in told.items():
+        for name, tokens in looked_at.items():
             there = load(disk, chat(int(name), tokens))
             assert there == tokens or (budget and name != lines[-1][0])
             partly += there < tokens

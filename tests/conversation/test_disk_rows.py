@@ -254,8 +254,9 @@ def test_what_is_of_another_model_is_refused_and_says_what_differs(what: str, tm
     disk = disk_of(tmp_path)
     assert save(disk, [1] * 9)
     disk.close()
-    with pytest.raises(ConfigError, match=f"another {what}"):
+    with pytest.raises(ConfigError, match=f"another {what}") as refused:
         Disk(tmp_path, None, OF | {what: "other"})
+    assert "damaged" not in str(refused.value)
     disk = disk_of(tmp_path)
     assert load(disk, [1] * 9) == 9, "what is refused is left as it is"
     disk.close()
