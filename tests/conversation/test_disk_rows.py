@@ -11,12 +11,14 @@ import sqlite3
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from disks import OF, content, disk_of, load, save
 
 from kvtier import ConfigError, StoreInUseError
+from kvtier.conversation import disk as disks_module
 from kvtier.conversation.disk import Disk
 from kvtier.conversation.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
 from kvtier.conversation.folder import MANIFEST
@@ -94,6 +96,13 @@ def test_what_was_used_longest_ago_goes_first_whatever_the_clock_and_the_numbers
     disk = disk_of(tmp_path, room + 700)
     assert save(disk, [6] * 40)
     assert [load(disk, [n] * 40) for n in range(7)] == [40, 0, 40, 40, 40, 40, 40], "the order is forgotten when closed"
+    # What is used after the folder was opened again is no older than what was used before.
+    for n in (0, 3, 4, 5, 2):
+        assert load(disk, [n] * 40)
+    disk.close()
+    disk = disk_of(tmp_path, room + 700)
+    assert list(disk._chunks) == [7, 1, 4, 5, 6, 3]
+    assert load(disk, [6] * 40)
     # One that is new is no older than one that was used often.
     assert save(disk, [7] * 40)
     assert load(disk, [7] * 40)
@@ -107,6 +116,36 @@ def test_what_was_used_longest_ago_goes_first_whatever_the_clock_and_the_numbers
         assert save(disk, [n] * 40)
         assert load(disk, [n] * 40)
     disk.check_integrity()
+    disk.close()
+
+
+def test_a_row_whose_file_is_gone_is_forgotten_when_the_folder_is_opened(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    for ids in ([1] * 20, [1] * 30, [1] * 45, [2] * 20):
+        assert save(disk, ids)
+    disk.close()
+    (tmp_path / "000000000002.safetensors").unlink()
+    disk = disk_of(tmp_path)
+    assert (disk.chunks, disk.damaged) == (2, 2)
+    assert sorted(x.name[:12] for x in tmp_path.glob("*.safetensors")) == ["000000000001", "000000000004"]
+    assert load(disk, [1] * 45) == 20
+    disk.close()
+
+
+def test_what_made_room_while_it_was_read_was_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = disk_of(tmp_path)
+    assert save(disk, [1] * 20)
+    assert save(disk, [1] * 30)
+
+    def gone(*args: Any) -> Any:
+        _, chunk = disk.find("k", packed([1] * 30))
+        if chunk is not None:
+            disk.forget(chunk)
+        return read_tensors(*args)
+
+    monkeypatch.setattr(disks_module, "read_tensors", gone)
+    assert load(disk, [1] * 30) == 20
+    assert (disk.damaged, disk.problem) == (0, "")
     disk.close()
 
 
