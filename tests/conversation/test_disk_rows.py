@@ -103,6 +103,9 @@ def test_what_was_used_longest_ago_goes_first_whatever_the_clock_and_the_numbers
     disk = disk_of(tmp_path, room + 700)
     assert list(disk._chunks) == [7, 1, 4, 5, 6, 3]
     assert load(disk, [6] * 40)
+    disk.close()
+    disk = disk_of(tmp_path, room + 700)
+    assert list(disk._chunks) == [1, 4, 5, 6, 3, 7]
     # One that is new is no older than one that was used often.
     assert save(disk, [7] * 40)
     assert load(disk, [7] * 40)
@@ -373,14 +376,16 @@ def test_a_folder_is_found_from_wherever_the_process_goes(tmp_path: Path, monkey
     assert (tmp_path / "store").is_dir()
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["child lives", "child ends"])
 @pytest.mark.parametrize("closed_by", ["close", "drop"])
-def test_a_process_that_was_forked_neither_ends_nor_keeps_the_lock(closed_by: str, tmp_path: Path) -> None:
+def test_a_process_that_was_forked_neither_ends_nor_keeps_the_lock(closed_by: str, ends: bool, tmp_path: Path) -> None:
     disk = disk_of(tmp_path)
     hear, tell = os.pipe()
     child = os.fork()
     if not child:
         os.close(tell)
-        disk._folder.close()  # as the end of the child would
+        if ends:
+            disk._folder.close()  # as the end of the child would
         os.read(hear, 1)
         os._exit(0)
     try:
