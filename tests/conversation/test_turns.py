@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from families import VOCAB, dynamic_cache, tiny_model
 
 from kvtier.conversation.index import unpacked
 from kvtier.conversation.store import ConversationStore
+from kvtier.hf.generation import computed_as
 
 #: Models whose layers keep all keys and values, and those with windows or recurrent states.
 PLAIN = ("llama", "gpt2", "deepseek_v3", "falcon")
@@ -44,16 +48,66 @@ class Kept:
         return min(max(map(alike, self.sequences), default=0), len(prompt) - 1)
 
 
-def walk(name: str, seed: int, device_budget: int | None = None) -> tuple[int, int]:
-    """A chat that is extended, edited, shortened, generated again and forked: tokens of prompts, and re-used ones."""
+class Adapter(torch.nn.Module):
+    """A module with a low-rank addition that can be switched, with the attributes of adapter libraries."""
+
+    def __init__(self, base: torch.nn.Module, generator: torch.Generator) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.disable_adapters, self.merged, self.scaling = True, False, {"first": 1.0, "second": -2.0}
+        self.active_adapters = ["first"]
+        sides = sorted(base.weight.shape)  # type: ignore[arg-type]
+        self.down = torch.randn(1, sides[-1], 1, generator=generator) / sides[-1] ** 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base_layer(x)
+        if self.disable_adapters:
+            return out
+        scale = sum(self.scaling[name] for name in self.active_adapters)
+        return out + scale * (x @ self.down[0, : x.shape[-1]])
+
+
+def with_adapter(model: Any, generator: torch.Generator) -> tuple[Any, Adapter]:
+    """A copy of a model with an adapter in its first layer, switched off."""
+    model = copy.deepcopy(model)
+    inside = [
+        (name, module)
+        for name, module in model.named_modules()
+        if ".0." in name and getattr(module, "weight", torch.zeros(0)).dim() == 2
+    ]
+    name, module = inside[0]
+    made = Adapter(module, generator)
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, made)
+    return model, made
+
+
+def walk(name: str, seed: int, device_budget: int | None = None, directory: Path | None = None) -> tuple[int, int]:
+    """A chat that is extended, edited, shortened, generated again and forked: tokens of prompts, and re-used ones.
+
+    With a directory, other things happen between the turns: the process ends and another one begins, what is kept is
+    evicted or dropped, an adapter is switched.
+    """
     rng = random.Random(seed)
     generator = torch.Generator("cpu").manual_seed(seed)
     model = tiny_model(name, "eager" if name == "gpt_oss" else "sdpa")
-    plain, kept, beams = name in PLAIN, Kept(), seed % 2 == 1
+    adapter: Adapter | None = None
+    if directory is not None:
+        model, adapter = with_adapter(model, generator)
+    plain, beams = name in PLAIN, seed % 2 == 1
+    kept: dict[Any, Kept] = {}
     histories: list[list[int]] = [torch.randint(1, VOCAB, (24,), generator=generator).tolist()]
     total = cached = 0
-    with ConversationStore(model, device_budget=device_budget, host_budget="64MiB", block_size=8) as store:
+
+    def opened() -> ConversationStore:
+        budgets: dict[str, Any] = {"device_budget": device_budget, "host_budget": "64MiB"}
+        return ConversationStore(model, **budgets, block_size=8, directory=directory)
+
+    store = opened()
+    try:
         for _ in range(TURNS):
+            if adapter is not None:
+                store = between(store, opened, adapter, rng, histories)
             history = list(rng.choice(histories))
             new = torch.randint(1, VOCAB, (rng.randint(1, 12),), generator=generator).tolist()
             how = rng.choice(("extend", "extend", "extend", "edit", "shorten", "again", "other"))
@@ -75,19 +129,56 @@ def walk(name: str, seed: int, device_budget: int | None = None) -> tuple[int, i
                 options["num_beams"] = 3
             elif mode == "several":
                 options |= {"num_return_sequences": 2, "num_beams": 2}
+            elif adapter is not None and rng.random() < 0.3:
+                options |= {"do_sample": True, "temperature": 0.7, "top_k": 5}
+            drawn = rng.randrange(2**30)
+            torch.manual_seed(drawn)
             out = store.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            torch.manual_seed(drawn)
             assert torch.equal(out, fresh(model, ids, **options)), (how, mode)
             for row, prompt in zip(store.reuse, rows, strict=True):
                 assert row.prompt == len(prompt) == row.cached + row.computed
+            mine = kept.setdefault(computed_as(model), Kept())
             if plain and not beams:
-                assert [row.cached for row in store.reuse] == [min(map(kept.cached, rows))] * batch
-            kept.sequences += [row[:-1] for row in out.tolist()]
+                assert [row.cached for row in store.reuse] == [min(map(mine.cached, rows))] * batch
+            mine.sequences += [row[:-1] for row in out.tolist()]
             total += sum(map(len, rows))
             cached += sum(row.cached for row in store.reuse)
             histories += out.tolist()
             store.check_integrity()
-        check_kept(store, model)
+        if adapter is None:
+            check_kept(store, model)
+        assert store.stats.problem == ""
+    finally:
+        store.close()
     return total, cached
+
+
+def between(
+    store: ConversationStore,
+    opened: Callable[[], ConversationStore],
+    adapter: Adapter,
+    rng: random.Random,
+    histories: list[list[int]],
+) -> ConversationStore:
+    """Something may happen between two turns. Nothing of it may change what is re-used: what is not here is saved."""
+    what = rng.choice(("nothing", "restart", "park", "drop", "squeeze", "adapter"))
+    if what == "restart":
+        store.close()
+        return opened()
+    if what == "park":
+        store.park(rng.choice(histories))
+    elif what == "drop":
+        store.flush()
+        store.clear()
+    elif what == "squeeze":
+        store.flush()
+        with store.memory.lock:
+            store._parked.give(rng.randrange(1, 20_000))
+    elif what == "adapter":
+        adapter.disable_adapters = rng.random() < 0.4
+        adapter.active_adapters = [rng.choice(("first", "second"))]
+    return store
 
 
 def check_kept(store: ConversationStore, model: Any) -> None:
@@ -105,4 +196,13 @@ def check_kept(store: ConversationStore, model: Any) -> None:
 @pytest.mark.parametrize("name", PLAIN + STATEFUL)
 def test_every_turn_has_the_tokens_of_a_new_cache(name: str, device_budget: int | None, seed: int) -> None:
     _, cached = walk(name, seed, device_budget)
+    assert cached > 0
+
+
+@pytest.mark.parametrize("seed", range(max(WALKS // 2, 1)))
+@pytest.mark.parametrize("name", PLAIN + STATEFUL)
+def test_restarts_evictions_and_adapters_change_no_token_and_nothing_that_is_re_used(
+    name: str, seed: int, tmp_path: Path
+) -> None:
+    _, cached = walk(name, 1000 + seed, 60_000 if seed % 2 else None, tmp_path)
     assert cached > 0
