@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvtier.hf.cache import TieredKVCache
 
+#: Forwards of a call whose time is noted.
+_TIMED = 12
+
 
 class GivenAgain(Exception):
     """`generate` gives the model tokens that the cache holds already: it does not expect that there are any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """What a forward took, until the next one began: `new` tokens of each of `rows` rows on `past` cached ones."""
+
+    new: int
+    past: int
+    rows: int
+    seconds: float
 
 
 class JournalledCache(TieredKVCache):
@@ -23,16 +38,20 @@ class JournalledCache(TieredKVCache):
         unknown: the model was given something else than token ids, or keeps more than these: what the cache holds is of
             no use to others.
         prompt: tokens that the next forward may come to at the most, for what is cached is part of them; None: any.
+        took: the forwards so far but the last one: the first few.
     """
 
     _noted: list[torch.Tensor]
     unknown: bool
     prompt: int | None = None
+    took: list[Took]
+    _began: tuple[int, int, int, float] | None = None
 
     def begin(self, ids: torch.Tensor) -> None:
         """The cache holds the keys and values of `ids`, `[rows, tokens]`, and no others."""
         self._noted = [ids]
         self.unknown = False
+        self.took = []
 
     def forward_begins(self, inputs: dict[str, Any]) -> None:
         """The model is called with these arguments."""
@@ -41,6 +60,12 @@ class JournalledCache(TieredKVCache):
             self.unknown = True
             return
         past = self.get_seq_length()
+        if len(self.took) < _TIMED:
+            now = time.perf_counter()
+            if self._began is not None:
+                new, before, rows, began = self._began
+                self.took.append(Took(new, before, rows, now - began))
+            self._began = (ids.shape[1], past, ids.shape[0], now)
         if self.prompt is not None:
             if past + ids.shape[1] > self.prompt:
                 raise GivenAgain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from kvtier.errors import (
 from kvtier.hf import generation as of
 from kvtier.hf.cache import TieredKVCache
 from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.loading import LoadOrCompute
 from kvtier.planning.policy import Policy
 from kvtier.tables.parked import ParkedSequence, ParkedSequences
 
@@ -143,6 +145,8 @@ class ConversationStore:
         block_size, host_attention: as for `TieredKVCache`.
         directory: where what is kept is saved in the background, for later processes with the same model: bound to
             every weight and the config. Without one, what is kept ends with the store.
+        loading: "auto" reads from the disk what is expected to be there sooner than it is computed again, by what both
+            took before; "always" all that is saved.
         disk_budget: bytes on the disk: an int or a string; what was used longest ago goes first. None: no limit.
         state_budget: bytes of all copies of states, an int or a string; what was used longest ago goes first. They are
             where the model is, and are not part of the other budgets.
@@ -167,6 +171,7 @@ class ConversationStore:
         host_attention: bool = True,
         directory: str | Path | None = None,
         disk_budget: Size | None = None,
+        loading: Literal["auto", "always"] = "auto",
         state_budget: Size = "1GiB",
     ) -> None:
         if not hasattr(model, "generate") or not hasattr(model, "config"):
@@ -202,6 +207,9 @@ class ConversationStore:
         self._last = threading.local()
         self._calls = self._prompt_tokens = self._cached_tokens = self._dropped = 0
         self._active: set[object] = set()
+        if loading not in ("auto", "always"):
+            raise ConfigError(f"loading={loading!r}: give 'auto' or 'always'.")
+        self._loading, self._loads_all = LoadOrCompute(), loading == "always"
         self._state_budget, self._state_bytes = _bytes("state_budget", state_budget), 0
         self._archive: Archive | None = None
         if directory is not None:
@@ -369,6 +377,7 @@ class ConversationStore:
                 self._keep(cache, call, stateful, states)
             except KVTierError as error:
                 self._problem = str(error)  # what was generated is not lost for it
+            self._learn(cache, stateful)
             return self._report(out, reuse)
         except BaseException as error:
             self._drop_lost()
@@ -382,6 +391,16 @@ class ConversationStore:
                 with self.memory.lock:
                     for entry in used:
                         entry.sequence.users.discard(cache)
+
+    def _learn(self, cache: JournalledCache, stateful: bool) -> None:
+        """Learn what a prefill takes. Where work goes on behind the CPU's back, what a forward takes is known if its
+        token is chosen before the next one."""
+        if self._archive is None or (stateful and torch.device(self.model.device).type != "cpu"):
+            return
+        with self.memory.lock:
+            for i, each in enumerate(cache.took):
+                if each.new > 1 or i == 1:  # of forwards of one token one is enough
+                    self._loading.computed(each.new, each.past, each.rows, each.seconds)
 
     def _drop_lost(self) -> None:
         """Drop what was parked and is in no index, for its call was cut short; a call of another thread that is about
@@ -688,8 +707,9 @@ class ConversationStore:
         return repr(key) if salt is None or type(salt) in (str, int, bytes) else None
 
     def _load(self, archive: Archive, key: Hashable, ids: bytes, stateful: bool) -> int:
-        """Read from the disk what is longer there than here. Tokens that were read."""
-        name = self._disk_key(key)
+        """Read from the disk what is longer there than here, unless it is expected to be computed sooner. Tokens that
+        were read."""
+        name, prompt = self._disk_key(key), len(ids) // WIDTH + 1
         if name is None:
             return 0
         length, chunk = archive.find(name, ids, stateful=stateful)
@@ -700,6 +720,11 @@ class ConversationStore:
                 here, _ = self._index.find(key, ids)
         if chunk is None or length <= here:
             return 0
+        nbytes = sum(x.nbytes for x in chunk.chain())
+        with self.memory.lock:
+            if not (self._loads_all or self._loading.loads(nbytes, length - here, here, prompt - length)):
+                return 0
+        began = time.perf_counter()
         with self._cache() as cache:
             try:
                 got, states = archive.load(cache, chunk, length, stateful=stateful)
@@ -711,6 +736,8 @@ class ConversationStore:
             self._keep_row(
                 cache, key, 0, 0, ids[: got * WIDTH], {got: states} if states is not None else {}, save=False
             )
+            with self.memory.lock:
+                self._loading.loaded(nbytes, time.perf_counter() - began)
         return got
 
     def _save(self, entry: _Entry) -> None:

@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from test_store import GREEDY, Tokenizer, fresh, grown, ones, some_ids, store_of
 from test_turns import check_kept
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation import files
+from kvtier.conversation import disk, files
 
 NAMES = ("llama", "gemma3", "qwen3_next", "deepseek_v3")
 
@@ -324,3 +325,49 @@ def test_the_index_on_the_disk_is_what_its_rows_say(tmp_path: Path) -> None:
         for x in (other, ids):
             assert torch.equal(store.generate(**ones(x), **GREEDY), fresh(model, ones(x)))
         assert store.stats.damaged
+
+
+# Load, or compute again
+
+
+class SlowClock:
+    """`time.perf_counter`, on which every file that is read takes so many seconds longer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self.seconds, self.late = seconds, 0.0
+        read, clock = disk.read_tensors, time.perf_counter
+
+        def slow(*args: Any) -> Any:
+            self.late += self.seconds
+            return read(*args)
+
+        monkeypatch.setattr(disk, "read_tensors", slow)
+        monkeypatch.setattr(time, "perf_counter", lambda: clock() + self.late)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_loads_slower_than_it_is_computed_is_computed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(name)
+    clock = SlowClock(monkeypatch, 1000.0)
+    with store_of(model, directory=tmp_path, loading="auto") as store:
+        loaded, following = [], []
+        for turn in range(8):
+            following.append(ones(grown(store.generate(**ones(some_ids(40 + turn, seed=turn)), **GREEDY))))
+            store.flush()
+            store.clear()
+            assert torch.equal(store.generate(**following[-1], **GREEDY), fresh(model, following[-1]))
+            loaded.append(store.reuse[0].loaded > 0)
+            store.clear()
+        assert loaded == [True] + [False] * 7, "the first time nobody knows"
+        clock.seconds = 0.0
+        for turn in range(20):
+            ids = following[turn % 8]
+            assert torch.equal(store.generate(**ids, **GREEDY), fresh(model, ids))
+            loaded.append(store.reuse[0].loaded > 0)
+            store.flush()
+            store.clear()
+        assert sum(loaded) > 1, "a disk that became faster is noticed"
+    with pytest.raises(ConfigError, match="loading='never'"):
+        store_of(model, directory=tmp_path, loading="never")

@@ -42,7 +42,7 @@ def fresh(model: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
 
 
 def store_of(model: Any, **options: Any) -> ConversationStore:
-    return ConversationStore(model, **({"host_budget": "64MiB", "block_size": 8} | options))
+    return ConversationStore(model, **({"host_budget": "64MiB", "block_size": 8, "loading": "always"} | options))
 
 
 def grown(out: torch.Tensor, tokens: int = 4, seed: int = 1) -> torch.Tensor:

@@ -101,7 +101,7 @@ def walk(name: str, seed: int, device_budget: int | None = None, directory: Path
 
     def opened() -> ConversationStore:
         budgets: dict[str, Any] = {"device_budget": device_budget, "host_budget": "64MiB"}
-        return ConversationStore(model, **budgets, block_size=8, directory=directory)
+        return ConversationStore(model, **budgets, block_size=8, directory=directory, loading="always")
 
     store = opened()
     try:
