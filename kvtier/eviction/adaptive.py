@@ -2,10 +2,10 @@
 
 No fixed policy is the best one for every load and size. So each of them runs in a *shadow*: a prefix tree of keys
 alone, whose capacity is the real one scaled down, and which sees a sample of the real one's events. What is sampled is
-chosen by a hash of the key, as in SHARDS (Waldspurger et al., FAST 2015): a block is always sampled or never. Among sampled
-blocks, the nearest one before a block takes the place of its parent, so that a shadow has paths too, evicts leaves, and
-hits prefixes. Every conversation is thinned out alike, where a sample of whole conversations would depend on which ones
-it has.
+chosen by a hash of the key, as in SHARDS (Waldspurger et al., FAST 2015): a block is always sampled or never. Among
+sampled blocks, the nearest one before a block takes the place of its parent, so that a shadow has paths too, evicts
+leaves, and hits prefixes. Every conversation is thinned out alike, where a sample of whole conversations would depend
+on which ones it has.
 
 The real blocks are ordered by all policies at once: each hears every event, which costs it an entry for each leaf, and
 whichever leads is asked. To follow another one is to ask another one.
@@ -23,11 +23,11 @@ from kvtier.eviction.tree import PrefixTree
 #: Blocks that a shadow holds about, once the real cache holds more: the noise of a sample falls with their root.
 SHADOW_BLOCKS = 1024
 #: A candidate has to promise so much more than the one that is followed.
-HYSTERESIS = 0.01
+HYSTERESIS = 0.02
 #: Uses of sampled blocks, in multiples of what a shadow holds, after which a hit counts half.
-HALF_LIFE = 8.0
+HALF_LIFE = 32.0
 #: Looks at the scores in a half-life.
-_PARTS = 8
+_PARTS = 32
 _BITS = 32
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtier.eviction.policy import EvictionPolicy, LeafHeap, Node, lowest_priority
+from kvtier.eviction.policy import EvictionPolicy, Key, LeafHeap, Node, lowest_priority
 
 
 class Pensieve(EvictionPolicy):
@@ -26,9 +26,10 @@ class Pensieve(EvictionPolicy):
         self._cost = cost
         self._weights: dict[int, float] = {}
         self._by_depth: dict[int, LeafHeap] = {}
-        # The block whose eviction was proposed, the depth down to which its conversation is evicted, and the leaf to
-        # go on with.
+        # The conversation that gives up its half: the last answer, what comes before it, once the answer is evicted,
+        # and the depth down to which all goes.
         self._proposed: Node | None = None
+        self._expected: Key | None = None
         self._next: Node | None = None
         self._floor = 0
 
@@ -48,36 +49,46 @@ class Pensieve(EvictionPolicy):
         if heap is None:
             heap = self._by_depth[node.depth] = LeafHeap()
         heap.push(node, node.used)
-        if self._next is not None and node.priority < self._next.priority:
+        following = self._next
+        if following is not None and (node is following or node.priority < following.priority):
             self._next = None
-        last = self._proposed
-        if last is not None and node.key == last.parent and node.depth > self._floor:
-            # A conversation of the same priority goes on; another one is compared with all leaves first.
-            self._next = node if node.priority == last.priority else None
+        proposed, self._proposed = self._proposed, None
+        if proposed is not None and node.key == self._expected and node.depth > self._floor:
+            # What comes before another priority's block is compared with all leaves.
+            self._next = node if node.priority == proposed.priority else None
+        self._expected = None
 
     def remove(self, node: Node, *, evicted: bool) -> None:
         """See the base class."""
+        goes_on = evicted and node is self._proposed
+        self._expected = node.parent if goes_on else None
+        if not goes_on:
+            self._proposed = None
         if node is self._next:
             self._next = None
-        if node is self._proposed and not evicted:
-            self._proposed = None
+
+    def insert(self, node: Node, parent: Node | None) -> None:
+        """See the base class."""
+        self._proposed = self._expected = None
 
     def reuse(self, node: Node) -> None:
         """See the base class."""
-        if node is self._proposed or node is self._next:
-            self._proposed = self._next = None
+        self._proposed = self._expected = None
+        if node is self._next:
+            self._next = None
 
     def victim(self, now: float) -> Node | None:
         """See the base class."""
         following = self._next
         if following is not None and following.stamp:
-            self._proposed = following
+            self._proposed, self._expected = following, None
             return following
+        self._proposed = self._expected = self._next = None
         heads = lowest_priority(self._heads())
         if not heads:
             return None
         best = max(heads, key=lambda node: (self.score(node, now), -node.used))
-        self._proposed, self._next, self._floor = best, None, best.depth // 2
+        self._proposed, self._floor = best, best.depth // 2
         return best
 
     def _heads(self) -> list[Node | None]:
