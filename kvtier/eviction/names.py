@@ -1,0 +1,55 @@
+"""Eviction policies by name, as a store of conversations takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtier.errors import ConfigError
+from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.arc import ARC
+from kvtier.eviction.lfu import LFU
+from kvtier.eviction.lru import LRU
+from kvtier.eviction.pensieve import Pensieve
+from kvtier.eviction.policy import EvictionPolicy
+from kvtier.eviction.s3fifo import S3FIFO
+from kvtier.eviction.second_use import SecondUse
+
+#: Those that order blocks one way, whatever the load is.
+FIXED: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": LRU,
+    "arc": ARC,
+    "s3-fifo": S3FIFO,
+    "lfu": LFU,
+    "second-use": SecondUse,
+    "pensieve": Pensieve,
+}
+#: Of these, those that the default follows.
+CANDIDATES = ("lru", "arc", "s3-fifo", "pensieve")
+
+
+def adaptive() -> Adaptive:
+    """The default: follows whichever of `CANDIDATES` hits most."""
+    return Adaptive({name: FIXED[name] for name in CANDIDATES})
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"adaptive": adaptive, **FIXED}
+
+
+def policy_of(policy: EvictionPolicy | str | None) -> EvictionPolicy:
+    """The eviction policy that a user asks for.
+
+    Args:
+        policy: an object that serves no other tree, a name in `POLICIES`, or None for the default.
+
+    Raises:
+        ConfigError: no such name, or neither name nor policy.
+    """
+    if isinstance(policy, EvictionPolicy):
+        return policy
+    name = "adaptive" if policy is None else policy
+    make = POLICIES.get(name) if isinstance(name, str) else None
+    if make is None:
+        what = f"the class {policy.__name__}" if isinstance(policy, type) else repr(policy)
+        names = ", ".join(map(repr, POLICIES))
+        raise ConfigError(f"the eviction policy is {what}. Give an object, such as LRU(), or one of {names}.")
+    return make()
