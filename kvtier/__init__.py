@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TransferError,
         UnsupportedError,
     )
+    from kvtier.eviction.policy import EvictionPolicy
     from kvtier.hf.attention import register_attention
     from kvtier.hf.cache import TieredKVCache
     from kvtier.hf.enable import Enabled, disable, enable
@@ -53,6 +54,7 @@ _HOME = {
     "ConversationStore": "conversation.store",
     "CorruptionError": "errors",
     "Enabled": "hf.enable",
+    "EvictionPolicy": "eviction.policy",
     "Explanation": "planning.explain",
     "HardwareProfile": "planning.profile",
     "InterruptedStepError": "errors",
@@ -91,6 +93,7 @@ __all__ = [
     "ConversationStore",
     "CorruptionError",
     "Enabled",
+    "EvictionPolicy",
     "Explanation",
     "HardwareProfile",
     "InterruptedStepError",

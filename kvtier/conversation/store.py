@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk import Disk
 from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed, unpacked
 from kvtier.conversation.journal import GivenAgain, JournalledCache, note_forward
+from kvtier.conversation.retention import Retention
 from kvtier.conversation.reuse import RowReuse, StoreStats
 from kvtier.conversation.states import States, copied, has_states, joined, nbytes
 from kvtier.conversation.verify import difference
@@ -31,6 +32,8 @@ from kvtier.errors import (
     CorruptionError,
     KVTierError,
 )
+from kvtier.eviction.names import policy_of
+from kvtier.eviction.policy import EvictionPolicy
 from kvtier.hf import generation as of
 from kvtier.hf.cache import TieredKVCache
 from kvtier.memory.tiered import TieredMemory
@@ -38,6 +41,10 @@ from kvtier.planning.loading import LoadOrCompute
 from kvtier.planning.policy import Policy
 from kvtier.tables.parked import ParkedSequence, ParkedSequences
 
+T = TypeVar("T")
+
+#: Tokens that are thought to fit, as long as the memory was never full.
+_CAPACITY = 1 << 16
 #: Tokens between two positions of a prompt at which states are copied.
 SPACING = 512
 #: Copies of states that one sequence keeps: the first, and the last ones.
@@ -108,14 +115,13 @@ def _bytes(name: str, size: Size) -> int:
     return found
 
 
-def _weakly(method: Callable[[ParkedSequence], None]) -> Callable[[ParkedSequence], None]:
+def _weakly(method: Callable[..., T], otherwise: T) -> Callable[..., T]:
     """A method of an object that it does not keep alive."""
     weak = weakref.WeakMethod(method)
 
-    def call(sequence: ParkedSequence) -> None:
+    def call(*args: Any) -> T:
         found = weak()
-        if found is not None:
-            found(sequence)
+        return otherwise if found is None else found(*args)
 
     return call
 
@@ -150,6 +156,8 @@ class ConversationStore:
         disk_budget: bytes on the disk: an int or a string; what was used longest ago goes first. None: no limit.
         state_budget: bytes of all copies of states, an int or a string; what was used longest ago goes first. They are
             where the model is, and are not part of the other budgets.
+        eviction: which of what is kept goes first where the memory is full: a `kvtier.EvictionPolicy`, or "lru",
+            "arc", "s3-fifo", "lfu", "second-use", "pensieve"; None: "adaptive", which follows the best of some of them.
 
     Raises:
         ConfigError: an option that is malformed; a directory that cannot be used, or is of another model.
@@ -173,6 +181,7 @@ class ConversationStore:
         disk_budget: Size | None = None,
         loading: Literal["auto", "always"] = "auto",
         state_budget: Size = "1GiB",
+        eviction: EvictionPolicy | str | None = None,
     ) -> None:
         if not hasattr(model, "generate") or not hasattr(model, "config"):
             raise ConfigError(f"model is an object of {type(model).__name__}, not a Transformers model that generates.")
@@ -189,9 +198,11 @@ class ConversationStore:
         self.memory = memory
         self._options: dict[str, Any] = {"block_size": block_size, "host_attention": host_attention}
         self._cache().close()  # options that are wrong are an error here
+        self._retention: Retention[ParkedSequence] = Retention(policy_of(eviction), _CAPACITY)
         with memory.lock:
             self._parked = ParkedSequences(memory)
-        self._parked.shortened = _weakly(self._shortened)
+        self._parked.shortened = _weakly(self._shortened, None)
+        self._parked.victims = _weakly(self._victims, [])
         # Who drops a store on a memory of others gives back what it held.
         self._finalizer = weakref.finalize(self, memory.abandon, self._parked.close)
         self._finalizer.atexit = False
@@ -391,6 +402,7 @@ class ConversationStore:
                 with self.memory.lock:
                     for entry in used:
                         entry.sequence.users.discard(cache)
+                        self._retention.release(entry.sequence)
 
     def _learn(self, cache: JournalledCache, stateful: bool) -> None:
         """Learn what a prefill takes. Where work goes on behind the CPU's back, what a forward takes is known if its
@@ -448,6 +460,7 @@ class ConversationStore:
             for entry in entries:
                 entry.sequence.users.add(cache)
                 self._parked.touch(entry.sequence)
+                self._retention.hold(entry.sequence)
             states = [entry.states[columns] for entry in entries] if stateful and columns else []
         if not columns:
             return 0, "nothing that is kept begins the same"
@@ -472,6 +485,10 @@ class ConversationStore:
             for i, layer in joined([state for state in states for _ in range(call.expand)]).items():
                 cache.layers[i] = layer
             cache._recurrent.watch(cache.layers)
+        with self.memory.lock:
+            for tokens in {got - pad for pad in call.pads}:
+                alike = [x.sequence for x, pad in zip(entries, call.pads, strict=True) if got - pad == tokens]
+                self._retention.use(alike, tokens)
         cache.begin(call.ids[:, :got].repeat_interleave(call.expand, 0))
         return got, ""
 
@@ -622,7 +639,10 @@ class ConversationStore:
         except BudgetError:
             return  # no room for a copy: nothing is lost but the time to compute it again
         with self.memory.lock:
-            entry = _Entry(key, ids, sequence)
+            entry = _Entry(key, ids[: sequence.length * WIDTH], sequence)
+            if sequence.length:
+                # Before older ones go: what both have stays known.
+                self._retention.keep(sequence, key, entry.ids)
             for old in [x.entry if isinstance(x, _At) else x for _, x in self._index.prefixes(key, ids)]:
                 if len(old.ids) <= len(ids) and old.ids == ids[: len(old.ids)] and old in self._at:
                     states = {**old.states, **states}
@@ -635,7 +655,7 @@ class ConversationStore:
                 return
             self._add_states(entry, states)
             if not states:
-                self._index.add(key, ids, entry)
+                self._index.add(key, entry.ids, entry)
             elif not entry.states:  # it gave up its end meanwhile, and nobody could continue the rest
                 self._parked.drop(sequence)
                 return
@@ -683,6 +703,7 @@ class ConversationStore:
 
     def _shortened(self, sequence: ParkedSequence) -> None:
         """A sequence has given up its end, or all of it. The memory's lock is held."""
+        self._retention.shortened(sequence, sequence.length)
         entry = self._entries.get(sequence)
         if entry is None:
             return
@@ -697,6 +718,11 @@ class ConversationStore:
         elif entry in self._index:
             entry.ids = entry.ids[: sequence.length * WIDTH]
             self._index.add(entry.key, entry.ids, entry)
+
+    def _victims(self) -> list[tuple[ParkedSequence, int]]:
+        """What gives up room next; see `ParkedSequences.victims`. The memory's lock is held."""
+        self._retention.full()
+        return self._retention.evict()
 
     # The disk
 
@@ -974,6 +1000,7 @@ class ConversationStore:
         self.memory.check_integrity()
         with self.memory.lock:
             self._parked.check_integrity()
+            self._retention.check_integrity(self._entries)
             assert self._entries.keys() == self._parked.sequences.keys(), "a sequence without ids"
             assert self._at.keys() == set(self._entries.values())
             for sequence, entry in self._entries.items():

@@ -23,6 +23,7 @@ from kvtier.tables.layer import LayerKV
 from kvtier.tables.table import BlockTable, distinct
 
 Shortened = Callable[["ParkedSequence"], None]
+Victims = Callable[[], list[tuple["ParkedSequence", int]]]
 
 
 class ParkedSequence:
@@ -86,6 +87,7 @@ class ParkedSequences:
     Attributes:
         sequences: in the order in which they give up room: the first is the first to.
         shortened: called with a sequence that has given up its end, or all of it.
+        victims: says which sequences give up their ends next, and the tokens that each keeps; nothing: none of them.
     """
 
     def __init__(self, memory: TieredMemory) -> None:
@@ -95,6 +97,7 @@ class ParkedSequences:
         # Those that may have blocks on the device, in the order of their use.
         self._on_device: OrderedDict[ParkedSequence, None] = OrderedDict()
         self.shortened: Shortened = lambda sequence: None
+        self.victims: Victims = list
         self._layers: dict[int, ParkedLayer] = {}
         memory.parked.append(self)
 
@@ -260,9 +263,13 @@ class ParkedSequences:
     def give(self, nbytes: int) -> bool:
         """Drop so many bytes of blocks that no cache uses, from the trailing end of the sequences. Whether any went.
 
-        First of those that no cache continues; then of all, for a cache holds what it uses itself.
+        First as `victims` says; then of those that no cache continues, the first ones of `sequences` first; then of
+        all, for a cache holds what it uses itself.
         """
         before = self._bytes()
+        while before - self._bytes() < nbytes and (chosen := self.victims()):
+            for sequence, length in chosen:
+                self.shorten(sequence, length)
         for idle in (True, False):
             for sequence in list(self.sequences):
                 if idle and sequence.users:

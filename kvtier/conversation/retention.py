@@ -1,0 +1,181 @@
+"""`Retention`: which of the sequences that are kept gives up its end first, as an eviction policy says.
+
+The ids of a sequence are cut into *blocks* of some hundred tokens, each named by a digest of all ids up to its end; a
+last block may be shorter. Sequences that begin alike share the names of their first blocks, and so the nodes of the
+policy's tree. The tree hears what is kept, used and gone; its victim is always the end of some sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, TypeVar
+
+from kvtier.conversation.index import WIDTH
+from kvtier.eviction.policy import EvictionPolicy
+from kvtier.eviction.tree import PrefixTree
+
+T = TypeVar("T", bound=Hashable)
+
+#: Tokens of a block.
+TOKENS = 256
+#: The tree's capacity is what was kept when the memory was full last; it is changed when that differs by this share.
+_CHANGE = 0.05
+
+
+class _Path:
+    """The blocks of a sequence.
+
+    Attributes:
+        names: of its blocks, in order.
+        ends: tokens up to the end of each.
+        users: who hold it.
+    """
+
+    __slots__ = ("ends", "names", "users")
+
+    def __init__(self, names: list[bytes], ends: list[int]) -> None:
+        self.names = names
+        self.ends = ends
+        self.users = 0
+
+
+class Retention(Generic[T]):
+    """Orders sequences by an eviction policy. Plain Python; one thread at a time.
+
+    Args:
+        policy: of which this is the only user.
+        capacity: tokens that may be kept, about; corrected as the memory is full.
+        clock: seconds.
+    """
+
+    def __init__(self, policy: EvictionPolicy, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tree = PrefixTree(policy, max(capacity, 1))
+        self._clock = clock
+        self._paths: dict[T, _Path] = {}
+        self._refs: dict[bytes, int] = {}
+        # Sequences by their last block: those that end with a leaf are its only ones.
+        self._ends: dict[bytes, dict[T, None]] = {}
+
+    # Events
+
+    def keep(self, sequence: T, key: Hashable, ids: bytes) -> None:
+        """A sequence is kept from now on; what of it is not kept yet is new."""
+        assert sequence not in self._paths
+        path = self._paths[sequence] = _Path(*_blocks(key, ids))
+        before: bytes | None = None
+        start, now = 0, self._clock()
+        for name, end in zip(path.names, path.ends, strict=True):
+            if name not in self._tree:
+                if self._tree.free < end - start:
+                    self._tree.resize(2 * self._tree.capacity + end - start)
+                self._tree.insert(name, before, now, size=end - start)
+            self._refs[name] = self._refs.get(name, 0) + 1
+            before, start = name, end
+        if before is not None:
+            self._ends.setdefault(before, {})[sequence] = None
+
+    def use(self, sequences: Iterable[T], tokens: int) -> None:
+        """A call continues the first tokens of sequences: their blocks are used again."""
+        now = self._clock()
+        names = dict.fromkeys(
+            name
+            for sequence in sequences
+            if (path := self._paths.get(sequence)) is not None
+            for name, end in zip(path.names, path.ends, strict=True)
+            if end <= tokens
+        )
+        for name in names:
+            self._tree.reuse(name, now)
+
+    def hold(self, sequence: T) -> None:
+        """A cache continues a sequence: it goes last."""
+        path = self._paths.get(sequence)
+        if path is not None:
+            path.users += 1
+            if path.users == 1 and path.names:
+                self._tree.hold(path.names[-1])
+
+    def release(self, sequence: T) -> None:
+        """The opposite of `hold`; nothing, if it is not kept any more."""
+        path = self._paths.get(sequence)
+        if path is not None and path.users:
+            path.users -= 1
+            if not path.users and path.names:
+                self._tree.release(path.names[-1])
+
+    def shortened(self, sequence: T, tokens: int) -> None:
+        """A sequence has its first tokens only; none: it is not kept any more."""
+        path = self._paths.get(sequence)
+        if path is None or (tokens and path.ends and path.ends[-1] <= tokens):
+            return
+        if path.names:
+            last = path.names[-1]
+            if path.users and last in self._tree:
+                self._tree.release(last)
+            self._ends[last].pop(sequence)
+            if not self._ends[last]:
+                del self._ends[last]
+        while path.names and (not tokens or path.ends[-1] > tokens):
+            name, _ = path.names.pop(), path.ends.pop()
+            self._refs[name] -= 1
+            if not self._refs[name]:
+                del self._refs[name]
+                if name in self._tree:  # else the policy has evicted it
+                    self._tree.remove(name)
+        if not tokens:
+            del self._paths[sequence]
+        elif path.names:
+            self._ends.setdefault(path.names[-1], {})[sequence] = None
+            if path.users:
+                self._tree.hold(path.names[-1])
+
+    # Room
+
+    def full(self) -> None:
+        """The memory is full: what is kept now is what there is room for."""
+        now = max(self._tree.used, 1)
+        if abs(now - self._tree.capacity) > _CHANGE * self._tree.capacity:
+            self._tree.resize(now)
+
+    def evict(self) -> list[tuple[T, int]]:
+        """What goes next: sequences that end with one block, and the tokens that each keeps. Empty: nothing may go.
+
+        The caller shortens them, and says so.
+        """
+        name = self._tree.evict(self._clock())
+        if name is None:
+            return []
+        found = []
+        for sequence in self._ends[name]:  # type: ignore[index]
+            path = self._paths[sequence]
+            found.append((sequence, path.ends[-2] if len(path.ends) > 1 else 0))
+        return found
+
+    # For tests
+
+    def check_integrity(self, sequences: Iterable[T]) -> None:
+        """Raise AssertionError unless the tree has the blocks of these sequences and no others."""
+        self._tree.check_integrity()
+        assert set(sequences) == set(self._paths), "another sequence"
+        refs: dict[bytes, int] = {}
+        for path in self._paths.values():
+            for name in path.names:
+                refs[name] = refs.get(name, 0) + 1
+        assert refs == self._refs, "blocks are counted wrong"
+        assert refs.keys() == set(self._tree), "the policy knows other blocks"
+        ends = {(path.names[-1], sequence) for sequence, path in self._paths.items() if path.names}
+        assert ends == {(name, sequence) for name, those in self._ends.items() for sequence in those}, "ends"
+
+
+def _blocks(key: Hashable, ids: bytes) -> tuple[list[bytes], list[int]]:
+    """Names of the blocks of a sequence, and the tokens up to the end of each."""
+    names, ends, width = list[bytes](), list[int](), TOKENS * WIDTH
+    before = hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    for start in range(0, len(ids), width):
+        part = ids[start : start + width]
+        before = hashlib.blake2b(before + part, digest_size=16).digest()
+        names.append(before)
+        ends.append((start + len(part)) // WIDTH)
+    return names, ends

@@ -1,0 +1,163 @@
+"""Whichever policy says what goes, tokens are right, what it knows is what is kept, and its choice is what goes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
+
+from kvtier import ConfigError
+from kvtier.conversation import retention
+from kvtier.conversation.index import packed
+from kvtier.conversation.retention import Retention
+from kvtier.eviction.lru import LRU
+from kvtier.eviction.names import POLICIES
+from kvtier.eviction.pensieve import Pensieve
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "TOKENS", 8)
+
+
+# Alone, against sequences in lists
+
+
+class Model:
+    """Sequences, and the blocks that they have: what must be known of them."""
+
+    def __init__(self) -> None:
+        self.sequences: dict[int, tuple[Hashable, list[int]]] = {}
+        self.held: dict[int, int] = {}
+
+    def is_end(self, number: int) -> bool:
+        """Whether nobody else needs a sequence's last block as the middle of its own."""
+        key, ids = self.sequences[number]
+        last = (len(ids) - 1) // 8 * 8
+        for other, (theirs, more) in self.sequences.items():
+            if other != number and theirs == key and more[: len(ids)] == ids and len(more) > len(ids) == last + 8:
+                return False
+        return True
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_policy_knows_what_is_kept_and_its_victims_are_ends(name: str, seed: int) -> None:
+    draw, model, now = random.Random(seed), Model(), [0.0]
+    order: Retention[int] = Retention(POLICIES[name](), 64, lambda: now[0])
+    for number in range(300):
+        now[0] += draw.random()
+        what = draw.choice(("keep", "keep", "use", "hold", "release", "evict", "shorten", "drop", "full"))
+        some = draw.choice(list(model.sequences)) if model.sequences else None
+        if what == "keep":
+            ids = [draw.randrange(3) for _ in range(draw.randrange(1, 40))]
+            if some is not None and draw.random() < 0.7:
+                ids = model.sequences[some][1][: draw.randrange(1, 60)] + ids
+            key = draw.choice(("a", "b"))
+            model.sequences[number] = key, ids
+            order.keep(number, key, packed(ids))
+        elif what == "full":
+            order.full()
+        elif what == "evict":
+            for sequence, tokens in order.evict():
+                key, ids = model.sequences[sequence]
+                assert not model.held.get(sequence)
+                assert model.is_end(sequence)
+                assert tokens == (len(ids) - 1) // 8 * 8
+                if tokens:
+                    model.sequences[sequence] = key, ids[:tokens]
+                else:
+                    del model.sequences[sequence]
+                order.shortened(sequence, tokens)
+        elif some is not None and what == "use":
+            order.use([some], draw.randrange(1, 80))
+        elif some is not None and what == "hold":
+            model.held[some] = model.held.get(some, 0) + 1
+            order.hold(some)
+        elif some is not None and what == "release":
+            model.held[some] = max(model.held.get(some, 0) - 1, 0)
+            order.release(some)
+        elif some is not None and what in ("shorten", "drop"):
+            key, ids = model.sequences.pop(some)
+            tokens = draw.randrange(len(ids)) // 8 * 8 if what == "shorten" else 0
+            if tokens:
+                model.sequences[some] = key, ids[:tokens]
+            else:
+                model.held.pop(some, None)
+            order.shortened(some, tokens)
+        order.check_integrity(model.sequences)
+    for sequence in list(model.held):
+        while model.held[sequence]:
+            model.held[sequence] -= 1
+            order.release(sequence)
+    while gone := order.evict():
+        for sequence, tokens in gone:
+            order.shortened(sequence, tokens)
+    order.check_integrity(())
+
+
+def test_the_least_recently_used_goes_first_its_end_first() -> None:
+    now = [0.0]
+    order: Retention[str] = Retention(LRU(), 1000, lambda: now[0])
+    for name, first in (("a", 1), ("b", 2), ("c", 3)):
+        now[0] += 1
+        order.keep(name, "", packed([first] * 20))
+    now[0] += 1
+    order.use(["a"], 20)
+    gone = []
+    while chosen := order.evict():
+        gone += chosen
+        for name, tokens in chosen:
+            order.shortened(name, tokens)
+    assert gone == [("b", 16), ("b", 8), ("b", 0), ("c", 16), ("c", 8), ("c", 0), ("a", 16), ("a", 8), ("a", 0)]
+
+
+# In a store
+
+#: Host memory that holds two or three conversations of five.
+BUDGETS = {"llama": "56KiB", "gemma3": "40KiB", "qwen3_next": "40KiB"}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_whatever_goes_first_tokens_are_right(policy: str, name: str) -> None:
+    model, draw = tiny_model(name), random.Random(len(policy))
+    with store_of(model, eviction=policy, host_budget=BUDGETS[name]) as store:
+        chats = [some_ids(draw.randrange(8, 40), seed=i) for i in range(5)]
+        for _ in range(24):
+            i = draw.randrange(5)
+            inputs = ones(grown(chats[i], draw.randrange(1, 6)))
+            if inputs["input_ids"].shape[1] > 56:
+                inputs = ones(some_ids(20, seed=100 + i))
+            out = store.generate(**inputs, **GREEDY)
+            assert torch.equal(out, fresh(model, inputs))
+            chats[i] = out
+            store.check_integrity()
+        assert store.stats.dropped
+
+
+def test_what_was_used_again_outlives_what_was_not() -> None:
+    model = tiny_model("llama")
+    system = some_ids(32, seed=9)
+    with store_of(model, eviction="lru", host_budget="128KiB") as store:
+        for i in range(40):
+            ids = ones(torch.cat([system, some_ids(24, seed=i)], 1))
+            assert torch.equal(store.generate(**ids, **GREEDY), fresh(model, ids))
+            if i:
+                assert store.reuse[0].cached >= 32, "all begin with it"
+        assert store.stats.dropped > 10
+
+
+def test_policies_that_are_none_are_refused() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError, match="'newest'"):
+        store_of(model, eviction="newest")
+    with pytest.raises(ConfigError):
+        store_of(model, eviction=Pensieve)
+    options: dict[str, Any] = {"eviction": Pensieve()}
+    store_of(model, **options).close()
