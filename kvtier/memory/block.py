@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterator
 
-    from kvtier.memory.audit import Audit
-
 
 class State(enum.IntEnum):
     """What a block is, and in which tiers its bytes are valid."""
@@ -45,6 +43,13 @@ class State(enum.IntEnum):
 
 #: Sealed blocks that attention finds on the device, and that may be evicted.
 RESIDENT = frozenset((State.DEVICE, State.LEAVING, State.BOTH))
+
+
+class Auditor(Protocol):
+    """Hears of sealed blocks; see `Audit`."""
+
+    def note(self, run: Run) -> None:
+        """The bytes of a sealed run are complete in host memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +70,7 @@ class Pools:
     host: BlockPool
     engine: TransferEngine
     spilled: int = 0
-    audit: Audit | None = None
+    audit: Auditor | None = None
 
     @property
     def home(self) -> BlockPool:
