@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,14 +61,24 @@ class Archive:
         self.stopped = False
         self._queue: queue.Queue[Saved | None] = queue.Queue()
         self._thread: threading.Thread | None = None
+        # The thread does not keep a store alive that is dropped without being closed, and ends with it.
+        self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._finalizer.atexit = False
 
     # Save
 
     def submit(self, saved: Saved) -> None:
         """Save a sequence soon."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="kvtier-saving", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(
+                target=_work, args=(weakref.ref(self), self._queue), name="kvtier-saving", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # a call that has its answer does not fail for it
+                self.disk.problem = f"{error}: a sequence was not saved"
+                return
+            self._thread = thread
         self._queue.put(saved)
 
     def flush(self) -> None:
@@ -82,20 +93,12 @@ class Archive:
             self._thread = None
         self.disk.close()
 
-    def _work(self) -> None:
-        while True:
-            saved = self._queue.get()
-            try:
-                if saved is None:
-                    return
-                self.save(saved)
-            except Exception as error:  # nobody waits for it: what was not saved is computed again
-                self.disk.problem = str(error)
-            finally:
-                self._queue.task_done()
-
     def save(self, saved: Saved) -> None:
-        """Save what of a sequence is not saved yet."""
+        """Save what of a sequence is not saved yet.
+
+        Raises:
+            Exception: it cannot be read from the memory.
+        """
         start, parent = self.disk.find(saved.key, saved.ids)
         length = len(saved.ids) // WIDTH
         if start == length and (saved.states is None or any(x.stop == length for x in self._ends(saved))):
@@ -149,8 +152,13 @@ class Archive:
         device, states = self._device(), None
         if stateful:
             start, tensors, said = chain[-1]
-            states = unpacked_states(tensors, json.loads(said), self._layers(), device)
+            # The tensors of a file share one buffer, which states would keep whole.
+            own = {name: x.clone() for name, x in tensors.items() if name.startswith("s.")}
+            about, layers = json.loads(said), self._layers()
+            if _known(about, own, layers):
+                states = unpacked_states(own, about, layers, device)
             if states is None:
+                self.disk.problem = "states were saved by another version of Transformers, and are computed"
                 return 0, None
         parts: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for n, (start, tensors, _) in enumerate(chain):
@@ -161,9 +169,36 @@ class Archive:
                     part = parts.setdefault(int(index), ([], []))[which == "v"]
                     part.append(x[:, : stop - start])
         for i, pair in sorted(parts.items()):
-            keys, values = (torch.cat(x, 1)[None].to(device) for x in pair)
+            keys, values = ((x[0] if len(x) == 1 else torch.cat(x, 1))[None].to(device) for x in pair)
             if keys.shape[2] != until or values.shape[2] != until:
                 return 0, None
             cache._forward.restore(i, keys, values)
         cache._forward.steps.end()
         return until, states
+
+
+def _known(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], layers: Sequence[Any]) -> bool:
+    """Whether all that layers hold was saved. Another version of Transformers may have layers that hold more."""
+    saved: dict[str, set[str]] = {index: set(each) for index, each in about.items()}
+    for name in tensors:
+        _, index, attribute, *_ = name.split(".")
+        saved.setdefault(index, set()).add(attribute)
+    return all(int(i) < len(layers) and vars(layers[int(i)]).keys() <= names for i, names in saved.items())
+
+
+def _work(archive: weakref.ref[Archive], waiting: queue.Queue[Saved | None]) -> None:
+    """Save what is submitted, until there is nobody who submits."""
+    while True:
+        saved = waiting.get()
+        here = archive()
+        try:
+            if saved is None:
+                return
+            if here is not None:
+                here.save(saved)
+        except Exception as error:  # nobody waits for it: what was not saved is computed again
+            if here is not None:
+                here.disk.problem = str(error)
+        finally:
+            del here, saved
+            waiting.task_done()

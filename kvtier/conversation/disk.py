@@ -2,24 +2,23 @@
 
 A saved sequence is a chain of *chunks*: the tokens that a turn added, one safetensors file each. A chunk begins
 anywhere within its parent, so that what sequences share is saved once and a turn writes its own tokens and no others.
-The chain, the token ids and a checksum of every file are rows of an SQLite database (write-ahead log): a file is
-complete before its row is there, and a file without a row is removed when the folder is opened.
+The chain, the token ids and a checksum of every file are rows of the folder's `Manifest`: a file is complete, and on
+the disk with its name, before its row is there; a row is gone before its file is; and a file without a row is removed
+when the folder is opened.
 
 Whatever is damaged, missing or of other weights is not used: a chunk whose bytes are not what its row says is
-forgotten, with all that continues it.
+forgotten, with all that continues it. What cannot be read now, for want of handles or memory, stays.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import json
 import os
 import sqlite3
 import threading
-import weakref
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,41 +26,54 @@ from typing import Any
 import torch
 
 from kvtier.conversation.files import Damaged, read_tensors, write_tensors
+from kvtier.conversation.folder import MANIFEST, Folder
 from kvtier.conversation.index import WIDTH, PrefixIndex
-from kvtier.errors import ClosedError, ConfigError, StoreInUseError
+from kvtier.conversation.manifest import LONGEST, Manifest, Row
+from kvtier.errors import ClosedError, ConfigError
 
-#: Of the folder's layout. Another one is refused.
-VERSION = 1
-#: Bytes that a row takes besides its file, at the most, for the budget.
+#: Bytes that a row takes besides its file and ids, at the most, for the budget.
 _ROW = 512
+#: Bytes that the header of a file takes for each tensor, at the most, besides its name.
+_HEADER = 256
+#: What a file or the manifest says where it cannot be changed or read now.
+_FAILURES = (OSError, sqlite3.Error, MemoryError)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Chunk:
-    """Some tokens of a saved sequence.
+    """Some tokens of a saved sequence. Their ids are in the index.
 
     Attributes:
         number: of its row and file.
-        key: what its keys and values depend on besides the ids, see `PrefixIndex`.
         parent: that it continues; None: it begins a sequence.
-        start: its first token; the chain before it ends there.
-        ids: of the whole sequence up to its end, packed.
-        nbytes: of its file.
-        checksum: of its file.
+        start, stop: its own tokens; the chain before it ends at `start`.
+        nbytes, checksum: of its file.
+        digest: of its row.
+        children: chunks that continue it; None: there are none.
     """
 
     number: int
-    key: str
     parent: Chunk | None
     start: int
-    ids: bytes
+    stop: int
     nbytes: int
     checksum: bytes
+    digest: bytes
+    children: set[Chunk] | None = None
 
     @property
-    def stop(self) -> int:
-        """Behind its last token."""
-        return len(self.ids) // WIDTH
+    def kept(self) -> int:
+        """Bytes that it takes, of its file and its row."""
+        return self.nbytes + _ROW + (self.stop - self.start) * WIDTH
+
+    def chain(self) -> list[Chunk]:
+        """Itself, what it continues, and so on."""
+        found = list[Chunk]()
+        at: Chunk | None = self
+        while at is not None:
+            found.append(at)
+            at = at.parent
+        return found
 
 
 class Disk:
@@ -69,7 +81,7 @@ class Disk:
 
     Args:
         directory: made if it is missing, for its owner only.
-        budget: bytes of all files together; what was used longest ago goes first. None: no limit.
+        budget: bytes of all files together, with their rows; what was used longest ago goes first. None: no limit.
         fingerprint: of the model, see `hf.generation.fingerprint`. Sequences of another one are refused.
 
     Raises:
@@ -78,101 +90,70 @@ class Disk:
     """
 
     def __init__(self, directory: str | Path, budget: int | None, fingerprint: Mapping[str, str]) -> None:
-        self.path = Path(directory)
+        self._folder = Folder(directory)
+        self.path = self._folder.path
         self.budget = budget
-        #: Files that were not what their rows say, and what kept a sequence from being saved last.
+        #: Files and rows that were not what was written, and what kept a sequence from being saved or loaded last.
         self.damaged, self.problem = 0, ""
-        self._lock = threading.RLock()
-        self._chunks: dict[int, Chunk] = {}
-        self._children: dict[int, int] = {}
-        self._index: PrefixIndex[Chunk] = PrefixIndex()
+        #: Bytes of all files, of what is kept of each, and of files that could not be removed.
+        self.nbytes = 0
         self.closed = False
-        self._release: weakref.finalize[..., Disk] | None = None
+        self._lock = threading.RLock()
+        # In the order of their use, every chunk before its parent: the first one is the next to go, and nobody
+        # continues it.
+        self._chunks: OrderedDict[int, Chunk] = OrderedDict()
+        self._index: PrefixIndex[Chunk] = PrefixIndex()
+        # When chunks were used, as far as the manifest does not know. Counted: clocks are set back.
+        self._used: dict[int, int] = {}
+        self._uses = 0
+        # A number is not used again as long as the folder is open, whatever becomes of its file.
+        self._next = 1
+        self._stray: dict[Path, int] = {}
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._held = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise ConfigError(f"directory={str(directory)!r} cannot be used: {error}") from error
-        try:
+            self._manifest = Manifest(self.path / MANIFEST, fingerprint)
             try:
-                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise StoreInUseError(f"{self.path} is open in another store or process. Close that first.") from None
-            # Who drops a store without closing it lets others open the folder.
-            self._release = weakref.finalize(self, os.close, self._held)
-            self._open(fingerprint)
+                self._load()
+            except BaseException:
+                self._manifest.close()
+                raise
         except BaseException:
-            os.close(self._held) if self._release is None else self._release()
+            self._folder.close()
             raise
-
-    def _open(self, fingerprint: Mapping[str, str]) -> None:
-        try:
-            self._db = sqlite3.connect(self.path / "manifest.sqlite", isolation_level=None, check_same_thread=False)
-            os.chmod(self.path / "manifest.sqlite", 0o600)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            with self._transaction():
-                self._db.execute("CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT)")
-                self._db.execute(
-                    "CREATE TABLE IF NOT EXISTS chunks (number INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT, "
-                    "parent INTEGER, start INTEGER, ids BLOB, nbytes INTEGER, checksum BLOB, used INTEGER)"
-                )
-                self._db.execute("CREATE TABLE IF NOT EXISTS conversations (name TEXT PRIMARY KEY, state TEXT)")
-            self._check_about(fingerprint)
-            self._load()
-        except ConfigError:
-            raise
-        except (sqlite3.Error, ValueError) as error:  # texts that are none, too
-            raise ConfigError(
-                f"{self.path / 'manifest.sqlite'} is no manifest of saved sequences, or is damaged: {error}. Move it "
-                "away to begin with an empty folder."
-            ) from error
-
-    def _check_about(self, fingerprint: Mapping[str, str]) -> None:
-        about = {"version": str(VERSION), **fingerprint}
-        there = dict(self._db.execute("SELECT name, value FROM about"))
-        if not there:
-            with self._transaction():
-                self._db.executemany("INSERT INTO about VALUES (?, ?)", about.items())
-            return
-        for name, value in about.items():
-            if there.get(name) != value:
-                raise ConfigError(
-                    f"{self.path} was saved with another {name}: {there.get(name)!r} there, {value!r} here. What is "
-                    "saved is of no use to this model: give another directory, or remove that one."
-                )
 
     def _load(self) -> None:
-        """Read all rows; forget those that do not fit together, and files that have none."""
-        rows = self._db.execute("SELECT number, key, parent, start, ids, nbytes, checksum FROM chunks ORDER BY number")
-        bad = []
-        for number, *row in rows:
-            chunk = self._read_row(number, *row)
-            if chunk is None:
-                bad.append(number)
-            else:
-                self._add(chunk)
-        with self._transaction():
-            self._db.executemany("DELETE FROM chunks WHERE number = ?", [(number,) for number in bad])
+        """Read all rows; forget those that are damaged, that have no file or that continue these; and remove files that
+        have no row."""
+        bad, used = list[int](), dict[int, int]()
+        try:
+            numbers, rest = self._folder.files()
+            for number, row, last in self._manifest.rows():
+                self._next = max(self._next, number + 1)
+                parent = self._chunks.get(row.parent) if row is not None and row.parent is not None else None
+                if row is None or number not in numbers or not _fits(row, parent):
+                    bad.append(number)
+                else:
+                    self._add(row, parent)
+                    used[number] = last
+            if bad:
+                with self._manifest.transaction():
+                    self._manifest.remove(bad)
+        except (OSError, sqlite3.Error, ValueError) as error:
+            raise ConfigError(
+                f"{self.path} cannot be read, or its manifest is damaged: {error}. Make sure that there is room and "
+                f"that it may be written, or move {MANIFEST} away to begin with an empty folder."
+            ) from error
         self.damaged += len(bad)
-        known = {self._file(chunk.number).name for chunk in self._chunks.values()}
-        for file in self.path.glob("*.safetensors*"):
-            if file.name not in known:
-                with contextlib.suppress(OSError):
-                    file.unlink()
-
-    def _read_row(
-        self, number: int, key: Any, parent: Any, start: Any, ids: Any, nbytes: Any, checksum: Any
-    ) -> Chunk | None:
-        """The chunk of a row; None where it says nothing that can be. What it says is compared with its file later."""
-        kinds = (type(key), type(start), type(ids), type(nbytes), type(checksum))
-        above = self._chunks.get(parent) if type(parent) is int else None
-        if kinds != (str, int, bytes, int, bytes) or len(ids) % WIDTH or (above is None) != (parent is None):
-            return None
-        if not 0 <= start <= (0 if above is None else above.stop) or not (start or ids):
-            return None
-        before = b"" if above is None else above.ids[: start * WIDTH]
-        return Chunk(number, key, above, start, before + ids, nbytes, checksum)
+        for number in numbers - self._chunks.keys():
+            rest.append(self._folder.file(number))
+        for file in rest:
+            self._unlink(file, 0)
+        # Whoever uses a chunk uses all before it: a parent was used no earlier than its children.
+        for chunk in reversed(self._chunks.values()):
+            if chunk.parent is not None:
+                used[chunk.parent.number] = max(used[chunk.parent.number], used[chunk.number])
+        for number in sorted(used, key=lambda n: (used[n], -n)):
+            self._chunks.move_to_end(number)
+        self._uses = max(used.values(), default=0)
 
     # Find, read, write
 
@@ -191,145 +172,183 @@ class Disk:
 
         Returns:
             For each chunk, in order: its first token, its tensors, what was said of it; and how many tokens they are:
-            fewer than `length` where some were damaged, and 0 where all were.
+            fewer than `length` where some were damaged or cannot be read, and 0 where all were.
         """
-        chain: list[Chunk] = []
-        at: Chunk | None = chunk
-        while at is not None:
-            chain.insert(0, at)
-            at = at.parent
+        while chunk.parent is not None and chunk.start >= length and chunk.stop > length:
+            chunk = chunk.parent  # what was found goes on, and its end is of no use
+        chain = chunk.chain()[::-1]
         found, until = [], 0
         for i, each in enumerate(chain):
             stop = min(length, chain[i + 1].start if i + 1 < len(chain) else each.stop)
             try:
-                tensors, said = read_tensors(self._file(each.number), each.nbytes, each.checksum)
-                about, _, said = said.partition(" ")
-                if about != _about(each.key, each.start, each.ids):
-                    raise Damaged(f"chunk {each.number} is of other tokens than its row says")
-            except (Damaged, OSError) as error:
-                self.problem = str(error)
-                self.damaged += 1
-                self.forget(each)
+                tensors, said = read_tensors(self._folder.file(each.number), each.nbytes, each.checksum)
+            except Damaged as error:
+                with self._lock:
+                    if self._chunks.get(each.number) is each and not self.closed:  # or it made room meanwhile
+                        self.problem = str(error)
+                        self.damaged += 1
+                        self.forget(each)
+                break
+            except _FAILURES as error:
+                self.problem = f"{error}: what is saved of a sequence was not read, and is computed"
                 break
             found.append((each.start, tensors, said))
             until = stop
-        with self._lock, contextlib.suppress(sqlite3.Error):
-            self._use([x.number for x in chain])
+        with self._lock:
+            self._use(chunk)
         return found, until
 
     def write(
         self, key: str, ids: bytes, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor], said: str
     ) -> Chunk | None:
         """Save the tokens of a sequence from one on, behind a chunk that is saved. None where that cannot be, and
-        `problem` says why; nothing that was saved before is lost."""
+        `problem` says why; nothing that was saved before is lost, but for what the budget makes go."""
         with self._lock:
             self._check_open()
-            if parent is not None and parent.number not in self._chunks:
+            while parent is not None and parent.start >= start:
+                parent = parent.parent  # what has the tokens before it
+            problem = self._refused(ids, start, parent)
+            own = ids[start * WIDTH :]
+            most = sum(x.nbytes + len(name) + _HEADER for name, x in tensors.items()) + len(json.dumps(said)) + _HEADER
+            if not problem and not self._make_room(most + _ROW + len(own), parent):
+                problem = self.problem
+            if problem:
+                self.problem = problem
                 return None
-            nbytes = sum(x.nbytes for x in tensors.values()) + _ROW + len(ids)
-            if not self._make_room(nbytes, parent):
-                self.problem = f"{nbytes} bytes are more than the disk budget leaves"
-                return None
-            number = 0
+            number, self._next = self._next, self._next + 1
+            file, self._uses = self._folder.file(number), self._uses + 1
             try:
-                with self._transaction():
-                    # A number that no file ever had.
-                    cursor = self._db.execute("INSERT INTO chunks (key) VALUES (NULL)")
-                    number = int(cursor.lastrowid or 0)
-                    named = f"{_about(key, start, ids)} {said}"
-                    written, checksum = write_tensors(self._file(number), tensors, named)
-                    self._db.execute(
-                        "UPDATE chunks SET key=?, parent=?, start=?, ids=?, nbytes=?, checksum=?, used=? "
-                        "WHERE number=?",
-                        (
-                            key,
-                            None if parent is None else parent.number,
-                            start,
-                            ids[start * WIDTH :],
-                            written,
-                            checksum,
-                            number,
-                            number,
-                        ),
-                    )
-            except (OSError, sqlite3.Error) as error:
-                self.problem = str(error)
-                with contextlib.suppress(OSError):
-                    self._file(number).unlink(missing_ok=True)
+                written, sums = write_tensors(file, tensors, said)
+                above = None if parent is None else (parent.number, parent.digest)
+                row = Row.of(number, key, above, start, own, written, sums)
+                with self._manifest.transaction():
+                    self._manifest.add(row, self._uses)
+                    self._manifest.use(self._used)
+            except _FAILURES as error:
+                self.problem = f"{error}: a sequence was not saved"
+                self._unlink(file, 0)
                 return None
-            chunk = Chunk(number, key, parent, start, ids, written, checksum)
-            self._add(chunk)
+            self._used.clear()
+            chunk = self._add(row, parent)
+            self._use(chunk)
             return chunk
+
+    def _refused(self, ids: bytes, start: int, parent: Chunk | None) -> str:
+        """Why a sequence is not saved; "": it is."""
+        if not self._folder.there():
+            return f"{self.path} was removed, or replaced, while it was open: nothing is saved. Open it again."
+        if parent is not None and parent.number not in self._chunks:
+            return "what a sequence continues was removed meanwhile"
+        if len(ids) - start * WIDTH > LONGEST // 2:
+            return f"{len(ids) // WIDTH - start} tokens are more than one turn can save"
+        return ""
 
     def forget(self, chunk: Chunk) -> None:
         """Remove a chunk and all that continues it."""
         with self._lock:
+            if self._chunks.get(chunk.number) is not chunk:
+                return
             gone = [chunk]
-            for each in list(self._chunks.values()):  # in rising order: whoever continues one comes later
-                if each.parent in gone:
-                    gone.append(each)
-            for each in reversed(gone):
-                self._remove(each)
+            for each in gone:
+                gone += each.children or ()
+            try:
+                with self._manifest.transaction():
+                    self._manifest.remove([x.number for x in gone])
+            except _FAILURES as error:
+                self.problem = str(error)  # without their files the rows are of no use either
+            self._remove(gone)
 
-    def _remove(self, chunk: Chunk) -> None:
-        if self._chunks.pop(chunk.number, None) is None:
+    def _remove(self, gone: Sequence[Chunk]) -> None:
+        """Remove chunks that have no rows any more; parents first."""
+        for chunk in reversed(gone):
+            del self._chunks[chunk.number]
+            self._used.pop(chunk.number, None)
+            self._index.remove(chunk)
+            self.nbytes -= chunk.kept
+            if chunk.parent is not None and chunk.parent.children is not None:
+                chunk.parent.children.discard(chunk)
+                chunk.parent.children = chunk.parent.children or None
+            self._unlink(self._folder.file(chunk.number), chunk.nbytes)
+
+    def _unlink(self, file: Path, nbytes: int) -> None:
+        """Remove a file, or do so later: what it takes is counted as long as it is there."""
+        if not self._folder.there():  # what is there now is of others
             return
-        self._index.remove(chunk)
-        if chunk.parent is not None:
-            self._children[chunk.parent.number] -= 1
-        with contextlib.suppress(sqlite3.Error):
-            self._db.execute("DELETE FROM chunks WHERE number = ?", (chunk.number,))
-        with contextlib.suppress(OSError):
-            self._file(chunk.number).unlink(missing_ok=True)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file)
+        except OSError as error:
+            self.problem = f"{file.name} is not removed: {error}"
+            if file not in self._stray:
+                self._stray[file] = nbytes
+                self.nbytes += nbytes
+        else:
+            self.nbytes -= self._stray.pop(file, 0)
 
     def _make_room(self, nbytes: int, keep: Chunk | None) -> bool:
-        """Remove what was used longest ago and nobody continues, until so many bytes fit."""
+        """Remove what was used longest ago and nobody continues, until so many bytes fit; nothing, where that cannot
+        be."""
         if self.budget is None:
             return True
-        kept = set[int]()
-        while keep is not None:
-            kept.add(keep.number)
-            keep = keep.parent
-        while self.nbytes + nbytes > self.budget:
-            for (number,) in self._db.execute("SELECT number FROM chunks ORDER BY used, number").fetchall():
-                if number in self._chunks and number not in kept and not self._children.get(number):
-                    self._remove(self._chunks[number])
-                    break
-            else:
-                return False
+        for file in list(self._stray):
+            self._unlink(file, 0)
+        kept = 0 if keep is None else sum(x.kept for x in keep.chain())
+        if nbytes + kept + sum(self._stray.values()) > self.budget:
+            self.problem = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves"
+            return False
+        if keep is not None:
+            self._use(keep)  # so that it goes last
+        gone, left = list[Chunk](), self.nbytes
+        for chunk in self._chunks.values():
+            if left + nbytes <= self.budget:
+                break
+            gone.append(chunk)
+            left -= chunk.kept
+        if not gone:
+            return True
+        try:
+            with self._manifest.transaction():
+                self._manifest.remove([x.number for x in gone])
+        except _FAILURES as error:
+            self.problem = f"{error}: nothing made room, and a sequence was not saved"
+            return False
+        self._remove(gone[::-1])
         return True
 
     # Conversations
 
     def save_conversation(self, name: str, state: Mapping[str, Any]) -> None:
         """Save what a conversation is, in place of what it was."""
-        with self._lock, contextlib.suppress(sqlite3.Error):
+        with self._lock, self._telling(f"conversation {name!r} was not saved"):
             self._check_open()
-            self._db.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?)", (name, json.dumps(state)))
+            self._manifest.save_conversation(name, state)
 
     def drop_conversation(self, name: str) -> None:
         """Forget a conversation."""
-        with self._lock, contextlib.suppress(sqlite3.Error):
-            self._db.execute("DELETE FROM conversations WHERE name = ?", (name,))
+        with self._lock, self._telling(f"conversation {name!r} was not removed"):
+            self._check_open()
+            self._manifest.drop_conversation(name)
 
     def conversations(self) -> dict[str, dict[str, Any]]:
         """All that are saved, by name; those that are damaged are left out."""
         found = {}
-        with self._lock, contextlib.suppress(sqlite3.Error, UnicodeError):
-            for name, state in self._db.execute("SELECT name, state FROM conversations").fetchall():
-                with contextlib.suppress(ValueError, TypeError):
-                    made = json.loads(state)
-                    if isinstance(name, str) and isinstance(made, dict):
-                        found[name] = made
+        with self._lock, self._telling("some conversations were not read"):
+            for each in self._manifest.conversations():
+                if each is None:
+                    self.damaged += 1
+                else:
+                    found[each[0]] = each[1]
         return found
 
-    # Life
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Go on where something fails that no call waits for, and say so."""
+        try:
+            yield
+        except (*_FAILURES, TypeError, ValueError, RecursionError) as error:
+            self.problem = f"{error}: {what}"
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files, and of what is kept of each."""
-        with self._lock:
-            return sum(x.nbytes + _ROW + (x.stop - x.start) * WIDTH for x in self._chunks.values())
+    # Life
 
     @property
     def chunks(self) -> int:
@@ -342,40 +361,57 @@ class Disk:
             if self.closed:
                 return
             self.closed = True
-            with contextlib.suppress(sqlite3.Error):
-                self._db.close()
-            assert self._release is not None
-            self._release()
+            if self._used and self._folder.there():
+                with self._telling("what was used last is not noted"), self._manifest.transaction():
+                    self._manifest.use(self._used)
+            self._manifest.close()
+            self._folder.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless what is counted and ordered agrees. For tests and debugging."""
+        with self._lock:
+            assert self.nbytes == sum(x.kept for x in self._chunks.values()) + sum(self._stray.values())
+            assert len(self._index) == len(self._chunks)
+            seen = set[Chunk]()
+            for number, chunk in self._chunks.items():
+                assert chunk.number == number
+                assert chunk in self._index
+                assert seen >= (chunk.children or set()), "a chunk is to go before what continues it"
+                assert chunk.parent is None or chunk in (chunk.parent.children or ())
+                above = chunk.parent
+                assert chunk.start == 0 if above is None else above.start < chunk.start <= above.stop
+                seen.add(chunk)
 
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"{self.path} was closed.")
 
-    def _use(self, numbers: list[int]) -> None:
-        (last,) = self._db.execute("SELECT COALESCE(MAX(used), 0) FROM chunks").fetchone()
-        self._db.executemany("UPDATE chunks SET used = ? WHERE number = ?", [(last + 1, n) for n in numbers])
+    def _use(self, chunk: Chunk) -> None:
+        """Note that a chain is used now. The manifest hears of it when something is saved, or at the end."""
+        self._uses += 1
+        for each in chunk.chain():
+            if self._chunks.get(each.number) is each:
+                self._chunks.move_to_end(each.number)
+                self._used[each.number] = self._uses
 
-    def _add(self, chunk: Chunk) -> None:
+    def _add(self, row: Row, parent: Chunk | None) -> Chunk:
+        stop = row.start + len(row.ids) // WIDTH
+        chunk = Chunk(row.number, parent, row.start, stop, row.nbytes, row.checksum, row.digest)
+        if parent is None:
+            self._index.add(row.key, row.ids, chunk)
+        else:
+            parent.children = parent.children or set()
+            parent.children.add(chunk)
+            self._index.extend(parent, parent.stop - row.start, row.ids, chunk)
         self._chunks[chunk.number] = chunk
-        if chunk.parent is not None:
-            self._children[chunk.parent.number] = self._children.get(chunk.parent.number, 0) + 1
-        self._index.add(chunk.key, chunk.ids, chunk)
-
-    def _file(self, number: int) -> Path:
-        return self.path / f"{number:012}.safetensors"
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):
-                self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+        self.nbytes += chunk.kept
+        return chunk
 
 
-def _about(key: str, start: int, ids: bytes) -> str:
-    """What a file is of: a row whose ids were damaged does not find it."""
-    return hashlib.blake2b(repr((key, start)).encode() + ids, digest_size=16).hexdigest()
+def _fits(row: Row, parent: Chunk | None) -> bool:
+    """Whether a row can be, given what it continues."""
+    if len(row.ids) % WIDTH or (parent is None) != (row.parent is None) or row.nbytes < 0:
+        return False
+    if parent is None:
+        return not row.start and bool(row.ids)
+    return parent.start < row.start <= parent.stop

@@ -1,16 +1,47 @@
-"""Files of tensors: written whole or not at all, and read only if every byte is what was written."""
+"""Files of tensors: written whole or not at all, and read only if every byte is what was written.
+
+The format is safetensors'. The checksum is of the kind that finds damage, not forgery: a CRC-32 of every `SEGMENT`
+bytes. It finds every change of up to 32 neighbouring bits and all but one in 2^32 of the others, and takes less time
+than reading does, where a cryptographic digest takes several times as long.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
+import math
 import os
+import stat
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
+
+from kvtier.conversation.folder import sync_names
+
+#: Bytes that have a checksum of their own.
+SEGMENT = 2**24
+#: Bytes that are read at a time: what was read is in the processor's cache when its checksum is taken.
+_PIECE = 2**18
+#: Of the tensors of a model's cache, as safetensors names them.
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
 
 
 class Damaged(Exception):
@@ -24,9 +55,9 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], said: str) ->
         OSError: it was not written.
     """
     data = save({name: x.detach().to("cpu").contiguous() for name, x in tensors.items()}, {"said": said})
-    beside = file.with_suffix(".safetensors.new")
+    unfinished = file.with_suffix(".safetensors.new")
     try:
-        handle = os.open(beside, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        handle = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:
             left = memoryview(data)
             while left:
@@ -34,39 +65,83 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], said: str) ->
             os.fsync(handle)
         finally:
             os.close(handle)
-        os.replace(beside, file)
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        os.replace(unfinished, file)
+        sync_names(file.parent)
     except BaseException:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+            os.unlink(unfinished)
         raise
-    return len(data), _checksum(data)
+    return len(data), checksum(data)
 
 
-def read_tensors(file: Path, nbytes: int, checksum: bytes) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors of a file, and what was said of them.
+def read_tensors(file: Path, nbytes: int, sums: bytes) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of a file, and what was said of them. They share one buffer, which is theirs.
 
     Raises:
-        Damaged: it is not what was written. OSError: it cannot be read.
+        Damaged: it is not what was written, or is gone. OSError, MemoryError: it cannot be read now.
     """
-    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
-    with os.fdopen(handle, "rb") as stream:
-        if os.fstat(handle).st_size != nbytes:
-            raise Damaged(f"{file.name} has another size than was written")
-        data = stream.read(nbytes + 1)
-    if len(data) != nbytes or _checksum(data) != checksum:
-        raise Damaged(f"{file.name} is not what was written")
     try:
-        length = int.from_bytes(data[:8], "little")
-        said = json.loads(data[8 : 8 + length]).get("__metadata__", {}).get("said", "")
-        return load(data), said
-    except Exception as error:  # written by something else, under the same checksum
+        # No link is followed, and nobody is waited for where something else has the name.
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise Damaged(f"{file.name} is gone") from None
+    except OSError:
+        if file.is_symlink():
+            raise Damaged(f"{file.name} is a link") from None
+        raise
+    try:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode) or about.st_size != nbytes:
+            raise Damaged(f"{file.name} has another size than was written")
+        try:
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise MemoryError(f"There is no room to read {file.name}: {error}") from error
+        if _read(handle, memoryview(buffer.numpy().data)) != sums:
+            raise Damaged(f"{file.name} is not what was written")
+    finally:
+        os.close(handle)
+    try:
+        return _tensors(buffer)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # written by something else
         raise Damaged(f"{file.name} holds no tensors: {error}") from error
 
 
-def _checksum(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+def checksum(data: bytes | memoryview) -> bytes:
+    """Of the bytes of a file."""
+    view = memoryview(data)
+    return b"".join(zlib.crc32(view[at : at + SEGMENT]).to_bytes(4, "little") for at in range(0, len(view), SEGMENT))
+
+
+def _read(handle: int, into: memoryview) -> bytes:
+    """Fill a buffer from a file. Returns the checksum of what was read; of a part, where the file ends early."""
+    at, sums, current = 0, b"", 0
+    while at < len(into):
+        got = os.readv(handle, [into[at : min(at + _PIECE, (at // SEGMENT + 1) * SEGMENT)]])
+        if not got:
+            return b""
+        current = zlib.crc32(into[at : at + got], current)
+        at += got
+        if at % SEGMENT == 0 or at == len(into):
+            sums, current = sums + current.to_bytes(4, "little"), 0
+    return sums
+
+
+def _tensors(buffer: torch.Tensor) -> tuple[dict[str, torch.Tensor], str]:
+    """What is in a safetensors file: eight bytes that say how long its header is, the header, the tensors."""
+    size = int.from_bytes(bytes(buffer[:8].numpy()), "little")
+    if not 0 < size <= len(buffer) - 8:
+        raise ValueError("a header that is longer than the file")
+    header: dict[str, Any] = json.loads(bytes(buffer[8 : 8 + size].numpy()))
+    said = header.pop("__metadata__", {}).get("said", "")
+    data, found = buffer[8 + size :], {}
+    for name, about in header.items():
+        begin, end = about["data_offsets"]
+        dtype, shape = _DTYPES[about["dtype"]], about["shape"]
+        if not 0 <= begin <= end <= len(data) or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} is not within the file")
+        part = data[begin:end]
+        if part.storage_offset() % dtype.itemsize:
+            part = part.clone()
+        found[name] = part.view(dtype).view(shape)
+    return found, said

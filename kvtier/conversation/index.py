@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
@@ -37,6 +37,10 @@ def common(a: bytes, b: bytes) -> int:
     return low
 
 
+#: What most nodes have below them, or end there. Never written to.
+_NOTHING: dict[Any, Any] = {}
+
+
 class _Node(Generic[T]):
     """Sequences that begin alike: `ids` behind those of the node above."""
 
@@ -45,8 +49,15 @@ class _Node(Generic[T]):
     def __init__(self, ids: bytes, above: _Node[T] | None) -> None:
         self.ids = ids
         self.above = above
-        self.below: dict[bytes, _Node[T]] = {}
-        self.ends: dict[T, None] = {}
+        self.below: dict[bytes, _Node[T]] = _NOTHING
+        self.ends: dict[T, None] = _NOTHING
+
+    def grow(self, head: bytes, node: _Node[T]) -> _Node[T]:
+        """Put a node below this one."""
+        if not self.below:
+            self.below = {}
+        self.below[head] = node
+        return node
 
     def some(self) -> T:
         """An entry that ends here or below: the one that was added last of those that end first."""
@@ -54,6 +65,16 @@ class _Node(Generic[T]):
         while not node.ends:
             node = next(reversed(node.below.values()))
         return next(reversed(node.ends))
+
+
+class _Root(_Node[T]):
+    """The node above all of a key."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Hashable) -> None:
+        super().__init__(b"", None)
+        self.key = key
 
 
 class PrefixIndex(Generic[T]):
@@ -65,8 +86,8 @@ class PrefixIndex(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._roots: dict[Hashable, _Node[T]] = {}
-        self._at: dict[T, tuple[Hashable, _Node[T]]] = {}
+        self._roots: dict[Hashable, _Root[T]] = {}
+        self._at: dict[T, _Node[T]] = {}
 
     def __len__(self) -> int:
         return len(self._at)
@@ -78,27 +99,45 @@ class PrefixIndex(Generic[T]):
         """Add an entry, or give it other ids."""
         if entry in self._at:
             self.remove(entry)
-        node = self._roots.get(key)
-        if node is None:
-            node = self._roots[key] = _Node(b"", None)
+        root = self._roots.get(key)
+        if root is None:
+            root = self._roots[key] = _Root(key)
+        self._add(root, ids, entry)
+
+    def extend(self, other: T, back: int, ids: bytes, entry: T) -> None:
+        """Add an entry that goes on, with these ids, so many tokens before the end of another one. That takes time in
+        the length of both, however much is before them."""
+        if entry in self._at:
+            self.remove(entry)
+        node, cut = self._at[other], back * WIDTH
+        while cut and node.above is not None and cut >= len(node.ids):
+            node, cut = node.above, cut - len(node.ids)
+        if cut:
+            assert node.above is not None
+            node, ids = node.above, node.ids[:-cut] + ids
+        self._add(node, ids, entry)
+
+    def _add(self, node: _Node[T], ids: bytes, entry: T) -> None:
+        """Add an entry whose ids begin with those that lead to a node, and go on with these."""
         at = 0
         while at < len(ids):
             head = ids[at : at + WIDTH]
             found = node.below.get(head)
             if found is None:
-                found = node.below[head] = _Node(ids[at:], node)
-                node = found
+                node = node.grow(head, _Node(ids[at:], node))
                 break
-            alike = common(found.ids, ids[at:]) * WIDTH
+            alike = common(found.ids, ids[at : at + len(found.ids)]) * WIDTH
             if alike < len(found.ids):
                 found = self._split(node, head, found, alike)
             node, at = found, at + alike
+        if not node.ends:
+            node.ends = {}
         node.ends[entry] = None
-        self._at[entry] = (key, node)
+        self._at[entry] = node
 
     def remove(self, entry: T) -> None:
         """Remove an entry, if it is there."""
-        key, node = self._at.pop(entry, (None, None))
+        node = self._at.pop(entry, None)
         if node is None:
             return
         del node.ends[entry]
@@ -112,12 +151,13 @@ class PrefixIndex(Generic[T]):
                 above.below[node.ids[:WIDTH]] = below
                 return
             node = above
-        if node.above is None and not node.below and not node.ends:
-            del self._roots[key]
+        if isinstance(node, _Root) and not node.below and not node.ends:
+            del self._roots[node.key]
 
     def find(self, key: Hashable, ids: bytes) -> tuple[int, T | None]:
         """The longest beginning of a sequence that an entry begins with: tokens, and that entry; 0 and None: none."""
-        node, at = self._roots.get(key), 0
+        node: _Node[T] | None = self._roots.get(key)
+        at = 0
         if node is None:
             return 0, None
         while at < len(ids):
@@ -132,7 +172,8 @@ class PrefixIndex(Generic[T]):
 
     def prefixes(self, key: Hashable, ids: bytes) -> Iterator[tuple[int, T]]:
         """The entries that a sequence begins with, the longest first: the tokens of each, and the entry."""
-        node, at = self._roots.get(key), 0
+        node: _Node[T] | None = self._roots.get(key)
+        at = 0
         found: list[tuple[int, T]] = []
         while node is not None:
             found += [(at // WIDTH, entry) for entry in node.ends]
@@ -145,7 +186,7 @@ class PrefixIndex(Generic[T]):
     def _split(self, above: _Node[T], head: bytes, node: _Node[T], at: int) -> _Node[T]:
         """Put a node between two, where their ids part."""
         between: _Node[T] = _Node(node.ids[:at], above)
-        between.below[node.ids[at : at + WIDTH]] = node
+        between.grow(node.ids[at : at + WIDTH], node)
         above.below[head] = between
         node.ids, node.above = node.ids[at:], between
         return between

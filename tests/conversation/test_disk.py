@@ -22,7 +22,6 @@ from test_store import GREEDY, Tokenizer, fresh, grown, ones, some_ids, store_of
 from test_turns import check_kept
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation import disk as disks
 from kvtier.conversation import files
 
 NAMES = ("llama", "gemma3", "qwen3_next", "deepseek_v3")
@@ -325,7 +324,3 @@ def test_the_index_on_the_disk_is_what_its_rows_say(tmp_path: Path) -> None:
         for x in (other, ids):
             assert torch.equal(store.generate(**ones(x), **GREEDY), fresh(model, ones(x)))
         assert store.stats.damaged
-
-
-def test_names_of_files_come_from_numbers_alone() -> None:
-    assert disks.Disk._file(type("D", (), {"path": Path("x")})(), 7) == Path("x/000000000007.safetensors")  # type: ignore

@@ -1,0 +1,135 @@
+"""`Folder`: a directory that one store has to itself."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import weakref
+from pathlib import Path
+
+from kvtier.errors import ConfigError, StoreInUseError
+
+#: Of the database and what SQLite keeps next to it; the log and its index have the mode of the database.
+MANIFEST = "manifest.sqlite"
+_DATABASE = (MANIFEST, f"{MANIFEST}-wal", f"{MANIFEST}-shm", f"{MANIFEST}-journal")
+#: Of the files of chunks. What is named otherwise is never touched: a directory may hold files of others.
+_NAME = re.compile(r"(\d{12,19})\.safetensors(\.new)?", re.ASCII)
+
+
+class Folder:
+    """A directory, locked as long as it is open. The lock ends with the process, however that ends.
+
+    The directory itself may be a symbolic link: whoever gives it decides where it is. What a store keeps in it may not,
+    so that nothing outside is read or written.
+
+    Args:
+        directory: made if it is missing, for its owner only.
+
+    Raises:
+        ConfigError: it cannot be used, or holds something of the store's names that is not a regular file.
+        StoreInUseError: another process, or another store, has it open.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        if not isinstance(directory, (str, os.PathLike)):
+            raise ConfigError(f"directory={directory!r} is no path: give a string or a Path.")
+        # A process may change its working directory while the store is open.
+        self.path = Path(directory).absolute()
+        refused = f"directory={str(directory)!r} cannot be used: "
+        try:
+            made_now = not self.path.exists()
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # No link is followed: the store would lock, and write, somewhere else.
+            self._held = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        except (OSError, ValueError) as error:  # a path that no system takes, too
+            raise ConfigError(refused + f"{error}. Give one that this process may write to.") from error
+        try:
+            try:
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreInUseError(f"{self.path} is open in another store or process. Close that first.") from None
+            self._identity = _identity(os.fstat(self._held))
+            if not self.there():
+                raise StoreInUseError(f"{self.path} is being removed by another process. Try again.")
+            for name in _DATABASE:
+                with contextlib.suppress(FileNotFoundError):
+                    if not stat.S_ISREG(os.lstat(self.path / name).st_mode):
+                        raise ConfigError(refused + f"{name} there is not a regular file. Give another directory.")
+            # SQLite would make it readable for others.
+            made = os.open(self.path / MANIFEST, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+            try:
+                os.fchmod(made, 0o600)
+            finally:
+                os.close(made)
+            sync_names(self.path)
+            if made_now:
+                with contextlib.suppress(PermissionError):
+                    sync_names(self.path.parent)
+        except OSError as error:
+            os.close(self._held)
+            raise ConfigError(refused + f"{error}. Give one that this process may write to.") from error
+        except BaseException:
+            os.close(self._held)
+            raise
+        # Who drops a store without closing it lets others open the folder.
+        self._release = weakref.finalize(self, _release, self._held, os.getpid())
+
+    def there(self) -> bool:
+        """Whether the directory is still the one that was locked: it may be removed, and made again by others."""
+        try:
+            return _identity(os.stat(self.path / "lock", follow_symlinks=False)) == self._identity
+        except OSError:
+            return False
+
+    def file(self, number: int) -> Path:
+        """Of a chunk."""
+        return self.path / f"{number:012}.safetensors"
+
+    def files(self) -> tuple[set[int], list[Path]]:
+        """The numbers of all chunks that have a file, and files that were not written to their end.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        numbers, rest = set[int](), list[Path]()
+        for name in os.listdir(self.path):
+            found = _NAME.fullmatch(name)
+            if found and not found[2] and self.file(int(found[1])).name == name:
+                numbers.add(int(found[1]))
+            elif found:
+                rest.append(self.path / name)
+        return numbers, rest
+
+    def close(self) -> None:
+        """Let others open it. Idempotent."""
+        self._release()
+
+
+def sync_names(directory: Path) -> None:
+    """Return when the names in a directory are on the disk: a file that was made or renamed is there after a crash.
+
+    Raises:
+        OSError: they are not.
+    """
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _release(handle: int, owner: int) -> None:
+    # A child that was forked shares the lock: its copy of the handle must neither end the lock of its parent, nor keep
+    # it when the parent has closed.
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):
+        os.close(handle)

@@ -1,0 +1,231 @@
+"""`Manifest`: what a folder of saved sequences knows about itself, in an SQLite database.
+
+Transactions, a log and recovery are SQLite's business (write-ahead log, every commit on the disk before it returns).
+SQLite finds damage to its own structure only: each row carries a digest of what it says, and one that does not match is
+not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigError
+
+#: Of the folder's layout. Another one is refused.
+VERSION = 2
+#: Bytes of a row, at the most: a damaged database may claim any number, and SQLite would allocate it.
+LONGEST = 2**28
+#: `used` beyond this is damage.
+_LATEST = 2**60
+
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT)",
+    "CREATE TABLE IF NOT EXISTS chunks (number INTEGER PRIMARY KEY, key TEXT, parent INTEGER, start INTEGER, "
+    "ids BLOB, nbytes INTEGER, checksum BLOB, digest BLOB, used INTEGER)",
+    "CREATE TABLE IF NOT EXISTS conversations (name BLOB PRIMARY KEY, state TEXT, digest BLOB)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A chunk, as it is saved.
+
+    Attributes:
+        number: of its file.
+        key: see `Disk`.
+        parent: number of the chunk that it continues; None: it begins a sequence.
+        start: its first token.
+        ids: its own, packed.
+        nbytes, checksum: of its file.
+        digest: of all this, and of the parent's digest: so of all tokens before it, too.
+    """
+
+    number: int
+    key: str
+    parent: int | None
+    start: int
+    ids: bytes
+    nbytes: int
+    checksum: bytes
+    digest: bytes
+
+    @classmethod
+    def of(
+        cls, number: int, key: str, parent: tuple[int, bytes] | None, start: int, ids: bytes, nbytes: int, sums: bytes
+    ) -> Row:
+        """A row that says this; of the parent, its number and digest."""
+        text = repr((number, key, parent, start, nbytes, sums)).encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(text + b"\0" + ids, digest_size=16).digest()
+        return cls(number, key, None if parent is None else parent[0], start, ids, nbytes, sums, digest)
+
+
+class Manifest:
+    """The database of a folder. Not for several threads at once.
+
+    Args:
+        file: there already, for its owner only.
+        fingerprint: of the model, see `hf.generation.fingerprint`.
+
+    Raises:
+        ConfigError: it is of another model or version, is something else, or is damaged.
+    """
+
+    def __init__(self, file: Path, fingerprint: Mapping[str, str]) -> None:
+        self.file = file
+        try:
+            self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise self._refused(error) from error
+        try:
+            self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
+            self._db.execute("PRAGMA trusted_schema=OFF")
+            self._db.execute("PRAGMA cell_size_check=ON")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            with self.transaction():
+                for table in _SCHEMA:
+                    self._db.execute(table)
+                self._check_about({"version": str(VERSION), **fingerprint})
+        except BaseException as error:
+            self.close()
+            if isinstance(error, ConfigError) or not isinstance(error, (sqlite3.Error, ValueError)):
+                raise
+            raise self._refused(error) from error  # texts that are none are a ValueError
+
+    def _refused(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self.file} is no manifest of saved sequences, is damaged, or cannot be used: {error}. Make sure that "
+            "there is room and that it may be written, or move it away to begin with an empty folder."
+        )
+
+    def _check_about(self, about: Mapping[str, str]) -> None:
+        there = dict(self._db.execute("SELECT name, value FROM about"))
+        if not there:
+            self._db.executemany("INSERT INTO about VALUES (?, ?)", about.items())
+            return
+        for name, value in about.items():
+            if there.get(name) != value:
+                raise ConfigError(
+                    f"{self.file.parent} was saved with another {name}: {there.get(name)!r} there, {value!r} here. "
+                    "What is saved is of no use to this model: give another directory, or remove that one."
+                )
+
+    # Chunks
+
+    def rows(self) -> Iterator[tuple[int, Row | None, int]]:
+        """All chunks, parents before what continues them: the number of each, its row if that is what was written,
+        and when it was used last.
+
+        Raises:
+            sqlite3.Error, ValueError: the database is damaged.
+        """
+        digests: dict[int, bytes] = {}
+        select = "SELECT number, key, parent, start, ids, nbytes, checksum, digest, used FROM chunks ORDER BY number"
+        for number, key, parent, start, ids, nbytes, checksum, digest, used in self._db.execute(select):
+            row = None
+            kinds = (type(key), type(start), type(ids), type(nbytes), type(checksum))
+            if kinds == (str, int, bytes, int, bytes) and (parent is None or parent in digests):
+                above = None if parent is None else (parent, digests[parent])
+                made = Row.of(number, key, above, start, ids, nbytes, checksum)
+                if made.digest == digest and number not in digests:
+                    row, digests[number] = made, made.digest
+            yield number, row, used if type(used) is int and 0 <= used < _LATEST else 0
+
+    def add(self, row: Row, used: int) -> None:
+        """Add a chunk.
+
+        Raises:
+            sqlite3.Error: it was not added.
+        """
+        values = (row.number, row.key, row.parent, row.start, row.ids, row.nbytes, row.checksum, row.digest, used)
+        self._db.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Remove chunks.
+
+        Raises:
+            sqlite3.Error: they were not removed.
+        """
+        self._db.executemany("DELETE FROM chunks WHERE number = ?", [(number,) for number in numbers])
+
+    def use(self, used: Mapping[int, int]) -> None:
+        """Note when chunks were used last.
+
+        Raises:
+            sqlite3.Error: that was not noted.
+        """
+        self._db.executemany("UPDATE chunks SET used = ? WHERE number = ?", [(at, n) for n, at in used.items()])
+
+    # Conversations
+
+    def save_conversation(self, name: str, state: Mapping[str, Any]) -> None:
+        """Save what a conversation is, in place of what it was.
+
+        Raises:
+            sqlite3.Error: it was not saved. TypeError, ValueError, RecursionError: JSON does not take it.
+        """
+        packed, text = _name(name), json.dumps(state)
+        values = (packed, text, _digest(packed, text))
+        self._db.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?)", values)
+
+    def drop_conversation(self, name: str) -> None:
+        """Forget a conversation.
+
+        Raises:
+            sqlite3.Error: it is there still.
+        """
+        self._db.execute("DELETE FROM conversations WHERE name = ?", (_name(name),))
+
+    def conversations(self) -> Iterator[tuple[str, dict[str, Any]] | None]:
+        """All that are saved: the name and the state of each; None for one that is damaged.
+
+        Raises:
+            sqlite3.Error, ValueError: the database is damaged.
+        """
+        for name, state, digest in self._db.execute("SELECT name, state, digest FROM conversations ORDER BY rowid"):
+            if type(name) is bytes and type(state) is str and _digest(name, state) == digest:
+                yield name.decode("utf-8", "surrogatepass"), json.loads(state)
+            else:
+                yield None
+
+    # Life
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All that is changed within, or nothing.
+
+        Raises:
+            sqlite3.Error: nothing was changed; or, where the disk fails in a commit, perhaps all was.
+        """
+        if self._db.in_transaction:  # an end that failed
+            self._db.execute("ROLLBACK")
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+            raise
+
+    def close(self) -> None:
+        """Close the database. Idempotent."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+
+
+def _name(name: str) -> bytes:
+    """Any string of Python's, also one that is no Unicode."""
+    return name.encode("utf-8", "surrogatepass")
+
+
+def _digest(name: bytes, state: str) -> bytes:
+    return hashlib.blake2b(repr((name, state)).encode(), digest_size=16).digest()

@@ -1,0 +1,502 @@
+"""A folder of saved sequences against a list of them; damage to any of its files; who may have it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import resource
+import shutil
+import sqlite3
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disks import OF, content, disk_of, load, save
+
+from kvtier import ConfigError, StoreInUseError
+from kvtier.conversation import disk as disks_module
+from kvtier.conversation.disk import Disk
+from kvtier.conversation.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
+from kvtier.conversation.folder import MANIFEST
+from kvtier.conversation.index import packed
+
+WALKS = max(2, int(os.environ.get("KVTIER_TEST_TURNS", "192")) // 64)
+FLIPS = int(os.environ.get("KVTIER_TEST_FLIPS", "60")) * 10
+
+
+def beginning(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class Saved:
+    """Every sequence that is on the disk, in a list: what is found is the longest common beginning with any of them."""
+
+    def __init__(self) -> None:
+        self.of: list[tuple[str, list[int]]] = []
+
+    def longest(self, key: str, ids: list[int]) -> int:
+        return max((beginning(x, ids) for k, x in self.of if k == key), default=0)
+
+
+@pytest.mark.parametrize("seed", range(WALKS))
+@pytest.mark.parametrize("budget", [None, 25_000])
+def test_what_is_found_and_read_is_what_a_list_of_all_sequences_has(
+    budget: int | None, seed: int, tmp_path: Path
+) -> None:
+    rng, saved = random.Random(seed), Saved()
+    disk = disk_of(tmp_path, budget)
+    known: list[list[int]] = [[1]]
+    gone = False
+    for _ in range(200):
+        what, key = rng.random(), rng.choice("aab")
+        ids = list(rng.choice(known))
+        ids = ids[: rng.randint(1, len(ids))] if rng.random() < 0.4 else ids
+        ids += [rng.randrange(3) for _ in range(rng.randint(0, 30))]
+        if what < 0.5:
+            known.append(ids)
+            before = disk.nbytes
+            assert save(disk, ids, key), disk.problem
+            gone |= disk.nbytes < before
+            saved.of.append((key, ids))
+        elif what < 0.9:
+            there = load(disk, ids, key)
+            assert there == saved.longest(key, ids) or (budget and there < saved.longest(key, ids))
+        elif what < 0.95:
+            disk.close()
+            disk = disk_of(tmp_path, budget)
+        else:
+            _, chunk = disk.find(key, packed(ids))
+            if chunk is not None and rng.random() < 0.3:
+                disk.forget(chunk)
+                # What is left of each sequence is what is found of it.
+                saved.of = [(k, x[: disk.find(k, packed(x))[0]]) for k, x in saved.of]
+        disk.check_integrity()
+        files = {x.name: x.stat().st_size for x in tmp_path.glob("*.safetensors*")}
+        assert files == {f"{n:012}.safetensors": x.nbytes for n, x in disk._chunks.items()}
+        assert disk.nbytes <= (budget or disk.nbytes)
+    assert (disk.damaged, disk.problem) == (0, "")
+    assert gone or not budget, "nothing had to make room"
+    for key, ids in saved.of:
+        load(disk, ids, key)
+    disk.close()
+
+
+def test_what_was_used_longest_ago_goes_first_whatever_the_clock_and_the_numbers_say(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    for n in range(6):
+        assert save(disk, [n] * 40)
+    for _ in range(50):
+        assert load(disk, [0] * 40)
+    room = disk.nbytes
+    disk.close()
+    disk = disk_of(tmp_path, room + 700)
+    assert save(disk, [6] * 40)
+    assert [load(disk, [n] * 40) for n in range(7)] == [40, 0, 40, 40, 40, 40, 40], "the order is forgotten when closed"
+    # What is used after the folder was opened again is no older than what was used before.
+    for n in (0, 3, 4, 5, 2):
+        assert load(disk, [n] * 40)
+    disk.close()
+    disk = disk_of(tmp_path, room + 700)
+    assert list(disk._chunks) == [7, 1, 4, 5, 6, 3]
+    assert load(disk, [6] * 40)
+    # One that is new is no older than one that was used often.
+    assert save(disk, [7] * 40)
+    assert load(disk, [7] * 40)
+    disk.close()
+    db = sqlite3.connect(tmp_path / MANIFEST)
+    db.execute("UPDATE chunks SET used = CASE number % 3 WHEN 0 THEN 9223372036854775807 WHEN 1 THEN -5 ELSE 'x' END")
+    db.commit()
+    db.close()
+    disk = disk_of(tmp_path, room + 700)
+    for n in range(10, 20):
+        assert save(disk, [n] * 40)
+        assert load(disk, [n] * 40)
+    disk.check_integrity()
+    disk.close()
+
+
+def test_a_row_whose_file_is_gone_is_forgotten_when_the_folder_is_opened(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    for ids in ([1] * 20, [1] * 30, [1] * 45, [2] * 20):
+        assert save(disk, ids)
+    disk.close()
+    (tmp_path / "000000000002.safetensors").unlink()
+    disk = disk_of(tmp_path)
+    assert (disk.chunks, disk.damaged) == (2, 2)
+    assert sorted(x.name[:12] for x in tmp_path.glob("*.safetensors")) == ["000000000001", "000000000004"]
+    assert load(disk, [1] * 45) == 20
+    disk.close()
+
+
+def test_what_made_room_while_it_was_read_was_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = disk_of(tmp_path)
+    assert save(disk, [1] * 20)
+    assert save(disk, [1] * 30)
+
+    def gone(*args: Any) -> Any:
+        _, chunk = disk.find("k", packed([1] * 30))
+        if chunk is not None:
+            disk.forget(chunk)
+        return read_tensors(*args)
+
+    monkeypatch.setattr(disks_module, "read_tensors", gone)
+    assert load(disk, [1] * 30) == 20
+    assert (disk.damaged, disk.problem) == (0, "")
+    disk.close()
+
+
+def test_what_cannot_fit_makes_nothing_go(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path, 20_000)
+    for n in range(4):
+        assert save(disk, [n] * 40)
+    assert not save(disk, [9] * 5000)
+    assert "disk budget" in disk.problem
+    assert [load(disk, [n] * 40) for n in range(4)] == [40] * 4
+    disk.close()
+
+
+def test_what_many_share_is_in_the_files_once(tmp_path: Path) -> None:
+    disk, prompt = disk_of(tmp_path), [5] * 2000
+    assert save(disk, prompt)
+    once = sum(x.stat().st_size for x in tmp_path.glob("*.safetensors"))
+    for n in range(1000):
+        assert save(disk, [*prompt, n % 5, n])
+    each = (sum(x.stat().st_size for x in tmp_path.glob("*.safetensors")) - once) / 1000
+    assert each < 500, "two tokens, and a header"
+    disk.close()
+    disk = disk_of(tmp_path)
+    assert load(disk, [*prompt, 3, 998]) == 2002
+    disk.close()
+
+
+# Damage
+
+
+def test_damage_to_any_file_is_found_or_harmless(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    disk, rng = disk_of(source), random.Random(int(os.environ.get("KVTIER_TEST_SEED", "1")))
+    chats = [[n] * 40 + [1, 2] * 10 for n in range(4)]
+    for ids in [x[:n] for n in (20, 45, 60) for x in chats] + [chats[0][:30] + [9] * 20]:
+        assert save(disk, ids)
+    for n in range(5):
+        disk.save_conversation(f"{n}", {"ids": [n] * 9, "text": "x" * 50})
+    states = disk.conversations()
+    # The log is there too, as if the process had been killed.
+    shutil.copytree(source, tmp_path / "log")
+    disk.close()
+    refused = found = 0
+    for n in range(FLIPS):
+        origin = source if n % 2 else tmp_path / "log"
+        folder = shutil.copytree(origin, tmp_path / "damaged")
+        file = rng.choice([x for x in sorted(folder.iterdir()) if x.stat().st_size])
+        if n % 3 == 0:
+            file = folder / MANIFEST
+        data = bytearray(file.read_bytes())
+        how = rng.random()
+        if how < 0.6:
+            data[rng.randrange(min(len(data), rng.choice((200, 10**9))))] ^= 1 << rng.randrange(8)
+        elif how < 0.7:
+            at = rng.randrange(len(data))
+            data[at : at + rng.randint(1, 4096)] = rng.randbytes(rng.randint(1, 4096))
+        elif how < 0.8:
+            at = rng.randrange(len(data)) // 512 * 512
+            data[at : at + 512] = bytes(len(data[at : at + 512]))
+        else:
+            data = data[: rng.randrange(len(data))]
+        file.write_bytes(bytes(data))
+        try:
+            disk = disk_of(folder)
+        except ConfigError:
+            refused += 1
+        else:
+            for name, state in disk.conversations().items():
+                assert states[name] == state, "a conversation that nobody had"
+            for ids in chats:
+                load(disk, ids)
+            new = [*chats[0], 7, 7]
+            assert not save(disk, new) or load(disk, new) == len(new) or disk.damaged
+            found += disk.damaged > 0
+            disk.check_integrity()
+            disk.close()
+        shutil.rmtree(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20, "KiB"
+    assert refused
+    assert found
+    print(f"{FLIPS} damaged folders: {refused} refused, {found} with something that was found, the others whole")
+
+
+@pytest.mark.parametrize("claimed", [2**20, 2**40, 2**62])
+def test_what_a_row_or_a_header_claims_is_not_allocated(claimed: int, tmp_path: Path) -> None:
+    file = tmp_path / "000000000001.safetensors"
+    nbytes, _ = write_tensors(file, {"k.0": content([1] * 9)}, "")
+    data = bytearray(file.read_bytes())
+    with pytest.raises(Damaged, match="size"):
+        read_tensors(file, claimed, b"")
+    data[:8] = claimed.to_bytes(8, "little")
+    file.write_bytes(bytes(data))
+    with pytest.raises(Damaged, match="header"):
+        read_tensors(file, nbytes, checksum(bytes(data)))
+    data[:8] = (len(data) - 8 - content([1] * 9).nbytes).to_bytes(8, "little")
+    at = data.index(b'"shape":[1,9,4]')
+    data[at : at + 15] = b'"shape":[9,9,9]'
+    file.write_bytes(bytes(data))
+    with pytest.raises(Damaged, match="within"):
+        read_tensors(file, nbytes, checksum(bytes(data)))
+
+
+@pytest.mark.parametrize("change", ["ids", "key", "parent", "start", "nbytes", "checksum", "digest"])
+def test_a_row_that_says_anything_else_is_not_used(change: str, tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    for ids in ([1] * 20, [1] * 30, [1] * 45, [2] * 20):
+        assert save(disk, ids)
+    disk.close()
+    new = {"ids": b"\1" * 120, "key": "j", "parent": 1, "start": 19, "nbytes": 10**15, "checksum": b"1", "digest": b"2"}
+    db = sqlite3.connect(tmp_path / MANIFEST)
+    db.execute(f"UPDATE chunks SET {change} = ? WHERE number = 3", (new[change],))
+    db.commit()
+    db.close()
+    disk = disk_of(tmp_path)
+    assert (disk.damaged, disk.chunks) == (1, 3)
+    assert (load(disk, [1] * 45), load(disk, [2] * 20)) == (30, 20)
+    assert disk.nbytes < 10**6
+    disk.close()
+
+
+@pytest.mark.parametrize("nbytes", [SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT + 7])
+def test_every_segment_of_a_file_has_its_checksum(nbytes: int, tmp_path: Path) -> None:
+    file, rng = tmp_path / "x.safetensors", random.Random(0)
+    x = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    size, sums = write_tensors(file, {"k.0": x, "v.0": x[:3].to(torch.float64)}, "é")
+    found, said = read_tensors(file, size, sums)
+    assert said == "é"
+    assert torch.equal(found["k.0"], x)
+    assert torch.equal(found["v.0"], x[:3].to(torch.float64))
+    with file.open("r+b") as stream:
+        for at in [0, size - 1, *(rng.randrange(size) for _ in range(4))]:
+            byte = os.pread(stream.fileno(), 1, at)
+            os.pwrite(stream.fileno(), bytes([byte[0] ^ 16]), at)
+            with pytest.raises(Damaged):
+                read_tensors(file, size, sums)
+            os.pwrite(stream.fileno(), byte, at)
+    assert torch.equal(read_tensors(file, size, sums)[0]["k.0"], x)
+
+
+# Who may have it
+
+
+@pytest.mark.parametrize("what", ["model", "config", "weights"])
+def test_what_is_of_another_model_is_refused_and_says_what_differs(what: str, tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    assert save(disk, [1] * 9)
+    disk.close()
+    with pytest.raises(ConfigError, match=f"another {what}") as refused:
+        Disk(tmp_path, None, OF | {what: "other"})
+    assert "damaged" not in str(refused.value)
+    disk = disk_of(tmp_path)
+    assert load(disk, [1] * 9) == 9, "what is refused is left as it is"
+    disk.close()
+
+
+def test_the_owner_alone_may_read_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        disk = disk_of(tmp_path / "a" / "store")
+        assert save(disk, [1] * 9)
+        disk.save_conversation("x", {})
+        files = list((tmp_path / "a" / "store").iterdir())
+        assert {x.name for x in files} >= {"lock", MANIFEST, MANIFEST + "-wal", MANIFEST + "-shm"}
+        assert all(stat.S_IMODE(x.stat().st_mode) == 0o600 for x in files)
+        assert stat.S_IMODE((tmp_path / "a" / "store").stat().st_mode) == 0o700
+        disk.close()
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("name", ["lock", MANIFEST, MANIFEST + "-wal", MANIFEST + "-shm"])
+def test_a_link_in_the_folder_is_refused_and_not_followed(name: str, tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    disk_of(folder).close()
+    elsewhere.write_bytes(b"mine")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(elsewhere)
+    with pytest.raises(ConfigError):
+        disk_of(folder)
+    assert elsewhere.read_bytes() == b"mine"
+
+
+def test_the_folder_itself_may_be_a_link_and_is_one_folder_by_any_name(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    disk = disk_of(tmp_path / "link")
+    assert save(disk, [1] * 9)
+    with pytest.raises(StoreInUseError):
+        disk_of(tmp_path / "store")
+    disk.close()
+    disk = disk_of(tmp_path / "store")
+    assert load(disk, [1] * 9) == 9
+    disk.close()
+
+
+def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "1.safetensors", "notes.txt"):
+        (tmp_path / name).write_bytes(b"mine")
+    for name in ("000000000007.safetensors", "000000000008.safetensors.new"):
+        (tmp_path / name).write_bytes(b"left by a process that was killed")
+    disk_of(tmp_path).close()
+    assert sorted(x.name for x in tmp_path.glob("*.*")) == [
+        "1.safetensors",
+        MANIFEST,
+        "model-00001-of-00002.safetensors",
+        "model.safetensors",
+        "notes.txt",
+    ]
+
+
+@pytest.mark.parametrize("directory", ["a\0b", "x" * 300, 7])
+def test_a_path_that_is_none_is_a_clear_error(directory: object, tmp_path: Path) -> None:
+    given = tmp_path / directory if isinstance(directory, str) else directory
+    with pytest.raises(ConfigError, match="directory="):
+        Disk(given, None, OF)  # type: ignore[arg-type]
+
+
+def test_a_folder_is_found_from_wherever_the_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    disk = disk_of(Path("store"))
+    monkeypatch.chdir("/")
+    assert save(disk, [1] * 9)
+    assert load(disk, [1] * 9) == 9
+    disk.close()
+    assert (tmp_path / "store").is_dir()
+
+
+@pytest.mark.parametrize("closed_by", ["close", "drop"])
+def test_a_process_that_was_forked_neither_ends_nor_keeps_the_lock(closed_by: str, tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    hear, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(tell)
+        disk._folder.close()  # as the end of the child would
+        os.read(hear, 1)
+        os._exit(0)
+    try:
+        with pytest.raises(StoreInUseError):
+            disk_of(tmp_path)
+        assert save(disk, [1] * 9)
+        if closed_by == "close":
+            disk.close()
+        del disk
+        gc.collect()
+        disk_of(tmp_path).close()
+    finally:
+        os.close(tell)
+        os.close(hear)
+        os.waitpid(child, 0)
+
+
+def test_threads_that_save_load_and_forget_at_once_find_what_is_right(tmp_path: Path) -> None:
+    disk, wrong = disk_of(tmp_path, 60_000), list[BaseException]()
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(120):
+                ids = [rng.randrange(3)] * 20 + [rng.randrange(3) for _ in range(rng.randint(0, 40))]
+                if rng.random() < 0.6:
+                    save(disk, ids)
+                load(disk, ids)
+                if rng.random() < 0.05:
+                    _, chunk = disk.find("k", packed(ids))
+                    if chunk is not None:
+                        disk.forget(chunk)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+    assert disk.damaged == 0, "what made room meanwhile was not damaged"
+    disk.check_integrity()
+    disk.close()
+
+
+# Names of conversations
+
+
+NAMES = [
+    "..",
+    "/etc/passwd",
+    "a/../b",
+    "C:\\con",
+    "\0",
+    "\ud800",
+    "é",
+    "e\u0301",
+    "\u202e",
+    "'; DROP TABLE chunks",
+    "x" * 10**6,
+]
+
+
+def test_conversations_have_any_name_and_each_its_own_state(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    for n, name in enumerate(NAMES):
+        disk.save_conversation(name, {"ids": [n], "messages": [{"role": "user", "content": name[:10]}]})
+    disk.close()
+    disk = disk_of(tmp_path)
+    found = disk.conversations()
+    assert {name: state["ids"] for name, state in found.items()} == {name: [n] for n, name in enumerate(NAMES)}
+    assert [found[x]["messages"][0]["content"] for x in NAMES] == [x[:10] for x in NAMES]
+    for name in NAMES[::2]:
+        disk.drop_conversation(name)
+    assert list(disk.conversations()) == NAMES[1::2]
+    assert (disk.problem, disk.damaged) == ("", 0)
+    disk.close()
+    assert {x.name for x in tmp_path.iterdir()} == {"lock", MANIFEST}
+
+
+def test_a_conversation_that_cannot_be_saved_says_so_and_stays_what_it_was(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    disk.save_conversation("c", {"ids": [1]})
+    disk.save_conversation("c", {"ids": [1, 2], "messages": [{"image": b"bytes"}]})
+    assert "conversation 'c' was not saved" in disk.problem
+    assert disk.conversations() == {"c": {"ids": [1]}}
+    disk.close()
+
+
+def test_a_conversation_that_was_damaged_is_left_out(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    for name in "abc":
+        disk.save_conversation(name, {"messages": [{"role": "user", "content": "Pay 100."}]})
+    disk.close()
+    db = sqlite3.connect(tmp_path / MANIFEST)
+    db.execute("UPDATE conversations SET state = replace(state, '100', '900') WHERE name = CAST('b' AS BLOB)")
+    db.execute("UPDATE conversations SET name = CAST('d' AS BLOB) WHERE name = CAST('c' AS BLOB)")
+    db.commit()
+    db.close()
+    disk = disk_of(tmp_path)
+    assert list(disk.conversations()) == ["a"]
+    assert disk.damaged == 2
+    disk.close()
+
+
+def test_folders_that_are_opened_and_closed_leave_nothing(tmp_path: Path) -> None:
+    count = 10 * WALKS
+    for n in range(count):
+        if n == count // 2:
+            before = len(os.listdir("/proc/self/fd")), threading.active_count()
+        disk = disk_of(tmp_path / f"{n % 3}")
+        save(disk, [n % 5] * 9)
+        if n % 2:
+            disk.close()
+        else:
+            del disk
+            gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
