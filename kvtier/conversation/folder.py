@@ -69,10 +69,10 @@ class Folder:
                 with contextlib.suppress(PermissionError):
                     sync_names(self.path.parent)
         except OSError as error:
-            os.close(self._held)
+            _release(self._held, os.getpid())
             raise ConfigError(refused + f"{error}. Give one that this process may write to.") from error
         except BaseException:
-            os.close(self._held)
+            _release(self._held, os.getpid())
             raise
         # Who drops a store without closing it lets others open the folder.
         self._release = weakref.finalize(self, _release, self._held, os.getpid())

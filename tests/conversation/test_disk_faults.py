@@ -36,14 +36,14 @@ DONE = ("fsync", "replace", "unlink", "close", "fchmod")
 
 
 @contextmanager
-def failing(at: int, error: int, done: bool) -> Iterator[list[int]]:
-    """The call of that number fails, of all that go to the system or to SQLite; with `done`, after it was done. Gives
-    how many more would have been needed."""
+def failing(at: int, error: int, done: bool, lasting: int = 1) -> Iterator[list[int]]:
+    """The call of that number fails, of all that go to the system or to SQLite, and with `lasting` those that follow;
+    with `done`, after it was done. Gives how many more would have been needed."""
     left = [at]
 
     def fails() -> bool:
         left[0] -= 1
-        return left[0] == -1
+        return -lasting <= left[0] <= -1
 
     class Connection(sqlite3.Connection):
         def execute(self, *args: Any) -> sqlite3.Cursor:
@@ -103,9 +103,13 @@ def new_turn(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["not done", "done"])
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EMFILE], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    ("error", "lasting"), [(errno.ENOSPC, 1), (errno.EMFILE, 1), (errno.EIO, 3), (errno.EIO, 10**9)]
+)
 @pytest.mark.parametrize("evicts", [False, True], ids=["saves", "evicts"])
-def test_whichever_call_fails_what_was_saved_is_there(evicts: bool, error: int, done: bool, tmp_path: Path) -> None:
+def test_whichever_call_fails_what_was_saved_is_there(
+    evicts: bool, error: int, lasting: int, done: bool, tmp_path: Path
+) -> None:
     source = tmp_path / "source"
     with_all = disk_of(source)
     assert all([save(with_all, x) for x in (B, A, A2)])
@@ -121,7 +125,7 @@ def test_whichever_call_fails_what_was_saved_is_there(evicts: bool, error: int, 
     before, at, refused = handles(), 0, 0
     while True:
         folder = shutil.copytree(source, tmp_path / f"{at}")
-        with failing(at, error, done) as left:
+        with failing(at, error, done, lasting) as left:
             try:
                 disk = disk_of(folder, budget)
             except (ConfigError, StoreInUseError):
