@@ -69,9 +69,9 @@ def ls(args: argparse.Namespace) -> int:
     from kvtier.conversation.contents import contents
 
     found = contents(args.directory)
-    rows, shared = conversations(found), unreferred_bytes(found)
+    rows, rest = conversations(found), unreferred_bytes(found)
     if args.json:
-        totals = {"files": len(found.rows), "bytes": found.nbytes, "unreferred_bytes": shared}
+        totals = {"files": len(found.rows), "bytes": found.nbytes, "unreferred_bytes": rest}
         print(json.dumps({"model": found.about, "conversations": rows, **totals, "damaged": len(found.damage)}))
         return 0
     wide = max([len("name"), *(len(plain(row["name"])) for row in rows)])
@@ -81,8 +81,8 @@ def ls(args: argparse.Namespace) -> int:
         print(f"{plain(row['name']):<{wide}} {row['turns']:>6,} {row['tokens']:>10,} {sizes}")
     print(
         f"\n{count(len(rows), 'conversation')} of {plain(found.about.get('model', '?'))}, "
-        f"{format_size(found.nbytes)} in {count(len(found.rows), 'file')}, of which no conversation refers to "
-        f"{format_size(shared)}"
+        f"{format_size(found.nbytes)} in {count(len(found.rows), 'file')}, {format_size(rest)} that no conversation "
+        "refers to"
     )
     if found.damage:
         print(f"{len(found.damage)} damaged: `kvtier store verify` tells what", file=sys.stderr)
