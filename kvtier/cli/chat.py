@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -158,11 +159,13 @@ class Session:
         asking = sys.stdin.isatty()
         if asking:
             with contextlib.suppress(ImportError):
-                pass  # noqa: F401: `input` has a line editor then
+                importlib.import_module("readline")  # with which `input` has a line editor
             say("/help tells what there is besides talking.")
         while not self.done:
             try:
-                line = input(self._prompt() if asking else "")
+                if asking and not sys.stdout.isatty():  # answers go elsewhere, and the prompt does not
+                    print(self._prompt(), end="", file=sys.stderr, flush=True)
+                line = input(self._prompt() if asking and sys.stdout.isatty() else "")
             except (EOFError, KeyboardInterrupt):
                 if asking:
                     print(file=sys.stderr)
