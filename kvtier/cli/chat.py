@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.plan import positive
+from kvtier.cli.plan import positive, read_config
 from kvtier.cli.screen import Answer, Stop, say
 from kvtier.cli.store import count, ls, plain
-from kvtier.config import format_size
+from kvtier.config import format_size, parse_size
 from kvtier.errors import ConfigError, KVTierError
 
 if TYPE_CHECKING:
@@ -83,10 +83,15 @@ def run(args: argparse.Namespace) -> int:
     if not args.name:
         raise ConfigError("--name: a conversation has a name that is not empty.")
     options = generate_options(args)
+    for name in ("device-budget", "host-budget", "disk-budget"):
+        size = getattr(args, name.replace("-", "_"))
+        if size is not None:
+            parse_size(f"--{name}", size)
     from kvtier.conversation.folder import Folder
     from kvtier.hf.loading import model_of, quiet, tokenizer_of
 
     with quiet():
+        read_config(args.model)  # its errors say what is not there
         tokenizer = tokenizer_of(args.model)
         if args.store is not None:
             Folder(args.store).close()  # said before weights are read, which takes minutes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from logging import ERROR, getLogger
 from typing import Any
 
 import torch
@@ -57,13 +58,16 @@ def model_of(name: str, dtype: str | None = None, device: str | None = None) -> 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without Transformers' warnings and progress bars, which would be written between what a command says."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    """Without warnings and progress bars of Transformers and the hub, which come between what a command says."""
+    level, bars, hub = logging.get_verbosity(), logging.is_progress_bar_enabled(), getLogger("huggingface_hub")
+    hub_level = hub.level
+    hub.setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
+        hub.setLevel(hub_level)
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
