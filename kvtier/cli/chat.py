@@ -106,7 +106,10 @@ def run(args: argparse.Namespace) -> int:
         store = ConversationStore(model, directory=args.store, disk_budget=args.disk_budget, **budgets)
         try:
             session = Session(store, tokenizer, args.name, args.system, options)
-            session.talk()
+            try:
+                session.talk()
+            finally:
+                session.leave()
         finally:
             store.close()
     return 0
@@ -181,6 +184,11 @@ class Session:
             if line.strip():
                 self.answer_line(line)
 
+    def leave(self) -> None:
+        """Leave the conversation. One in which nothing was said needs no name."""
+        if not self.chat.messages and not self.chat.ids:
+            self.chat.close()
+
     def answer_line(self, line: str) -> None:
         """Answer a message, or carry out a command; what fails is said."""
         try:
@@ -251,20 +259,23 @@ class Session:
             say("/rewind takes a number of messages.")
             return
         self.chat.rewind(turns=int(rest or 1))
-        say(self._about())
+        say(self._about(self.chat))
 
     def _fork(self, name: str) -> None:
         if not name:
             say("/fork takes a name.")
             return
         self.chat = self.chat.fork(name)
-        say(self._about())
+        say(self._about(self.chat))
 
     def _open(self, name: str) -> None:
         if not name:
             say("/open takes a name.")
             return
-        self.chat = self._opened(name)
+        if name != self.chat.name:
+            chat = self._opened(name)
+            self.leave()
+            self.chat = chat
 
     def _opened(self, name: str) -> Conversation:
         known = name in self.store.names
@@ -275,9 +286,8 @@ class Session:
                 f"Conversation {plain(name)!r} has begun without this system prompt: leave --system away, or give "
                 "another --name."
             )
-        self.chat = chat
         if known or sys.stdin.isatty():
-            say(self._about())
+            say(self._about(chat))
         return chat
 
     def _history(self, _: str) -> None:
@@ -300,10 +310,10 @@ class Session:
     def _quit(self, _: str) -> None:
         self.done = True
 
-    def _about(self) -> str:
-        turns = sum(x["role"] == "user" for x in self.chat.messages)
-        about = f"{count(turns, 'turn')}, {count(len(self.chat.ids), 'token')}" if turns else "new"
-        return f"{plain(self.chat.name)}: {about}"
+    def _about(self, chat: Conversation) -> str:
+        turns = sum(x["role"] == "user" for x in chat.messages)
+        about = f"{count(turns, 'turn')}, {count(len(chat.ids), 'token')}" if turns else "new"
+        return f"{plain(chat.name)}: {about}"
 
     def _prompt(self) -> str:
         return f"{plain(self.chat.name)}> "
