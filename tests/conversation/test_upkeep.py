@@ -9,6 +9,7 @@ import random
 import shutil
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_disk_faults
@@ -176,6 +177,45 @@ def test_whatever_call_fails_nothing_that_a_conversation_has_is_lost(
         check(folder, histories)
         shutil.rmtree(folder)
         if left[0] >= 0:
+            break
+    assert at > 20
+
+
+@pytest.mark.parametrize("verb", ["compact", "collect", "repair"])
+def test_whenever_the_process_ends_nothing_that_a_conversation_has_is_lost(verb: str, tmp_path: Path) -> None:
+    histories = grown(tmp_path / "a", random.Random(3), 12)
+    for at in range(0, 1000, 4 if KILLS < 10 else 1):
+        folder = tmp_path / str(at)
+        shutil.copytree(tmp_path / "a", folder)
+        child = os.fork()
+        if child == 0:  # nothing of this process is told that it ends
+            left = [at]
+
+            def ending(function: Any) -> Any:
+                def call(*args: Any, **options: Any) -> Any:
+                    left[0] -= 1  # noqa: B023
+                    if left[0] < 0:  # noqa: B023
+                        os._exit(1)
+                    return function(*args, **options)
+
+                return call
+
+            for name in (*test_disk_faults.CALLS, "link"):
+                setattr(os, name, ending(getattr(os, name)))
+            try:
+                with Upkeep(folder) as upkeep:
+                    getattr(upkeep, verb)()
+                os._exit(0)
+            finally:
+                os._exit(2)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        check(folder, histories)
+        with Upkeep(folder) as upkeep:
+            upkeep.compact()
+        check(folder, histories)
+        shutil.rmtree(folder)
+        assert ended in (0, 1)
+        if ended == 0:
             break
     assert at > 20
 
