@@ -248,6 +248,28 @@ def test_pieces_of_an_answer_come_to_the_answer(text: str, capsys: pytest.Captur
     assert capsys.readouterr().out == tokenizer.decode(ids)
 
 
+def test_spaces_before_words_come_too(capsys: pytest.CaptureFixture[str]) -> None:
+    class Pieces:  # as of SentencePiece: the first word has no space before it
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return " ".join("abcd"[x] for x in ids)
+
+    answer = Answer(Pieces())
+    answer.put(torch.tensor([[1]]))
+    for token in (0, 1, 2, 3):
+        answer.put(torch.tensor([token]))
+    assert capsys.readouterr().out == "a b c d"
+
+
+def test_what_a_rewound_conversation_still_says_is_not_removed(talk: Talk, tmp_path: Path) -> None:
+    talk("--store", str(tmp_path), "--max-new-tokens", "6", lines="a = 1\nb = 2\n/rewind\n")
+    state = contents(tmp_path).conversations["chat"]
+    assert len(state["messages"]) == 2
+    assert len(state["ids"]) == dict(state["ends"])[2] > 6
+    assert main(["store", "gc", str(tmp_path)]) == 0
+    ((_, loaded, computed),) = talk("--store", str(tmp_path), "--max-new-tokens", "2", lines="c = 3\n")
+    assert loaded > computed
+
+
 def test_an_answer_cannot_move_the_cursor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     class Evil:
         def decode(self, ids: list[int], **_: Any) -> str:
