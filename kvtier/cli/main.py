@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvtier.cli import plan
+from kvtier.cli import chat, plan, store
 from kvtier.errors import KVTierError
 
 
@@ -19,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvtier", description="A tiered KV cache for Hugging Face Transformers.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     plan.add(commands)
+    chat.add(commands)
+    store.add(commands)
     _add_calibrate(commands)
     _add_replay(commands)
     args = parser.parse_args(argv)

@@ -61,6 +61,8 @@ class Conversation:
         self.messages: list[Message] = []
         self.reuse: RowReuse | None = None
         self.closed = False
+        # Tokens of the history after so many messages: what a rewound chat still refers to.
+        self._ends: dict[int, int] = {}
         self._busy = threading.Lock()
 
     def generate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
@@ -117,6 +119,7 @@ class Conversation:
         rows = out if isinstance(out, torch.Tensor) else out.sequences
         answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
         self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self._ends[len(self.messages)] = len(self.ids)
         self.store.changed(self)
         return answer
 
@@ -145,12 +148,13 @@ class Conversation:
         """
         self._check_open()
         made = self.store.open(name, salt=self.salt, new=True)
-        made.ids, made.messages = list(self.ids), list(self.messages)
+        made.ids, made.messages, made._ends = list(self.ids), list(self.messages), dict(self._ends)
         self.store.changed(made)
         return made
 
     def rewind(self, *, tokens: int | None = None, turns: int | None = None) -> None:
-        """Forget the end: so many tokens, or, of a chat, so many messages of the user with all that followed.
+        """Forget the end: so many tokens, or, of a chat, so many messages of the user with all that followed. The
+        ids of a chat are then those of the last call, as far as what is left of its messages came to.
 
         Raises:
             ConfigError: neither or both; more than there is; or tokens of a chat, whose messages say what is sent.
@@ -171,7 +175,9 @@ class Conversation:
         if not 0 <= turns <= len(at):
             raise ConfigError(f"turns={turns}: the conversation has {len(at)}.")
         if turns:
-            self.messages, self.ids = self.messages[: at[-turns]], []
+            self.messages = self.messages[: at[-turns]]
+            self._ends = {n: tokens for n, tokens in self._ends.items() if n <= len(self.messages)}
+            self.ids = self.ids[: self._ends.get(len(self.messages), 0)]
         self.store.changed(self)
 
     def park(self) -> None:
@@ -194,7 +200,7 @@ class Conversation:
 
     def state(self) -> dict[str, Any]:
         """What it is, as JSON takes it."""
-        return {"ids": self.ids, "messages": self.messages, "salt": self.salt}
+        return {"ids": self.ids, "messages": self.messages, "salt": self.salt, "ends": list(self._ends.items())}
 
     @classmethod
     def of(cls, store: Store, name: str, state: Mapping[str, Any]) -> Conversation:
@@ -205,6 +211,9 @@ class Conversation:
             made.ids = ids
         if isinstance(messages, list) and all(isinstance(x, dict) and "role" in x for x in messages):
             made.messages = messages
+        ends = state.get("ends")
+        if isinstance(ends, list) and all(isinstance(x, list) and [type(y) for y in x] == [int, int] for x in ends):
+            made._ends = dict(ends)
         return made
 
     @staticmethod

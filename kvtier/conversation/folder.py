@@ -86,7 +86,7 @@ class Folder:
 
     def file(self, number: int) -> Path:
         """Of a chunk."""
-        return self.path / f"{number:012}.safetensors"
+        return file_of(self.path, number)
 
     def files(self) -> tuple[set[int], list[Path]]:
         """The numbers of all chunks that have a file, and files that were not written to their end.
@@ -106,6 +106,11 @@ class Folder:
     def close(self) -> None:
         """Let others open it. Idempotent."""
         self._release()
+
+
+def file_of(directory: Path, number: int) -> Path:
+    """Of a chunk."""
+    return directory / f"{number:012}.safetensors"
 
 
 def sync_names(directory: Path) -> None:

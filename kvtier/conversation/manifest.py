@@ -71,28 +71,33 @@ class Manifest:
 
     Args:
         file: there already, for its owner only.
-        fingerprint: of the model, see `hf.generation.fingerprint`.
+        fingerprint: of the model, see `hf.generation.fingerprint`. None: whatever model it is of.
+        read_only: nothing is written; another process may have it open, and may write.
 
     Raises:
         ConfigError: it is of another model or version, is something else, or is damaged.
     """
 
-    def __init__(self, file: Path, fingerprint: Mapping[str, str]) -> None:
+    def __init__(self, file: Path, fingerprint: Mapping[str, str] | None, *, read_only: bool = False) -> None:
         self.file = file
         try:
-            self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+            name = f"{file.absolute().as_uri()}?mode=ro" if read_only else file
+            self._db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, uri=read_only)
         except sqlite3.Error as error:
             raise self._refused(error) from error
         try:
             self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
             self._db.execute("PRAGMA trusted_schema=OFF")
             self._db.execute("PRAGMA cell_size_check=ON")
+            if read_only:
+                self._check_about(fingerprint)
+                return
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             with self.transaction():
                 for table in _SCHEMA:
                     self._db.execute(table)
-                self._check_about({"version": str(VERSION), **fingerprint})
+                self._check_about(fingerprint)
         except BaseException as error:
             self.close()
             if isinstance(error, ConfigError) or not isinstance(error, (sqlite3.Error, ValueError)):
@@ -105,9 +110,19 @@ class Manifest:
             "there is room and that it may be written, or move it away to begin with an empty folder."
         )
 
-    def _check_about(self, about: Mapping[str, str]) -> None:
-        there = dict(self._db.execute("SELECT name, value FROM about"))
+    def about(self) -> dict[str, str]:
+        """The version of its layout, and the model that it is of.
+
+        Raises:
+            sqlite3.Error: the database is damaged.
+        """
+        return dict(self._db.execute("SELECT name, value FROM about"))
+
+    def _check_about(self, fingerprint: Mapping[str, str] | None) -> None:
+        about, there = {"version": str(VERSION), **(fingerprint or {})}, self.about()
         if not there:
+            if fingerprint is None:
+                raise ConfigError(f"{self.file.parent} holds no saved sequences.")
             self._db.executemany("INSERT INTO about VALUES (?, ?)", about.items())
             return
         for name, value in about.items():
@@ -183,6 +198,19 @@ class Manifest:
         """
         self._db.execute("DELETE FROM conversations WHERE name = ?", (_name(name),))
 
+    def drop_damaged_conversations(self) -> None:
+        """Forget the conversations that are not what was written.
+
+        Raises:
+            sqlite3.Error: they are there still.
+        """
+        damaged = [
+            (number,)
+            for number, name, state, digest in self._db.execute("SELECT rowid, name, state, digest FROM conversations")
+            if not (type(name) is bytes and type(state) is str and _digest(name, state) == digest)
+        ]
+        self._db.executemany("DELETE FROM conversations WHERE rowid = ?", damaged)
+
     def conversations(self) -> Iterator[tuple[str, dict[str, Any]] | None]:
         """All that are saved: the name and the state of each; None for one that is damaged.
 
@@ -196,6 +224,29 @@ class Manifest:
                 yield None
 
     # Life
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """All that is read within is of one moment, whatever others write.
+
+        Raises:
+            sqlite3.Error: it cannot be read.
+        """
+        self._db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+
+    def vacuum(self) -> None:
+        """Give what was removed back to the file system.
+
+        Raises:
+            sqlite3.Error: that was not done; nothing is lost.
+        """
+        self._db.execute("VACUUM")
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

@@ -1,0 +1,319 @@
+"""`kvtier chat`: a conversation in the terminal that is there again tomorrow."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvtier.cli.plan import positive, read_config
+from kvtier.cli.screen import Answer, Stop, say
+from kvtier.cli.store import count, ls, plain
+from kvtier.config import format_size, parse_size
+from kvtier.errors import ConfigError, KVTierError
+
+if TYPE_CHECKING:
+    from kvtier.conversation.conversation import Conversation
+    from kvtier.conversation.store import ConversationStore
+
+_EXAMPLES = """\
+examples:
+  kvtier chat Qwen/Qwen3-0.6B --store chats                  # goes on where it was left
+  kvtier chat Qwen/Qwen3-0.6B --store chats --name french --system "Answer in French."
+  echo "What is paged attention?" | kvtier chat Qwen/Qwen3-0.6B --no-store
+
+Ctrl-C stops an answer and keeps what was said of it; pressed again, it forgets the answer. At the prompt, Ctrl-C and
+Ctrl-D leave. What was said is saved at the end of every answer.
+"""
+
+_COMMANDS = """\
+/regenerate       another answer to the last message
+/rewind [N]       forget the last N messages and their answers (1)
+/fork NAME        another conversation with the same history, and go on there
+/open NAME        go on with another conversation, made where there is none
+/name             the name of this conversation
+/history          what was said
+/list             all conversations
+/stats            what is kept, and where
+/quit             leave; so do Ctrl-C and Ctrl-D
+//...             a message that begins with a slash
+Behind each answer: tokens of the prompt that were in memory (cached), read from the disk (loaded), and computed."""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to a parser."""
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model, and go on later",
+        description="Talk to a model. A conversation has a name, and a later process goes on with it without computing "
+        "its history again.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the model hub")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--store", metavar="DIR", help="where conversations are saved; made if it is missing")
+    where.add_argument("--no-store", action="store_true", help="save nothing: conversations end with the program")
+    parser.add_argument("--name", default="chat", help="of the conversation (chat)")
+    parser.add_argument("--list", action="store_true", help="list the conversations of the store, and leave")
+    parser.add_argument("--system", metavar="TEXT", help="the first message of new conversations")
+    parser.add_argument("--max-new-tokens", type=positive, default=512, help="of an answer, at the most (512)")
+    parser.add_argument("--temperature", type=float, help="0: the likeliest token each time (the model's own)")
+    parser.add_argument("--top-p", type=float, help="sample from the likeliest tokens of this share (the model's own)")
+    parser.add_argument("--seed", type=int, help="of sampling")
+    parser.add_argument("--device", help="such as cuda:1 or cpu (a GPU, if there is one)")
+    parser.add_argument("--dtype", help="of the model, such as bfloat16 (its own; float32 on the CPU)")
+    parser.add_argument("--device-budget", help="device memory for keys and values, such as 4GiB (what there is)")
+    parser.add_argument("--host-budget", help="host memory for them, such as 64GiB (what there is)")
+    parser.add_argument("--disk-budget", help="bytes of the store, such as 500GiB (no limit)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command. Returns the exit status."""
+    if args.list:
+        if args.no_store:
+            raise ConfigError("--list is of a store: give --store DIR.")
+        return ls(argparse.Namespace(directory=args.store, json=False))
+    if args.no_store and args.disk_budget is not None:
+        raise ConfigError("--disk-budget is of a store: give --store DIR.")
+    if not args.name:
+        raise ConfigError("--name: a conversation has a name that is not empty.")
+    options = generate_options(args)
+    for name in ("device-budget", "host-budget", "disk-budget"):
+        size = getattr(args, name.replace("-", "_"))
+        if size is not None:
+            parse_size(f"--{name}", size)
+    from kvtier.conversation.folder import Folder
+    from kvtier.hf.loading import model_of, quiet, tokenizer_of
+
+    with quiet():
+        read_config(args.model)  # its errors say what is not there
+        tokenizer = tokenizer_of(args.model)
+        if args.store is not None:
+            Folder(args.store).close()  # said before weights are read, which takes minutes
+        model = model_of(args.model, args.dtype, args.device)
+        if args.seed is not None:
+            import torch
+
+            torch.manual_seed(args.seed)
+        from kvtier.conversation.store import ConversationStore
+
+        budgets = {"device_budget": args.device_budget, "host_budget": args.host_budget}
+        store = ConversationStore(model, directory=args.store, disk_budget=args.disk_budget, **budgets)
+        try:
+            session = Session(store, tokenizer, args.name, args.system, options)
+            try:
+                session.talk()
+            finally:
+                session.leave()
+        finally:
+            store.close()
+    return 0
+
+
+def generate_options(args: argparse.Namespace) -> dict[str, Any]:
+    """As `generate` takes them.
+
+    Raises:
+        ConfigError: a temperature or a share that is none.
+    """
+    found: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
+    if args.temperature is not None:
+        if not 0 <= args.temperature < float("inf"):
+            raise ConfigError(f"--temperature {args.temperature}: give 0 or more, such as 0.7.")
+        found |= {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    if args.top_p is not None:
+        if not 0 < args.top_p <= 1:
+            raise ConfigError(f"--top-p {args.top_p}: give a share above 0, at most 1.")
+        if args.temperature == 0:
+            raise ConfigError("--top-p is of sampling, and --temperature 0 does not sample.")
+        found |= {"do_sample": True, "top_p": args.top_p}
+    return found
+
+
+class Session:
+    """Lines are read, and answered.
+
+    Args:
+        store: of the conversations.
+        tokenizer: of its model.
+        name: of the conversation to begin with.
+        system: the first message of new conversations; None: they begin with the user's.
+        options: of `generate`.
+
+    Raises:
+        ConfigError: the conversation has begun with another system prompt.
+    """
+
+    def __init__(
+        self, store: ConversationStore, tokenizer: Any, name: str, system: str | None, options: dict[str, Any]
+    ) -> None:
+        self.store = store
+        self.tokenizer = tokenizer
+        self.system = system
+        self.options = options
+        self.done = False
+        self._problem = ""
+        self.chat = self._opened(name)
+
+    # A line
+
+    def talk(self) -> None:
+        """Answer until there are no lines any more, or somebody leaves."""
+        asking = sys.stdin.isatty()
+        if asking:
+            with contextlib.suppress(ImportError):
+                importlib.import_module("readline")  # with which `input` has a line editor
+            say("/help tells what there is besides talking.")
+        while not self.done:
+            try:
+                if asking and not sys.stdout.isatty():  # answers go elsewhere, and the prompt does not
+                    print(self._prompt(), end="", file=sys.stderr, flush=True)
+                line = input(self._prompt() if asking and sys.stdout.isatty() else "")
+            except (EOFError, KeyboardInterrupt):
+                if asking:
+                    print(file=sys.stderr)
+                return
+            except UnicodeDecodeError as error:
+                say(f"That is no text: {error}")
+                continue
+            if line.strip():
+                self.answer_line(line)
+
+    def leave(self) -> None:
+        """Leave the conversation. One in which nothing was said needs no name."""
+        if not self.chat.messages and not self.chat.ids:
+            self.chat.close()
+
+    def answer_line(self, line: str) -> None:
+        """Answer a message, or carry out a command; what fails is said."""
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                self._command(line)
+            else:
+                self._send(line.removeprefix("/") if line.startswith("//") else line)
+        except KeyboardInterrupt:
+            say("\ninterrupted: the conversation is as it was")
+        except KVTierError as error:
+            say(f"kvtier: {error}")
+        except Exception as error:  # of the model, the template, the device: others may work, and nothing is lost
+            say(f"kvtier: no answer, {type(error).__name__}: {error}. The conversation is as it was.")
+
+    def _command(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: say(_COMMANDS),
+            "/regenerate": self._regenerate,
+            "/rewind": self._rewind,
+            "/fork": self._fork,
+            "/open": self._open,
+            "/name": lambda _: say(plain(self.chat.name)),
+            "/history": self._history,
+            "/list": self._list,
+            "/stats": self._stats,
+            "/quit": self._quit,
+        }
+        if word not in commands:
+            say(f"There is no {plain(word)}. /help lists what there is; //{plain(line[1:])} would be a message.")
+            return
+        commands[word](rest.strip())
+
+    # Answers
+
+    def _send(self, text: str) -> None:
+        first = {} if self.chat.messages or self.system is None else {"system": self.system}
+        self._answer(lambda **options: self.chat.send(text, **first, **options))
+
+    def _regenerate(self, _: str) -> None:
+        before = self.chat.messages
+        self._answer(self.chat.regenerate)
+        if self.chat.messages == before:
+            say("The same answer again: without sampling it is the likeliest one. --temperature 0.7 gives others.")
+
+    def _answer(self, ask: Callable[..., str]) -> None:
+        """Print an answer as it comes, and what it took."""
+        answer, stop, begun = Answer(self.tokenizer), Stop(), bool(self.chat.messages)
+        try:
+            with stop.listening():
+                ask(tokenizer=self.tokenizer, streamer=answer, stopping_criteria=[stop], **self.options)
+        finally:
+            if answer.times:
+                print(flush=True)
+        reuse = self.chat.reuse
+        assert reuse is not None
+        why = [reuse.why] if reuse.why and begun else []
+        say(answer.status(reuse, " · ".join([*why, *(["stopped"] if stop.asked else [])])))
+        problem = self.store.stats.problem
+        if problem and problem != self._problem:
+            say(f"kvtier: {plain(problem)}")
+        self._problem = problem
+
+    # Commands
+
+    def _rewind(self, rest: str) -> None:
+        if rest and not rest.isdecimal():
+            say("/rewind takes a number of messages.")
+            return
+        self.chat.rewind(turns=int(rest or 1))
+        say(self._about(self.chat))
+
+    def _fork(self, name: str) -> None:
+        if not name:
+            say("/fork takes a name.")
+            return
+        self.chat = self.chat.fork(name)
+        say(self._about(self.chat))
+
+    def _open(self, name: str) -> None:
+        if not name:
+            say("/open takes a name.")
+            return
+        if name != self.chat.name:
+            chat = self._opened(name)
+            self.leave()
+            self.chat = chat
+
+    def _opened(self, name: str) -> Conversation:
+        known = name in self.store.names
+        chat = self.store.open(name)
+        first = chat.messages[0] if chat.messages else {}
+        if self.system is not None and first and first != {"role": "system", "content": self.system}:
+            raise ConfigError(
+                f"Conversation {plain(name)!r} has begun without this system prompt: leave --system away, or give "
+                "another --name."
+            )
+        if known or sys.stdin.isatty():
+            say(self._about(chat))
+        return chat
+
+    def _history(self, _: str) -> None:
+        for message in self.chat.messages:
+            say(f"{plain(str(message.get('role')))}: {plain(str(message.get('content')), lines=True)}")
+
+    def _list(self, _: str) -> None:
+        for name in self.store.names:
+            turns = sum(x["role"] == "user" for x in self.store.open(name, salt=None).messages)
+            say(f"{'*' if name == self.chat.name else ' '} {plain(name)}, {count(turns, 'turn')}")
+
+    def _stats(self, _: str) -> None:
+        kept, memory = self.store.stats, self.store.memory.stats
+        say(f"{count(kept.sequences, 'sequence')} of {count(kept.tokens, 'token')} in memory")
+        say(f"{kept.cached_tokens:,} of {count(kept.prompt_tokens, 'token')} of prompts were there")
+        for name, tier in (("device", memory.device), ("host", memory.host)):
+            say(f"{name}: {format_size(tier.bytes)}, at most {format_size(tier.budget)}")
+        say(f"disk: {format_size(kept.saved_bytes)}, {kept.damaged} damaged")
+
+    def _quit(self, _: str) -> None:
+        self.done = True
+
+    def _about(self, chat: Conversation) -> str:
+        turns = sum(x["role"] == "user" for x in chat.messages)
+        about = f"{count(turns, 'turn')}, {count(len(chat.ids), 'token')}" if turns else "new"
+        return f"{plain(chat.name)}: {about}"
+
+    def _prompt(self) -> str:
+        return f"{plain(self.chat.name)}> "

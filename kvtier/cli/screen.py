@@ -1,0 +1,106 @@
+"""What `kvtier chat` shows: an answer as it comes on stdout; all else on stderr, dim where there are colours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvtier.cli.store import plain
+
+if TYPE_CHECKING:
+    from kvtier.conversation.reuse import RowReuse
+
+
+def say(text: str = "") -> None:
+    """A line that is not part of an answer."""
+    dim = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    print(f"\x1b[2m{text}\x1b[0m" if dim and text else text, file=sys.stderr, flush=True)
+
+
+class Answer:
+    """Follows an answer: a streamer of `generate`, which calls `put` with the prompt and each token, and `end`.
+
+    Args:
+        tokenizer: turns tokens into text.
+
+    Attributes:
+        times: when each token came, in seconds.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.times: list[float] = []
+        self._tokenizer = tokenizer
+        self._began = time.perf_counter()
+        self._tokens: list[int] = []
+        self._before = self._said = 0
+        self._prompt = True
+        self._plain = sys.stdout.isatty()
+
+    def put(self, value: Any) -> None:
+        """Take the prompt at the first call, tokens at each that follows."""
+        if self._prompt:
+            self._prompt = False
+            return
+        self.times.append(time.perf_counter())
+        self._tokens += value.reshape(-1).tolist()
+        self._show()
+
+    def end(self) -> None:
+        """All tokens have come."""
+        self._show(last=True)
+
+    def _show(self, last: bool = False) -> None:
+        """Print what is new. Decoding begins one step back, for tokens may begin with a space only behind others; a
+        part of a character is kept until the rest of it comes."""
+        said = self._tokenizer.decode(self._tokens[self._before : self._said], skip_special_tokens=True)
+        text = self._tokenizer.decode(self._tokens[self._before :], skip_special_tokens=True)
+        if len(text) <= len(said) or (text.endswith("\N{REPLACEMENT CHARACTER}") and not last):
+            return
+        self._before, self._said = self._said, len(self._tokens)
+        new = text[len(said) :]
+        sys.stdout.write(plain(new, lines=True) if self._plain else new)
+        sys.stdout.flush()
+
+    def status(self, reuse: RowReuse, why: str = "") -> str:
+        """What the answer took: tokens of the prompt that were in memory, read from the disk, and computed; the time to
+        the first token; and the rate of the others."""
+        parts = [f"{reuse.cached - reuse.loaded:,} cached", f"{reuse.loaded:,} loaded", f"{reuse.computed:,} computed"]
+        if self.times:
+            parts.append(f"first token {self.times[0] - self._began:.2f} s")
+        if len(self.times) > 1 and (took := self.times[-1] - self.times[0]) > 0:
+            parts.append(f"{(len(self.times) - 1) / took:.1f} tokens/s")
+        return f"[{' · '.join([*parts, *([why] if why else [])])}]"
+
+
+class Stop:
+    """A stopping criterion of `generate`: whether somebody pressed Ctrl-C. Pressed again, it interrupts at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        return input_ids.new_full((input_ids.shape[0],), self.asked).bool()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Ctrl-C asks, for as long as this lasts."""
+
+        def ask(number: int, frame: Any) -> None:
+            if self.asked:
+                raise KeyboardInterrupt
+            self.asked = True
+
+        try:
+            before = signal.signal(signal.SIGINT, ask)
+        except ValueError:  # not the main thread, which signals come to
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)

@@ -1,0 +1,369 @@
+"""`kvtier chat`: what was said is there again, and whatever is wrong is a sentence."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from kvtier import ConversationStore
+from kvtier.cli import chat as command
+from kvtier.cli import screen
+from kvtier.cli.main import main
+from kvtier.cli.screen import Answer, Stop
+from kvtier.conversation.contents import contents
+
+ROOT = Path(__file__).resolve().parents[2]
+PYLM = str(ROOT / "examples" / "pylm")
+STATUS = re.compile(r"\[([\d,]+) cached · ([\d,]+) loaded · ([\d,]+) computed(.*)\]")
+
+
+class Talk:
+    """Runs the command with lines on stdin, in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.patch, self.capsys = monkeypatch, capsys
+        self.status, self.out, self.err = 0, "", ""
+
+    def __call__(self, *args: str, lines: str = "", model: str = PYLM) -> list[tuple[int, int, int]]:
+        """Gives of each answer the tokens that were cached, loaded, computed."""
+        self.patch.setattr(sys, "stdin", io.StringIO(lines))
+        try:
+            self.status = main(["chat", model, *args])
+        except SystemExit as exit:
+            self.status = int(exit.code or 0)
+        self.out, self.err = self.capsys.readouterr()
+        assert "Traceback" not in self.err
+        return [tuple(int(x.replace(",", "")) for x in found[:3]) for found in STATUS.findall(self.err)]  # type: ignore[misc]
+
+
+@pytest.fixture
+def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
+    return Talk(monkeypatch, capsys)
+
+
+def pylm() -> Any:
+    return AutoModelForCausalLM.from_pretrained(PYLM, dtype=torch.float32)
+
+
+def history(folder: Path, name: str = "chat") -> list[str]:
+    return [x["content"] for x in contents(folder).conversations[name]["messages"]]
+
+
+def test_a_later_process_goes_on_and_computes_the_new_message_only(talk: Talk, tmp_path: Path) -> None:
+    few = ("--store", str(tmp_path), "--max-new-tokens", "8")
+    assert talk(*few, lines="def first(items):\n") == [(0, 0, 5)]
+    answer = talk.out.removesuffix("\n")
+    assert talk.status == 0
+    assert history(tmp_path) == ["def first(items):", answer]
+    ((cached, loaded, computed),) = talk(*few, lines="x = 1\n")
+    assert "chat: 1 turn, 13 tokens" in talk.err
+    assert cached == 0
+    assert loaded > 5
+    assert computed < 8
+    # The same with `generate`, and nothing that is kept.
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(PYLM, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(PYLM),
+    )
+    ids = tokenizer(f"def first(items):{answer}x = 1", return_tensors="pt").input_ids
+    assert loaded + computed == ids.shape[1]
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    assert tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == talk.out.removesuffix("\n")
+
+
+def test_commands_regenerate_fork_rewind_and_switch(talk: Talk, tmp_path: Path) -> None:
+    lines = "a = 1\n/regenerate\n/fork other\n//b\n/rewind\n/rewind 5\n/rewind x\n/open chat\n/name\n/list\n/fork\n"
+    lines += "/nonsense\n/history\n/stats\n/help\n/open new\n/regenerate\n/quit\nnever\n"
+    found = talk("--store", str(tmp_path), "--max-new-tokens", "6", lines=lines)
+    assert len(found) == 3
+    assert found[1][2] == 1, "all but the last token of the prompt is there"
+    for said in (
+        "The same answer again",
+        "other: 1 turn,",
+        "turns=5: the conversation has 1",
+        "/rewind takes a number",
+        "* chat, 1 turn",
+        "  other, 1 turn",
+        "/fork takes a name",
+        "There is no /nonsense",
+        "user: a = 1",
+        "in memory",
+        "/regenerate       another",
+        "There is no answer to generate again",
+    ):
+        assert said in talk.err, said
+    assert history(tmp_path, "other") == history(tmp_path)
+    assert set(contents(tmp_path).conversations) == {"chat", "other"}, "one in which nothing was said is saved"
+    talk("--store", str(tmp_path), "--list")
+    assert talk.out.splitlines()[1].startswith("chat ")
+
+
+def test_a_system_prompt_begins_new_conversations_and_no_others(talk: Talk, tmp_path: Path) -> None:
+    few = ("--store", str(tmp_path), "--max-new-tokens", "2", "--name", "a", "--system", "import os\n")
+    talk(*few, lines="x\n/open b\ny\n")
+    for name, text in (("a", "x"), ("b", "y")):
+        state = contents(tmp_path).conversations[name]["messages"]
+        assert state[0] == {"role": "system", "content": "import os\n"}
+        assert state[1]["content"] == text
+    talk(*few, lines="z\n")
+    assert talk.status == 0
+    talk(*few[:-1], "import re\n", lines="z\n")
+    assert talk.status == 2
+    assert "has begun without this system prompt" in talk.err
+
+
+def test_without_a_store_nothing_is_written(talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    talk("--no-store", "--max-new-tokens", "2", "--temperature", "0.9", "--top-p", "0.9", "--seed", "1", lines="x\n")
+    assert talk.status == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_seed_gives_the_same_answers_again(talk: Talk) -> None:
+    said = set()
+    for seed in ("1", "1", "2"):
+        talk("--no-store", "--max-new-tokens", "20", "--temperature", "1.5", "--seed", seed, lines="x\n/regenerate\n")
+        said.add(talk.out)
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--store", "FILE"], "cannot be used"),
+        (["--store", "DIR", "--list"], "not a folder of saved sequences"),
+        (["--no-store", "--list"], "give --store"),
+        (["--no-store", "--disk-budget", "1GiB"], "give --store"),
+        (["--no-store", "--dtype", "int8"], "no floating-point dtype"),
+        (["--no-store", "--dtype", "nonsense"], "no floating-point dtype"),
+        (["--no-store", "--device", "nonsense"], "--device nonsense"),
+        (["--no-store", "--host-budget", "3x"], "--host-budget='3x' is not a size"),
+        (["--no-store", "--temperature", "-1"], "give 0 or more"),
+        (["--no-store", "--temperature", "nan"], "give 0 or more"),
+        (["--no-store", "--top-p", "2"], "a share above 0"),
+        (["--no-store", "--top-p", "0.5", "--temperature", "0"], "does not sample"),
+        (["--no-store", "--name", ""], "a name that is not empty"),
+        (["--no-store", "--max-new-tokens", "0"], "not a positive number"),
+        ([], "required"),
+        (["--store", "DIR", "--no-store"], "not allowed with"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence(talk: Talk, args: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    places = {"FILE": str(tmp_path / "file"), "DIR": str(tmp_path / "dir")}
+    talk(*[places.get(x, x) for x in args], lines="x\n")
+    assert talk.status == 2
+    assert said in talk.err
+    assert talk.out == ""
+    assert not (tmp_path / "dir").exists()
+
+
+def test_a_model_that_is_none_and_a_folder_of_another_are_sentences(talk: Talk, tmp_path: Path) -> None:
+    for name in ("/no/such/folder", str(tmp_path)):
+        talk("--store", str(tmp_path / "chats"), model=name)
+        assert talk.status == 2
+        assert len(talk.err.splitlines()) == 1
+    assert not (tmp_path / "chats").exists(), "a wrong name makes no folder"
+    talk("--store", str(tmp_path / "chats"), "--max-new-tokens", "1", lines="x\n")
+    talk("--store", str(tmp_path / "chats"), "--dtype", "bfloat16", lines="x\n")
+    assert talk.status == 2
+    assert "was saved with another config" in talk.err
+    with ConversationStore(pylm(), directory=tmp_path / "chats"):
+        talk("--store", str(tmp_path / "chats"), lines="x\n")
+    assert talk.status == 2
+    assert "is open in another store or process" in talk.err
+
+
+def test_what_fails_in_an_answer_is_said_and_the_next_one_comes(
+    talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, errors = ConversationStore.generate, [RuntimeError("out of luck"), KeyboardInterrupt()]
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop(0)
+        return generate(*args, **options)
+
+    monkeypatch.setattr(ConversationStore, "generate", fails)
+    assert len(talk("--store", str(tmp_path), "--max-new-tokens", "2", lines="x\ny\nz\n")) == 1
+    assert "RuntimeError: out of luck" in talk.err
+    assert "interrupted: the conversation is as it was" in talk.err
+    assert history(tmp_path)[0] == "z"
+    assert talk.status == 0
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
+    talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pressed(Answer):
+        def put(self, value: Any) -> None:
+            super().put(value)
+            if len(self.times) == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(command, "Answer", Pressed)
+    talk("--store", str(tmp_path), "--max-new-tokens", "400", lines="def first(items):\n/regenerate\n")
+    assert talk.status == 0
+    assert talk.err.count("· stopped]") == 2
+    assert history(tmp_path)[1] == talk.out[: len(talk.out) // 2].removesuffix("\n")
+    assert signal.getsignal(signal.SIGINT) is before
+    stop = Stop()
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_warnings_are_as_they_were_afterwards(talk: Talk) -> None:
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    talk("--no-store", lines="")
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+@pytest.mark.parametrize("text", ["naïve café 🦜🦜 ok", "\n\n  a\n b", "日本語のテキスト", "plain"])
+def test_pieces_of_an_answer_come_to_the_answer(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(PYLM)
+    ids = tokenizer(text).input_ids
+    assert len(ids) > 1
+    answer = Answer(tokenizer)
+    answer.put(torch.zeros(1, 3, dtype=torch.long))
+    for token in ids:
+        answer.put(torch.tensor([token]))
+    answer.end()
+    assert capsys.readouterr().out == tokenizer.decode(ids)
+
+
+def test_spaces_before_words_come_too(capsys: pytest.CaptureFixture[str]) -> None:
+    class Pieces:  # as of SentencePiece: the first word has no space before it
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return " ".join("abcd"[x] for x in ids)
+
+    answer = Answer(Pieces())
+    answer.put(torch.tensor([[1]]))
+    for token in (0, 1, 2, 3):
+        answer.put(torch.tensor([token]))
+    assert capsys.readouterr().out == "a b c d"
+
+
+def test_what_a_rewound_conversation_still_says_is_not_removed(talk: Talk, tmp_path: Path) -> None:
+    talk("--store", str(tmp_path), "--max-new-tokens", "6", lines="a = 1\nb = 2\n/rewind\n")
+    state = contents(tmp_path).conversations["chat"]
+    assert len(state["messages"]) == 2
+    assert len(state["ids"]) == dict(state["ends"])[2] > 6
+    assert main(["store", "gc", str(tmp_path)]) == 0
+    ((_, loaded, computed),) = talk("--store", str(tmp_path), "--max-new-tokens", "2", lines="c = 3\n")
+    assert loaded > computed
+
+
+def test_an_answer_cannot_move_the_cursor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Evil:
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return "".join(map(chr, ids))
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    answer = Answer(Evil())
+    answer.put(torch.tensor([[1]]))
+    for x in "\x1b[2Jgone\x9b\u202e\n":
+        answer.put(torch.tensor([ord(x)]))
+    assert capsys.readouterr().out == "\\x1b[2Jgone\\x9b\\u202e\n"
+
+
+def test_colours_are_for_terminals_that_want_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    screen.say("a")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    screen.say("b")
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen.say("c")
+    assert capsys.readouterr().err == "a\n\x1b[2mb\x1b[0m\nc\n"
+
+
+# A terminal
+
+
+class Terminal:
+    """The command in a terminal of its own."""
+
+    def __init__(self, *args: str) -> None:
+        self.process, self.handle = pty.fork()
+        if self.process == 0:
+            os.environ.update(PYTHONPATH=str(ROOT), TERM="xterm", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+            os.execv(sys.executable, [sys.executable, "-m", "kvtier", "chat", PYLM, *args])
+
+    def type(self, keys: str) -> None:
+        os.write(self.handle, keys.encode())
+
+    def until(self, text: str, seconds: float = 120) -> str:
+        """What the screen shows until a text comes, or the process ends."""
+        shown, end = b"", time.monotonic() + seconds
+        while text.encode() not in shown and time.monotonic() < end:
+            if select.select([self.handle], [], [], 0.1)[0]:
+                try:
+                    shown += os.read(self.handle, 65536)
+                except OSError:  # it has ended
+                    return shown.decode(errors="replace")
+        assert text.encode() in shown, shown
+        return shown.decode(errors="replace")
+
+    def end(self) -> int:
+        """How it ended."""
+        _, status = os.waitpid(self.process, 0)
+        os.close(self.handle)
+        return os.waitstatus_to_exitcode(status)
+
+
+def test_in_a_terminal_a_kill_leaves_the_last_whole_turn(tmp_path: Path) -> None:
+    long = ("--store", str(tmp_path), "--max-new-tokens", "3000")
+    first = Terminal("--store", str(tmp_path), "--max-new-tokens", "8")
+    first.until("chat> ")
+    first.type("def firzz\x7f\x7fst(items):\n")
+    first.until("tokens/s]")
+    first.until("chat> ")
+    first.type("class A:\n")
+    first.until("tokens/s]")
+    first.type("\x04")
+    first.until("nothing more comes")
+    assert first.end() == 0
+    whole = history(tmp_path)
+    assert whole[0] == "def first(items):"
+
+    second = Terminal(*long)
+    assert "chat: 2 turns" in second.until("chat> ")
+    second.type("def last(items):\n")
+    second.until("\n    ")
+    os.kill(second.process, signal.SIGKILL)
+    assert second.end() == -signal.SIGKILL
+    assert history(tmp_path) == whole
+
+    third = Terminal(*long)
+    assert "chat: 2 turns" in third.until("chat> ")
+    third.type("def last(items):\n")
+    third.until("\n    ")
+    third.type("\x03")
+    status = third.until("stopped]")
+    assert int(STATUS.search(status)[2]) > 0  # type: ignore[index]
+    third.until("chat> ")
+    third.type("/history\n")
+    assert "user: def last(items):" in third.until("chat> ")
+    third.type("abc\x03")
+    third.until("nothing more comes")
+    assert third.end() == 0
+    assert history(tmp_path)[:5] == [*whole, "def last(items):"]
