@@ -208,7 +208,7 @@ def conversations(bench: Bench) -> None:
             disk.write("k", ids, 0, None, {"k.0": torch.zeros(1, TOKENS, 4)}, "")
             _, chunk = disk.find("k", ids)
             assert chunk is not None
-            assert disk.read(chunk, TOKENS)[1] == TOKENS
+            assert [x.stop for x in disk.read(chunk, TOKENS)] == [TOKENS]
             disk.drop_conversation(f"{n}")
         disk.close()
 
@@ -260,10 +260,10 @@ for _ in range(rounds):
             got += at
     else:
         length, chunk = disk.find("k", packed([1] * tokens))
-        found, until = disk.read(chunk, length)
+        got, until = 0, 0
+        for part in disk.read(chunk, length):
+            got, until = got + sum(x.nbytes for x in part.tensors.values()), part.stop
         assert until == tokens, disk.problem
-        got = sum(x.nbytes for _, tensors, _ in found for x in tensors.values())
-        del found
     seconds = time.perf_counter() - began
     print(got / seconds, flush=True)
 """

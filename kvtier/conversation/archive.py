@@ -146,34 +146,32 @@ class Archive:
         Raises:
             BudgetError: there is no room.
         """
-        chain, until = self.disk.read(chunk, length)
-        if not chain or until <= 0 or (stateful and until != length):
+        device, until, last = self._device(), 0, dict[str, torch.Tensor]()
+        said = ""
+        for part in self.disk.read(chunk, length):
+            layers = sorted(int(name[2:]) for name in part.tensors if name.startswith("k."))
+            for i in layers:
+                if until and i == layers[0]:  # each part is admitted as a step of its own
+                    with cache._forward.steps.changing():
+                        cache._forward.steps.update(i, until)
+                keys, values = (part.tensors[f"{x}.{i}"][None, :, : part.stop - part.start] for x in ("k", "v"))
+                if keys.shape[2] != part.stop - part.start or values.shape[2] != part.stop - part.start:
+                    return 0, None
+                cache._forward.restore(i, keys.to(device), values.to(device))
+            cache._forward.steps.end()
+            until, said = part.stop, part.said
+            # The tensors of a part share one buffer, which the next part is read into.
+            last = {name: x.clone() for name, x in part.tensors.items() if name.startswith("s.")} if stateful else {}
+        if not until or not stateful:
+            return until, None
+        if until != length:
             return 0, None
-        device, states = self._device(), None
-        if stateful:
-            start, tensors, said = chain[-1]
-            # The tensors of a file share one buffer, which states would keep whole.
-            own = {name: x.clone() for name, x in tensors.items() if name.startswith("s.")}
-            about, layers = json.loads(said), self._layers()
-            if _known(about, own, layers):
-                states = unpacked_states(own, about, layers, device)
-            if states is None:
-                self.disk.problem = "states were saved by another version of Transformers, and are computed"
-                return 0, None
-        parts: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for n, (start, tensors, _) in enumerate(chain):
-            stop = min(until, chain[n + 1][0] if n + 1 < len(chain) else until)
-            for name, x in tensors.items():
-                which, _, index = name.partition(".")
-                if which in ("k", "v"):
-                    part = parts.setdefault(int(index), ([], []))[which == "v"]
-                    part.append(x[:, : stop - start])
-        for i, pair in sorted(parts.items()):
-            keys, values = ((x[0] if len(x) == 1 else torch.cat(x, 1))[None].to(device) for x in pair)
-            if keys.shape[2] != until or values.shape[2] != until:
-                return 0, None
-            cache._forward.restore(i, keys, values)
-        cache._forward.steps.end()
+        states, about, new = None, json.loads(said), self._layers()
+        if _known(about, last, new):
+            states = unpacked_states(last, about, new, device)
+        if states is None:
+            self.disk.problem = "states were saved by another version of Transformers, and are computed"
+            return 0, None
         return until, states
 
 

@@ -21,11 +21,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.conversation.files import Damaged, read_tensors, write_tensors
+from kvtier.conversation.files import Buffer, Damaged, read_tensors, write_tensors
 from kvtier.conversation.folder import MANIFEST, Folder
 from kvtier.conversation.index import WIDTH, PrefixIndex
 from kvtier.conversation.manifest import LONGEST, Manifest, Row
@@ -74,6 +74,20 @@ class Chunk:
             found.append(at)
             at = at.parent
         return found
+
+
+class Part(NamedTuple):
+    """What was read of one chunk.
+
+    Attributes:
+        start, stop: tokens of the sequence; the tensors may hold more, which another sequence continues.
+        tensors, said: as they were saved.
+    """
+
+    start: int
+    stop: int
+    tensors: dict[str, torch.Tensor]
+    said: str
 
 
 class Disk:
@@ -167,36 +181,33 @@ class Disk:
         with self._lock:
             return [chunk for _, chunk in self._index.prefixes(key, ids)]
 
-    def read(self, chunk: Chunk, length: int) -> tuple[list[tuple[int, dict[str, torch.Tensor], str]], int]:
-        """The tensors of the first tokens of a chain.
+    def read(self, chunk: Chunk, length: int) -> Iterator[Part]:
+        """The first tokens of a chain, a chunk at a time, every byte of it checked before it is given.
 
-        Returns:
-            For each chunk, in order: its first token, its tensors, what was said of it; and how many tokens they are:
-            fewer than `length` where some were damaged or cannot be read, and 0 where all were.
+        Fewer than `length` tokens come where some are damaged or cannot be read, and none where all are. The tensors of
+        a part are valid until the next one is asked for: all are read into one buffer, which takes its time to get
+        from the system only once.
         """
         while chunk.parent is not None and chunk.start >= length and chunk.stop > length:
             chunk = chunk.parent  # what was found goes on, and its end is of no use
-        chain = chunk.chain()[::-1]
-        found, until = [], 0
+        chain, buffer = chunk.chain()[::-1], Buffer()
+        with self._lock:
+            self._use(chunk)
         for i, each in enumerate(chain):
             stop = min(length, chain[i + 1].start if i + 1 < len(chain) else each.stop)
             try:
-                tensors, said = read_tensors(self._folder.file(each.number), each.nbytes, each.checksum)
+                tensors, said = read_tensors(self._folder.file(each.number), each.nbytes, each.checksum, buffer)
             except Damaged as error:
                 with self._lock:
                     if self._chunks.get(each.number) is each and not self.closed:  # or it made room meanwhile
                         self.problem = str(error)
                         self.damaged += 1
                         self.forget(each)
-                break
+                return
             except _FAILURES as error:
                 self.problem = f"{error}: what is saved of a sequence was not read, and is computed"
-                break
-            found.append((each.start, tensors, said))
-            until = stop
-        with self._lock:
-            self._use(chunk)
-        return found, until
+                return
+            yield Part(each.start, stop, tensors, said)
 
     def write(
         self, key: str, ids: bytes, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor], said: str

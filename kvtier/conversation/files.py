@@ -74,8 +74,31 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], said: str) ->
     return len(data), checksum(data)
 
 
-def read_tensors(file: Path, nbytes: int, sums: bytes) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors of a file, and what was said of them. They share one buffer, which is theirs.
+class Buffer:
+    """Memory that files are read into, one after the other."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """So many bytes, and what was taken before is not valid any more.
+
+        Raises:
+            MemoryError: there are not so many.
+        """
+        if len(self._bytes) < nbytes:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # not both at once
+            try:
+                self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise MemoryError(f"there is no room to read {nbytes} bytes: {error}") from error
+        return self._bytes[:nbytes]
+
+
+def read_tensors(
+    file: Path, nbytes: int, sums: bytes, buffer: Buffer | None = None
+) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of a file, and what was said of them. They are parts of the buffer; None: of one of their own.
 
     Raises:
         Damaged: it is not what was written, or is gone. OSError, MemoryError: it cannot be read now.
@@ -93,16 +116,13 @@ def read_tensors(file: Path, nbytes: int, sums: bytes) -> tuple[dict[str, torch.
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode) or about.st_size != nbytes:
             raise Damaged(f"{file.name} has another size than was written")
-        try:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise MemoryError(f"There is no room to read {file.name}: {error}") from error
-        if _read(handle, memoryview(buffer.numpy().data)) != sums:
+        data = (buffer or Buffer()).take(nbytes)
+        if _read(handle, memoryview(data.numpy().data)) != sums:
             raise Damaged(f"{file.name} is not what was written")
     finally:
         os.close(handle)
     try:
-        return _tensors(buffer)
+        return _tensors(data)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # written by something else
         raise Damaged(f"{file.name} holds no tensors: {error}") from error
 

@@ -42,14 +42,13 @@ def load(disk: Disk, ids: Sequence[int], key: str = "k") -> int:
     length, chunk = disk.find(key, packed(ids))
     if chunk is None:
         return 0
-    chain, until = disk.read(chunk, length)
-    assert until <= length
-    parts = []
-    for n, (start, tensors, said) in enumerate(chain):
+    parts, until = [], 0
+    for start, stop, tensors, said in disk.read(chunk, length):
+        assert start == until < stop <= length
         assert said == 'said "so"'
         assert torch.equal(tensors["v.0"], -tensors["k.0"].to(torch.int64))
-        stop = min(until, chain[n + 1][0] if n + 1 < len(chain) else until)
-        parts.append(tensors["k.0"][:, : stop - start])
+        parts.append(tensors["k.0"][:, : stop - start].clone())
+        until = stop
     if until:
         assert torch.equal(torch.cat(parts, 1), content(ids[:until])), "other keys and values than were saved"
     return until
