@@ -44,6 +44,7 @@ class Settings:
         deadline: `time.monotonic()` at which no further case begins.
         emulated: mark records as made on an emulated device.
         terminal: show progress.
+        trace: a file of requests, for scenarios that replay one.
     """
 
     model: str | None
@@ -62,6 +63,7 @@ class Settings:
     deadline: float
     emulated: bool
     terminal: bool
+    trace: Path | None = None
 
 
 class Bench:

@@ -78,6 +78,8 @@ def azure(path: str | Path, *, conversations: int, seed: int = 0, block: int = 5
     """
     rows = []
     reader = csv.DictReader(_lines(path))
+    if reader.fieldnames is None or "TIMESTAMP" not in reader.fieldnames:
+        raise ConfigError(f"{path}: not an Azure LLM inference trace, whose first line names TIMESTAMP.")
     for row in reader:
         try:
             # A fraction of seven digits is one too many for datetime.
