@@ -180,7 +180,7 @@ def test_a_model_that_is_none_and_a_folder_of_another_are_sentences(talk: Talk, 
     talk("--store", str(tmp_path / "chats"), "--max-new-tokens", "1", lines="x\n")
     talk("--store", str(tmp_path / "chats"), "--dtype", "bfloat16", lines="x\n")
     assert talk.status == 2
-    assert "was saved with another config" in talk.err
+    assert "was saved with another dtype" in talk.err
     with ConversationStore(pylm(), directory=tmp_path / "chats"):
         talk("--store", str(tmp_path / "chats"), lines="x\n")
     assert talk.status == 2
@@ -330,6 +330,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(status)
 
 
+@pytest.mark.slow
 def test_in_a_terminal_a_kill_leaves_the_last_whole_turn(tmp_path: Path) -> None:
     long = ("--store", str(tmp_path), "--max-new-tokens", "3000")
     first = Terminal("--store", str(tmp_path), "--max-new-tokens", "8")
