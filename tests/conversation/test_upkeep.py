@@ -48,9 +48,10 @@ def read(disk: Disk, ids: list[int]) -> int:
     length, chunk = disk.find(KEY, packed(ids))
     if chunk is None:
         return 0
-    chain, until = disk.read(chunk, length)
-    stops = [*(start for start, _, _ in chain[1:]), until]
-    parts = [tensors["k.0"][:, : stop - start] for (start, tensors, _), stop in zip(chain, stops, strict=True)]
+    parts, until = [], 0
+    for start, stop, tensors, _ in disk.read(chunk, length):
+        parts.append(tensors["k.0"][:, : stop - start].clone())
+        until = stop
     assert not until or torch.equal(torch.cat(parts, 1), content(ids[:until]))
     return until
 
