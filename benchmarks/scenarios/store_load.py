@@ -17,7 +17,7 @@ from benchmarks.children import Children
 from benchmarks.harness import Bench
 from benchmarks.records import number, table
 from benchmarks.targets import Target, table_of
-from kvtier.conversation.disk import Disk
+from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.index import packed
 
 SUMMARY = "loading a saved conversation in a new process, against a plain read of its files (CPU only)"
@@ -48,7 +48,7 @@ else:
     from transformers import Qwen3Config
     from kvtier import TieredMemory
     from kvtier.conversation.archive import Archive
-    from kvtier.conversation.disk import Disk
+    from kvtier.conversation.disk.chunks import Disk
     from kvtier.conversation.index import packed
     from kvtier.conversation.journal import JournalledCache
     from kvtier.cpu import loader

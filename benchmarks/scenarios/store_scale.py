@@ -25,10 +25,10 @@ from benchmarks.children import Children
 from benchmarks.harness import Bench
 from benchmarks.records import number, table
 from benchmarks.targets import Target, table_of
-from kvtier.conversation.disk import Chunk, Disk
-from kvtier.conversation.folder import MANIFEST, Folder
+from kvtier.conversation.disk.chunks import Chunk, Disk
+from kvtier.conversation.disk.folder import MANIFEST, Folder
+from kvtier.conversation.disk.manifest import Manifest, Row
 from kvtier.conversation.index import PrefixIndex, packed
-from kvtier.conversation.manifest import Manifest, Row
 
 SUMMARY = "the folder of a store at scale: finding, opening, reading, and what is left when it is closed (CPU only)"
 CASES = ("index", "open", "conversations", "read")
@@ -240,7 +240,7 @@ READER = """
 import sys, time
 from pathlib import Path
 import torch
-from kvtier.conversation.disk import Disk
+from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.index import packed
 torch.set_num_threads(1)
 at, way, tokens, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

@@ -127,8 +127,7 @@ def _split(
     for run in table.resolve():
         if index >= count:
             break
-        if run.corrupt:
-            audit.check(run)
+        audit.check(run)
         taken = min(run.count, count - index)
         if run.state is State.ARRIVING:
             which, address = 1, _address(pools.device, run.device)

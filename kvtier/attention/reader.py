@@ -149,8 +149,7 @@ class LayerReader:
         for table, rows in rows_of.items():
             index = 0
             for run in list(table.resolve()):
-                if run.corrupt:
-                    audit.check(run)
+                audit.check(run)
                 start, stop = max(first - index, 0), min(last - index, run.count)
                 if start < stop:
                     if one_tier or (run.device is not None and run.state is not State.ARRIVING):

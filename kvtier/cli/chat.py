@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         size = getattr(args, name.replace("-", "_"))
         if size is not None:
             parse_size(f"--{name}", size)
-    from kvtier.conversation.folder import Folder
+    from kvtier.conversation.disk.folder import Folder
     from kvtier.hf.loading import model_of, quiet, tokenizer_of
 
     with quiet():
@@ -105,11 +105,11 @@ def run(args: argparse.Namespace) -> int:
         budgets = {"device_budget": args.device_budget, "host_budget": args.host_budget}
         store = ConversationStore(model, directory=args.store, disk_budget=args.disk_budget, **budgets)
         try:
-            session = Session(store, tokenizer, args.name, args.system, options)
+            loop = ChatLoop(store, tokenizer, args.name, args.system, options)
             try:
-                session.talk()
+                loop.talk()
             finally:
-                session.leave()
+                loop.leave()
         finally:
             store.close()
     return 0
@@ -135,7 +135,7 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-class Session:
+class ChatLoop:
     """Lines are read, and answered.
 
     Args:

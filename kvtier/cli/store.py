@@ -12,8 +12,8 @@ from kvtier.config import format_size, parse_size
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvtier.conversation.contents import Contents
-    from kvtier.conversation.upkeep import Upkeep
+    from kvtier.conversation.disk.contents import Contents
+    from kvtier.conversation.disk.upkeep import Upkeep
 
 _EXAMPLES = """\
 examples:
@@ -66,7 +66,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def ls(args: argparse.Namespace) -> int:
     """Print what there is. Returns the exit status."""
-    from kvtier.conversation.contents import contents
+    from kvtier.conversation.disk.contents import contents
 
     found = contents(args.directory)
     rows, rest = conversations(found), unreferred_bytes(found)
@@ -108,14 +108,14 @@ def conversations(found: Contents) -> list[dict[str, Any]]:
 
 def unreferred_bytes(found: Contents) -> int:
     """Bytes of files that no conversation refers to."""
-    from kvtier.conversation.upkeep import unreferred
+    from kvtier.conversation.disk.upkeep import unreferred
 
     return sum(found.rows[n].nbytes for n in unreferred(found))
 
 
 def show(args: argparse.Namespace) -> int:
     """Print one conversation. Returns the exit status."""
-    from kvtier.conversation.contents import contents, stop_of
+    from kvtier.conversation.disk.contents import contents, stop_of
 
     found = contents(args.directory)
     state = found.conversations.get(args.name)
@@ -151,7 +151,7 @@ def show(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """Read every file. Returns the exit status: 1 where something is damaged, or was."""
-    from kvtier.conversation.contents import verify
+    from kvtier.conversation.disk.contents import verify
 
     files, nbytes, damage = verify(args.directory)
     for each in damage:
@@ -183,8 +183,8 @@ def compact(args: argparse.Namespace) -> int:
 def gc(args: argparse.Namespace) -> int:
     """Remove what no conversation refers to. Returns the exit status."""
     if args.dry_run:
-        from kvtier.conversation.contents import contents
-        from kvtier.conversation.upkeep import unreferred
+        from kvtier.conversation.disk.contents import contents
+        from kvtier.conversation.disk.upkeep import unreferred
 
         found = contents(args.directory)
         gone = unreferred(found)
@@ -218,7 +218,7 @@ def rm(args: argparse.Namespace) -> int:
 
 
 def _upkeep(args: argparse.Namespace) -> Upkeep:
-    from kvtier.conversation.upkeep import Upkeep
+    from kvtier.conversation.disk.upkeep import Upkeep
 
     return Upkeep(args.directory)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvtier.conversation.disk import Chunk, Disk
+from kvtier.conversation.disk.chunks import Chunk, Disk
 from kvtier.conversation.index import WIDTH
 from kvtier.conversation.journal import JournalledCache
 from kvtier.conversation.states import States, packed_states, unpacked_states
@@ -57,8 +57,6 @@ class Archive:
         self._open_cache = open_cache
         self._layers = layers
         self._device = device
-        #: The model is not the one any more that the folder is bound to: nothing is saved or loaded.
-        self.stopped = False
         self._queue: queue.Queue[Saved | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         # The thread does not keep a store alive that is dropped without being closed, and ends with it.
@@ -129,8 +127,6 @@ class Archive:
 
     def find(self, key: str, ids: bytes, *, stateful: bool) -> tuple[int, Chunk | None]:
         """The longest beginning of a sequence that can be loaded."""
-        if self.stopped:
-            return 0, None
         if not stateful:
             return self.disk.find(key, ids)
         for chunk in self.disk.ends(key, ids):
@@ -149,11 +145,7 @@ class Archive:
         device, until, last = self._device(), 0, dict[str, torch.Tensor]()
         said = ""
         for part in self.disk.read(chunk, length):
-            layers = sorted(int(name[2:]) for name in part.tensors if name.startswith("k."))
-            for i in layers:
-                if until and i == layers[0]:  # each part is admitted as a step of its own
-                    with cache._forward.steps.changing():
-                        cache._forward.steps.update(i, until)
+            for i in sorted(int(name[2:]) for name in part.tensors if name.startswith("k.")):
                 keys, values = (part.tensors[f"{x}.{i}"][None, :, : part.stop - part.start] for x in ("k", "v"))
                 if keys.shape[2] != part.stop - part.start or values.shape[2] != part.stop - part.start:
                     return 0, None

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+
+from kvtier.conversation.index import unpacked
+from kvtier.conversation.journal import JournalledCache
+from kvtier.errors import CorruptionError
+from kvtier.hf import generation as of
 
 #: Tokens that are compared together.
 _TOKENS = 64
@@ -34,3 +40,29 @@ def difference(kept: Mapping[int, Pair], computed: Mapping[int, Pair]) -> str:
                     stop = min(start + _TOKENS, mine.shape[2])
                     return f"{name} of layer {layer}, tokens {start} to {stop}, differ by {off:.2g} of their norm"
     return ""
+
+
+def verify(model: Any, cache: JournalledCache, ids: bytes) -> int:
+    """Compute the tokens of a cache of one row again, and compare.
+
+    Args:
+        cache: holds the first of these tokens, or all.
+        ids: packed.
+
+    Returns:
+        The tokens that were compared.
+
+    Raises:
+        CorruptionError: they differ by more than rounding, or were damaged.
+    """
+    length = cache.get_seq_length()
+    kept = {i: cache.layers[i].dense("verify") for i in cache._forward.readers}
+    if not length or not kept:
+        return 0
+    tokens = torch.tensor([unpacked(ids)[:length]], device=model.device)
+    found = difference(kept, of.recomputed(model, tokens, kept))
+    if found:
+        raise CorruptionError(
+            f"Of a sequence of {length} tokens, {found}, when they are computed again. It is not kept any more."
+        )
+    return length

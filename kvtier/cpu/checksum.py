@@ -48,13 +48,17 @@ def _weights() -> torch.Tensor:
         return torch.frombuffer(bytearray(array("Q", weights).tobytes()), dtype=torch.int64)
 
 
+def _folded(x: torch.Tensor) -> torch.Tensor:
+    return x ^ (x >> 32 & 0xFFFFFFFF)
+
+
 def _in_torch(address: int, nbytes: int, seed: int, sums: array[int]) -> array[int]:
     """The same without the library: torch's integers wrap around as well."""
     for i in range(len(sums)):
         found = (ctypes.c_int64 * (nbytes // 8)).from_address(address + i * nbytes)
         result = seed
         for chunk in torch.frombuffer(found, dtype=torch.int64).split(_CHUNK):
-            total = int((chunk * _weights()[: len(chunk)]).sum())
+            total = int(_folded(_folded(chunk) * _weights()[: len(chunk)]).sum())
             result = ((result + total) * _BASE) & _WORD
         sums[i] = result
     return sums

@@ -25,6 +25,7 @@ from kvtier.forward.schedule import Schedule
 from kvtier.forward.steps import Steps
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory import system
+from kvtier.memory.audit import Audit
 from kvtier.memory.block import Pools
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout, in_one_dtype
@@ -212,17 +213,23 @@ class Forward:
             self._changed(new.device)
 
     def restore(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Give a layer of a new cache all it held, as part of one step that nobody reads.
+        """Give a layer tokens, as part of a step that nobody reads and that `steps.end` ends.
+
+        Args:
+            keys, values: as for `append`, behind what the layer holds.
 
         Raises:
-            BudgetError, TransferError: the layer holds nothing.
+            BudgetError, TransferError: the layer holds what it held.
         """
         dense, self._dense = self._dense, lambda: False
+        before = self.readers[index].layer.length if index in self.readers else 0
         try:
             with self.steps.changing():
+                if before and not self.steps.began:  # behind a step that has ended: this one is admitted by itself
+                    self.steps.update(index, before)
                 self.append(index, keys, values)
                 if keys.shape[2]:
-                    self.steps.began[index] = 0
+                    self.steps.began[index] = before
         finally:
             self._dense = dense
 
@@ -494,11 +501,8 @@ class Forward:
         layer = reader.layer
         if self.closed or layer.epoch != epoch or length > layer.length:
             self.check_view(reader, length, epoch)
-        audit = self.memory.audit
-        if audit is not None:
-            audit.calls -= 1
-            if audit.calls <= 0:
-                self._compare(layer)
+        if self.memory.audit is not None:
+            self._compare(layer, self.memory.audit)
         with self.steps.guard:
             repeat = reader.repeat
             if repeat is not None and options is not None:
@@ -532,17 +536,18 @@ class Forward:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a view as tensors of the caller's own; `operation` None: by design."""
         self.check_view(reader, length, epoch)
-        self._compare(reader.layer)
+        if self.memory.audit is not None:
+            self._compare(reader.layer, self.memory.audit)
         with self.steps.changing():
             keys, values = own_kv(reader, length)
             self.counters.count_dense(operation, keys.nbytes + values.nbytes)
             self._after(reader)
         return dispatch.without_gradient(reader.layer, keys, values)
 
-    def _compare(self, layer: LayerKV) -> None:
-        """Compare blocks of a layer in host memory with what was written, as far as the audit goes."""
-        audit = self.memory.audit
-        if audit is not None:
+    def _compare(self, layer: LayerKV, audit: Audit) -> None:
+        """A layer is read: compare its blocks in host memory with what was written, if it is this call's turn."""
+        audit.calls -= 1
+        if audit.calls <= 0:
             with self.memory.lock:
                 audit.read(layer.runs())
 

@@ -13,7 +13,7 @@ from collections import deque
 from kvtier.planning.fit import least_relative
 from kvtier.planning.predictors import Prefill, PrefillSize
 
-#: Loads and prefills that are remembered.
+#: The last loads, and the last prefills, from which is learned.
 _WINDOW = 24
 #: A load that is expected to take more than this many times as long as computing is not made.
 MARGIN = 1.05

@@ -23,7 +23,7 @@ from kvtier.cli import chat as command
 from kvtier.cli import screen
 from kvtier.cli.main import main
 from kvtier.cli.screen import Answer, Stop
-from kvtier.conversation.contents import contents
+from kvtier.conversation.disk.contents import contents
 
 ROOT = Path(__file__).resolve().parents[2]
 PYLM = str(ROOT / "examples" / "pylm")

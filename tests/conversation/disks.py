@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvtier.conversation.disk import Disk
+from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.index import packed
 
 OF = {"model": "m", "config": "c", "weights": "w"}

@@ -23,7 +23,7 @@ from test_store import GREEDY, Tokenizer, fresh, grown, ones, some_ids, store_of
 from test_turns import check_kept
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation import disk, files
+from kvtier.conversation.disk import chunks, files
 
 NAMES = ("llama", "gemma3", "qwen3_next", "deepseek_v3")
 
@@ -335,13 +335,13 @@ class SlowClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         self.seconds, self.late = seconds, 0.0
-        read, clock = disk.read_tensors, time.perf_counter
+        read, clock = chunks.read_tensors, time.perf_counter
 
         def slow(*args: Any) -> Any:
             self.late += self.seconds
             return read(*args)
 
-        monkeypatch.setattr(disk, "read_tensors", slow)
+        monkeypatch.setattr(chunks, "read_tensors", slow)
         monkeypatch.setattr(time, "perf_counter", lambda: clock() + self.late)
 
 

@@ -24,8 +24,8 @@ import pytest
 from disks import disk_of, load, save
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation import manifest
-from kvtier.conversation.disk import Disk
+from kvtier.conversation.disk import manifest
+from kvtier.conversation.disk.chunks import Disk
 
 KILLS = int(os.environ.get("KVTIER_TEST_KILLS", "2")) * 10
 A, A2, B, NEW = [1] * 20, [1] * 20 + [2] * 30, [3] * 25, [4] * 60

@@ -18,10 +18,10 @@ import torch
 from disks import OF, content, disk_of, load, save
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation import disk as disks_module
-from kvtier.conversation.disk import Disk
-from kvtier.conversation.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
-from kvtier.conversation.folder import MANIFEST
+from kvtier.conversation.disk import chunks as disks_module
+from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
+from kvtier.conversation.disk.folder import MANIFEST
 from kvtier.conversation.index import packed
 
 WALKS = max(2, int(os.environ.get("KVTIER_TEST_TURNS", "192")) // 64)

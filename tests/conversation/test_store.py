@@ -305,7 +305,7 @@ def test_positions_that_a_model_remembers_are_not_continued() -> None:
     with store_of(model) as store:
         for _ in range(2):
             store.generate(**ones(some_ids(20)), **GREEDY)
-            assert "remembers positions" in store.reuse[0].why
+            assert "keeps positions" in store.reuse[0].why
 
 
 def test_what_was_computed_under_autocast_is_of_use_there_only() -> None:
@@ -365,7 +365,7 @@ def test_what_keeping_fails_with_costs_no_answer(monkeypatch: pytest.MonkeyPatch
         def fails(*_: Any, **__: Any) -> None:
             raise MismatchError("not now")
 
-        monkeypatch.setattr(store, "_keep_row", fails)
+        monkeypatch.setattr(store._kept, "keep", fails)
         assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
         assert store.stats.problem == "not now"
 
@@ -387,9 +387,9 @@ def test_a_cache_that_was_dropped_under_the_lock_does_not_stop_a_store_from_clos
     model = tiny_model("llama")
     store = store_of(model)
     store.generate(**ones(some_ids(40)), **GREEDY)
-    cache = store._cache()
-    (entry,) = store._entries.values()
-    cache._forward.follow(store._parked, [entry.sequence], 10)
+    cache = store._new_cache()
+    (entry,) = store._kept.entries.values()
+    cache._forward.follow(store._kept.parked, [entry.sequence], 10)
     with store.memory.lock:
         del cache
         gc.collect()

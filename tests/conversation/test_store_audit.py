@@ -23,7 +23,7 @@ def kept_runs(store: ConversationStore) -> list[Run]:
     """Of parked sequences, what is in host memory."""
     store.memory._drain()
     valid = (State.HOST, State.BOTH)
-    runs = [x for s in store._parked.sequences for table in s.tables.values() for x in table.resolve()]
+    runs = [x for s in store._kept.parked.sequences for table in s.tables.values() for x in table.resolve()]
     return [run for run in dict.fromkeys(runs) if run.state in valid and run.sums is not None]
 
 
@@ -35,7 +35,7 @@ def damage(store: ConversationStore, draw: random.Random) -> bool:
     assert run.host is not None
     data = run.blocks.pools.host.bytes(run.host + draw.randrange(run.count), 1)
     if draw.random() < 0.2:  # tables of two layers, or of two sequences
-        sequences = list(store._parked.sequences)
+        sequences = list(store._kept.parked.sequences)
         one, two = draw.choice(sequences), draw.choice(sequences)
         a, b = draw.choice(list(one.tables)), draw.choice(list(two.tables))
         if one.tables[a] is two.tables[b] or one.tables[a].resolve() == two.tables[b].resolve():
@@ -115,7 +115,7 @@ def test_what_is_kept_of_other_tokens_is_noticed_and_dropped(what: str) -> None:
     model = build_model("llama", "sdpa")
     with store_of(model) as store:
         store.generate(**ones(some_ids(40)), **GREEDY)
-        (entry,) = store._entries.values()
+        (entry,) = store._kept.entries.values()
         if what == "ids":
             entry.ids = entry.ids[:8] + entry.ids[16:24] + entry.ids[16:]
         else:  # keys and values that were computed wrongly, with a checksum of the wrong ones

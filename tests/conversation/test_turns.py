@@ -174,7 +174,7 @@ def between(
     elif what == "squeeze":
         store.flush()
         with store.memory.lock:
-            store._parked.give(rng.randrange(1, 20_000))
+            store._kept.parked.give(rng.randrange(1, 20_000))
     elif what == "adapter":
         adapter.disable_adapters = rng.random() < 0.4
         adapter.active_adapters = [rng.choice(("first", "second"))]
@@ -183,7 +183,7 @@ def between(
 
 def check_kept(store: ConversationStore, model: Any) -> None:
     """Whoever continues what is kept gets the tokens of a new cache, whoever that is."""
-    for ids in [unpacked(entry.ids) for entry in store._entries.values()]:
+    for ids in [unpacked(entry.ids) for entry in store._kept.entries.values()]:
         prompt = torch.tensor([[*ids, 5]])
         options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
         out = store.generate(prompt, attention_mask=torch.ones_like(prompt), **options)

@@ -21,10 +21,10 @@ from test_disk_faults import failing
 from test_store import GREEDY, fresh, ones, some_ids, store_of
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.contents import contents, verify
-from kvtier.conversation.disk import Disk
+from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.contents import contents, verify
+from kvtier.conversation.disk.upkeep import Upkeep, unreferred
 from kvtier.conversation.index import packed
-from kvtier.conversation.upkeep import Upkeep, unreferred
 
 KILLS = int(os.environ.get("KVTIER_TEST_KILLS", "2"))
 WALKS = KILLS * 4

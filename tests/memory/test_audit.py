@@ -51,6 +51,22 @@ def test_every_changed_word_changes_the_checksum(nbytes: int) -> None:
     assert sum_of(data) == whole != sum_of(data, 8)
 
 
+@pytest.mark.parametrize("bit", range(64))
+def test_one_bit_that_flips_in_two_words_changes_the_checksum(bit: int) -> None:
+    """Products carry upwards: in a plain sum the flipped signs of two numbers would cancel."""
+    words = torch.randint(-(2**62), 2**62, (1024,), generator=torch.Generator().manual_seed(SEED + bit))
+    data, draw = words.view(torch.uint8), random.Random(SEED + bit)
+    whole = sum_of(data)
+    flip = (1 << bit) - (1 << 64 if bit == 63 else 0)
+    for _ in range(40):
+        pair = draw.sample(range(len(words)), 2)
+        words[pair] ^= flip
+        assert sum_of(data) != whole
+        words[pair] ^= flip
+    words ^= flip
+    assert sum_of(data) != whole, "the sign of every second number"
+
+
 @pytest.mark.parametrize("name", ["avx512_bf16", "avx512", "avx2", "portable"])
 @pytest.mark.parametrize("nbytes", [64, 192, 4096, 5 * 4096 + 320])
 def test_every_instruction_set_and_torch_give_one_checksum(name: str, nbytes: int) -> None:

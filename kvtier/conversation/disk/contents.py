@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtier.conversation.files import Damaged, read_tensors
-from kvtier.conversation.folder import MANIFEST, file_of
+from kvtier.conversation.disk.files import Damaged, read_tensors
+from kvtier.conversation.disk.folder import MANIFEST, file_of
+from kvtier.conversation.disk.manifest import Manifest, Row
 from kvtier.conversation.index import WIDTH, PrefixIndex, packed
-from kvtier.conversation.manifest import Manifest, Row
 from kvtier.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from kvtier.conversation.folder import sync_names
+from kvtier.conversation.disk.folder import sync_names
 
 #: Bytes that have a checksum of their own.
 SEGMENT = 2**24

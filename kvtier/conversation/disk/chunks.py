@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.conversation.files import Buffer, Damaged, read_tensors, write_tensors
-from kvtier.conversation.folder import MANIFEST, Folder
+from kvtier.conversation.disk.files import Buffer, Damaged, read_tensors, write_tensors
+from kvtier.conversation.disk.folder import MANIFEST, Folder
+from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
 from kvtier.conversation.index import WIDTH, PrefixIndex
-from kvtier.conversation.manifest import LONGEST, Manifest, Row
 from kvtier.errors import ClosedError, ConfigError
 
 #: Bytes that a row takes besides its file and ids, at the most, for the budget.

@@ -1,0 +1,319 @@
+"""`Kept`: the sequences that a store keeps, with their ids: found by these, and given up where room is needed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from kvtier.conversation.call import Call
+from kvtier.conversation.index import WIDTH, PrefixIndex, common
+from kvtier.conversation.journal import JournalledCache
+from kvtier.conversation.retention import Retention
+from kvtier.conversation.states import States, nbytes
+from kvtier.errors import BudgetError
+from kvtier.eviction.policy import EvictionPolicy
+from kvtier.memory.tiered import TieredMemory
+from kvtier.tables.parked import ParkedSequence, ParkedSequences
+
+T = TypeVar("T")
+
+#: Tokens that are thought to fit, as long as the memory was never full.
+_CAPACITY = 1 << 16
+#: Copies of states that one sequence keeps: the first, and the last ones.
+MOST_STATES = 8
+
+
+class Entry:
+    """A sequence that is kept.
+
+    Attributes:
+        key, ids: what it is of.
+        sequence: its keys and values.
+        states: for models that keep states, copies by position.
+    """
+
+    __slots__ = ("ids", "key", "sequence", "states")
+
+    def __init__(self, key: Hashable, ids: bytes, sequence: ParkedSequence) -> None:
+        self.key = key
+        self.ids = ids
+        self.sequence = sequence
+        self.states: dict[int, States] = {}
+
+
+class _At:
+    """A copy of an entry's states at a position, as it is found.
+
+    Attributes:
+        entry: that has it.
+        nbytes: of the copy.
+    """
+
+    __slots__ = ("entry", "nbytes")
+
+    def __init__(self, entry: Entry, nbytes: int) -> None:
+        self.entry = entry
+        self.nbytes = nbytes
+
+
+class Kept:
+    """What a store keeps in memory. Its methods, `keep` aside, are called under the memory's lock: what is parked may
+    go whenever somebody needs room.
+
+    Args:
+        memory: where the keys and values are.
+        new_cache: makes a cache of the model on this memory.
+        policy: which says what goes first; this is its only user.
+        state_budget: bytes of all copies of states.
+
+    Attributes:
+        parked: the block tables.
+        entries: with the ids of each.
+        retention: the order in which they go.
+        state_bytes: of all copies of states.
+        dropped: times that a sequence gave up its end, or all.
+    """
+
+    def __init__(
+        self, memory: TieredMemory, new_cache: Callable[[], JournalledCache], policy: EvictionPolicy, state_budget: int
+    ) -> None:
+        self._memory = memory
+        self._new_cache = new_cache
+        self.retention: Retention[ParkedSequence] = Retention(policy, _CAPACITY)
+        with memory.lock:
+            self.parked = ParkedSequences(memory)
+        self.parked.shortened = _weakly(self._shortened, None)
+        self.parked.victims = _weakly(self._victims, [])
+        self.entries: dict[ParkedSequence, Entry] = {}
+        self._index: PrefixIndex[Entry | _At] = PrefixIndex()
+        self._at: dict[Entry, dict[int, _At]] = {}
+        self._state_budget = state_budget
+        self.state_bytes = self.dropped = 0
+
+    # Find
+
+    def find(self, key: Hashable, ids: bytes) -> tuple[int, Entry | None]:
+        """The longest beginning of a sequence that is kept: tokens, and an entry that has them."""
+        length, found = self._index.find(key, ids)
+        return length, found.entry if isinstance(found, _At) else found
+
+    def states_of(self, key: Hashable, ids: bytes) -> Iterator[tuple[int, Entry]]:
+        """The copies of states at which a sequence can go on, the longest first: tokens, and the entry."""
+        for length, found in self._index.prefixes(key, ids):
+            if isinstance(found, _At) and min(found.entry.sequence.length, common(found.entry.ids, ids)) >= length:
+                yield length, found.entry
+
+    def columns_of(self, call: Call) -> tuple[int, list[Entry]]:
+        """Columns that are there of every row of a call, and what has them."""
+        entries, columns = [], call.ids.shape[1] - 1  # the last token's logits are wanted
+        for row, pad in zip(call.rows, call.pads, strict=True):
+            _, found = self._index.find(call.key, row)
+            if not isinstance(found, Entry):
+                return 0, []
+            columns = min(columns, common(found.ids, row) + pad, found.sequence.length + pad)
+            entries.append(found)
+        return (columns, entries) if columns > max(call.pads) else (0, [])
+
+    def columns_with_states(self, call: Call) -> tuple[int, list[Entry]]:
+        """The same where layers keep states: all rows continue at one position, of which each has a copy."""
+        if any(call.pads):
+            return 0, []
+        common_to: dict[int, list[Entry]] | None = None
+        for row in call.rows:
+            mine: dict[int, Entry] = {}
+            for length, found in self.states_of(call.key, row[:-WIDTH]):
+                mine.setdefault(length, found)
+            before = common_to
+            common_to = {
+                n: [*(before[n] if before is not None else []), x]
+                for n, x in mine.items()
+                if before is None or n in before
+            }
+        columns = max(common_to or {}, default=0)
+        return (columns, common_to[columns]) if columns and common_to else (0, [])
+
+    # Use
+
+    def hold(self, entries: Iterable[Entry], user: object) -> None:
+        """A cache continues these: they go last."""
+        for entry in entries:
+            entry.sequence.users.add(user)
+            self.parked.touch(entry.sequence)
+            self.retention.hold(entry.sequence)
+
+    def release(self, entries: Iterable[Entry], user: object) -> None:
+        """The opposite of `hold`."""
+        for entry in entries:
+            entry.sequence.users.discard(user)
+            self.retention.release(entry.sequence)
+
+    def use(self, entries: Sequence[Entry], tokens: Sequence[int]) -> None:
+        """A call begins with so many first tokens of each."""
+        for count in set(tokens):
+            self.retention.use([x.sequence for x, n in zip(entries, tokens, strict=True) if n == count], count)
+
+    # Keep
+
+    def keep(
+        self, cache: JournalledCache, key: Hashable, row: int, pad: int, ids: bytes, states: dict[int, States]
+    ) -> Entry | None:
+        """Keep a row of a cache, less its padding, with copies of states by position. None: there is no room."""
+        with self._memory.lock:
+            entry = self._known(key, ids, states)
+        if entry is not None:
+            return entry
+        length = len(ids) // WIDTH
+        try:
+            if pad:
+                with self._new_cache() as plain:
+                    for i in sorted(cache._forward.readers):
+                        keys, values = cache.layers[i].dense("padded batch")
+                        stop = pad + length
+                        plain._forward.restore(i, keys[row : row + 1, :, pad:stop], values[row : row + 1, :, pad:stop])
+                    plain._forward.steps.end()
+                    sequence = plain._forward.park(self.parked, 0, length)
+            else:
+                sequence = cache._forward.park(self.parked, row, length)
+        except BudgetError:
+            return None  # no room for a copy: nothing is lost but the time to compute it again
+        with self._memory.lock:
+            return self._add(key, ids, sequence, states)
+
+    def _known(self, key: Hashable, ids: bytes, states: dict[int, States]) -> Entry | None:
+        """The entry that has all of these tokens already. It takes over copies of states that it lacks."""
+        _, entry = self.find(key, ids)
+        if entry is None or min(common(entry.ids, ids), entry.sequence.length) < len(ids) // WIDTH:
+            return None
+        self.parked.touch(entry.sequence)
+        self._add_states(entry, states)
+        return entry
+
+    def _add(self, key: Hashable, ids: bytes, sequence: ParkedSequence, states: dict[int, States]) -> Entry | None:
+        """Keep a sequence that was parked, in place of those that are its beginning. None: it is gone already, or what
+        is left of it is of no use."""
+        entry = Entry(key, ids[: sequence.length * WIDTH], sequence)
+        if sequence.length:
+            # Before older ones go: what both have stays known.
+            self.retention.keep(sequence, key, entry.ids)
+        for old in [x.entry if isinstance(x, _At) else x for _, x in self._index.prefixes(key, ids)]:
+            if len(old.ids) <= len(ids) and old.ids == ids[: len(old.ids)] and old in self._at:
+                states = {**old.states, **states}
+                self._forget(old)
+                self.parked.drop(old.sequence)
+        self.entries[sequence] = entry
+        self._at[entry] = {}
+        if not sequence.length:  # gone already
+            self._forget(entry)
+            return None
+        self._add_states(entry, states)
+        if not states:
+            self._index.add(key, entry.ids, entry)
+        elif not entry.states:  # it gave up its end meanwhile, and nobody could continue the rest
+            self.parked.drop(sequence)
+            return None
+        return entry
+
+    def _add_states(self, entry: Entry, states: dict[int, States]) -> None:
+        for length, each in states.items():
+            if length <= entry.sequence.length and length not in entry.states:
+                entry.states[length] = each
+                self._at[entry][length] = at = _At(entry, nbytes(each))
+                self.state_bytes += at.nbytes
+                self._index.add(entry.key, entry.ids[: length * WIDTH], at)
+        for length in sorted(entry.states)[1 : max(len(entry.states) - MOST_STATES + 1, 1)]:
+            self._drop_states(entry, length)
+        if states:
+            self._bound_states(entry)
+
+    def _bound_states(self, newest: Entry) -> None:
+        """Drop what was used longest ago until the copies of states are within their budget; the newest goes last."""
+        for sequence in list(self.parked.sequences):
+            if self.state_bytes <= self._state_budget:
+                return
+            entry = self.entries.get(sequence)
+            if entry is not None and entry is not newest and entry.states:
+                self.parked.drop(sequence)  # a call that continues it has copied its states
+        for length in sorted(newest.states):
+            if self.state_bytes > self._state_budget:
+                self._drop_states(newest, length)
+        if not newest.states:
+            self.parked.drop(newest.sequence)
+
+    # Give up
+
+    def drop_lost(self) -> None:
+        """Drop what was parked and is in no index, for its call was cut short; a call of another thread that is about
+        to list what it has parked keeps nothing."""
+        for sequence in [x for x in self.parked.sequences if x not in self.entries]:
+            self.parked.drop(sequence)
+
+    def drop_corrupt(self, suspects: Iterable[Entry]) -> None:
+        """Drop what holds blocks that were found to hold other bytes than were written, and these."""
+        those = {entry.sequence for entry in suspects}
+        for sequence in list(self.parked.sequences):
+            if sequence.corrupt or sequence in those:
+                self.parked.drop(sequence)
+
+    def _drop_states(self, entry: Entry, length: int) -> None:
+        del entry.states[length]
+        at = self._at[entry].pop(length)
+        self.state_bytes -= at.nbytes
+        self._index.remove(at)
+
+    def _forget(self, entry: Entry) -> None:
+        for length in list(entry.states):
+            self._drop_states(entry, length)
+        self._index.remove(entry)
+        self.entries.pop(entry.sequence, None)
+        self._at.pop(entry, None)
+
+    def _shortened(self, sequence: ParkedSequence) -> None:
+        """A sequence has given up its end, or all of it."""
+        self.retention.shortened(sequence, sequence.length)
+        entry = self.entries.get(sequence)
+        if entry is None:
+            return
+        self.dropped += 1
+        stateful = bool(entry.states)
+        for length in [n for n in entry.states if n > sequence.length]:
+            self._drop_states(entry, length)
+        if stateful and sequence.length > (useful := max(entry.states, default=0)):
+            self.parked.shorten(sequence, useful)  # nobody can continue behind the last copy
+        elif not sequence.length:
+            self._forget(entry)
+        elif entry in self._index:
+            entry.ids = entry.ids[: sequence.length * WIDTH]
+            self._index.add(entry.key, entry.ids, entry)
+
+    def _victims(self) -> list[tuple[ParkedSequence, int]]:
+        """What gives up room next; see `ParkedSequences.victims`."""
+        self.retention.full()
+        return self.retention.evict()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""
+        self.parked.check_integrity()
+        self.retention.check_integrity(self.entries)
+        assert self.entries.keys() == self.parked.sequences.keys(), "a sequence without ids"
+        assert self._at.keys() == set(self.entries.values())
+        assert self.state_bytes == sum(at.nbytes for those in self._at.values() for at in those.values())
+        for sequence, entry in self.entries.items():
+            assert max(entry.states, default=0) <= sequence.length, "states of tokens that are gone"
+            if not entry.states:
+                assert len(entry.ids) == sequence.length * WIDTH, "ids of tokens that are gone"
+                assert entry in self._index, "a sequence that nobody finds"
+            for length, at in self._at[entry].items():
+                assert at in self._index
+                assert length in entry.states
+
+
+def _weakly(method: Callable[..., T], otherwise: T) -> Callable[..., T]:
+    """A method of an object that it does not keep alive."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> T:
+        found = weak()
+        return otherwise if found is None else found(*args)
+
+    return call
