@@ -407,8 +407,11 @@ def repair(blocks: BlockSet) -> None:
         if gone or (run.device is None and run.host is None):
             del blocks.runs[run]
     blocks.counts[:] = [0] * len(State)
+    audit = blocks.pools.audit
     for run in blocks.runs:
         blocks.counts[run.state] += run.count
+        if audit is not None and run.sealed and run.state in (State.HOST, State.BOTH):
+            audit.note(run)  # if that was cut short
     order = {run: i for i, run in enumerate([*blocks.resident, *blocks.runs])}
     blocks.resident[:] = sorted((run for run in blocks.runs if run.state in RESIDENT), key=order.__getitem__)
     blocks.dirty[:] = [run for run in blocks.resident if run.state is State.DEVICE]

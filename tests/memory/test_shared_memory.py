@@ -83,5 +83,6 @@ def test_walks_come_by_everything_that_can_happen_to_a_block() -> None:
         trip.end()
     unseen = {name for name, walks in seen.items() if not walks}
     # Copies of queries and results are for devices that work behind the CPU's back.
-    # No model here needs tensors.
-    assert unseen <= {"io_buffer_misses", "dense_reads", "dense_read_bytes"}, f"no walk comes by {unseen}"
+    # No model here needs tensors, and nothing is damaged.
+    others = {"io_buffer_misses", "dense_reads", "dense_read_bytes", "corrupt_blocks"}
+    assert unseen <= others, f"no walk comes by {unseen - others}"
