@@ -17,11 +17,11 @@ from benchmarks.harness import Bench
 from benchmarks.records import RESULTS, number, table
 from benchmarks.targets import Target, table_of
 from kvtier.eviction.names import FIXED, POLICIES
-from kvtier.eviction.offline import best_possible
 from kvtier.eviction.policy import EvictionPolicy
-from kvtier.eviction.replay import replay
-from kvtier.eviction.tiers import Machine, Replayed, Tier, replay_tiers
-from kvtier.eviction.traces import Request, agents, mooncake
+from kvtier.eviction.replay.offline import best_possible
+from kvtier.eviction.replay.one_tier import replay
+from kvtier.eviction.replay.tiers import Machine, Replayed, Tier, replay_tiers
+from kvtier.eviction.replay.traces import Request, agents, mooncake
 
 SUMMARY = "eviction policies on traces, against the offline bound, and several tiers in virtual time (--trace PATH)"
 CASES = ("rates", "tiers")

@@ -9,8 +9,8 @@ import pytest
 from kvtier import ConfigError
 from kvtier.eviction.lru import LRU
 from kvtier.eviction.names import POLICIES
-from kvtier.eviction.tiers import Level, Machine, Replayed, Tier, _Replay, replay_tiers
-from kvtier.eviction.traces import Request
+from kvtier.eviction.replay.tiers import Level, Machine, Replayed, Tier, _Replay, replay_tiers
+from kvtier.eviction.replay.traces import Request
 
 BLOCK = 100
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from kvtier.errors import ConfigError
 from kvtier.eviction.policy import EvictionPolicy, Key
-from kvtier.eviction.traces import Request
+from kvtier.eviction.replay.traces import Request
 from kvtier.eviction.tree import PrefixTree
 
 
