@@ -11,9 +11,9 @@ from kvtier.eviction.adaptive import Adaptive, hashed
 from kvtier.eviction.lfu import LFU
 from kvtier.eviction.lru import LRU
 from kvtier.eviction.names import CANDIDATES, FIXED, POLICIES
-from kvtier.eviction.offline import best_possible
-from kvtier.eviction.replay import replay
-from kvtier.eviction.traces import Request, agents
+from kvtier.eviction.replay.offline import best_possible
+from kvtier.eviction.replay.one_tier import replay
+from kvtier.eviction.replay.traces import Request, agents
 
 BOTH = {"lru": LRU, "lfu": LFU}
 

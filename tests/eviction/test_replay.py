@@ -13,9 +13,9 @@ import pytest
 from kvtier import ConfigError
 from kvtier.eviction.lru import LRU
 from kvtier.eviction.names import POLICIES
-from kvtier.eviction.offline import best_possible
-from kvtier.eviction.replay import replay
-from kvtier.eviction.traces import Request, agents, azure, mooncake
+from kvtier.eviction.replay.offline import best_possible
+from kvtier.eviction.replay.one_tier import replay
+from kvtier.eviction.replay.traces import Request, agents, azure, mooncake
 from kvtier.eviction.tree import PrefixTree
 
 

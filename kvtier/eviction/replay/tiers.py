@@ -5,9 +5,13 @@ while the device computes the rest (Pensieve, section 4.3), or is computed too w
 token on it decodes at a fixed pace, and its blocks are in use until its end. Prefills take turns.
 
 Each tier has a prefix tree. A block that the next tier has a copy of is evicted for nothing. Copies are made ahead,
-where less than a threshold of a tier is free or has copies (section 4.3 of the text: 50%): a second tree of the same
-policy, of the blocks without a copy, gives their order, so that what is evicted next is copied first. A link moves
-copies only while no fetch uses it; a fetch waits for the one block that is on its way.
+where less than a threshold of a tier can be had for nothing (section 4.3 of the text: 50%): a second tree of the same
+policy, of the blocks without a copy, gives their order, so that what is evicted next is copied first. A copied block
+that a block without a copy continues does not count: eviction comes to it later, and loses the other one before. A link
+moves copies only while no fetch uses it; a fetch waits for the one block that is on its way.
+
+What the model does not say: how fast a machine decodes while it copies. Decoding has a fixed pace here and reads the
+device alone, so that nothing can slow it down; that is measured on a store, in benchmarks/scenarios/saving.py.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvtier.errors import ConfigError
-from kvtier.eviction.policy import EvictionPolicy, Key
-from kvtier.eviction.traces import Request
+from kvtier.eviction.policy import EvictionPolicy, Key, Node
+from kvtier.eviction.replay.traces import Request
 from kvtier.eviction.tree import PrefixTree
 
 
@@ -50,7 +54,7 @@ class Machine:
         block_bytes: of one block.
         prefill: seconds for so many new tokens behind so many past ones.
         decode: seconds for each token generated.
-        ahead: share of a tier that is to be free or copied; 0.0: no copies are made ahead.
+        ahead: share of a tier that is to be had for nothing, free or copied; 0.0: no copies are made ahead.
         waits: whether a block without a copy is copied when it has to leave, and the request waits for it. Otherwise it
             is dropped.
         reserve: share of the device that new requests leave to those that decode (section 4.3).
@@ -108,6 +112,7 @@ class Level:
     Attributes:
         tree: all of its blocks.
         bare: those of them without a copy below, less the one that is being copied.
+        shut: those that eviction cannot come to for nothing: in use, without a copy, or continued by such a block.
         copied, dropped: blocks copied to the tier below, and blocks that left without a copy.
     """
 
@@ -115,21 +120,63 @@ class Level:
         self.tier, self.below, self._machine = tier, below, machine
         self.tree = PrefixTree(make(), tier.blocks)
         self.bare = PrefixTree(make(), tier.blocks)
+        self.shut: set[Key] = set()
+        # By block, how many of those that continue it are shut. The block itself need not be here.
+        self._shut_children: dict[Key, int] = {}
         self.copied = self.dropped = 0
         self._moving: Key | None = None
         self._now = self._fetching = self._left = 0.0
 
     def insert(self, key: Key, parent: Key | None, depth: int, now: float, *, held: bool = False) -> None:
         """A block is here from now on; there is room."""
-        self.tree.insert(key, parent, now, depth=depth, held=held)
+        node = self.tree.insert(key, parent, now, depth=depth, held=held)
         if self.below is not None and key not in self.below.tree:
             self.bare.insert(key, parent, now, depth=depth)
+        self._refresh(node)
 
     def reuse(self, key: Key, now: float) -> None:
         """A block is used."""
         self.tree.reuse(key, now)
         if key in self.bare:
             self.bare.reuse(key, now)
+
+    def hold(self, key: Key) -> None:
+        """The path that ends with this block is in use."""
+        self.tree.hold(key)
+        self._refresh(self.tree.node(key))
+
+    def release(self, key: Key) -> None:
+        """The opposite of `hold`."""
+        self.tree.release(key)
+        self._refresh(self.tree.node(key))
+
+    @property
+    def room(self) -> int:
+        """Blocks that can be had for nothing: what is free, and what is copied and continued by copied blocks only."""
+        return self.tier.blocks - len(self.shut)
+
+    def _refresh(self, node: Node) -> None:
+        """A block is inserted, copied, used or gone: whether it is shut, and then the blocks that it continues.
+
+        Of a path all blocks change together with its end, or none, so that a request takes no more than O(its blocks).
+        """
+        here: Node | None = node
+        while here is not None:
+            key, parent = here.key, here.parent
+            shut = key in self.tree and (
+                here.users > 0 or key in self._shut_children or key in self.bare or key == self._moving
+            )
+            if shut == (key in self.shut):
+                return
+            (self.shut.add if shut else self.shut.remove)(key)
+            if parent is None:
+                return
+            count = self._shut_children.get(parent, 0) + (1 if shut else -1)
+            if count:
+                self._shut_children[parent] = count
+            else:
+                del self._shut_children[parent]
+            here = self.tree.node(parent) if parent in self.tree else None
 
     def make_room(self, now: float, above: Level | None = None) -> float | None:
         """Evict one block if the tier is full. Returns seconds that were waited for; None if nothing may leave."""
@@ -142,19 +189,20 @@ class Level:
         if self.below is None:
             self.dropped += 1
         elif key not in self.below.tree:
-            if self._machine.waits:
-                waited = self._write(key, now)
-            else:
-                self.dropped += 1
+            written = self._write(key, now) if self._machine.waits else None
+            waited = written or 0.0
+            self.dropped += written is None
         self.tree.evict(now)
         if key == self._moving:
             self._moving = None
         if key in self.bare:
             self.bare.remove(key)
+        self._refresh(node)
         if above is not None and key in above.tree and key != above._moving:
             # The block itself stays, without a copy.
             there = above.tree.node(key)
             above.bare.insert(key, there.parent, now, depth=there.depth)
+            above._refresh(there)
         return waited
 
     # The link
@@ -193,8 +241,7 @@ class Level:
 
     def _choose(self, now: float) -> bool:
         """Begin with the next copy, if less than the threshold is free or copied. Returns whether one is under way."""
-        covered = self.tree.free + len(self.tree) - len(self.bare)
-        if self._moving is None and covered < self._machine.ahead * self.tier.blocks and self._gains(now):
+        if self._moving is None and self.room < self._machine.ahead * self.tier.blocks and self._gains(now):
             self._moving = self.bare.evict(now)
         return self._moving is not None
 
@@ -205,22 +252,30 @@ class Level:
         node = self.below.tree.victim(now)
         return node is not None and node.key not in self.tree
 
-    def _write(self, key: Key, now: float) -> float:
-        self._copy(key, now)
+    def _write(self, key: Key, now: float) -> float | None:
+        """Copy a block that has to leave. Returns seconds that are waited for; None if the tier below has no room."""
+        waited = self._copy(key, now)
+        if waited is None:
+            return None
         self._fetching = max(self._fetching, now) + self._block_seconds
-        return self._fetching - now
+        return self._fetching - now + waited
 
-    def _copy(self, key: Key, now: float) -> None:
+    def _copy(self, key: Key, now: float) -> float | None:
+        """A copy is made. Returns seconds that the tier below waited for room; None if it has none."""
         below, node = self.below, self.tree.node(key)
-        if below is None or key in below.tree:
-            return
-        if below.make_room(now, self) is None:
+        assert below is not None
+        waited = below.make_room(now, self)
+        if waited is None:
             # All of the tier below is being read.
             if key not in self.bare:
                 self.bare.insert(key, node.parent, now, depth=node.depth)
-            return
+            return None
         below.insert(key, node.parent, node.depth, now)
+        if key in self.bare:
+            self.bare.remove(key)
+        self._refresh(node)
         self.copied += 1
+        return waited
 
 
 def replay_tiers(requests: Sequence[Request], machine: Machine, make: Callable[[], EvictionPolicy]) -> Replayed:
@@ -297,7 +352,7 @@ class _Replay:
         while self.decoding and (self.decoding[0][0] <= now or self.in_use + blocks > most):
             end, _, last, held = heapq.heappop(self.decoding)
             now = max(now, end)
-            self.device.tree.release(last)
+            self.device.release(last)
             self.in_use -= held
         self.out.queued += now - began
         return now
@@ -339,19 +394,19 @@ class _Replay:
             for other in self.levels:
                 if key in other.tree:
                     other.reuse(key, now)
-            level.tree.hold(key)
+            level.hold(key)
         last: Key | None = None
         for i, key in enumerate(keys):
             if key in device.tree:
-                device.tree.hold(key)
+                device.hold(key)
             else:
                 waited = device.make_room(now)
                 assert waited is not None, "what decodes and this prompt fit"
                 stalled = max(stalled, waited)
                 device.insert(key, last, i + 1, now, held=True)
             if last is not None:
-                device.tree.release(last)
+                device.release(last)
             last = key
         for key, level in zip(keys, where, strict=False):
-            level.tree.release(key)
+            level.release(key)
         return stalled

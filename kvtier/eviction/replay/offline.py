@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from kvtier.eviction.policy import EvictionPolicy, Key, LeafHeap, Node
-from kvtier.eviction.replay import Hits, replay_one
-from kvtier.eviction.traces import Request
+from kvtier.eviction.replay.one_tier import Hits, replay_one
+from kvtier.eviction.replay.traces import Request
 from kvtier.eviction.tree import PrefixTree
 
 
@@ -41,7 +41,7 @@ class Belady(EvictionPolicy):
 
 
 def best_possible(requests: Sequence[Request], blocks: int) -> Hits:
-    """Replay a trace as `replay.replay` does, in the order that knows it."""
+    """Replay a trace as `one_tier.replay` does, in the order that knows it."""
     policy = Belady(requests)
     tree, found = PrefixTree(policy, blocks), Hits()
     for i, request in enumerate(requests):

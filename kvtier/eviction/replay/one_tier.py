@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvtier.eviction.policy import EvictionPolicy
-from kvtier.eviction.traces import Request
+from kvtier.eviction.replay.traces import Request
 from kvtier.eviction.tree import PrefixTree
 
 
