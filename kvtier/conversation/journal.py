@@ -51,7 +51,7 @@ class JournalledCache(TieredKVCache):
         """The cache holds the keys and values of `ids`, `[rows, tokens]`, and no others."""
         self._noted = [ids]
         self.unknown = False
-        self.took = []
+        self.took, self._began = [], None
 
     def forward_begins(self, inputs: dict[str, Any]) -> None:
         """The model is called with these arguments."""
@@ -62,7 +62,8 @@ class JournalledCache(TieredKVCache):
         past = self.get_seq_length()
         if len(self.took) < _TIMED:
             now = time.perf_counter()
-            if self._began is not None:
+            # At the same length it is the same forward, of which two stores tell, or one that failed.
+            if self._began is not None and self._began[1] != past:
                 new, before, rows, began = self._began
                 self.took.append(Took(new, before, rows, now - began))
             self._began = (ids.shape[1], past, ids.shape[0], now)

@@ -661,6 +661,32 @@ class Forward:
                     self.steps.expected = (self.steps.expected or frozenset()) | self.readers.keys()
                 return length
 
+    def follow_on(self, parked: ParkedSequences, sequence: ParkedSequence, length: int) -> int:
+        """Go on with tokens of a parked sequence that begins where the cache ends.
+
+        Returns:
+            The tokens that were added; see `ParkedSequences.follow_on`.
+
+        Raises:
+            BudgetError, CorruptionError, MismatchError: the cache holds what it held.
+        """
+        layers = {i: reader.layer for i, reader in self.readers.items()}
+        with self.steps.changing():  # noqa: SIM117 - a test takes each lock away in turn
+            with self.memory.lock:
+                if self.memory.has_garbage:
+                    self.memory.collect()
+                try:
+                    length = parked.follow_on(sequence, length, layers)
+                except Exception:
+                    for layer in layers.values():
+                        layer.crop(min(layer.length, sequence.start))
+                    parked.claim()
+                    raise
+                finally:
+                    for device in {reader.device: None for reader in self.readers.values()}:
+                        self._changed(device)
+                return length
+
     # Life
 
     def clear(self) -> None:

@@ -271,6 +271,24 @@ class LayerKV:
         self.length = length
         self.epoch += 1
 
+    def follow_on(self, parked: BlockSet, tokens: BlockTable) -> None:
+        """Go on with a table of parked blocks, behind the tokens that the layer holds: whole blocks, in every row.
+
+        Args:
+            parked: the set of its runs.
+            tokens: a table that nobody else has.
+        """
+        assert self.length % self.layout.block_size == 0, "a last block that is not full"
+        self._hold(parked)
+        self._tails = None
+        for table in self.tables:
+            mine = tokens if table is self.tables[-1] else tokens.fork()
+            table.runs = [*table.resolve(), *mine.resolve()]
+            table.length += mine.length
+        self.length += tokens.length
+        self.shape_version += 1
+        self.epoch += 1
+
     def park(self, parked: BlockSet, row: int, length: int) -> BlockTable:
         """A table of the first tokens of a row, whose blocks a set of parked blocks counts from now on.
 

@@ -27,18 +27,21 @@ Victims = Callable[[], list[tuple["ParkedSequence", int]]]
 
 
 class ParkedSequence:
-    """The first tokens of a sequence, in every tiered layer. Changed by `ParkedSequences` only.
+    """The first tokens of a sequence, in every tiered layer, or some behind those that were dropped. Changed by
+    `ParkedSequences` only.
 
     Attributes:
+        start: tokens before its first one; whole blocks of every layer.
         length: tokens; 0: it was dropped.
         tables: by layer.
         sums: by layer, checksums of the blocks as they were parked: a table that came to be another sequence's differs.
         users: what continues it, whatever that is.
     """
 
-    __slots__ = ("length", "sums", "tables", "users")
+    __slots__ = ("length", "start", "sums", "tables", "users")
 
-    def __init__(self, length: int, tables: dict[int, BlockTable]) -> None:
+    def __init__(self, length: int, tables: dict[int, BlockTable], start: int = 0) -> None:
+        self.start = start
         self.length = length
         self.tables = tables
         self.sums: dict[int, array[int]] = {}
@@ -147,6 +150,7 @@ class ParkedSequences:
                 holds nothing that would be lost.
             CorruptionError: a block does not hold what was written, or is not the sequence's. Likewise.
         """
+        assert not any(sequence.start for sequence in rows), "what precedes it is not there"
         tables: dict[ParkedSequence, dict[int, BlockTable]] = {}
         length = min(length, *(sequence.length for sequence in rows))
         if not length:
@@ -163,6 +167,41 @@ class ParkedSequences:
         for sequence in dict.fromkeys(rows):
             self._compare(sequence, tables.get(sequence, {}))
         self._on_device |= dict.fromkeys(rows)
+        refused = self.claim()
+        if refused is not None:
+            raise refused
+        return length
+
+    def follow_on(self, sequence: ParkedSequence, length: int, layers: Mapping[int, LayerKV]) -> int:
+        """Let a cache go on with a sequence that begins where the cache ends, in every row.
+
+        Args:
+            sequence: of the same layers.
+            length: tokens; fewer where it has fewer by now.
+            layers: the cache's tiered layers, by index, each of `sequence.start` tokens.
+
+        Returns:
+            The tokens that were added; 0, and nothing was changed, if it has none any more.
+
+        Raises:
+            BudgetError, CorruptionError: as `follow`. What the layers have got is to be cropped.
+            MismatchError: other layers than the sequence's. Nothing was changed.
+        """
+        length = min(length, sequence.length)
+        if not length:
+            return 0
+        if layers.keys() != sequence.tables.keys():
+            raise MismatchError(f"Layers {sorted(layers)} continue a sequence of layers {sorted(sequence.tables)}.")
+        for index, kv in layers.items():
+            self._check(index, kv.layout, kv.device)
+            assert kv.length == sequence.start, "a gap"
+        tables = {}
+        for index, kv in layers.items():
+            tables[index] = table = sequence.tables[index].fork()
+            table.crop(length, kv.layout.block_size, kv.device.free)
+            kv.follow_on(self._layers[index].parked, table)
+        self._compare(sequence, tables)
+        self._on_device[sequence] = None
         refused = self.claim()
         if refused is not None:
             raise refused
@@ -306,6 +345,34 @@ class ParkedSequences:
             else:
                 table.clear(layer.device.free)
         self.shortened(sequence)
+
+    def cut_out(self, sequence: ParkedSequence, start: int, stop: int) -> ParkedSequence | None:
+        """Drop tokens in the middle of a sequence, which keeps those before them.
+
+        Args:
+            start, stop: of these tokens, counted from the sequence's own first one.
+
+        Returns:
+            A sequence of what is behind them, from the next position on where a block begins in every layer; None where
+            nothing is.
+        """
+        assert 0 <= start < stop
+        size = max((self._layers[index].parked.pools.layout.block_size for index in sequence.tables), default=1)
+        first = -(-stop // size) * size
+        found = None
+        if first < sequence.length:
+            found = ParkedSequence(sequence.length - first, {}, sequence.start + first)
+            self.sequences[found] = None  # first: a run of a table that nobody lists would be lost
+            for index, table in sequence.tables.items():
+                blocks = first // self._layers[index].parked.pools.layout.block_size
+                found.tables[index] = rest = table.tail(blocks)
+                rest.length = found.length
+                if index in sequence.sums:
+                    found.sums[index] = sequence.sums[index][blocks:]
+            self._on_device[found] = None
+        if start < sequence.length:
+            self.shorten(sequence, start)
+        return found
 
     def _bytes(self) -> int:
         return sum([x.parked.blocks * x.parked.pools.layout.nbytes for x in self._layers.values()])

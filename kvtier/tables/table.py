@@ -64,6 +64,20 @@ class BlockTable:
         self.resolve()
         return BlockTable(0, runs)
 
+    def tail(self, blocks: int) -> BlockTable:
+        """A second table with all but the first `blocks` blocks."""
+        runs, left = list[Run](), blocks
+        for run in self.resolve():
+            if left >= run.count:
+                left -= run.count
+                continue
+            runs.append(residency.cut(run, left)[1] if left else run)
+            left = 0
+        for run in runs:
+            run.refs += 1
+        self.resolve()
+        return BlockTable(0, runs)
+
     def crop(self, length: int, block_size: int, free: Callable[[Run], None]) -> bool:
         """Keep the first `length` tokens. Blocks that no table holds any more are freed. Whether any block went."""
         keep = -(-length // block_size)
