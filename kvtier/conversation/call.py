@@ -27,6 +27,7 @@ class Call:
         depends: what keys and values depend on besides tokens, when the call began.
         loaded: tokens of each row that were read from the disk for this call.
         why: where nothing is re-used, the reason.
+        name: of the conversation that it is a turn of; None: of none.
     """
 
     ids: torch.Tensor
@@ -39,6 +40,7 @@ class Call:
     depends: Hashable
     loaded: list[int] = field(default_factory=list)
     why: str = ""
+    name: str | None = None
 
     def reuse(self, columns: int) -> tuple[RowReuse, ...]:
         """What each row begins with, of so many columns that are there."""

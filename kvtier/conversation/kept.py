@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 from kvtier.conversation.call import Call
 from kvtier.conversation.index import WIDTH, PrefixIndex, common
 from kvtier.conversation.journal import JournalledCache
+from kvtier.conversation.ranks import Ranks
 from kvtier.conversation.retention import Retention
 from kvtier.conversation.states import States, nbytes
 from kvtier.errors import BudgetError
@@ -71,6 +73,7 @@ class Kept:
         parked: the block tables.
         entries: with the ids of each.
         retention: the order in which they go.
+        ranks: of conversations, which that order heeds.
         state_bytes: of all copies of states.
         dropped: times that a sequence gave up its end, or all.
     """
@@ -87,6 +90,7 @@ class Kept:
         self.parked.victims = _weakly(self._victims, [])
         self.entries: dict[ParkedSequence, Entry] = {}
         self._index: PrefixIndex[Entry | _At] = PrefixIndex()
+        self.ranks = Ranks(functools.partial(_find, self._index), self.parked, self.retention)
         self._at: dict[Entry, dict[int, _At]] = {}
         self._state_budget = state_budget
         self.state_bytes = self.dropped = 0
@@ -95,8 +99,7 @@ class Kept:
 
     def find(self, key: Hashable, ids: bytes) -> tuple[int, Entry | None]:
         """The longest beginning of a sequence that is kept: tokens, and an entry that has them."""
-        length, found = self._index.find(key, ids)
-        return length, found.entry if isinstance(found, _At) else found
+        return _find(self._index, key, ids)
 
     def states_of(self, key: Hashable, ids: bytes) -> Iterator[tuple[int, Entry]]:
         """The copies of states at which a sequence can go on, the longest first: tokens, and the entry."""
@@ -156,10 +159,23 @@ class Kept:
     # Keep
 
     def keep(
-        self, cache: JournalledCache, key: Hashable, row: int, pad: int, ids: bytes, states: dict[int, States]
+        self,
+        cache: JournalledCache,
+        key: Hashable,
+        row: int,
+        pad: int,
+        ids: bytes,
+        states: dict[int, States],
+        name: str | None = None,
     ) -> Entry | None:
-        """Keep a row of a cache, less its padding, with copies of states by position. None: there is no room."""
+        """Keep a row of a cache, less its padding, with copies of states by position. None: there is no room.
+
+        Args:
+            name: of the conversation that goes on with this: its rank is that of these tokens from now on.
+        """
         with self._memory.lock:
+            if name is not None:  # before the cache gives up its claim
+                self.ranks.follow(name, key, ids)
             entry = self._known(key, ids, states)
         if entry is not None:
             return entry
@@ -205,13 +221,16 @@ class Kept:
         self._at[entry] = {}
         if not sequence.length:  # gone already
             self._forget(entry)
+            self.ranks.refresh()
             return None
         self._add_states(entry, states)
         if not states:
             self._index.add(key, entry.ids, entry)
         elif not entry.states:  # it gave up its end meanwhile, and nobody could continue the rest
             self.parked.drop(sequence)
+            self.ranks.refresh()
             return None
+        self.ranks.kept(key, entry.ids)
         return entry
 
     def _add_states(self, entry: Entry, states: dict[int, States]) -> None:
@@ -227,12 +246,13 @@ class Kept:
             self._bound_states(entry)
 
     def _bound_states(self, newest: Entry) -> None:
-        """Drop what was used longest ago until the copies of states are within their budget; the newest goes last."""
+        """Drop what was used longest ago until the copies of states are within their budget; the newest goes last. What
+        is pinned stays: then the newest keeps fewer copies, or is not kept."""
         for sequence in list(self.parked.sequences):
             if self.state_bytes <= self._state_budget:
                 return
             entry = self.entries.get(sequence)
-            if entry is not None and entry is not newest and entry.states:
+            if entry is not None and entry is not newest and entry.states and not sequence.pinned:
                 self.parked.drop(sequence)  # a call that continues it has copied its states
         for length in sorted(newest.states):
             if self.state_bytes > self._state_budget:
@@ -271,6 +291,7 @@ class Kept:
     def _shortened(self, sequence: ParkedSequence) -> None:
         """A sequence has given up its end, or all of it."""
         self.retention.shortened(sequence, sequence.length)
+        self.ranks.shortened(sequence)
         entry = self.entries.get(sequence)
         if entry is None:
             return
@@ -288,12 +309,14 @@ class Kept:
 
     def _victims(self) -> list[tuple[ParkedSequence, int]]:
         """What gives up room next; see `ParkedSequences.victims`."""
+        self.ranks.refresh()
         self.retention.full()
         return self.retention.evict()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""
         self.parked.check_integrity()
+        self.ranks.check_integrity(self.parked.sequences)
         self.retention.check_integrity(self.entries)
         assert self.entries.keys() == self.parked.sequences.keys(), "a sequence without ids"
         assert self._at.keys() == set(self.entries.values())
@@ -306,6 +329,11 @@ class Kept:
             for length, at in self._at[entry].items():
                 assert at in self._index
                 assert length in entry.states
+
+
+def _find(index: PrefixIndex[Entry | _At], key: Hashable, ids: bytes) -> tuple[int, Entry | None]:
+    length, found = index.find(key, ids)
+    return length, found.entry if isinstance(found, _At) else found
 
 
 def _weakly(method: Callable[..., T], otherwise: T) -> Callable[..., T]:

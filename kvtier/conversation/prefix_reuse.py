@@ -88,7 +88,7 @@ class PrefixReuse:
                         self._keep(cache, call, stateful, states)
                 raise
             try:
-                self._keep(cache, call, stateful, states)
+                self._keep(cache, call, stateful, states, call.name)
             except KVTierError as error:
                 self.problem = str(error)  # what was generated is not lost for it
             self._learn(cache, stateful)
@@ -222,8 +222,15 @@ class PrefixReuse:
 
     # Keep
 
-    def _keep(self, cache: JournalledCache, call: Call, stateful: bool, states: dict[int, list[States]]) -> None:
-        """Keep what a cache holds."""
+    def _keep(
+        self,
+        cache: JournalledCache,
+        call: Call,
+        stateful: bool,
+        states: dict[int, list[States]],
+        name: str | None = None,
+    ) -> None:
+        """Keep what a cache holds; as the history of a conversation, where it has one row and there is a name."""
         length, constant = cache.get_seq_length(), self._calls.constant
         if cache.unknown or cache.ids.shape[1] < length or not length:
             return
@@ -245,6 +252,7 @@ class PrefixReuse:
             at = {n: x[source] for n, x in states.items() if n <= len(mine)}
             if stateful:
                 at[len(mine)] = copied(cache.layers, row)
-            entry = self._kept.keep(cache, call.key, row, pad, packed(mine), at) if mine else None
+            named = name if len(cache.ids) == 1 else None
+            entry = self._kept.keep(cache, call.key, row, pad, packed(mine), at, named) if mine else None
             if entry is not None and self._disk_tier is not None:
                 self._disk_tier.save(entry)
