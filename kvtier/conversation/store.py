@@ -136,6 +136,7 @@ class ConversationStore:
             for name, state in disk.conversations().items():
                 chat = self._conversations[name] = Conversation.of(self, name, state)
                 self._ranked_before(chat)
+            disk.expire()
         elif disk_budget is not None:
             raise ConfigError("disk_budget is given without a directory.")
         self._reuse = PrefixReuse(model, self._calls, memory, self._kept, self._new_cache, self._disk_tier)
@@ -149,6 +150,8 @@ class ConversationStore:
                 self._kept.ranks.follow(
                     chat.name, (of.computed_as(self.model), chat.salt), packed(chat.ids[:-1]), chat.rank
                 )
+            if self._disk_tier is not None:
+                self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
 
     # Generate
 
@@ -321,8 +324,10 @@ class ConversationStore:
             key = (of.computed_as(self.model), chat.salt)
             with self.memory.changing():
                 self._kept.ranks.follow(chat.name, key, packed(chat.ids[:-1]), chat.rank)
-        if self._disk_tier is not None and not self.closed and chat.saved:
-            self._disk_tier.disk.save_conversation(chat.name, chat.state())
+        if self._disk_tier is not None and not self.closed:
+            self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
+            if chat.saved:
+                self._disk_tier.disk.save_conversation(chat.name, chat.state())
 
     def ranked(self, chat: Conversation) -> None:
         """A conversation has another rank. Raises BudgetError, see `Conversation.pinned`."""

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 import pickle
+import random
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from disks import disk_of, load, save
 from families import tiny_model
 from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 
 from kvtier import BudgetError, ConfigError, ConversationStore, TieredKVCache, TieredMemory
 from kvtier.conversation import retention
 from kvtier.conversation.conversation import Conversation
+from kvtier.conversation.disk.chunks import Chunk, Disk
+from kvtier.conversation.index import packed
+from kvtier.eviction.rank import Rank
 
 #: Host memory that holds two or three conversations of five.
 BUDGETS = {"llama": "56KiB", "gemma3": "40KiB", "qwen3_next": "40KiB"}
@@ -218,3 +225,127 @@ def test_ranks_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
             store.open("b", **wrong)
         assert store.names == ["a"]
         assert (chat.pinned, chat.priority, chat.ttl) == (False, 2, math.inf)
+
+
+# On the disk
+
+
+def chains(disk: Disk, rng: random.Random) -> list[list[int]]:
+    """Save some sequences that share their beginnings."""
+    made: list[list[int]] = []
+    for _ in range(8):
+        ids = list(rng.choice(made)[: rng.randrange(1, 40)]) if made and rng.random() < 0.6 else []
+        ids += [rng.randrange(5) for _ in range(rng.randint(2, 9))]
+        assert save(disk, ids, KEY)
+        made.append(ids)
+    return made
+
+
+KEY = "(None, None)"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_disk_gives_up_what_expired_then_by_priority_and_never_what_is_pinned(seed: int, tmp_path: Path) -> None:
+    rng, now = random.Random(seed), [1000.0]
+    disk = disk_of(tmp_path)
+    disk.clock = lambda: now[0]  # type: ignore[method-assign,assignment]
+    made = chains(disk, rng)
+    ranks: dict[int, tuple[Rank, float]] = {}
+    for i in rng.sample(range(8), 5):
+        ranks[i] = (
+            Rank(rng.random() < 0.3, rng.randrange(-2, 3), rng.choice((5.0, 50.0, math.inf))),
+            rng.uniform(960, 1000),
+        )
+        disk.rank(str(i), None, packed(made[i]), *ranks[i])
+
+    def level(chunk: Chunk) -> float:
+        """Of all that refer to it, and of all that continue it, the highest."""
+        mine: list[float] = []
+        for i, (rank, used) in ranks.items():
+            if rank != Rank() and chunk.number in disk._numbers(disk._ranked[str(i)]):
+                mine.append(math.inf if rank.pinned else -math.inf if used + rank.ttl <= now[0] else rank.priority)
+        return max([*(mine or [0.0]), *(at[x.number] for x in chunk.below)])
+
+    order, at = list(disk._chunks.values()), dict[int, float]()
+    for chunk in order:
+        at[chunk.number] = level(chunk)
+    expected = [x.number for x in sorted(order, key=lambda x: at[x.number]) if at[x.number] < math.inf]
+    gone = []
+    while True:
+        disk.budget = disk.nbytes - 1
+        before = set(disk._chunks)
+        with disk._lock:
+            if not disk._make_room(0, None):
+                break
+        (number,) = before - set(disk._chunks)
+        gone.append(number)
+        disk.check_integrity()
+    assert gone == expected
+    assert "pinned" in disk.problem or not disk._chunks
+    for ids, i in zip(made, range(8), strict=True):
+        if i in ranks and ranks[i][0].pinned:
+            assert load(disk, ids, KEY) == len(ids)
+    disk.close()
+
+
+def test_what_is_pinned_or_has_a_priority_is_so_in_a_later_process(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with store_of(model, directory=tmp_path) as store:
+        chat = store.open("a", pinned=True, priority=2, ttl=70)
+        out = turn(chat, some_ids(40))
+    with store_of(model, directory=tmp_path, host_budget="64KiB") as store:
+        chat = store.open("a")
+        assert (chat.pinned, chat.priority, chat.ttl) == (True, 2, 70.0)
+        out = turn(chat, grown(out))
+        crowd(store)
+        turn(chat, grown(out))
+        assert chat.reuse is not None
+        assert (chat.reuse.cached, chat.reuse.loaded) == (out.shape[1] - 1, 0)
+        store.check_integrity()
+
+
+def test_what_is_pinned_stays_on_a_full_disk_and_others_are_not_saved(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with store_of(model, directory=tmp_path) as store:
+        for i in range(2):
+            turn(store.open(str(i), pinned=i == 0), some_ids(40, seed=i))
+        store.flush()
+        nbytes = store.stats.saved_bytes + 4096
+    with store_of(model, directory=tmp_path, disk_budget=nbytes) as store:
+        turn(store.open("1"), some_ids(40, seed=7))
+        store.flush()
+        assert store.stats.problem == ""
+        store.open("1", pinned=True)
+        turn(store.open("2"), some_ids(40, seed=8))
+        store.flush()
+        assert "'0', '1' pinned" in store.stats.problem
+    with store_of(model, directory=tmp_path) as store:
+        for i, seed in ((0, 0), (1, 7)):
+            turn(store.open(str(i)), some_ids(40, seed=seed))
+            assert store.reuse[0].loaded == 39
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_has_expired_is_removed_when_the_folder_is_opened(
+    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, later = tiny_model("llama"), [0.0]
+    clock = time.time
+    monkeypatch.setattr(Disk, "clock", staticmethod(lambda: clock() + later[0]))
+    with store_of(model, directory=tmp_path) as store:
+        first = turn(store.open("a", ttl=100), some_ids(40))
+        turn(store.open("b", ttl=1000), some_ids(40, seed=1))
+        if shared:
+            store.generate(**ones(grown(first)), **GREEDY)
+    for seconds, tokens in ((-5000.0, [45, 45]), (90.0, [45, 45]), (110.0, [45 if shared else 0, 45])):
+        later[0] = seconds
+        with store_of(model, directory=tmp_path) as store:
+            assert sorted(store.names) == ["a", "b"], "what was said stays"
+            for name, there in zip("ab", tokens, strict=True):
+                ids = packed(store.open(name).ids)
+                assert store._disk_tier is not None
+                found = max(
+                    store._disk_tier.disk._index.find(key, ids)[0] for key in store._disk_tier.disk._index.all_keys()
+                )
+                assert found >= there
+                assert there or not found, "what has expired is there"
