@@ -35,20 +35,25 @@ class BudgetError(KVTierError, MemoryError):
         tier: `"device"` or `"host"`, the budget that is short.
         needed: the smallest budget in bytes with which the refused step works.
         budget: the budget in bytes as it is.
+        pinned: conversations that are pinned, where a `ConversationStore` refuses a call: what they keep is part of
+            what is needed.
     """
 
-    def __init__(self, message: str, *, tier: str, needed: int, budget: int) -> None:
+    def __init__(self, message: str, *, tier: str, needed: int, budget: int, pinned: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.tier = tier
         self.needed = needed
         self.budget = budget
+        self.pinned = pinned
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_budget_error, (str(self), self.tier, self.needed, self.budget)
+        return _rebuild_budget_error, (str(self), self.tier, self.needed, self.budget, self.pinned)
 
 
-def _rebuild_budget_error(message: str, tier: str, needed: int, budget: int) -> BudgetError:
-    return BudgetError(message, tier=tier, needed=needed, budget=budget)
+def _rebuild_budget_error(
+    message: str, tier: str, needed: int, budget: int, pinned: tuple[str, ...] = ()
+) -> BudgetError:
+    return BudgetError(message, tier=tier, needed=needed, budget=budget, pinned=pinned)
 
 
 class InterruptedStepError(KVTierError, RuntimeError):

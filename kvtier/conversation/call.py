@@ -26,7 +26,9 @@ class Call:
         key: see `PrefixIndex`.
         depends: what keys and values depend on besides tokens, when the call began.
         loaded: tokens of each row that were read from the disk for this call.
+        filled: columns of gaps that were computed before what is kept behind them.
         why: where nothing is re-used, the reason.
+        name: of the conversation that it is a turn of; None: of none.
     """
 
     ids: torch.Tensor
@@ -38,13 +40,15 @@ class Call:
     key: Hashable
     depends: Hashable
     loaded: list[int] = field(default_factory=list)
+    filled: int = 0
     why: str = ""
+    name: str | None = None
 
     def reuse(self, columns: int) -> tuple[RowReuse, ...]:
         """What each row begins with, of so many columns that are there."""
         found = []
         for row, pad, loaded in zip(self.rows, self.pads, self.loaded, strict=True):
-            prompt, cached = len(row) // WIDTH, max(columns - pad, 0)
+            prompt, cached = len(row) // WIDTH, max(columns - pad - self.filled, 0)
             found.append(RowReuse(prompt, cached, prompt - cached, self.why, min(loaded, cached)))
         return tuple(found)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from kvtier.conversation.ranks import rank_of, saved_rank
 from kvtier.conversation.reuse import RowReuse
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
+from kvtier.eviction.rank import DEFAULT
 
 #: A message of a chat, as templates take it.
 Message = dict[str, Any]
@@ -28,17 +33,26 @@ class Store(Protocol):
     def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """As `model.generate`."""
 
+    def going_on(self, chat: Conversation) -> contextlib.AbstractContextManager[None]:
+        """This thread's calls within are a conversation's."""
+
     def open(self, name: str, *, salt: Any = None, new: bool = False) -> Conversation:
         """The conversation of a name."""
 
     def park(self, ids: Sequence[int], *, salt: Any = None) -> None:
         """Let what is kept of these tokens leave the device."""
 
+    def drop(self, ids: Sequence[int], start: int, stop: int, *, salt: Any = None) -> None:
+        """Give up what is kept of some of these tokens."""
+
     def forget(self, name: str) -> None:
         """Forget the name of a conversation."""
 
     def changed(self, chat: Conversation) -> None:
         """A conversation went on."""
+
+    def ranked(self, chat: Conversation) -> None:
+        """A conversation has another rank."""
 
 
 class Conversation:
@@ -51,6 +65,8 @@ class Conversation:
         ids: token ids of the last call, prompt and answer.
         messages: of a chat, so far, where `send` was used.
         reuse: what the last call began with; None before the first.
+        rank: see `pinned`, `priority` and `ttl`.
+        used: when it went on last, seconds of `time.time`.
     """
 
     def __init__(self, store: Store, name: str, salt: Any = None) -> None:
@@ -61,6 +77,8 @@ class Conversation:
         self.messages: list[Message] = []
         self.reuse: RowReuse | None = None
         self.closed = False
+        self.rank = DEFAULT
+        self.used = time.time()
         # Tokens of the history after so many messages: what a rewound chat still refers to.
         self._ends: dict[int, int] = {}
         self._busy = threading.Lock()
@@ -85,11 +103,13 @@ class Conversation:
                 f"Another thread is generating with conversation {self.name!r}. Wait for its end, or `fork` it."
             )
         try:
-            out = self.store.generate(inputs, salt=self.salt, **kwargs)
+            with self.store.going_on(self):
+                out = self.store.generate(inputs, salt=self.salt, **kwargs)
             rows = out if isinstance(out, torch.Tensor) else out.sequences
             self.reuse = self.store.reuse[0]
             if rows.shape[0] == 1:
                 self.ids = rows[0].tolist()
+            self.used = time.time()
             self.store.changed(self)
             return out
         finally:
@@ -180,10 +200,69 @@ class Conversation:
             self.ids = self.ids[: self._ends.get(len(self.messages), 0)]
         self.store.changed(self)
 
+    # What it is worth
+
+    @property
+    def pinned(self) -> bool:
+        """Whether what is kept of its tokens stays, in memory and on the disk, whoever needs the room. It may leave
+        the device. What has no room but that is refused: a call with a `BudgetError` that names who is pinned.
+
+        Setting it raises BudgetError where running calls were promised that room; nothing was changed then.
+        """
+        return self.rank.pinned
+
+    @pinned.setter
+    def pinned(self, pinned: bool) -> None:
+        self.set_rank(pinned=pinned)
+
+    @property
+    def priority(self) -> int:
+        """What is kept of its tokens is given up after all of a lower priority. Of others it is 0."""
+        return self.rank.priority
+
+    @priority.setter
+    def priority(self, priority: int) -> None:
+        self.set_rank(priority=priority)
+
+    @property
+    def ttl(self) -> float:
+        """Seconds after the last use from which what is kept of its tokens is given up before all others, where room is
+        needed, unless it is pinned. `math.inf`: no limit. The name, the ids and the messages stay."""
+        return self.rank.ttl
+
+    @ttl.setter
+    def ttl(self, ttl: float) -> None:
+        self.set_rank(ttl=ttl)
+
+    def set_rank(self, *, pinned: bool | None = None, priority: int | None = None, ttl: float | None = None) -> None:
+        """Set some of `pinned`, `priority` and `ttl`, all or nothing; None stays as it is."""
+        self._check_open()
+        before = self.rank
+        self.rank = rank_of(
+            before.pinned if pinned is None else pinned,
+            before.priority if priority is None else priority,
+            before.ttl if ttl is None else ttl,
+        )
+        try:
+            self.store.ranked(self)
+        except BaseException:
+            self.rank = before
+            raise
+
     def park(self) -> None:
         """Let its blocks leave the device now: nobody will go on for a while. Nothing is lost."""
         self._check_open()
         self.store.park(self.ids, salt=self.salt)
+
+    def drop(self, start: int, stop: int) -> None:
+        """Give up what is kept of these tokens of the history, such as a long document; the next turn computes them
+        again, and no others. See `ConversationStore.drop`.
+
+        Raises:
+            ConfigError: positions that the history does not have.
+        """
+        self._check_open()
+        self.store.drop(self.ids, start, stop, salt=self.salt)
 
     def close(self) -> None:
         """Forget the name. What is kept of its tokens stays as long as there is room."""
@@ -200,7 +279,12 @@ class Conversation:
 
     def state(self) -> dict[str, Any]:
         """What it is, as JSON takes it."""
-        return {"ids": self.ids, "messages": self.messages, "salt": self.salt, "ends": list(self._ends.items())}
+        state = {"ids": self.ids, "messages": self.messages, "salt": self.salt, "ends": list(self._ends.items())}
+        rank = self.rank
+        if rank != DEFAULT:
+            state |= {"pinned": rank.pinned, "priority": rank.priority}
+            state["ttl"] = None if rank.ttl == math.inf else rank.ttl
+        return state | {"used": self.used}
 
     @classmethod
     def of(cls, store: Store, name: str, state: Mapping[str, Any]) -> Conversation:
@@ -214,6 +298,10 @@ class Conversation:
         ends = state.get("ends")
         if isinstance(ends, list) and all(isinstance(x, list) and [type(y) for y in x] == [int, int] for x in ends):
             made._ends = dict(ends)
+        made.rank = saved_rank(state)
+        used = state.get("used")
+        if isinstance(used, (int, float)) and used < made.used:  # clocks are set back
+            made.used = float(used)
         return made
 
     @staticmethod

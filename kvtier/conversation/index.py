@@ -95,6 +95,10 @@ class PrefixIndex(Generic[T]):
     def __contains__(self, entry: T) -> bool:
         return entry in self._at
 
+    def all_keys(self) -> Iterator[Hashable]:
+        """The keys under which there are entries."""
+        return iter(self._roots)
+
     def add(self, key: Hashable, ids: bytes, entry: T) -> None:
         """Add an entry, or give it other ids."""
         if entry in self._at:

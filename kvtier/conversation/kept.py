@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 from kvtier.conversation.call import Call
 from kvtier.conversation.index import WIDTH, PrefixIndex, common
 from kvtier.conversation.journal import JournalledCache
+from kvtier.conversation.ranks import Ranks
 from kvtier.conversation.retention import Retention
 from kvtier.conversation.states import States, nbytes
 from kvtier.errors import BudgetError
@@ -20,6 +22,8 @@ T = TypeVar("T")
 
 #: Tokens that are thought to fit, as long as the memory was never full.
 _CAPACITY = 1 << 16
+#: Tokens behind a gap for which one more forward is made.
+LEAST_BEHIND = 16
 #: Copies of states that one sequence keeps: the first, and the last ones.
 MOST_STATES = 8
 
@@ -28,7 +32,7 @@ class Entry:
     """A sequence that is kept.
 
     Attributes:
-        key, ids: what it is of.
+        key, ids: what it is of, what precedes its first token included.
         sequence: its keys and values.
         states: for models that keep states, copies by position.
     """
@@ -71,6 +75,7 @@ class Kept:
         parked: the block tables.
         entries: with the ids of each.
         retention: the order in which they go.
+        ranks: of conversations, which that order heeds.
         state_bytes: of all copies of states.
         dropped: times that a sequence gave up its end, or all.
     """
@@ -87,6 +92,9 @@ class Kept:
         self.parked.victims = _weakly(self._victims, [])
         self.entries: dict[ParkedSequence, Entry] = {}
         self._index: PrefixIndex[Entry | _At] = PrefixIndex()
+        # Entries behind a gap, by the ids before their first token.
+        self._behind: PrefixIndex[Entry] = PrefixIndex()
+        self.ranks = Ranks(functools.partial(_find, self._index), self.parked, self.retention)
         self._at: dict[Entry, dict[int, _At]] = {}
         self._state_budget = state_budget
         self.state_bytes = self.dropped = 0
@@ -95,8 +103,7 @@ class Kept:
 
     def find(self, key: Hashable, ids: bytes) -> tuple[int, Entry | None]:
         """The longest beginning of a sequence that is kept: tokens, and an entry that has them."""
-        length, found = self._index.find(key, ids)
-        return length, found.entry if isinstance(found, _At) else found
+        return _find(self._index, key, ids)
 
     def states_of(self, key: Hashable, ids: bytes) -> Iterator[tuple[int, Entry]]:
         """The copies of states at which a sequence can go on, the longest first: tokens, and the entry."""
@@ -114,6 +121,20 @@ class Kept:
             columns = min(columns, common(found.ids, row) + pad, found.sequence.length + pad)
             entries.append(found)
         return (columns, entries) if columns > max(call.pads) else (0, [])
+
+    def behind(self, call: Call, columns: int) -> tuple[int, Entry | None]:
+        """What a call of one row can go on with, once it has computed what is missing behind so many columns: tokens
+        that are kept there, and the entry. The nearest one, if it is worth it."""
+        if len(call.rows) > 1 or any(call.pads):
+            return 0, None
+        (row,) = call.rows
+        found = {entry.sequence.start: entry for _, entry in self._behind.prefixes(call.key, row)}
+        for start, entry in sorted(found.items()):
+            # The last token's logits are wanted.
+            tokens = min(common(entry.ids, row), len(row) // WIDTH - 1, start + entry.sequence.length) - start
+            if start >= columns and tokens >= LEAST_BEHIND:
+                return tokens, entry
+        return 0, None
 
     def columns_with_states(self, call: Call) -> tuple[int, list[Entry]]:
         """The same where layers keep states: all rows continue at one position, of which each has a copy."""
@@ -153,13 +174,44 @@ class Kept:
         for count in set(tokens):
             self.retention.use([x.sequence for x, n in zip(entries, tokens, strict=True) if n == count], count)
 
+    def cut_out(self, key: Hashable, ids: bytes, start: int, stop: int) -> None:
+        """Drop tokens in the middle of what is kept of a sequence. Where copies of states are needed to go on, nobody
+        could go on behind them, and what follows is dropped too."""
+        length, entry = self.find(key, ids)
+        if entry is None or length <= start:
+            return
+        if entry.states:
+            self.parked.shorten(entry.sequence, start)
+            return
+        whole = entry.ids
+        rest = self.parked.cut_out(entry.sequence, start, min(stop, entry.sequence.length))
+        if rest is not None:
+            made = Entry(key, whole, rest)
+            self.entries[rest], self._at[made] = made, {}
+            self._behind.add(key, whole[: rest.start * WIDTH], made)
+            # Under a key of its own: it stays, or goes, whatever becomes of what precedes it.
+            self.retention.keep(rest, (key, rest.start), whole[rest.start * WIDTH :])
+
     # Keep
 
     def keep(
-        self, cache: JournalledCache, key: Hashable, row: int, pad: int, ids: bytes, states: dict[int, States]
+        self,
+        cache: JournalledCache,
+        key: Hashable,
+        row: int,
+        pad: int,
+        ids: bytes,
+        states: dict[int, States],
+        name: str | None = None,
     ) -> Entry | None:
-        """Keep a row of a cache, less its padding, with copies of states by position. None: there is no room."""
+        """Keep a row of a cache, less its padding, with copies of states by position. None: there is no room.
+
+        Args:
+            name: of the conversation that goes on with this: its rank is that of these tokens from now on.
+        """
         with self._memory.lock:
+            if name is not None:  # before the cache gives up its claim
+                self.ranks.follow(name, key, ids)
             entry = self._known(key, ids, states)
         if entry is not None:
             return entry
@@ -201,17 +253,22 @@ class Kept:
                 states = {**old.states, **states}
                 self._forget(old)
                 self.parked.drop(old.sequence)
+        for old in [x for _, x in self._behind.prefixes(key, ids) if ids[: len(x.ids)] == x.ids]:
+            self.parked.drop(old.sequence)
         self.entries[sequence] = entry
         self._at[entry] = {}
         if not sequence.length:  # gone already
             self._forget(entry)
+            self.ranks.refresh()
             return None
         self._add_states(entry, states)
         if not states:
             self._index.add(key, entry.ids, entry)
         elif not entry.states:  # it gave up its end meanwhile, and nobody could continue the rest
             self.parked.drop(sequence)
+            self.ranks.refresh()
             return None
+        self.ranks.kept(key, entry.ids)
         return entry
 
     def _add_states(self, entry: Entry, states: dict[int, States]) -> None:
@@ -227,12 +284,13 @@ class Kept:
             self._bound_states(entry)
 
     def _bound_states(self, newest: Entry) -> None:
-        """Drop what was used longest ago until the copies of states are within their budget; the newest goes last."""
+        """Drop what was used longest ago until the copies of states are within their budget; the newest goes last. What
+        is pinned stays: then the newest keeps fewer copies, or is not kept."""
         for sequence in list(self.parked.sequences):
             if self.state_bytes <= self._state_budget:
                 return
             entry = self.entries.get(sequence)
-            if entry is not None and entry is not newest and entry.states:
+            if entry is not None and entry is not newest and entry.states and not sequence.pinned:
                 self.parked.drop(sequence)  # a call that continues it has copied its states
         for length in sorted(newest.states):
             if self.state_bytes > self._state_budget:
@@ -265,12 +323,14 @@ class Kept:
         for length in list(entry.states):
             self._drop_states(entry, length)
         self._index.remove(entry)
+        self._behind.remove(entry)
         self.entries.pop(entry.sequence, None)
         self._at.pop(entry, None)
 
     def _shortened(self, sequence: ParkedSequence) -> None:
         """A sequence has given up its end, or all of it."""
         self.retention.shortened(sequence, sequence.length)
+        self.ranks.shortened(sequence)
         entry = self.entries.get(sequence)
         if entry is None:
             return
@@ -282,18 +342,22 @@ class Kept:
             self.parked.shorten(sequence, useful)  # nobody can continue behind the last copy
         elif not sequence.length:
             self._forget(entry)
+        elif entry in self._behind:
+            entry.ids = entry.ids[: (sequence.start + sequence.length) * WIDTH]
         elif entry in self._index:
             entry.ids = entry.ids[: sequence.length * WIDTH]
             self._index.add(entry.key, entry.ids, entry)
 
     def _victims(self) -> list[tuple[ParkedSequence, int]]:
         """What gives up room next; see `ParkedSequences.victims`."""
+        self.ranks.refresh()
         self.retention.full()
         return self.retention.evict()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""
         self.parked.check_integrity()
+        self.ranks.check_integrity(self.parked.sequences)
         self.retention.check_integrity(self.entries)
         assert self.entries.keys() == self.parked.sequences.keys(), "a sequence without ids"
         assert self._at.keys() == set(self.entries.values())
@@ -301,11 +365,16 @@ class Kept:
         for sequence, entry in self.entries.items():
             assert max(entry.states, default=0) <= sequence.length, "states of tokens that are gone"
             if not entry.states:
-                assert len(entry.ids) == sequence.length * WIDTH, "ids of tokens that are gone"
-                assert entry in self._index, "a sequence that nobody finds"
+                assert len(entry.ids) == (sequence.start + sequence.length) * WIDTH, "ids of tokens that are gone"
+                assert entry in (self._behind if sequence.start else self._index), "a sequence that nobody finds"
             for length, at in self._at[entry].items():
                 assert at in self._index
                 assert length in entry.states
+
+
+def _find(index: PrefixIndex[Entry | _At], key: Hashable, ids: bytes) -> tuple[int, Entry | None]:
+    length, found = index.find(key, ids)
+    return length, found.entry if isinstance(found, _At) else found
 
 
 def _weakly(method: Callable[..., T], otherwise: T) -> Callable[..., T]:

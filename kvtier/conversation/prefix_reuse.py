@@ -88,7 +88,7 @@ class PrefixReuse:
                         self._keep(cache, call, stateful, states)
                 raise
             try:
-                self._keep(cache, call, stateful, states)
+                self._keep(cache, call, stateful, states, call.name)
             except KVTierError as error:
                 self.problem = str(error)  # what was generated is not lost for it
             self._learn(cache, stateful)
@@ -124,8 +124,10 @@ class PrefixReuse:
             self._kept.hold(entries, cache)
             states = [entry.states[columns] for entry in entries] if stateful and columns else []
         if not columns:
-            call.why = not_loaded or "nothing that is kept begins the same"
-            return 0
+            got = 0 if stateful else self._fill(cache, call, 0, used)
+            if not got:
+                call.why = call.why or not_loaded or "nothing that is kept begins the same"
+            return got
         rows = [entry.sequence for entry in entries for _ in range(call.expand)]
         try:
             if any(call.pads):
@@ -154,7 +156,46 @@ class PrefixReuse:
         with self._memory.lock:
             self._kept.use(entries, [got - pad for pad in call.pads])
         cache.begin(call.ids[:, :got].repeat_interleave(call.expand, 0))
+        if not stateful and got == columns:
+            got = self._fill(cache, call, got, used)
         return got
+
+    def _fill(self, cache: JournalledCache, call: Call, columns: int, used: list[Entry]) -> int:
+        """Compute what is missing before tokens that are kept further on, and go on with these, gap by gap. Columns
+        that are there then.
+
+        Pensieve (section 4.3) does it within the prefill, by a kernel; a forward for each gap computes no more tokens
+        than that, and needs nothing of a model.
+        """
+        while True:
+            with self._memory.lock:
+                tokens, entry = self._kept.behind(call, columns)
+                if entry is None:
+                    return columns
+                used.append(entry)
+                self._kept.hold([entry], cache)
+                start = entry.sequence.start
+            got = 0
+            try:
+                if start > columns:
+                    self._forward(cache, call, columns, start)
+                    call.filled += start - columns
+                    columns = start
+                got = cache._forward.follow_on(self._kept.parked, entry.sequence, tokens)
+            except BudgetError:
+                cache.crop(0)  # what a forward did not finish
+            except CorruptionError as error:
+                self.problem = str(error)
+                with self._memory.changing():
+                    self._kept.drop_corrupt([entry])
+            if not got:
+                if columns == call.filled:
+                    call.why = "what was kept behind a gap was dropped meanwhile, or there is no room for it"
+                return columns
+            with self._memory.lock:
+                self._kept.use([entry], [got])
+            columns += got
+            cache.begin(call.ids[:, :columns].repeat_interleave(call.expand, 0))
 
     def _load(self, call: Call, stateful: bool) -> str:
         """Load what is saved of the rows. Why some of it was not."""
@@ -191,28 +232,30 @@ class PrefixReuse:
         """Compute the prompt but for its last token, and copy states on the way: by position, those of each row."""
         if self._go_on is None:
             self._go_on = of.states_go_on(of.inner(self._model))
-        model, ids = of.inner(self._model), call.ids.repeat_interleave(call.expand, 0)
-        last, found = ids.shape[1] - 1, dict[int, list[States]]()
-        options = {"logits_to_keep": 1} if of.takes_logits_to_keep(model) else {}
-        mask = call.mask.repeat_interleave(call.expand, 0)
+        last, found = call.ids.shape[1] - 1, dict[int, list[States]]()
         while cached < last:
             stop = min(last, (cached // SPACING + 1) * SPACING)
             if cached and not self._go_on:
                 stop = cached + 1
-            with torch.no_grad():
-                model(
-                    input_ids=ids[:, cached:stop],
-                    attention_mask=mask[:, :stop],
-                    past_key_values=cache,
-                    use_cache=True,
-                    **options,
-                )
+            self._forward(cache, call, cached, stop)
             cached = stop
             if stop == last or stop % SPACING == 0:
                 found[stop] = [copied(cache.layers, row * call.expand) for row in range(len(call.rows))]
                 for extra in list(found)[1 : max(len(found) - MOST_STATES + 1, 1)]:
                     del found[extra]
         return found
+
+    def _forward(self, cache: JournalledCache, call: Call, start: int, stop: int) -> None:
+        """Compute these columns of a prompt, behind those that a cache holds."""
+        model = of.inner(self._model)
+        with torch.no_grad():
+            model(
+                input_ids=call.ids[:, start:stop].repeat_interleave(call.expand, 0),
+                attention_mask=call.mask[:, :stop].repeat_interleave(call.expand, 0),
+                past_key_values=cache,
+                use_cache=True,
+                **({"logits_to_keep": 1} if of.takes_logits_to_keep(model) else {}),
+            )
 
     def _learn(self, cache: JournalledCache, stateful: bool) -> None:
         """Learn what a prefill takes. Where work goes on behind the CPU's back, what a forward takes is known if its
@@ -222,8 +265,15 @@ class PrefixReuse:
 
     # Keep
 
-    def _keep(self, cache: JournalledCache, call: Call, stateful: bool, states: dict[int, list[States]]) -> None:
-        """Keep what a cache holds."""
+    def _keep(
+        self,
+        cache: JournalledCache,
+        call: Call,
+        stateful: bool,
+        states: dict[int, list[States]],
+        name: str | None = None,
+    ) -> None:
+        """Keep what a cache holds; as the history of a conversation, where it has one row and there is a name."""
         length, constant = cache.get_seq_length(), self._calls.constant
         if cache.unknown or cache.ids.shape[1] < length or not length:
             return
@@ -245,6 +295,7 @@ class PrefixReuse:
             at = {n: x[source] for n, x in states.items() if n <= len(mine)}
             if stateful:
                 at[len(mine)] = copied(cache.layers, row)
-            entry = self._kept.keep(cache, call.key, row, pad, packed(mine), at) if mine else None
+            named = name if len(cache.ids) == 1 else None
+            entry = self._kept.keep(cache, call.key, row, pad, packed(mine), at, named) if mine else None
             if entry is not None and self._disk_tier is not None:
                 self._disk_tier.save(entry)

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from kvtier.conversation.index import WIDTH
 from kvtier.eviction.policy import EvictionPolicy
+from kvtier.eviction.rank import Rank, highest
 from kvtier.eviction.tree import PrefixTree
 
 T = TypeVar("T", bound=Hashable)
@@ -57,6 +58,10 @@ class Retention(Generic[T]):
         self._refs: dict[bytes, int] = {}
         # Sequences by their last block: those that end with a leaf are its only ones.
         self._ends: dict[bytes, dict[T, None]] = {}
+        # Of blocks, the ranks that somebody gave them; of those, their blocks.
+        self._ranks: dict[bytes, dict[Hashable, Rank]] = {}
+        self._ranked: dict[Hashable, list[bytes]] = {}
+        self._pinned: set[bytes] = set()
 
     # Events
 
@@ -88,6 +93,8 @@ class Retention(Generic[T]):
         )
         for name in names:
             self._tree.reuse(name, now)
+            if name in self._ranks:
+                self._apply(name)  # its time to live begins again
 
     def hold(self, sequence: T) -> None:
         """A cache continues a sequence: it goes last."""
@@ -122,6 +129,9 @@ class Retention(Generic[T]):
             self._refs[name] -= 1
             if not self._refs[name]:
                 del self._refs[name]
+                for user in self._ranks.pop(name, ()):
+                    self._ranked[user].remove(name)
+                self._pinned.discard(name)
                 if name in self._tree:  # else the policy has evicted it
                     self._tree.remove(name)
         if not tokens:
@@ -130,6 +140,41 @@ class Retention(Generic[T]):
             self._ends.setdefault(path.names[-1], {})[sequence] = None
             if path.users:
                 self._tree.hold(path.names[-1])
+
+    # Ranks
+
+    def rank(self, user: Hashable, sequence: T, tokens: int, rank: Rank) -> None:
+        """The first tokens of a sequence have a rank, which replaces what this user has ranked before. Blocks that
+        several have ranked have the highest of their ranks; a block is ranked where its first token is."""
+        self.unrank(user)
+        path = self._paths[sequence]
+        count = sum(start < tokens for start in (0, *path.ends[:-1])) if path.names else 0
+        self._ranked[user] = path.names[:count]
+        for name in path.names[:count]:
+            self._ranks.setdefault(name, {})[user] = rank
+            self._apply(name)
+
+    def unrank(self, user: Hashable) -> None:
+        """What this user has ranked has the rank of all others."""
+        for name in self._ranked.pop(user, ()):
+            del self._ranks[name][user]
+            if not self._ranks[name]:
+                del self._ranks[name]
+            self._apply(name)
+
+    def _apply(self, name: bytes) -> None:
+        if name not in self._tree:
+            return  # it was evicted, and its sequences are about to be shortened
+        rank, node = highest(self._ranks.get(name, {}).values()), self._tree.node(name)
+        if rank.pinned and name not in self._pinned:
+            self._pinned.add(name)
+            self._tree.pin(name)
+        elif not rank.pinned and name in self._pinned:
+            self._pinned.remove(name)
+            self._tree.unpin(name)
+        expires = node.time + rank.ttl
+        if (node.priority, node.expires) != (rank.priority, expires):
+            self._tree.rank(name, priority=rank.priority, expires=expires)
 
     # Room
 
@@ -167,6 +212,12 @@ class Retention(Generic[T]):
         assert refs.keys() == set(self._tree), "the policy knows other blocks"
         ends = {(path.names[-1], sequence) for sequence, path in self._paths.items() if path.names}
         assert ends == {(name, sequence) for name, those in self._ends.items() for sequence in those}, "ends"
+        ranked = {(name, user) for user, names in self._ranked.items() for name in names}
+        assert ranked == {(name, user) for name, those in self._ranks.items() for user in those}, "ranks"
+        for name in self._refs:
+            node, rank = self._tree.node(name), highest(self._ranks.get(name, {}).values())
+            assert (node.pins > 0, node.priority) == (rank.pinned, rank.priority), "a block of another rank"
+            assert node.expires == node.time + rank.ttl, "another time to live"
 
 
 def _blocks(key: Hashable, ids: bytes) -> tuple[list[bytes], list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import random
 import threading
 import weakref
@@ -22,11 +23,13 @@ from kvtier.conversation.index import packed
 from kvtier.conversation.journal import JournalledCache, note_forward
 from kvtier.conversation.kept import Entry, Kept
 from kvtier.conversation.prefix_reuse import PrefixReuse
+from kvtier.conversation.ranks import rank_of
 from kvtier.conversation.reuse import RowReuse, StoreStats
 from kvtier.conversation.verify import verify
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError
 from kvtier.eviction.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
+from kvtier.eviction.rank import DEFAULT
 from kvtier.hf import generation as of
 from kvtier.hf.cache import TieredKVCache
 from kvtier.memory.tiered import TieredMemory
@@ -131,12 +134,24 @@ class ConversationStore:
             disk, device = Disk(directory, limit, of.fingerprint(model)), lambda: torch.device(model.device)
             self._disk_tier = DiskTier(disk, memory, self._kept, self._new_cache, device, loading)
             for name, state in disk.conversations().items():
-                self._conversations[name] = Conversation.of(self, name, state)
+                chat = self._conversations[name] = Conversation.of(self, name, state)
+                self._ranked_before(chat)
+            disk.expire()
         elif disk_budget is not None:
             raise ConfigError("disk_budget is given without a directory.")
         self._reuse = PrefixReuse(model, self._calls, memory, self._kept, self._new_cache, self._disk_tier)
         self._hook = of.inner(model).register_forward_pre_hook(note_forward, with_kwargs=True)
         self.closed = False
+
+    def _ranked_before(self, chat: Conversation) -> None:
+        """Let a conversation that was saved have its rank."""
+        if chat.rank != DEFAULT:
+            with self.memory.changing():
+                self._kept.ranks.follow(
+                    chat.name, (of.computed_as(self.model), chat.salt), packed(chat.ids[:-1]), chat.rank
+                )
+            if self._disk_tier is not None:
+                self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
 
     # Generate
 
@@ -179,13 +194,34 @@ class ConversationStore:
             self._check_weights()
             call, why = self._calls.read(ids, kwargs, salt)
             if call is None:
-                return self._plain(ids, kwargs, why)
-            return self._report(*self._reuse.generate(call, kwargs))
+                with self._naming_who_is_pinned():
+                    return self._plain(ids, kwargs, why)
+            call.name = getattr(self._last, "name", None)
+            with self._naming_who_is_pinned():
+                return self._report(*self._reuse.generate(call, kwargs))
 
     @property
     def reuse(self) -> tuple[RowReuse, ...]:
         """What each row of this thread's last call began with."""
         return getattr(self._last, "reuse", ())
+
+    @contextlib.contextmanager
+    def _naming_who_is_pinned(self) -> Iterator[None]:
+        try:
+            yield
+        except BudgetError as error:
+            with self.memory.lock:
+                names = self._kept.ranks.pinned
+            if not names or error.pinned:
+                raise
+            some = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            raise BudgetError(
+                f"{error} What is kept of conversations that are pinned stays, and is part of this: {some}.",
+                tier=error.tier,
+                needed=error.needed,
+                budget=error.budget,
+                pinned=names,
+            ) from error
 
     def _plain(self, ids: Any, kwargs: dict[str, Any], why: str) -> Any:
         """A call that re-uses nothing."""
@@ -220,15 +256,27 @@ class ConversationStore:
 
     # Conversations
 
-    def open(self, name: str, *, salt: Hashable = None, new: bool = False) -> Conversation:
+    def open(
+        self,
+        name: str,
+        *,
+        salt: Hashable = None,
+        new: bool = False,
+        pinned: bool | None = None,
+        priority: int | None = None,
+        ttl: float | None = None,
+    ) -> Conversation:
         """The conversation of a name, made where there is none.
 
         Args:
             salt: of its calls; see `generate`.
             new: there must be none.
+            pinned, priority, ttl: what is kept of it is worth; see `Conversation`. None: as it is, and at the beginning
+                False, 0 and `math.inf`.
 
         Raises:
-            ConfigError: no name, or one that is taken where `new`; or the conversation has another salt.
+            ConfigError: no name, or one that is taken where `new`; the conversation has another salt; or a rank that
+                cannot be. BudgetError: see `Conversation.pinned`.
         """
         self._check_open()
         if not isinstance(name, str) or not name:
@@ -240,8 +288,24 @@ class ConversationStore:
             if found is not None and found.salt != salt:
                 raise ConfigError(f"Conversation {name!r} has another salt.")
             if found is None:
+                rank_of(
+                    False if pinned is None else pinned,
+                    0 if priority is None else priority,
+                    math.inf if ttl is None else ttl,
+                )  # what is wrong makes no conversation
                 found = self._conversations[name] = Conversation(self, name, salt)
-            return found
+        if (pinned, priority, ttl) != (None, None, None):
+            found.set_rank(pinned=pinned, priority=priority, ttl=ttl)
+        return found
+
+    @contextlib.contextmanager
+    def going_on(self, chat: Conversation) -> Iterator[None]:
+        """This thread's calls within are a conversation's."""
+        self._last.name = chat.name
+        try:
+            yield
+        finally:
+            self._last.name = None
 
     def forget(self, name: str) -> None:
         """Forget the name of a conversation; see `Conversation.close`."""
@@ -249,13 +313,29 @@ class ConversationStore:
             found = self._conversations.pop(name, None)
         if found is not None:
             found.closed = True
+            with self.memory.changing():
+                self._kept.ranks.forget(name)
             if self._disk_tier is not None:
                 self._disk_tier.disk.drop_conversation(name)
 
     def changed(self, chat: Conversation) -> None:
-        """A conversation went on: save what it is."""
-        if self._disk_tier is not None and not self.closed and chat.saved:
-            self._disk_tier.disk.save_conversation(chat.name, chat.state())
+        """A conversation went on: its history has its rank, and what it is is saved."""
+        if not self.closed:
+            key = (of.computed_as(self.model), chat.salt)
+            with self.memory.changing():
+                self._kept.ranks.follow(chat.name, key, packed(chat.ids[:-1]), chat.rank)
+        if self._disk_tier is not None and not self.closed:
+            self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
+            if chat.saved:
+                self._disk_tier.disk.save_conversation(chat.name, chat.state())
+
+    def ranked(self, chat: Conversation) -> None:
+        """A conversation has another rank. Raises BudgetError, see `Conversation.pinned`."""
+        key = (of.computed_as(self.model), chat.salt)
+        with self.memory.changing():
+            self.memory.collect()
+            self._kept.ranks.rank(chat.name, key, packed(chat.ids[:-1]), chat.rank)
+        self.changed(chat)
 
     @property
     def names(self) -> list[str]:
@@ -272,6 +352,23 @@ class ConversationStore:
             length, entry = self._kept.find(key, wanted)
             if entry is not None and length:
                 self._kept.parked.leave(entry.sequence)
+
+    def drop(self, ids: Sequence[int], start: int, stop: int, *, salt: Hashable = None) -> None:
+        """Give up what is kept of the tokens from `start` to `stop` of a sequence, in whole blocks. What follows them
+        stays: the next call with these ids computes what is missing, and goes on with it.
+
+        A model whose layers have windows or recurrent states can go on at some positions only: there, what follows is
+        given up too. What is saved on the disk stays.
+
+        Raises:
+            ConfigError: positions that the sequence does not have.
+        """
+        self._check_open()
+        if not 0 <= start < stop <= len(ids):
+            raise ConfigError(f"start={start}, stop={stop}: the sequence has {len(ids)} tokens.")
+        with self.memory.changing():
+            self.memory.collect()
+            self._kept.cut_out((of.computed_as(self.model), salt), packed(ids), start, stop)
 
     # Life
 

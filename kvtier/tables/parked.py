@@ -33,16 +33,18 @@ class ParkedSequence:
     Attributes:
         start: tokens before its first one; whole blocks of every layer.
         length: tokens; 0: it was dropped.
+        pinned: first tokens that are given up by `drop` and `clear` only: they are claimed, as those of a cache.
         tables: by layer.
         sums: by layer, checksums of the blocks as they were parked: a table that came to be another sequence's differs.
         users: what continues it, whatever that is.
     """
 
-    __slots__ = ("length", "start", "sums", "tables", "users")
+    __slots__ = ("length", "pinned", "start", "sums", "tables", "users")
 
     def __init__(self, length: int, tables: dict[int, BlockTable], start: int = 0) -> None:
         self.start = start
         self.length = length
+        self.pinned = 0
         self.tables = tables
         self.sums: dict[int, array[int]] = {}
         self.users: set[object] = set()
@@ -99,6 +101,7 @@ class ParkedSequences:
         self.sequences: OrderedDict[ParkedSequence, None] = OrderedDict()
         # Those that may have blocks on the device, in the order of their use.
         self._on_device: OrderedDict[ParkedSequence, None] = OrderedDict()
+        self._pinned: dict[ParkedSequence, None] = {}
         self.shortened: Shortened = lambda sequence: None
         self.victims: Victims = list
         self._layers: dict[int, ParkedLayer] = {}
@@ -234,6 +237,14 @@ class ParkedSequences:
         if sequence in self.sequences:
             self.sequences.move_to_end(sequence)
 
+    def pin(self, sequence: ParkedSequence, tokens: int) -> None:
+        """Let its first tokens stay, whoever needs room; none: they go as others do. `claim` or `relax` count them."""
+        sequence.pinned = tokens
+        if tokens and sequence in self.sequences:
+            self._pinned[sequence] = None
+        else:
+            self._pinned.pop(sequence, None)
+
     def drop(self, sequence: ParkedSequence) -> None:
         """It is not kept any more."""
         if sequence in self.sequences:
@@ -303,7 +314,7 @@ class ParkedSequences:
         """Drop so many bytes of blocks that no cache uses, from the trailing end of the sequences. Whether any went.
 
         First as `victims` says; then of those that no cache continues, the first ones of `sequences` first; then of
-        all, for a cache holds what it uses itself.
+        all, for a cache holds what it uses itself. What is pinned stays.
         """
         before = self._bytes()
         while before - self._bytes() < nbytes and (chosen := self.victims()):
@@ -313,13 +324,14 @@ class ParkedSequences:
             for sequence in list(self.sequences):
                 if idle and sequence.users:
                     continue
-                while sequence.length:
+                while sequence.length > sequence.pinned:
                     gone = before - self._bytes()
                     if gone >= nbytes:
                         return True
-                    self.shorten(sequence, sequence.length - self._tokens(sequence, nbytes - gone))
-                    if before - self._bytes() == gone:
-                        self.shorten(sequence, 0)  # others hold its end, and keep it
+                    left = sequence.length - self._tokens(sequence, nbytes - gone)
+                    self.shorten(sequence, max(left, sequence.pinned))
+                    if before - self._bytes() == gone and sequence.length > sequence.pinned:
+                        self.shorten(sequence, sequence.pinned)  # others hold its end, and keep it
         return self._bytes() < before
 
     def _tokens(self, sequence: ParkedSequence, nbytes: int) -> int:
@@ -338,6 +350,7 @@ class ParkedSequences:
         if not length:
             self.sequences.pop(sequence, None)
             self._on_device.pop(sequence, None)
+            self._pinned.pop(sequence, None)
         for index, table in sequence.tables.items():
             layer = self._layers[index]
             if length:
@@ -371,6 +384,7 @@ class ParkedSequences:
                     found.sums[index] = sequence.sums[index][blocks:]
             self._on_device[found] = None
         if start < sequence.length:
+            self.pin(sequence, min(sequence.pinned, start))
             self.shorten(sequence, start)
         return found
 
@@ -380,29 +394,38 @@ class ParkedSequences:
     # What caches use
 
     def claim(self) -> BaseException | None:
-        """Claim what caches continue, once, however many do. Returns the error where there is no room for it."""
+        """Claim what is pinned, and what caches continue, once, however many do. Returns the error where there is no
+        room for it."""
         memory = self.memory
         before, error, used = dict(self.owner.claims), None, self._used()
         self.owner.claims.clear()
         for device, mine in used.items():
             refused = memory.admit(self.owner, device, lambda limit, mine=mine: mine)  # type: ignore[misc]
             if refused is not None:
-                error = too_small(*refused, "What is continued needs")
+                error = too_small(*refused, "What is continued or pinned needs")
                 self.owner.claims = before
                 break
         return error
 
     def relax(self) -> None:
-        """Claim no more than is continued now: caches have ended since, or dropped what they continued."""
-        if self.owner.claims:
-            self.owner.claims = self._used()
+        """Claim what is continued or pinned now: caches have ended since, or dropped what they continued."""
+        self.owner.claims = self._used()
 
     def _used(self) -> dict[ComputeDevice, Claim]:
         used = dict[ComputeDevice, Claim]()
-        for layer in self._layers.values():
+        for index, layer in self._layers.items():
             layout = layer.parked.pools.layout
             tables = [table for x in layer.parked.holders if isinstance(x, LayerKV) for table in x.tables]
-            count = sum([run.count for run in distinct(tables) if run.blocks is layer.parked])
+            counts = {run: run.count for run in distinct(tables) if run.blocks is layer.parked}
+            for sequence in self._pinned:
+                if index in sequence.tables:
+                    left = -(-sequence.pinned // layout.block_size)
+                    for run in sequence.tables[index].resolve():
+                        if left <= 0:
+                            break
+                        counts[run] = max(counts.get(run, 0), min(run.count, left))
+                        left -= run.count
+            count = sum(counts.values())
             if count:
                 mine = used.get(layer.device, Claim())
                 sizes = [x for x in (mine.smallest, layout.nbytes) if x]
@@ -445,6 +468,7 @@ class ParkedSequences:
         assert all(run.refs == n for run, n in refs.items()), "a parked run miscounts its tables"
         for sequence in self.sequences:
             assert sequence.length > 0, "an empty sequence is kept"
+            assert (sequence.pinned > 0) == (sequence in self._pinned), "pinned sequences are listed wrong"
             for index, table in sequence.tables.items():
                 size = self._layers[index].parked.pools.layout.block_size
                 assert table.blocks == -(-sequence.length // size), "a table does not match its sequence"

@@ -18,6 +18,7 @@ from kvtier.conversation.retention import Retention
 from kvtier.eviction.lru import LRU
 from kvtier.eviction.names import POLICIES
 from kvtier.eviction.pensieve import Pensieve
+from kvtier.eviction.rank import Rank
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,26 @@ class Model:
     def __init__(self) -> None:
         self.sequences: dict[int, tuple[Hashable, list[int]]] = {}
         self.held: dict[int, int] = {}
+        self.ranks: dict[int, tuple[Hashable, list[int], Rank]] = {}
+
+    def pinned(self, number: int) -> bool:
+        """Whether somebody has pinned a sequence's last block, since that was kept last."""
+        key, ids = self.sequences[number]
+        return any(r.pinned and key == k and theirs[: len(ids)] == ids for k, theirs, r in self.ranks.values())
+
+    def is_kept(self, key: Hashable, ids: list[int]) -> bool:
+        """Whether any sequence has a block that ends with these."""
+        return any(
+            theirs == key and more[: len(ids)] == ids and (len(more) == len(ids) or len(ids) % 8 == 0)
+            for theirs, more in self.sequences.values()
+        )
+
+    def forget(self) -> None:
+        """Blocks that nobody keeps lose their rank, with all that is behind them."""
+        for user, (key, ids, rank) in list(self.ranks.items()):
+            while ids and not self.is_kept(key, ids):
+                ids = ids[: (len(ids) - 1) // 8 * 8]
+            self.ranks[user] = key, ids, rank
 
     def is_end(self, number: int) -> bool:
         """Whether nobody else needs a sequence's last block as the middle of its own."""
@@ -52,7 +73,9 @@ def test_the_policy_knows_what_is_kept_and_its_victims_are_ends(name: str, seed:
     order: Retention[int] = Retention(POLICIES[name](), 64, lambda: now[0])
     for number in range(300):
         now[0] += draw.random()
-        what = draw.choice(("keep", "keep", "use", "hold", "release", "evict", "shorten", "drop", "full"))
+        what = draw.choice(
+            ("keep", "keep", "use", "hold", "release", "evict", "shorten", "drop", "full", "rank", "rank")
+        )
         some = draw.choice(list(model.sequences)) if model.sequences else None
         if what == "keep":
             ids = [draw.randrange(3) for _ in range(draw.randrange(1, 40))]
@@ -67,6 +90,7 @@ def test_the_policy_knows_what_is_kept_and_its_victims_are_ends(name: str, seed:
             for sequence, tokens in order.evict():
                 key, ids = model.sequences[sequence]
                 assert not model.held.get(sequence)
+                assert not model.pinned(sequence)
                 assert model.is_end(sequence)
                 assert tokens == (len(ids) - 1) // 8 * 8
                 if tokens:
@@ -76,6 +100,15 @@ def test_the_policy_knows_what_is_kept_and_its_victims_are_ends(name: str, seed:
                 order.shortened(sequence, tokens)
         elif some is not None and what == "use":
             order.use([some], draw.randrange(1, 80))
+        elif some is not None and what == "rank":
+            user, tokens, rank = draw.randrange(6), draw.randrange(1, 50), Rank(draw.random() < 0.3, draw.randrange(3))
+            if rank.pinned or draw.random() < 0.7:
+                key, ids = model.sequences[some]
+                model.ranks[user] = key, ids[: -(-tokens // 8) * 8], rank
+                order.rank(user, some, tokens, rank)
+            else:
+                model.ranks.pop(user, None)
+                order.unrank(user)
         elif some is not None and what == "hold":
             model.held[some] = model.held.get(some, 0) + 1
             order.hold(some)
@@ -90,7 +123,10 @@ def test_the_policy_knows_what_is_kept_and_its_victims_are_ends(name: str, seed:
             else:
                 model.held.pop(some, None)
             order.shortened(some, tokens)
+        model.forget()
         order.check_integrity(model.sequences)
+    for user in range(6):
+        order.unrank(user)
     for sequence in list(model.held):
         while model.held[sequence]:
             model.held[sequence] -= 1

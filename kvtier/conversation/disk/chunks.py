@@ -17,8 +17,9 @@ import json
 import os
 import sqlite3
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +29,10 @@ import torch
 from kvtier.conversation.disk.files import Buffer, Damaged, read_tensors, write_tensors
 from kvtier.conversation.disk.folder import MANIFEST, Folder
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
+from kvtier.conversation.disk.order import EXPIRED, PINNED, Ranked, going, levels
 from kvtier.conversation.index import WIDTH, PrefixIndex
 from kvtier.errors import ClosedError, ConfigError
+from kvtier.eviction.rank import DEFAULT, Rank
 
 #: Bytes that a row takes besides its file and ids, at the most, for the budget.
 _ROW = 512
@@ -60,6 +63,11 @@ class Chunk:
     checksum: bytes
     digest: bytes
     children: set[Chunk] | None = None
+
+    @property
+    def below(self) -> Collection[Chunk]:
+        """What continues it."""
+        return self.children or ()
 
     @property
     def kept(self) -> int:
@@ -103,6 +111,9 @@ class Disk:
         StoreInUseError: another process, or another store, has it open.
     """
 
+    #: Seconds, of a clock that other processes have too.
+    clock = staticmethod(time.time)
+
     def __init__(self, directory: str | Path, budget: int | None, fingerprint: Mapping[str, str]) -> None:
         self._folder = Folder(directory)
         self.path = self._folder.path
@@ -120,6 +131,7 @@ class Disk:
         # When chunks were used, as far as the manifest does not know. Counted: clocks are set back.
         self._used: dict[int, int] = {}
         self._uses = 0
+        self._ranked: dict[str, Ranked] = {}
         # A number is not used again as long as the folder is open, whatever becomes of its file.
         self._next = 1
         self._stray: dict[Path, int] = {}
@@ -298,7 +310,7 @@ class Disk:
 
     def _make_room(self, nbytes: int, keep: Chunk | None) -> bool:
         """Remove what was used longest ago and nobody continues, until so many bytes fit; nothing, where that cannot
-        be."""
+        be. Ranks go before that: see `going`."""
         if self.budget is None:
             return True
         for file in list(self._stray):
@@ -310,21 +322,79 @@ class Disk:
         if keep is not None:
             self._use(keep)  # so that it goes last
         gone, left = list[Chunk](), self.nbytes
-        for chunk in self._chunks.values():
+        level_of = self._levels()
+        if keep is not None and level_of:
+            level_of |= dict.fromkeys([x.number for x in keep.chain()], PINNED)
+        for chunk in going(self._chunks.values, level_of):
             if left + nbytes <= self.budget:
                 break
             gone.append(chunk)
             left -= chunk.kept
-        if not gone:
-            return True
-        try:
-            with self._manifest.transaction():
-                self._manifest.remove([x.number for x in gone])
-        except _FAILURES as error:
-            self.problem = f"{error}: nothing made room, and a sequence was not saved"
+        if left + nbytes > self.budget:
+            pinned = ", ".join([repr(name) for name, x in self._ranked.items() if x.rank.pinned][:8])
+            self.problem = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves, with {pinned} pinned"
             return False
-        self._remove(gone[::-1])
+        if not self._let_go(gone):
+            self.problem += ": nothing made room, and a sequence was not saved"
+            return False
         return True
+
+    def _let_go(self, gone: Sequence[Chunk]) -> bool:
+        """Remove chunks, what continues a chunk before it. Whether they are gone."""
+        if gone:
+            try:
+                with self._manifest.transaction():
+                    self._manifest.remove([x.number for x in gone])
+            except _FAILURES as error:
+                self.problem = str(error)
+                return False
+            self._remove(gone[::-1])
+        return True
+
+    # Ranks
+
+    def rank(self, name: str, salt: object, ids: bytes, rank: Rank, used: float) -> None:
+        """What is saved of a conversation's history has a rank, in place of what was ranked by that name before. What
+        several share has the highest; which adapter a conversation is used with is not known, and chunks of any are
+        ranked, where the salt is its own.
+
+        Args:
+            salt, ids: of its calls; of its history, packed.
+            used: when it went on last, seconds of `clock`.
+        """
+        with self._lock:
+            if rank == DEFAULT:
+                self._ranked.pop(name, None)
+            else:
+                self._ranked[name] = Ranked(salt, ids, rank, used)
+
+    def expire(self) -> int:
+        """Remove what has not been used for its time to live, but for what others continue. Returns the chunks."""
+        with self._lock:
+            level_of = self._levels()
+            if EXPIRED not in level_of.values():
+                return 0
+            gone = list[Chunk]()
+            for chunk in going(self._chunks.values, level_of):
+                if level_of.get(chunk.number) != EXPIRED:
+                    break
+                gone.append(chunk)
+            return len(gone) if self._let_go(gone) else 0
+
+    def _levels(self) -> dict[int, float]:
+        return levels(self._ranked.values(), self._numbers, self.clock()) if self._ranked else {}
+
+    def _numbers(self, ranked: Ranked) -> set[int]:
+        """The chunks that a conversation's tokens are in."""
+        found, end = set[int](), f", {ranked.salt!r})"
+        for key in self._index.all_keys():
+            if isinstance(key, str) and key.endswith(end):  # the text of a tuple, and the salt is its end
+                length, longest = self._index.find(key, ranked.ids)
+                if longest is not None:
+                    found.update(x.number for x in longest.chain() if x.start < length)
+                for _, chunk in self._index.prefixes(key, ranked.ids):
+                    found.update(x.number for x in chunk.chain())
+        return found
 
     # Conversations
 
@@ -337,6 +407,7 @@ class Disk:
     def drop_conversation(self, name: str) -> None:
         """Forget a conversation."""
         with self._lock, self._telling(f"conversation {name!r} was not removed"):
+            self._ranked.pop(name, None)
             self._check_open()
             self._manifest.drop_conversation(name)
 
