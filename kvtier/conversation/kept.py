@@ -178,19 +178,27 @@ class Kept:
         """Drop tokens in the middle of what is kept of a sequence. Where copies of states are needed to go on, nobody
         could go on behind them, and what follows is dropped too."""
         length, entry = self.find(key, ids)
-        if entry is None or length <= start:
-            return
-        if entry.states:
-            self.parked.shorten(entry.sequence, start)
-            return
-        whole = entry.ids
-        rest = self.parked.cut_out(entry.sequence, start, min(stop, entry.sequence.length))
+        pieces = [] if entry is None or length <= start else [entry]
+        for _, each in self._behind.prefixes(key, ids):
+            if start < min(common(each.ids, ids), each.sequence.start + each.sequence.length):
+                pieces.append(each)
+        for each in pieces:
+            sequence = each.sequence
+            first, last = max(start - sequence.start, 0), min(stop - sequence.start, sequence.length)
+            if each.states:
+                self.parked.shorten(sequence, first)
+            elif first < last:
+                self._cut_out(each, first, last)
+
+    def _cut_out(self, entry: Entry, start: int, stop: int) -> None:
+        ids = entry.ids
+        rest = self.parked.cut_out(entry.sequence, start, stop)
         if rest is not None:
-            made = Entry(key, whole, rest)
+            made = Entry(entry.key, ids, rest)
             self.entries[rest], self._at[made] = made, {}
-            self._behind.add(key, whole[: rest.start * WIDTH], made)
+            self._behind.add(entry.key, ids[: rest.start * WIDTH], made)
             # Under a key of its own: it stays, or goes, whatever becomes of what precedes it.
-            self.retention.keep(rest, (key, rest.start), whole[rest.start * WIDTH :])
+            self.retention.keep(rest, (entry.key, rest.start), ids[rest.start * WIDTH :])
 
     # Keep
 

@@ -162,7 +162,7 @@ def between(
     histories: list[list[int]],
 ) -> ConversationStore:
     """Something may happen between two turns. Nothing of it may change what is re-used: what is not here is saved."""
-    what = rng.choice(("nothing", "restart", "park", "drop", "squeeze", "adapter"))
+    what = rng.choice(("nothing", "restart", "park", "drop", "gap", "squeeze", "adapter"))
     if what == "restart":
         store.close()
         return opened()
@@ -171,6 +171,11 @@ def between(
     elif what == "drop":
         store.flush()
         store.clear()
+    elif what == "gap":
+        store.flush()
+        history = rng.choice(histories)
+        start = rng.randrange(len(history))
+        store.drop(history, start, rng.randint(start + 1, len(history)))
     elif what == "squeeze":
         store.flush()
         with store.memory.lock:
