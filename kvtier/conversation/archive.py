@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import queue
 import threading
@@ -77,6 +78,7 @@ class Archive:
                 self.disk.problem = f"{error}: a sequence was not saved"
                 return
             self._thread = thread
+            _working.add(self)
         self._queue.put(saved)
 
     def flush(self) -> None:
@@ -85,11 +87,15 @@ class Archive:
 
     def close(self) -> None:
         """Save what was submitted, and close the folder."""
+        self.finish()
+        self.disk.close()
+
+    def finish(self) -> None:
+        """Save what was submitted, and end the thread."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
-        self.disk.close()
 
     def save(self, saved: Saved) -> None:
         """Save what of a sequence is not saved yet.
@@ -165,6 +171,18 @@ class Archive:
             self.disk.problem = "states were saved by another version of Transformers, and are computed"
             return 0, None
         return until, states
+
+
+#: Archives whose threads may be at work.
+_working: weakref.WeakSet[Archive] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish() -> None:
+    """The process ends and a store was not closed: save what was submitted. A thread that Python ends within torch's
+    code would abort the process."""
+    for archive in list(_working):
+        archive.finish()
 
 
 def _known(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], layers: Sequence[Any]) -> bool:

@@ -119,8 +119,8 @@ class ConversationStore:
         if loading not in ("auto", "always"):
             raise ConfigError(f"loading={loading!r}: give 'auto' or 'always'.")
         self._kept = Kept(memory, self._new_cache, policy_of(eviction), _bytes("state_budget", state_budget))
-        # Who drops a store on a memory of others gives back what it held.
-        self._finalizer = weakref.finalize(self, memory.abandon, self._kept.parked.close)
+        # Who drops a store on a memory of others gives back what it held, once nothing of it is being saved.
+        self._finalizer = weakref.finalize(self._kept, memory.abandon, self._kept.parked.close)
         self._finalizer.atexit = False
         self._weights = of.weights_version(model)
         self._conversations: dict[str, Conversation] = {}

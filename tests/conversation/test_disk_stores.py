@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,7 @@ def test_tenants_with_other_salts_find_and_share_nothing_on_the_disk(tmp_path: P
             assert store.reuse[0].loaded == 59, salt
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_store_that_is_dropped_while_it_saves_ends_and_leaves_its_folder_to_others(tmp_path: Path) -> None:
     model = tiny_model("llama")
     before, handles = saving_threads(), len(os.listdir("/proc/self/fd"))
@@ -168,3 +171,38 @@ def test_another_tokenizer_finds_nothing_wrong(tmp_path: Path) -> None:
         assert store.reuse[0].loaded < 3
         prompt = torch.tensor([chat.ids[: store.reuse[0].prompt]])
         assert answer == Other().decode(fresh(model, ones(prompt))[0, prompt.shape[1] :])
+
+
+def test_a_process_that_ends_without_closing_its_store_has_saved_its_last_turn(tmp_path: Path) -> None:
+    """Not by an abort, which is what a thread within torch ends in when Python ends."""
+    script = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+import torch
+from families import tiny_model
+from test_store import GREEDY, ones, some_ids, store_of
+store = store_of(tiny_model("llama"), directory={str(tmp_path)!r})
+for n in range(4):
+    store.generate(**ones(some_ids(800, seed=n)), **GREEDY)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr[-800:]
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        for n in range(4):
+            store.generate(**ones(some_ids(800, seed=n)), **GREEDY)
+            assert store.reuse[0].loaded == 799
+
+
+def test_two_stores_of_one_model_time_each_forward_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, took = tiny_model("llama"), list[Any]()
+    with store_of(model, directory=tmp_path) as store, store_of(model):
+        assert store._disk_tier is not None
+        monkeypatch.setattr(store._disk_tier, "learn", took.extend)
+        for _ in range(2):
+            store.generate(**ones(some_ids(20)), **GREEDY)
+    assert [(x.new, x.past) for x in took] == [
+        (20, 0),
+        *((1, 20 + n) for n in range(4)),
+        *((1, 19 + n) for n in range(5)),
+    ]
+    assert all(x.seconds > 1e-5 for x in took)
