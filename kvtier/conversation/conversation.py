@@ -13,6 +13,7 @@ import torch
 
 from kvtier.conversation.ranks import rank_of, saved_rank
 from kvtier.conversation.reuse import RowReuse
+from kvtier.conversation.wake import Wake
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
 from kvtier.eviction.rank import DEFAULT
 
@@ -41,6 +42,9 @@ class Store(Protocol):
 
     def park(self, ids: Sequence[int], *, salt: Any = None) -> None:
         """Let what is kept of these tokens leave the device."""
+
+    def wake(self, ids: Sequence[int], *, salt: Any = None) -> Wake:
+        """Bring what is kept of these tokens nearer."""
 
     def forget(self, name: str) -> None:
         """Forget the name of a conversation."""
@@ -250,6 +254,15 @@ class Conversation:
         """Let its blocks leave the device now: nobody will go on for a while. Nothing is lost."""
         self._check_open()
         self.store.park(self.ids, salt=self.salt)
+
+    def wake(self, *, wait: bool = False) -> Wake:
+        """A turn is known to come (a tool call returns, a user types): bring what is kept nearer in the background; see
+        `ConversationStore.wake`. Returns at once, or, with `wait`, when that has ended."""
+        self._check_open()
+        wake = self.store.wake(self.ids, salt=self.salt)
+        if wait:
+            wake.wait()
+        return wake
 
     def close(self) -> None:
         """Forget the name. What is kept of its tokens stays as long as there is room."""
