@@ -139,8 +139,19 @@ class Archive:
             return chunk.stop, chunk
         return 0, None
 
-    def load(self, cache: JournalledCache, chunk: Chunk, length: int, *, stateful: bool) -> tuple[int, States | None]:
+    def load(
+        self,
+        cache: JournalledCache,
+        chunk: Chunk,
+        length: int,
+        *,
+        stateful: bool,
+        go_on: Callable[[], bool] = lambda: True,
+    ) -> tuple[int, States | None]:
         """Bring the first tokens of a saved sequence into an empty cache.
+
+        Args:
+            go_on: asked before each chunk; it ends where the answer is no.
 
         Returns:
             Tokens that it has then: fewer where something is damaged; and for a model with states those at the end.
@@ -151,6 +162,8 @@ class Archive:
         device, until, last = self._device(), 0, dict[str, torch.Tensor]()
         said = ""
         for part in self.disk.read(chunk, length):
+            if not go_on():
+                break
             for i in sorted(int(name[2:]) for name in part.tensors if name.startswith("k.")):
                 keys, values = (part.tensors[f"{x}.{i}"][None, :, : part.stop - part.start] for x in ("k", "v"))
                 if keys.shape[2] != part.stop - part.start or values.shape[2] != part.stop - part.start:

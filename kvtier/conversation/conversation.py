@@ -13,6 +13,7 @@ import torch
 
 from kvtier.conversation.ranks import rank_of, saved_rank
 from kvtier.conversation.reuse import RowReuse
+from kvtier.conversation.wake import Wake
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
 from kvtier.eviction.rank import DEFAULT
 
@@ -44,6 +45,9 @@ class Store(Protocol):
 
     def drop(self, ids: Sequence[int], start: int, stop: int, *, salt: Any = None) -> None:
         """Give up what is kept of some of these tokens."""
+
+    def wake(self, ids: Sequence[int], *, salt: Any = None) -> Wake:
+        """Bring what is kept of these tokens nearer."""
 
     def forget(self, name: str) -> None:
         """Forget the name of a conversation."""
@@ -263,6 +267,15 @@ class Conversation:
         """
         self._check_open()
         self.store.drop(self.ids, start, stop, salt=self.salt)
+
+    def wake(self, *, wait: bool = False) -> Wake:
+        """A turn is known to come (a tool call returns, a user types): bring what is kept nearer in the background; see
+        `ConversationStore.wake`. Returns at once, or, with `wait`, when that has ended."""
+        self._check_open()
+        wake = self.store.wake(self.ids, salt=self.salt)
+        if wait:
+            wake.wait()
+        return wake
 
     def close(self) -> None:
         """Forget the name. What is kept of its tokens stays as long as there is room."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from kvtier.conversation.archive import Archive, Saved
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.chunks import Chunk, Disk
 from kvtier.conversation.index import WIDTH
 from kvtier.conversation.journal import JournalledCache, Took
 from kvtier.conversation.kept import Entry, Kept
@@ -52,22 +52,38 @@ class DiskTier:
 
     # Load
 
-    def load(self, key: Hashable, ids: bytes, *, stateful: bool) -> tuple[int, str]:
-        """Load what is longer there than in memory, unless it is expected to be computed sooner.
+    def bytes_to_load(self, key: Hashable, ids: bytes, *, stateful: bool) -> int:
+        """Bytes that `load` would read, if it is not expected to be computed sooner."""
+        chunk = self._longer(key, ids, stateful)[2]
+        return 0 if chunk is None else sum(x.nbytes for x in chunk.chain())
 
-        Returns:
-            Tokens that were loaded, and why there are none although more is saved.
-        """
-        name, prompt = _key(key), len(ids) // WIDTH + 1
+    def _longer(self, key: Hashable, ids: bytes, stateful: bool) -> tuple[int, int, Chunk | None]:
+        """Tokens in memory, and on the disk if these are more, with the chunk that has the last of them."""
+        name = _key(key)
         if name is None or self.stopped:
-            return 0, ""
+            return 0, 0, None
         length, chunk = self._archive.find(name, ids, stateful=stateful)
         with self._memory.lock:
             if stateful:
                 here = next((n for n, _ in self._kept.states_of(key, ids)), 0)
             else:
                 here, _ = self._kept.find(key, ids)
-        if chunk is None or length <= here:
+        return (here, length, chunk) if length > here else (here, 0, None)
+
+    def load(
+        self, key: Hashable, ids: bytes, *, stateful: bool, go_on: Callable[[], bool] = lambda: True
+    ) -> tuple[int, str]:
+        """Load what is longer there than in memory, unless it is expected to be computed sooner.
+
+        Args:
+            go_on: asked before each chunk; what was read until it says no is kept.
+
+        Returns:
+            Tokens that were loaded, and why there are none although more is saved.
+        """
+        prompt = len(ids) // WIDTH + 1
+        here, length, chunk = self._longer(key, ids, stateful)
+        if chunk is None:
             return 0, ""
         nbytes = sum(x.nbytes for x in chunk.chain())
         with self._memory.lock:
@@ -76,11 +92,11 @@ class DiskTier:
         began = time.perf_counter()
         with self._new_cache() as cache:
             try:
-                got, states = self._archive.load(cache, chunk, length, stateful=stateful)
+                got, states = self._archive.load(cache, chunk, length, stateful=stateful, go_on=go_on)
             except BudgetError as error:
                 self.disk.problem = str(error)
                 return 0, "no room for what is saved"
-            if not got:
+            if not got or self.stopped:
                 return 0, "what is saved cannot be read"
             self._kept.keep(cache, key, 0, 0, ids[: got * WIDTH], {got: states} if states is not None else {})
             with self._memory.lock:

@@ -8,7 +8,7 @@ import math
 import random
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,9 @@ from kvtier.conversation.kept import Entry, Kept
 from kvtier.conversation.prefix_reuse import PrefixReuse
 from kvtier.conversation.ranks import rank_of
 from kvtier.conversation.reuse import RowReuse, StoreStats
+from kvtier.conversation.states import has_states
 from kvtier.conversation.verify import verify
+from kvtier.conversation.wake import Wake, Waker
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError
 from kvtier.eviction.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
@@ -140,6 +142,9 @@ class ConversationStore:
         elif disk_budget is not None:
             raise ConfigError("disk_budget is given without a directory.")
         self._reuse = PrefixReuse(model, self._calls, memory, self._kept, self._new_cache, self._disk_tier)
+        self._waker = Waker(
+            memory, self._kept, self._disk_tier, functools.partial(_stateful, self._new_cache), weakref.ref(self)
+        )
         self._hook = of.inner(model).register_forward_pre_hook(note_forward, with_kwargs=True)
         self.closed = False
 
@@ -197,6 +202,8 @@ class ConversationStore:
                 with self._naming_who_is_pinned():
                     return self._plain(ids, kwargs, why)
             call.name = getattr(self._last, "name", None)
+            for row in call.rows:
+                self._waker.turn(call.key, row)
             with self._naming_who_is_pinned():
                 return self._report(*self._reuse.generate(call, kwargs))
 
@@ -370,6 +377,14 @@ class ConversationStore:
             self.memory.collect()
             self._kept.cut_out((of.computed_as(self.model), salt), packed(ids), start, stop)
 
+    def wake(self, ids: Sequence[int], *, salt: Hashable = None) -> Wake:
+        """Bring what is kept of these tokens nearer, for a turn is known to come: from the disk to the host, as a call
+        would, and from the host to the device, as far as there is room besides what caches use. In the background, and
+        in the way of no call; a call that begins with these tokens ends it, and so does `close`.
+        """
+        self._check_open()
+        return self._waker.submit((of.computed_as(self.model), salt), packed(ids))
+
     # Life
 
     @contextlib.contextmanager
@@ -391,6 +406,7 @@ class ConversationStore:
         if now != self._weights:
             if self._disk_tier is not None:
                 self._disk_tier.stopped = True
+                self._waker.stop()  # what it reads is of the weights before
                 self._reuse.problem = "the model was changed since the folder was opened: nothing is saved or loaded"
             self.clear()
             self._weights = now
@@ -453,7 +469,7 @@ class ConversationStore:
                 self._kept.state_bytes,
                 self._kept.dropped,
                 *((0, 0) if disk is None else (disk.nbytes, disk.damaged)),
-                self._reuse.problem or ("" if disk is None else disk.problem),
+                self._reuse.problem or self._waker.problem or ("" if disk is None else disk.problem),
             )
 
     def close(self) -> None:
@@ -466,6 +482,7 @@ class ConversationStore:
             if self._own and not self.memory.closed:
                 self.memory.close()
             return
+        self._waker.stop()
         if not self._active:
             self.flush()
         with self.memory.changing():
@@ -476,6 +493,7 @@ class ConversationStore:
             self._kept.parked.close()
             self.closed = True
             self._finalizer.detach()
+        self._waker.close()
         if self._disk_tier is not None:
             self._disk_tier.close()
         if self._own:
@@ -497,3 +515,8 @@ class ConversationStore:
         self.memory.check_integrity()
         with self.memory.lock:
             self._kept.check_integrity()
+
+
+def _stateful(new_cache: Callable[[], JournalledCache]) -> bool:
+    with new_cache() as cache:
+        return has_states(cache.layers)

@@ -99,6 +99,12 @@ class ComputeDevice:
         """Blocks that are on the host only, where there is a device tier."""
         return sum([pools.spilled for pools in self._pools.values()])
 
+    @property
+    def copying(self) -> bool:
+        """Whether a copy is under way."""
+        self.engine.poll()
+        return bool(self.engine.in_flight())
+
     def pools(self, layout: BlockLayout) -> Pools:
         """Where blocks of a layout are, made on first use."""
         found = self._pools.get(layout)

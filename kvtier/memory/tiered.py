@@ -108,6 +108,9 @@ class TieredMemory:
         self.private = False
         #: Blocks that nobody is promised, which go where room is needed.
         self.parked: list[Parked] = []
+        #: Who claims what it can do without: asked, under the lock, before anybody else is refused. Says whether it is
+        #: about to give that up; it wakes those that wait for readers then.
+        self.yielding: list[Callable[[], bool]] = []
         #: Rises with every forward: for policies, see `BlockSet.last_used`.
         self.clock = 0
         self._engine = engine
@@ -149,6 +152,11 @@ class TieredMemory:
         self.check_open()
         self._owners[owner.number] = owner
         return owner
+
+    @property
+    def owners(self) -> list[Owner]:
+        """All that were let in. The caller holds the lock."""
+        return list(self._owners.values())
 
     def leave(self, owner: Owner) -> None:
         """An owner whose sets are empty gives back everything else. The caller holds the lock."""
@@ -350,9 +358,14 @@ class TieredMemory:
             is admitted.
         """
         refused = self._admit(owner, device, claim)
-        if refused is not None and self.parked:
+        while refused is not None:
             for each in self.parked:
                 each.relax()
+            refused = self._admit(owner, device, claim)
+            # Without an owner it is asked what is promised already.
+            if refused is None or owner.number < 0 or not any([ask() for ask in self.yielding]):
+                break
+            self.readers.pause()
             refused = self._admit(owner, device, claim)
         return refused
 

@@ -8,13 +8,14 @@ a sequence goes first, for what precedes it is of use without it and not the oth
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvtier.errors import CorruptionError, MismatchError
+from kvtier.errors import BudgetError, CorruptionError, MismatchError, TransferError
 from kvtier.memory import audit
-from kvtier.memory.block import RESIDENT, BlockSet, Pools, Run
+from kvtier.memory.block import RESIDENT, BlockSet, Pools, Run, State
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout
 from kvtier.memory.tiered import TieredMemory, too_small
@@ -310,6 +311,81 @@ class ParkedSequences:
                     layer.device.evict_end(run, run.count)
         self._note(sequence)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes of new blocks make no block leave its device that a cache uses, or no cache is open."""
+        parked = {each.owner for each in self.memory.parked if isinstance(each, ParkedSequences)}
+        if not any(owner.claims for owner in self.memory.owners if owner not in parked):
+            return True
+        for device in self.memory.devices:
+            if device.slabs is not None:
+                free = device.slabs.budget.free + sum([x.free * x.layout.nbytes for x in device.device_pools])
+                for sequence in self._on_device:
+                    if free >= nbytes:
+                        break
+                    if not sequence.users:
+                        free += self._evictable(sequence, device)
+                if free < nbytes:
+                    return False
+        return True
+
+    def _evictable(self, sequence: ParkedSequence, device: ComputeDevice) -> int:
+        """Bytes that it has on a device, and nobody else has."""
+        found = 0
+        for index, table in sequence.tables.items():
+            if self._layers[index].device is device:
+                runs = [run for run in table.resolve() if run.state in RESIDENT and run.refs == 1]
+                found += sum([run.count for run in runs]) * self._layers[index].parked.pools.layout.nbytes
+        return found
+
+    def promote(self, sequence: ParkedSequence, nbytes: int) -> int:
+        """Begin to bring up to so many bytes of a sequence's blocks from the host to the device, evenly over layers.
+        Where there is no room, other parked blocks leave that no cache uses, the longest unused first. Waits for
+        nothing.
+
+        Returns:
+            Bytes that are on their way.
+
+        Raises:
+            CorruptionError: a block does not hold what was written.
+        """
+        if sequence not in self.sequences:
+            return 0
+        self._on_device.pop(sequence, None)
+        self._on_device[sequence] = None  # the last to leave
+        of_each = sum([self._layers[index].parked.pools.layout.nbytes for index in sequence.tables])
+        share, came = max(nbytes // max(of_each, 1), 1), 0
+        for index, table in sequence.tables.items():
+            layer = self._layers[index]
+            pools = layer.parked.pools
+            runs = [run for run in table.resolve() if run.state is State.HOST and not run.corrupt]
+            if pools.device is None or not runs:
+                continue
+            count = min(share, sum([run.count for run in runs]))
+            missing = count - layer.device.obtainable(pools, ordered=True)
+            if missing > 0:
+                self._make_way(sequence, pools, missing)
+            with contextlib.suppress(BudgetError, TransferError):
+                found = layer.device.fetch(runs, count, None, evict=False)
+                came += sum([run.count for run in found]) * pools.layout.nbytes
+        return came
+
+    def _make_way(self, wanted: ParkedSequence, pools: Pools, count: int) -> None:
+        """Let up to `count` blocks of others that no cache uses leave the device, without waiting."""
+        for sequence in list(self._on_device):
+            if sequence is wanted:
+                return  # what is behind it was woken later
+            if sequence.users:
+                continue
+            for index, table in sequence.tables.items():
+                layer = self._layers[index]
+                if layer.parked.pools is not pools:
+                    continue
+                for run in reversed(list(table.resolve())):
+                    if count <= 0:
+                        return
+                    if run.state in RESIDENT and run.parts is None and run.refs == 1:
+                        count -= layer.device.leave([run], count)
+
     def give(self, nbytes: int) -> bool:
         """Drop so many bytes of blocks that no cache uses, from the trailing end of the sequences. Whether any went.
 
@@ -398,7 +474,8 @@ class ParkedSequences:
         room for it."""
         memory = self.memory
         before, error, used = dict(self.owner.claims), None, self._used()
-        self.owner.claims.clear()
+        # What is claimed stays so until the new claim is there: whoever is asked for room may let others in.
+        self.owner.claims = {device: claim for device, claim in before.items() if device in used}
         for device, mine in used.items():
             refused = memory.admit(self.owner, device, lambda limit, mine=mine: mine)  # type: ignore[misc]
             if refused is not None:

@@ -1,0 +1,238 @@
+"""`Waker`: brings what is kept of a conversation nearer, before a turn that is known to come."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+
+from kvtier.conversation.disk_tier import DiskTier
+from kvtier.conversation.index import WIDTH, common
+from kvtier.conversation.kept import Kept
+from kvtier.errors import CorruptionError
+from kvtier.memory.tiered import TieredMemory
+
+#: Bytes that are promoted between two looks at what running calls do.
+PIECE = 8 << 20
+#: Seconds until it is looked again whether a wake is in nobody's way.
+_PAUSE = 0.002
+
+
+class Wake:
+    """A wake under way.
+
+    Attributes:
+        loaded: tokens that were read from the disk.
+        promoted: bytes that were brought from the host to the device.
+    """
+
+    def __init__(self, key: Hashable, ids: bytes) -> None:
+        self.loaded = self.promoted = 0
+        self._key, self._ids = key, ids
+        self._cancelled = False
+        self._was_loaded, self._ended = threading.Event(), threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: all is where it should be, there was no room for more, or it was cancelled."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return when it has ended, or after so many seconds. Whether it has."""
+        return self._ended.wait(timeout)
+
+    def cancel(self) -> None:
+        """Let it end soon. What has come stays."""
+        self._cancelled = True
+
+    def __repr__(self) -> str:
+        return f"Wake({'done' if self.done else 'under way'}, loaded={self.loaded}, promoted={self.promoted})"
+
+
+class Waker:
+    """Loads from the disk, and then promotes to the device, one conversation after the other, in a thread of its own.
+
+    It is in no call's way: it takes no room on the device from blocks that a cache uses, promotes nothing while copies
+    of others are under way, and gives up what it claims to whoever is refused without that.
+
+    Args:
+        memory, kept, disk_tier: of the store.
+        stateful: whether layers of the model keep states.
+        keeper: the store, which stays as long as a step of this takes.
+    """
+
+    def __init__(
+        self,
+        memory: TieredMemory,
+        kept: Kept,
+        disk_tier: DiskTier | None,
+        stateful: Callable[[], bool],
+        keeper: weakref.ref[object],
+    ) -> None:
+        self.problem = ""
+        self._memory = memory
+        self._kept = kept
+        self._disk_tier = disk_tier
+        self._stateful = stateful
+        self._keeper = keeper
+        self._lock = threading.Lock()
+        self._queue: deque[Wake] = deque()
+        self._thread: threading.Thread | None = None
+        # That reads from the disk now. Changed under the memory's lock.
+        self._loading: Wake | None = None
+        weak = weakref.WeakMethod(self._give_way)
+
+        def give_way() -> bool:
+            method = weak()
+            return method is not None and method()
+
+        memory.yielding.append(give_way)
+        self._finalizer = weakref.finalize(self, memory.yielding.remove, give_way)
+        self._finalizer.atexit = False
+        _wakers.add(self)
+
+    def submit(self, key: Hashable, ids: bytes) -> Wake:
+        """Bring what is kept of these tokens nearer, soon."""
+        wake = Wake(key, ids)
+        if self._disk_tier is None and not any(device.slabs is not None for device in self._memory.devices):
+            self._end(wake)
+            return wake
+        with self._lock:
+            self._queue.append(wake)
+            if self._thread is None:
+                thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="kvtier-waking", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the turn does without
+                    self._queue.remove(wake)
+                    self._end(wake)
+                    self.problem = f"{error}: a conversation was not woken"
+                else:
+                    self._thread = thread
+        return wake
+
+    def turn(self, key: Hashable, ids: bytes) -> None:
+        """A turn begins: what wakes its conversation ends. What is being read for it is waited for, for the turn would
+        have to read it again."""
+        if not self._queue:
+            return
+        with self._lock:
+            mine = [x for x in self._queue if x._key == key and 2 * common(x._ids, ids) * WIDTH >= len(x._ids)]
+        for wake in mine:
+            with self._memory.lock:
+                loading = self._loading is wake
+            if loading:
+                wake._was_loaded.wait()
+            wake.cancel()
+
+    def stop(self) -> None:
+        """Cancel every wake, and return when none is under way."""
+        with self._lock:
+            thread = self._thread
+            for wake in self._queue:
+                wake.cancel()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def close(self) -> None:
+        """The same, for good."""
+        self.stop()
+        self._finalizer()
+
+    # In the thread
+
+    def step(self) -> float | None:
+        """Do some of what there is to do. Returns the seconds until it goes on; None: there is nothing to do."""
+        keeper = self._keeper()
+        with self._lock:
+            if keeper is None or not self._queue:
+                self._thread = None
+                while self._queue:
+                    self._end(self._queue.popleft())
+                return None
+            wake = self._queue[0]
+        pause: float | None = None
+        try:
+            if not wake._cancelled:
+                pause = self._bring(wake)
+        except Exception as error:  # nobody waits for it: the turn does what is not done
+            self.problem = str(error)
+            if isinstance(error, CorruptionError):
+                with self._memory.changing():
+                    self._kept.drop_corrupt(())
+        if pause is None:
+            with self._lock:
+                self._queue.popleft()
+            self._end(wake)
+        return pause or 0.0
+
+    def _bring(self, wake: Wake) -> float | None:
+        """A step of one wake. Returns as `step`."""
+        if not wake._was_loaded.is_set():
+            if self._disk_tier is not None:
+                stateful = self._stateful()
+                nbytes = self._disk_tier.bytes_to_load(wake._key, wake._ids, stateful=stateful)
+                with self._memory.lock:
+                    if nbytes and not self._kept.parked.has_room(nbytes):
+                        return _PAUSE
+                    self._loading = wake
+                try:
+                    wake.loaded, _ = self._disk_tier.load(
+                        wake._key, wake._ids, stateful=stateful, go_on=lambda: not wake._cancelled
+                    )
+                finally:
+                    with self._memory.lock:
+                        self._loading = None
+                        self._memory.readers.resume()  # whoever waits for what it claimed
+            wake._was_loaded.set()
+            return 0.0
+        with self._memory.changing():
+            if self._memory.has_garbage:
+                self._memory.collect()
+            if any(device.copying for device in self._memory.devices):
+                return _PAUSE
+            length, entry = self._kept.find(wake._key, wake._ids)
+            if entry is None or not length:
+                return None
+            came = self._kept.parked.promote(entry.sequence, PIECE)
+            wake.promoted += came
+            # Where others' blocks are being copied to make room, there is some then.
+            return 0.0 if came or any(device.copying for device in self._memory.devices) else None
+
+    def _give_way(self) -> bool:
+        """Somebody was refused: a load that is under way ends, and what it claims is free. Whether one is."""
+        loading = self._loading
+        if loading is None or threading.current_thread() is self._thread:
+            return False
+        loading.cancel()
+        return True
+
+    @staticmethod
+    def _end(wake: Wake) -> None:
+        wake._was_loaded.set()
+        wake._ended.set()
+
+
+_wakers: weakref.WeakSet[Waker] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop() -> None:
+    """The process ends and a store was not closed. A thread that Python ends within torch's code would abort it."""
+    for waker in list(_wakers):
+        waker.stop()
+
+
+def _work(ref: weakref.ref[Waker]) -> None:
+    """Do what there is to do; whoever drops the waker meanwhile ends it."""
+    while True:
+        waker = ref()
+        pause = None if waker is None else waker.step()
+        del waker
+        if pause is None:
+            return
+        if pause:
+            time.sleep(pause)
