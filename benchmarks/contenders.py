@@ -13,6 +13,7 @@ kvtier@25%    TieredKVCache with a device budget of 25% of the KV; at 100% every
               host threads attend to in place. On a CPU the device is emulated in RAM.
 fetch@25%     the same, but what is not on the device is fetched, and laid out as one tensor of a layer
 adaptive@25%  the same as kvtier@25%, with a policy by its name; so with all others that kvtier has
+kvtier:full   the same as kvtier, and audit="full"; so with all tiered caches but dense, and with :off and :sampled
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from kvtier import TieredKVCache
 
 BASELINE = "dynamic"
 _SHARE = re.compile(r"([a-z-]+)@(\d+(?:\.\d+)?)%")
+_AUDITED = re.compile(r"(.+):(off|sampled|full)")
 #: What a tiered cache says about itself: the fact's name, and where it is in `cache.stats`.
 STATS = {
     "device_budget": "device.budget",
@@ -133,7 +135,7 @@ class Contender:
     @property
     def tiered(self) -> bool:
         """Whether it is a cache of kvtier."""
-        name = self.name.partition("@")[0]
+        name = re.split("[@:]", self.name)[0]
         return name in ("kvtier", "fetch", "dense") or name in policies()
 
     def build(self, case: Case) -> Cache:
@@ -148,23 +150,27 @@ class Contender:
 
 def contender(name: str) -> Contender:
     """The contender of that name. Raises `ValueError` for one that is not known."""
-    match = _SHARE.fullmatch(name)
+    audited = _AUDITED.fullmatch(name)
+    plain, audit = (audited[1], audited[2]) if audited else (name, None)
+    match = _SHARE.fullmatch(plain)
     if match and (match[1] in ("kvtier", "fetch") or match[1] in policies()):
         share = float(match[2]) / 100
         if not 0 < share <= 1:
             raise ValueError(f"contender {name!r}: a share is above 0% and at most 100%")
         host, policy = match[1] != "fetch", match[1] if match[1] not in ("kvtier", "fetch") else None
-        return Contender(name, lambda case: _tiered(case, share, host, policy), share + 0.1, 1.1)
+        return Contender(name, lambda case: _tiered(case, share, host, policy, audit), share + 0.1, 1.1)
+    if plain == "kvtier" and audit is not None:
+        return Contender(name, lambda case: TieredKVCache(case.config, block_size=case.blocks, audit=audit), 1.2, 0)
     if name not in _CONTENDERS:
         shares = "@25%, ".join(("kvtier", "fetch", *policies()))
         raise ValueError(f"unknown contender {name!r}; there are {', '.join(_CONTENDERS)}, {shares}@25%")
     return _CONTENDERS[name]
 
 
-def _tiered(case: Case, share: float, host: bool, policy: str | None) -> Cache:
+def _tiered(case: Case, share: float, host: bool, policy: str | None, audit: str | None) -> Cache:
     budget = case.resident_bytes if share == 1 else max(int(case.kv_bytes * share), 1)
-    # Older commits know no policies.
-    more = {} if policy is None else {"policy": policy}
+    # Older commits know no policies, and no audit.
+    more = {name: value for name, value in (("policy", policy), ("audit", audit)) if value is not None}
     return TieredKVCache(case.config, device_budget=budget, block_size=case.blocks, host_attention=host, **more)
 
 

@@ -66,6 +66,17 @@ def test_decoding_is_measured_by_the_bare_loop_and_through_generate(tmp_path: Pa
     assert all(r["facts"]["least_ratio"] > 0 for r in summaries)
 
 
+def test_the_audit_is_compared_with_none(tmp_path: Path) -> None:
+    options = ("audit", "--contexts=64", "--cases=host", "--contenders=kvtier:off,kvtier:sampled,kvtier:full")
+    found = records(tmp_path / "r.jsonl", *options)
+    assert [(r["contender"], r["ratio"]["to"]) for r in found if "contender" in r] == [
+        (name, "kvtier:off") for name in ("kvtier:off", "kvtier:sampled", "kvtier:full")
+    ]
+    assert found[-1]["verdict"] in ("met", "missed")
+    with pytest.raises(ValueError, match="unknown contender"):
+        contender("dynamic:full")
+
+
 def test_predictions_are_of_sizes_that_were_left_out(tmp_path: Path) -> None:
     found = records(tmp_path / "r.jsonl", "predictions", "--quick", "--threads=1", "--cases=copies")
     assert [r["contender"] for r in found] == ["copies, up", "copies, down"]
