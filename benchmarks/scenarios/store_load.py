@@ -3,6 +3,11 @@
 The shape is that of a model of 0.6B parameters; the keys and values are random, and no model is needed. Each way has a
 new process each time. The first load of a process pays for the memory that it gets from the system, for the buffer and
 for the blocks; the second one, into memory that the process has already, shows what reading, checking and writing cost.
+
+plain   the files are read into new memory
+load    they are read, checked and written into blocks
+touch   nothing is read: as many bytes on huge pages, as blocks are, are written once. Where a virtual machine gives
+        free memory back to its host, huge pages come from there, page by page, and ordinary ones mostly do not.
 """
 
 from __future__ import annotations
@@ -44,8 +49,14 @@ if way == "plain":
                 n = 0
                 while n < len(into):
                     n += stream.readinto(into[n : n + 2**20])
+elif way == "touch":
+    import mmap
+    def once():
+        memory = mmap.mmap(-1, nbytes)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
 else:
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # and what that imports, as whoever loads a model has
     from kvtier import TieredMemory
     from kvtier.conversation.archive import Archive
     from kvtier.conversation.disk.chunks import Disk
@@ -95,7 +106,7 @@ def measure(bench: Bench, turns: int) -> None:
         disk.close()
         for n in range(2 if bench.settings.quick else ROUNDS):
             bench.progress(f"{NAME}: {turns} turns, process {n + 1}")
-            for way in ("plain", "load"):
+            for way in ("plain", "load", "touch"):
                 ended = children.run([sys.executable, "-c", script, at, way, str(tokens)], 120, keep=True)
                 assert ended.code == 0, ended.tail
                 first, again = ended.tail.split()[-2:]

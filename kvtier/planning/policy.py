@@ -93,7 +93,8 @@ class Policy:
         fetched = [x for x in state.layers if not x.host_attention]
         if not fetched:
             free -= int(state.device_bytes * self.headroom)
-        returning = fetched or state.layers
+        # A cache that goes on with a parked history does not wait for that before its first token: it comes behind it.
+        returning = fetched or (state.layers if state.last is not None else [])
         keep = dict.fromkeys(map(id, state.layers), 0)
         if returning and free > 0:
             block = max(x.block_bytes for x in returning)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import random
 from collections.abc import Callable
@@ -162,7 +163,21 @@ def between(
     histories: list[list[int]],
 ) -> ConversationStore:
     """Something may happen between two turns. Nothing of it may change what is re-used: what is not here is saved."""
-    what = rng.choice(("nothing", "restart", "park", "drop", "gap", "squeeze", "adapter"))
+    events = (
+        "nothing",
+        "restart",
+        "park",
+        "drop",
+        "gap",
+        "squeeze",
+        "adapter",
+        "pin",
+        "unpin",
+        "expire",
+        "wake",
+        "wake",
+    )
+    what = rng.choice(events)
     if what == "restart":
         store.close()
         return opened()
@@ -178,12 +193,39 @@ def between(
         store.drop(history, start, rng.randint(start + 1, len(history)))
     elif what == "squeeze":
         store.flush()
-        with store.memory.lock:
-            store._kept.parked.give(rng.randrange(1, 20_000))
+        squeeze(store, rng)
+    elif what in ("pin", "unpin"):
+        chat = store.open(rng.choice("ab"))
+        chat.ids = rng.choice(histories)
+        chat.set_rank(pinned=what == "pin", priority=rng.randrange(-1, 2))
+    elif what == "expire":
+        chat = store.open("c", ttl=1e-9)  # in memory only: what the disk gives up would be computed again
+        store.flush()
+        squeeze(store, rng)
+        chat.ttl, chat.ids = math.inf, rng.choice(histories)
+    elif what == "wake":
+        for _ in range(rng.randint(1, 3)):
+            wake = store.wake(rng.choice(histories))
+            if rng.random() < 0.3:
+                wake.wait()
+            elif rng.random() < 0.3:
+                wake.cancel()
     elif what == "adapter":
         adapter.disable_adapters = rng.random() < 0.4
         adapter.active_adapters = [rng.choice(("first", "second"))]
     return store
+
+
+def squeeze(store: ConversationStore, rng: random.Random) -> None:
+    """Others need room; what is pinned stays."""
+    ranks = store._kept.ranks
+    with store.memory.lock:
+        ranks.refresh()
+        pinned = {name: ranks._ranked[name].tokens for name in ranks.pinned}
+        store._kept.parked.give(rng.randrange(1, 20_000))
+        ranks.refresh()
+        for name, tokens in pinned.items():
+            assert ranks._ranked[name].tokens == tokens, "what is pinned was given up"
 
 
 def check_kept(store: ConversationStore, model: Any) -> None:

@@ -38,7 +38,9 @@ def drawn(rng: random.Random) -> StepState:
             )
         )
     size = block * rng.randint(1, 400)
-    return StepState(tokens=rng.choice((1, 7)), layers=layers, free_bytes=rng.randint(0, size), device_bytes=size)
+    found = StepState(tokens=rng.choice((1, 7)), layers=layers, free_bytes=rng.randint(0, size), device_bytes=size)
+    found.last = StepRecord() if rng.random() < 0.7 else None
+    return found
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -63,6 +65,9 @@ def test_a_plan_fetches_what_the_host_does_not_attend_to_and_keeps_what_there_is
     staying = fetching or pairs
     block = state.layers[0].block_bytes
     assert sum(p.keep for _, p in pairs) == sum(p.keep for _, p in staying)
+    if state.last is None and not fetching:
+        assert all(p.keep == 0 for p in plan.layers), "the first token waits for nothing that the host attends to"
+        return
     assert sum(p.keep for _, p in staying) == min(max(room, 0) // block, sum(x.spilled for x, _ in staying))
     left = [x.spilled - p.keep for x, p in staying]
     assert all(n >= max(left) - 1 or p.keep == 0 for n, (_, p) in zip(left, staying, strict=True)), "evenly"
