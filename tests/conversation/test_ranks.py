@@ -145,6 +145,23 @@ def test_what_several_share_is_as_pinned_as_the_most_pinned_of_them() -> None:
         assert other.reuse.cached < 30, "who is forgotten pins nothing"
 
 
+def test_what_is_behind_a_pinned_end_goes_to_the_token_where_blocks_of_retention_are_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retention, "TOKENS", 256)
+    with store_of(tiny_model("llama")) as store:
+        chat = store.open("a", pinned=True)
+        first = turn(chat, some_ids(30))
+        turn(chat.fork("b"), grown(first, 20))
+        with store.memory.lock:
+            store._kept.parked.give(1 << 30)
+            assert [x.length for x in store._kept.parked.sequences] == [35]
+        store.check_integrity()
+        turn(chat, grown(first))
+        assert chat.reuse is not None
+        assert chat.reuse.cached == 35
+
+
 def test_a_rewound_conversation_pins_what_is_left_of_it() -> None:
     model = tiny_model("llama")
     with store_of(model, host_budget="64KiB", eviction="lru") as store:
