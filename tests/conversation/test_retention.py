@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Hashable
 from typing import Any
@@ -40,7 +41,10 @@ class Model:
     def pinned(self, number: int) -> bool:
         """Whether somebody has pinned a sequence's last block, since that was kept last."""
         key, ids = self.sequences[number]
-        return any(r.pinned and key == k and theirs[: len(ids)] == ids for k, theirs, r in self.ranks.values())
+        return any(
+            r.pinned and key == k and theirs[: len(ids)] == ids and (len(ids) == len(theirs) or len(ids) % 8 == 0)
+            for k, theirs, r in self.ranks.values()
+        )
 
     def is_kept(self, key: Hashable, ids: list[int]) -> bool:
         """Whether any sequence has a block that ends with these."""
@@ -101,7 +105,11 @@ def test_the_policy_knows_what_is_kept_and_its_victims_are_ends(name: str, seed:
         elif some is not None and what == "use":
             order.use([some], draw.randrange(1, 80))
         elif some is not None and what == "rank":
-            user, tokens, rank = draw.randrange(6), draw.randrange(1, 50), Rank(draw.random() < 0.3, draw.randrange(3))
+            user, tokens, rank = (
+                draw.randrange(6),
+                draw.randrange(1, 50),
+                Rank(draw.random() < 0.3, draw.randrange(3), draw.choice((5.0, math.inf))),
+            )
             if rank.pinned or draw.random() < 0.7:
                 key, ids = model.sequences[some]
                 model.ranks[user] = key, ids[: -(-tokens // 8) * 8], rank
