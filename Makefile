@@ -95,7 +95,7 @@ NOT_IN_NEWEST = $(addprefix --ignore=tests/,memory transfer tables forward cpu) 
 	--ignore-glob='tests/test_benchmarks*'
 NOT_IN_OLDEST = $(addprefix --ignore=tests/,kernels attention cuda planning calibration test_imports.py test_packaging.py) \
 	$(addprefix --ignore=tests/hf/test_,trained.py half_precision.py interrupted_hybrids.py needed.py) \
-	$(addprefix --ignore=tests/conversation/test_,disk.py disk_faults.py disk_rows.py store.py index.py)
+	$(addprefix --ignore=tests/conversation/test_,disk.py disk_faults.py disk_rows.py store.py index.py world.py)
 
 test: $(NEWEST)/.ready $(OLDEST)/.ready if-native ## run the tests on the newest and the oldest Transformers, side by side (PYTEST_ARGS="-k NAME")
 	@log=$(OLDEST)/pytest.log; \
@@ -114,7 +114,7 @@ test-oldest: $(OLDEST)/.ready if-native ## run the tests on the oldest supported
 	$(call RUN_TESTS,$(OLDEST))
 
 soak: $(NEWEST)/.ready if-native ## slow tests, and random walks and searches for longer than in the tests, about an hour, seeded
-	KVTIER_TEST_OPERATIONS=100000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 KVTIER_TEST_TURNS=2000 KVTIER_TEST_FLIPS=1000 \
+	KVTIER_TEST_OPERATIONS=100000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 KVTIER_TEST_TURNS=2000 KVTIER_TEST_FLIPS=1000 KVTIER_TEST_WORLDS=10000 \
 		KVTIER_TEST_KILLS=100 $(call RUN_PYTEST,$(NEWEST),tests/memory/test_shared_memory.py \
 		tests/memory/test_memory_threads.py tests/hf/test_needed.py tests/planning/test_adaptive.py tests/conversation)
 	$(call RUN_PYTEST,$(NEWEST),-m slow)

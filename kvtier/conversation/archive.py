@@ -45,7 +45,12 @@ class Archive:
             kept any more; the caller closes it.
         layers: gives new layers of the model's cache, for states.
         device: of the model.
+
+    Attributes:
+        background: whether a thread saves. Without one, whoever calls `work` or `flush` does: a test says when.
     """
+
+    background = True
 
     def __init__(
         self,
@@ -68,7 +73,7 @@ class Archive:
 
     def submit(self, saved: Saved) -> None:
         """Save a sequence soon."""
-        if self._thread is None:
+        if self.background and self._thread is None:
             thread = threading.Thread(
                 target=_work, args=(weakref.ref(self), self._queue), name="kvtier-saving", daemon=True
             )
@@ -83,7 +88,15 @@ class Archive:
 
     def flush(self) -> None:
         """Return when all that was submitted is on the disk, or cannot be."""
+        while not self.background and self.work():
+            pass
         self._queue.join()
+
+    def work(self) -> bool:
+        """Save what was submitted first of what is not saved yet. Whether there was any."""
+        if self._queue.empty():
+            return False
+        return _save_next(weakref.ref(self), self._queue)
 
     def close(self) -> None:
         """Save what was submitted, and close the folder."""
@@ -92,6 +105,8 @@ class Archive:
 
     def finish(self) -> None:
         """Save what was submitted, and end the thread."""
+        while not self.background and self.work():
+            pass
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -209,17 +224,23 @@ def _known(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], layers
 
 def _work(archive: weakref.ref[Archive], waiting: queue.Queue[Saved | None]) -> None:
     """Save what is submitted, until there is nobody who submits."""
-    while True:
-        saved = waiting.get()
-        here = archive()
-        try:
-            if saved is None:
-                return
-            if here is not None:
-                here.save(saved)
-        except Exception as error:  # nobody waits for it: what was not saved is computed again
-            if here is not None:
-                here.disk.problem = str(error)
-        finally:
-            del here, saved
-            waiting.task_done()
+    while _save_next(archive, waiting):
+        pass
+
+
+def _save_next(archive: weakref.ref[Archive], waiting: queue.Queue[Saved | None]) -> bool:
+    """Wait for what is submitted next, and save it. Whether more may come."""
+    saved = waiting.get()
+    here = archive()
+    try:
+        if saved is None:
+            return False
+        if here is not None:
+            here.save(saved)
+    except Exception as error:  # nobody waits for it: what was not saved is computed again
+        if here is not None:
+            here.disk.problem = str(error)
+    finally:
+        del here, saved
+        waiting.task_done()
+    return True

@@ -48,12 +48,12 @@ class Retention(Generic[T]):
     Args:
         policy: of which this is the only user.
         capacity: tokens that may be kept, about; corrected as the memory is full.
-        clock: seconds.
+        clock: seconds; None: `time.monotonic`, as it is then.
     """
 
-    def __init__(self, policy: EvictionPolicy, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, policy: EvictionPolicy, capacity: int, clock: Callable[[], float] | None = None) -> None:
         self._tree = PrefixTree(policy, max(capacity, 1))
-        self._clock = clock
+        self._clock = time.monotonic if clock is None else clock
         self._paths: dict[T, _Path] = {}
         self._refs: dict[bytes, int] = {}
         # Sequences by their last block: those that end with a leaf are its only ones.

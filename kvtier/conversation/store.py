@@ -135,9 +135,13 @@ class ConversationStore:
             limit = None if disk_budget is None else _bytes("disk_budget", disk_budget)
             disk, device = Disk(directory, limit, of.fingerprint(model)), lambda: torch.device(model.device)
             self._disk_tier = DiskTier(disk, memory, self._kept, self._new_cache, device, loading)
-            for name, state in disk.conversations().items():
-                chat = self._conversations[name] = Conversation.of(self, name, state)
-                self._ranked_before(chat)
+            try:
+                for name, state in disk.conversations().items():
+                    chat = self._conversations[name] = Conversation.of(self, name, state)
+                    self._ranked_before(chat)
+            except BaseException:
+                disk.close()
+                raise
             disk.expire()
         elif disk_budget is not None:
             raise ConfigError("disk_budget is given without a directory.")

@@ -412,14 +412,26 @@ class Disk:
             self._manifest.drop_conversation(name)
 
     def conversations(self) -> dict[str, dict[str, Any]]:
-        """All that are saved, by name; those that are damaged are left out."""
+        """All that are saved, by name; those that are damaged are left out.
+
+        Raises:
+            ConfigError: they cannot be read now. Who went on without them would save others under their names.
+        """
         found = {}
-        with self._lock, self._telling("some conversations were not read"):
-            for each in self._manifest.conversations():
-                if each is None:
-                    self.damaged += 1
-                else:
-                    found[each[0]] = each[1]
+        try:
+            with self._lock:
+                for each in self._manifest.conversations():
+                    if each is None:
+                        self.damaged += 1
+                    else:
+                        found[each[0]] = each[1]
+        except (OSError, MemoryError, sqlite3.OperationalError) as error:
+            raise ConfigError(
+                f"The conversations in {self.path} cannot be read: {error}. They are there: try again."
+            ) from error
+        except (sqlite3.Error, ValueError, RecursionError) as error:
+            self.damaged += 1
+            self.problem = f"{error}: some conversations are damaged"
         return found
 
     @contextlib.contextmanager

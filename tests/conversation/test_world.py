@@ -1,0 +1,77 @@
+"""Whatever happens to a store and to what it stands on, its tokens are right, and when faults stop everything drains.
+
+KVTIER_TEST_WORLDS says how many worlds, KVTIER_TEST_SEED which one is the first: else each run has others, and a test
+that fails says which one failed and how it is seen again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from world import run, worlds
+
+#: Worlds of one run, and tests that share them.
+WORLDS, SHARES = int(os.environ.get("KVTIER_TEST_WORLDS", "500")), 10
+#: Runs in different minutes have different worlds.
+FIRST = int(os.environ.get("KVTIER_TEST_SEED") or int(time.time()) // 60 * 2000 % 10**9)
+
+
+def check(seed: int) -> dict[str, int]:
+    """The world of a seed. How often what happened in it."""
+    try:
+        return run(seed).did
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and type(error) is KeyboardInterrupt:
+            raise
+        raise AssertionError(
+            f"world {seed}: {type(error).__name__}: {error}. See it again: "
+            f"PYTHONPATH=. {sys.executable} tests/conversation/world.py {seed}"
+        ) from error
+
+
+@pytest.mark.usefixtures("one_thread", "on_the_host")
+@pytest.mark.parametrize("share", range(SHARES))
+def test_in_every_world_tokens_are_right_and_all_drains(share: int) -> None:
+    did: dict[str, int] = {}
+    with worlds():
+        for seed in range(FIRST + share, FIRST + WORLDS, SHARES):
+            for what, count in check(seed).items():
+                did[what] = did.get(what, 0) + count
+    if WORLDS >= 1000:  # else some of it may not come by
+        faults = ("killed", "rot", "flip", "a transfer fails", "interrupted", "raised", "not opened", "resize", "give")
+        for what in (*faults, "saved one", "upkeep", "verify", "train", "adapter", "guest", "chat"):
+            assert did.get(what), f"in no world: {what}"
+
+
+def test_a_world_is_the_same_again_in_another_process() -> None:
+    """Whatever the seed of Python's hashes is, and wherever objects are."""
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1].split(':'); import torch; torch.set_num_threads(1); import world\n"
+        "with world.worlds():\n"
+        "    for seed in range(5000, 5040):\n"
+        "        lines = []\n"
+        "        try: world.run(seed, say=lines.append)\n"
+        "        finally: print(seed, *lines, sep=chr(10))\n"
+    )
+    here = Path(__file__).resolve().parent
+    folders = ":".join(map(str, (here, here.parent / "memory", here.parents[1])))
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", program, folders],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "PYTHONHASHSEED": hashes, "OMP_NUM_THREADS": "1"},
+        )
+        for hashes in ("1", "2")
+    ]
+    assert [x.returncode for x in found] == [0, 0], found[0].stderr[-2000:] + found[1].stderr[-2000:]
+    one, two = (x.stdout.splitlines() for x in found)
+    differ = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), None)
+    assert differ is None, f"{one[differ]}\nand not\n{two[differ]}"
+    assert len(one) == len(two) > 1000

@@ -1,0 +1,1081 @@
+"""One world: a store, its memory, transfers, planner, folder and other users of the memory, in one thread and on a
+clock of its own, with faults.
+
+    python tests/conversation/world.py SEED ...
+
+says what happens in the world of a seed. See docs/design/world.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "memory"), str(Path(__file__).resolve().parents[2])]
+
+import pytest
+import torch
+from rough_disk import Killed, Rough, RoughDisk, rough
+from toy import END, PAD, VOCAB, Toy
+from walk import Asynchronous, RandomPolicy, Watched
+
+from kvtier import (
+    BudgetError,
+    ConfigError,
+    ConversationStore,
+    CorruptionError,
+    KVTierError,
+    StoreInUseError,
+    TieredKVCache,
+    TieredMemory,
+    TransferError,
+)
+from kvtier.conversation import prefix_reuse, retention
+from kvtier.conversation.archive import Archive
+from kvtier.conversation.disk.upkeep import Upkeep
+from kvtier.conversation.disk_tier import _key as disk_key
+from kvtier.conversation.index import packed
+from kvtier.cpu.native import Future
+from kvtier.eviction.names import POLICIES as EVICTIONS
+from kvtier.hf.generation import computed_as
+from kvtier.memory.block import State
+from kvtier.memory.tiered import default_engine
+from kvtier.planning.names import POLICIES
+from kvtier.planning.policy import Policy
+from kvtier.testing import with_doubles
+from kvtier.transfer.engine import Transfer
+
+#: Kinds of faults of which a world has some, or none.
+FAULTS = ("pressure", "transfers", "interrupts", "disk", "rot", "kills", "power", "flips")
+#: Tokens of a history that is not made longer.
+LONGEST = 48
+#: Bytes that nobody here comes to.
+PLENTY = 10**8
+
+
+class Interrupted(KeyboardInterrupt):
+    """Somebody has interrupted a forward."""
+
+
+class Clock:
+    """Stands in for the module `time`: it goes on when it is looked at, or when somebody sleeps."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.now, self._random = 1e6, rng
+
+    def perf_counter(self) -> float:
+        """Seconds."""
+        self.now += self._random.random() * 1e-4
+        return self.now
+
+    monotonic = time = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += max(seconds, 0.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+class Failing:
+    """Engines of which transfers fail when they would run; where nothing fails, they are as they were."""
+
+    world: World
+
+    def _run(self, transfer: Transfer) -> None:
+        world = self.world
+        if transfer in self._pending and world.on.get("transfers", 0.0) > world.rng.random():  # type: ignore[attr-defined]
+            for earlier in transfer.after:
+                self._run(earlier)
+            self._pending.remove(transfer)  # type: ignore[attr-defined]
+            world.note("a transfer fails")
+            transfer.settle(RuntimeError("this transfer was made to fail"))
+            return
+        super()._run(transfer)  # type: ignore[misc]
+
+
+class FailingWatched(Failing, Watched):
+    """Copies that run late and in any order."""
+
+
+class FailingAsynchronous(Failing, Asynchronous):
+    """As a CUDA device seems to the CPU."""
+
+
+@dataclass
+class Kept:
+    """A sequence that was kept.
+
+    Attributes:
+        key: of the store, but for the salt's place.
+        ids: its tokens.
+        here, saved: whether it is surely in memory, and on the disk.
+    """
+
+    key: Any
+    ids: list[int]
+    here: bool
+    saved: bool = False
+
+
+@dataclass
+class Chat:
+    """What a conversation is.
+
+    Attributes:
+        salt: of its calls.
+        ids, messages: as they are now.
+        before: states that it has had.
+    """
+
+    salt: Any
+    ids: list[int] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    before: list[tuple[list[int], list[dict[str, str]]]] = field(default_factory=list)
+    ends: dict[int, int] = field(default_factory=dict)
+
+    def note(self) -> None:
+        """It has changed."""
+        self.before.append((list(self.ids), list(self.messages)))
+
+
+class Tokens:
+    """A tokenizer whose texts are digits."""
+
+    chat_template = "roles"
+
+    @staticmethod
+    def apply_chat_template(messages: Sequence[dict[str, str]], **_: Any) -> list[int]:
+        """Ids of a chat."""
+        return [x for m in messages for x in (1 if m["role"] == "user" else 2, *map(int, m["content"]))]
+
+    @staticmethod
+    def decode(ids: Sequence[int] | torch.Tensor, **_: Any) -> str:
+        """The text of ids."""
+        return "".join(str(int(x)) for x in ids if int(x) != PAD)
+
+
+class Guest:
+    """Another cache on the same memory, of another model."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.rng = world, world.rng
+        self.model = Toy(self.rng)
+        self.cache = self._cache()
+        self.rows: list[list[int]] = []
+
+    def _cache(self) -> TieredKVCache:
+        return TieredKVCache(
+            self.model.config,
+            memory=self.world.memory,
+            block_size=self.rng.choice((4, 8)),
+            host_attention=self.rng.random() < 0.6,
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens of each row."""
+        return len(self.rows[0]) if self.rows else 0
+
+    def step(self) -> None:
+        """Grow, shrink, change rows or begin again."""
+        how = self.rng.choice(("grow", "grow", "grow", "crop", "reorder", "reset"))
+        if how == "grow" or not self.length:
+            self.grow(self.rng.choice((1, 1, 3, 9, 20)))
+        elif how == "crop" or self.length > LONGEST:
+            self.crop(self.rng.randrange(self.length + 1))
+        elif how == "reorder":
+            order = [self.rng.randrange(len(self.rows)) for _ in self.rows]
+            self.cache.reorder_cache(torch.tensor(order))
+            self.rows = [list(self.rows[i]) for i in order]
+        else:
+            self.cache.reset()
+            self.rows = []
+
+    def crop(self, length: int) -> None:
+        """Keep the first tokens."""
+        self.cache.crop(length - self.cache.get_seq_length())
+        self.rows = [row[:length] for row in self.rows] if length else []
+
+    def grow(self, count: int) -> None:
+        """A forward."""
+        rows = self.rows or [[] for _ in range(self.rng.choice((1, 1, 2)))]
+        new = [[self.rng.randrange(1, VOCAB) for _ in range(count)] for _ in rows]
+        known = [self.model.prefixes(row + more) for row, more in zip(rows, new, strict=True)]
+        try:
+            with torch.no_grad():
+                self.model(input_ids=torch.tensor(new), past_key_values=self.cache, known=known)
+        except BudgetError:
+            assert self.world.tight, "a budget that is large enough is refused"
+            assert self.cache.get_seq_length() == self.length, "a forward that was refused has changed the cache"
+        except TransferError:
+            assert "transfers" in self.world.faults
+            if self.length:
+                self.cache.crop(0)
+                self.crop(self.length)
+            else:
+                self.cache.reset()
+        else:
+            self.rows = [row + more for row, more in zip(rows, new, strict=True)]
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.cache.close()
+
+
+class World:
+    """What happens to one store.
+
+    Args:
+        seed: of everything.
+        root: a folder for it.
+        say: is told what happens.
+
+    Attributes:
+        faults: kinds that it has; `on` says which of them there are now, with their probabilities.
+        folder: of the store; None: it keeps nothing for later processes.
+        did: how often what happened.
+    """
+
+    def __init__(self, seed: int, root: Path, say: Callable[[str], None] | None = None) -> None:
+        self.seed, self.rng = seed, random.Random(seed)
+        self._say = say
+        self.did: dict[str, int] = {}
+        rng = self.rng
+        self.faults = set() if rng.random() < 0.3 else set(rng.sample(FAULTS, rng.choice((1, 1, 2, 3, len(FAULTS)))))
+        self.on: dict[str, float] = {}
+        self.disk = RoughDisk(random.Random(seed + 1), root)
+        self.disk.idle = self.save_some
+        saves = rng.random() < 0.7 or not self.faults.isdisjoint(("disk", "rot", "kills", "power"))
+        self.folder = self.disk.new_folder() if saves else None
+        self.disk_budget = rng.choice((None, None, 12_000, 40_000)) if saves else None
+        self.toy = Toy(random.Random(seed + 2), windows=rng.random() < 0.2)
+        self.toy.meanwhile = self.meanwhile
+        self.plain = not any(self.toy.windows)
+        self.weight = float(self.toy.weight.detach())
+        self.changed_weights = False
+        self.damaged = self.flipped = self.changed_folder = False
+        self.reads_to_nothing = 0
+        #: By salt.
+        self.computed: dict[Any, set[int]] = {}
+        self.kept: list[Kept] = []
+        self.histories: list[list[int]] = [self.words(rng.randint(1, 20))]
+        self.chats: dict[str, Chat] = {}
+        #: Conversations that are changed now.
+        self.changing: list[str] = []
+        self.guests: list[Guest] = []
+        self.depth, self.over = 0, False
+        self.memory: TieredMemory
+        self.store: ConversationStore | None = None
+        self.options: dict[str, Any] = {
+            "block_size": rng.choice((2, 4, 4, 8, 16)),
+            "host_attention": rng.random() < 0.7,
+            "eviction": rng.choice((None, *EVICTIONS)),
+            "loading": "always" if rng.random() < 0.7 else "auto",
+        }
+        if rng.random() < 0.3:
+            self.options["state_budget"] = rng.choice((400, 2000, 20_000))
+        self.audit = "full" if "flips" in self.faults else rng.choice(("off", "sampled", "full"))
+        self.engine = rng.choice(("inline", "watched", "late", "asynchronous"))
+        if "transfers" in self.faults and self.engine == "inline":
+            self.engine = "watched"
+        self.policy = rng.choice(("random", "wild", *POLICIES))
+        self.tight = "pressure" in self.faults
+        room = 60 * self.toy.token_bytes
+        self.device_budgets: Sequence[int | None] = (
+            (room, 3 * room, 20 * room) if self.tight else (PLENTY, PLENTY, 40_000)
+        )
+        self.tiers = rng.random() < 0.7
+        self.host_budgets = (4 * room, 10 * room, 30 * room) if self.tight else (PLENTY,)
+
+    # Say and note
+
+    def note(self, what: str, *about: Any) -> None:
+        """Something happens."""
+        name = what.split(":")[0]
+        self.did[name] = self.did.get(name, 0) + 1
+        if self._say is not None:
+            said = " ".join([what, *map(str, about)]).replace(f"{self.disk.root}/", "")
+            self._say("  " * self.depth + said)
+
+    def words(self, count: int) -> list[int]:
+        """Token ids."""
+        return [self.rng.choice((1, 2, 3, 4, 5, 6)) for _ in range(count)]
+
+    # Life of a store
+
+    def _engine(self, device: torch.device) -> Any:
+        if self.engine == "inline":
+            return default_engine(device)
+        kind = FailingAsynchronous if self.engine == "asynchronous" else FailingWatched
+        made = kind(device, self.rng.randrange(2**30), self.rng.choice((0.0, 0.1, 0.3)), self.engine != "watched")
+        made.world = self
+        return made
+
+    def open(self) -> None:
+        """A process begins."""
+        rng = self.rng
+        seed = rng.randrange(2**30)
+        policy: Any = self.policy
+        if policy in ("random", "wild"):
+            policy = RandomPolicy(seed, wild=policy == "wild")
+        elif policy == "default":
+            policy = Policy(write_through=rng.choice((0.0, 0.5, 1.0)))
+        budgets: dict[str, Any] = {"host_budget": rng.choice(self.host_budgets), "policy": policy, "audit": self.audit}
+        if self.tiers:
+            budgets["device_budget"] = rng.choice(self.device_budgets)
+        self.memory = with_doubles(TieredMemory(**budgets), self._engine)
+        self.flipped = False
+        self.disk.use(self.folder)
+        where: dict[str, Any] = {}
+        if self.folder is not None:
+            where = {"directory": self.folder, "disk_budget": self.disk_budget}
+        self.note("open:", {**budgets, "policy": self.policy}, where and self.folder.name)
+        while self.store is None:
+            try:
+                self.store = ConversationStore(self.toy, memory=self.memory, **self.options, **where)
+            except (ConfigError, StoreInUseError) as error:
+                assert self.disk.failing, "a folder cannot be opened"
+                self.note("not opened:", error)
+                if rng.random() < 0.5:
+                    self.set_disk(0.0)
+        self.changed_weights = False
+        archive = archive_of(self.store)
+        if archive is not None:
+            if not self.rough_disk:
+                assert archive.disk.damaged == 0, "what was saved is damaged"
+            self._compare_chats()
+
+    @property
+    def rough_disk(self) -> bool:
+        """Whether something that was saved may be lost or damaged."""
+        return self.disk.failed > 0 or self.damaged
+
+    def _compare_chats(self) -> None:
+        assert self.store is not None
+        names = set(self.store.names)
+        for name in self.changing:  # it was changed when the process ended
+            self.chats.pop(name, None)
+            if name in names:
+                there = self.store._conversations[name]
+                self.chats[name] = Chat(there.salt, list(there.ids), list(there.messages), ends=dict(there._ends))
+                self.chats[name].note()
+        self.changing = []
+        saved = {name for name, chat in self.chats.items() if type(chat.salt) in (type(None), str, int)}
+        if not self.disk.failed:
+            assert names == saved, "conversations are lost, or back"
+        for name in list(self.chats):
+            if name not in names:
+                del self.chats[name]
+        for name in names:
+            there = self.store._conversations[name]
+            chat = self.chats.get(name)
+            if chat is None:  # it was closed, and the disk did not hear of it
+                assert self.disk.failed
+                chat = self.chats[name] = Chat(there.salt, there.ids, there.messages, ends=there._ends)
+                continue
+            assert there.salt == chat.salt
+            now = (there.ids, there.messages)
+            if self.disk.failed:
+                assert now in chat.before or now == ([], []) or now == (chat.ids, chat.messages), (
+                    "a chat that never was"
+                )
+                chat.ids, chat.messages, chat.ends = list(there.ids), list(there.messages), dict(there._ends)
+            else:
+                assert now == (chat.ids, chat.messages), (now, chat)
+
+    def close(self) -> None:
+        """A process ends by itself: it leaves nothing in memory."""
+        assert self.store is not None
+        stats = self.memory.stats
+        self.note("close:", self.store.stats, repr(stats))
+        for guest in self.guests:
+            guest.close()
+        self.guests.clear()
+        self.drained()
+        self.store.close()
+        self.store = None
+        self._emptied()
+        self.memory.close()
+        if self.folder is None:
+            self.chats.clear()
+        for each in self.kept:
+            each.here = False
+
+    def _emptied(self) -> None:
+        gc.collect()
+        memory = self.memory
+        memory.check_integrity()
+        with memory.lock:
+            memory._drain()
+            for device in memory.devices:
+                device._cancel()
+                assert not device.engine.in_flight(), "a transfer is under way"
+            memory.trim(all_free=True)
+        stats = memory.stats
+        assert (stats.device.used_blocks, stats.host.used_blocks) == (0, 0), "blocks that nobody has"
+        assert (stats.device.bytes, stats.host.bytes) == (0, 0), "bytes that nobody has"
+
+    def drained(self) -> None:
+        """All that waits to be saved is, or cannot be."""
+        assert self.store is not None
+        archive = archive_of(self.store)
+        self.store.flush()
+        assert archive is None or archive._queue.unfinished_tasks == 0
+        if self.sure_of_disk and archive is not None and not self.store._disk_tier.stopped:
+            for each in self.kept:
+                each.saved = each.saved or (each.here and not isinstance(each.key[-1], tuple))
+
+    @property
+    def sure_of_disk(self) -> bool:
+        """Whether all that is kept comes to be on the disk, and stays."""
+        return self.folder is not None and self.disk_budget is None and not self.rough_disk and self.plain
+
+    def restart(self) -> None:
+        """Another process goes on."""
+        self.close()
+        if self.folder is not None and self.rng.random() < 0.4:
+            self.upkeep()
+        self.set_weight(self.weight)
+        self.open()
+
+    def died(self) -> None:
+        """The process has ended in the midst of something: what it has of its folder is what was there then."""
+        disk = self.disk
+        assert disk.left is not None
+        self.note("killed:", "power" if disk.power else "")
+        left, disk.left = disk.left, None
+        store, self.store = self.store, None
+        failed = disk.failed
+        if archive_of(store) is not None:
+            with contextlib.suppress(Exception):
+                store._disk_tier.disk.close()
+        self.guests.clear()
+        self.toy.meanwhile = lambda: None
+        del store
+        self.memory = None  # type: ignore[assignment]
+        gc.collect()
+        if not self.over:
+            self.toy.meanwhile = self.meanwhile
+        for hook in list(self.toy._forward_pre_hooks):
+            del self.toy._forward_pre_hooks[hook]
+        disk.failed = failed
+        self.folder = left
+        for each in self.kept:
+            each.here = False
+        self.depth = 0
+        self.toy.gives_again = False
+        self.set_weight(self.weight)
+        self.open()
+
+    def set_weight(self, weight: float) -> None:
+        """Give the model other weights."""
+        if float(self.toy.weight.detach()) != weight:
+            self.changed_weights = True
+            with torch.no_grad():
+                self.toy.weight.fill_(weight)
+
+    def upkeep(self) -> None:
+        """What `kvtier store` does to a folder."""
+        assert self.folder is not None
+        what = self.rng.choice(("compact", "repair", "collect"))
+        self.note("upkeep:", what)
+        try:
+            with Upkeep(self.folder) as found:
+                if what == "compact":
+                    found.compact(self.rng.choice((10**6, 3000)))
+                elif what == "repair":
+                    count = found.repair()
+                    assert not count or self.rough_disk
+                else:
+                    found.collect()
+                    for each in self.kept:
+                        each.saved = False
+        except (ConfigError, StoreInUseError):
+            assert self.disk.failing
+        for each in self.kept if self.rough_disk else ():
+            each.saved = False
+
+    # Calls
+
+    def call(self, run: Callable[[ConversationStore], Any], rows: list[list[int]], salt: Any, options: Any) -> bool:
+        """A call of `generate`, of rows that may have different lengths. Whether it has given tokens."""
+        store = self.store
+        assert store is not None
+        width = max(map(len, rows))
+        pads = [width - len(row) for row in rows]
+        given = [[PAD] * pad + row for row, pad in zip(rows, pads, strict=True)]
+        right = self.toy.answer(given, pads, options)
+        key = (computed_as(self.toy), float(self.toy.weight.detach()), salt)
+        computed = self.computed.setdefault(key, set())
+        before, self.toy.computed = self.toy.computed, computed
+        most = [self._longest(row, computed) for row in rows]
+        least = self._least(key, rows, pads)
+        self.depth += 1
+        try:
+            out = run(store)
+        except (KVTierError, Interrupted) as error:
+            self.note("raised:", type(error).__name__, error)
+            self._expected(error)
+            return False
+        finally:
+            self.depth -= 1
+            self.toy.computed = before
+            self.toy.gives_again = False
+        assert out == right, f"{out} and not {right}"
+        if self.store is None:
+            return True
+        found = [row.cached for row in store.reuse]
+        self.note("reused:", found, "of", [len(row) for row in rows], "least", least, "most", most, store.reuse[0].why)
+        assert [row.prompt for row in store.reuse] == [len(row) for row in rows]
+        for row, had, a, b in zip(store.reuse, found, least, most, strict=True):
+            assert had + row.computed == row.prompt
+            assert had <= b, "more was re-used than there is"
+            assert had >= a or row.why.startswith(("this way", "keys and values")), f"not re-used: {row.why}"
+        for ids in self.toy.held:
+            while self.plain and len(ids) > 1 and ids[-1] == ids[-2] == PAD:
+                ids.pop()
+            here = not self.tight and not self.flipped and self.plain
+            self.kept.append(Kept(key, ids, here))
+        return True
+
+    def _expected(self, error: BaseException) -> None:
+        kind: dict[type[BaseException], bool] = {
+            BudgetError: self.tight,
+            TransferError: "transfers" in self.faults,
+            CorruptionError: "flips" in self.faults,
+            Interrupted: "interrupts" in self.faults,
+        }
+        assert kind.get(type(error), False), "an error that nothing explains"
+
+    def _longest(self, row: list[int], computed: set[int]) -> int:
+        """The most that may be re-used: what was ever computed of it."""
+        n = 0
+        for at in self.toy.prefixes(row[:-1]):
+            if at not in computed:
+                break
+            n += 1
+        return n
+
+    def _least(self, key: Any, rows: list[list[int]], pads: list[int]) -> list[int]:
+        """What is surely re-used: what is surely kept, of all rows up to one column."""
+        columns = len(rows[0]) + pads[0] - 1
+        if self.tight or self.flipped or not self.plain or "transfers" in self.on:
+            return [0] * len(rows)
+        loads = self.options["loading"] == "always" and self.sure_of_disk and not self.disk.failing
+        sure = [x.ids for x in self.kept if x.key == key and (x.here or (x.saved and loads))]
+        for row, pad in zip(rows, pads, strict=True):
+            columns = min(columns, pad + max((_alike(row, x) for x in sure), default=0))
+        return [max(columns - pad, 0) if columns > max(pads) else 0 for pad in pads]
+
+    def turn(self) -> None:
+        """A prompt: a history that goes on, was edited, shortened, is the same again, or begins anew."""
+        rng = self.rng
+        history = list(rng.choice(self.histories[-6:]))
+        how = rng.choice(("extend", "extend", "extend", "edit", "shorten", "again", "other", "batch", "padded"))
+        if how == "extend":
+            history += self.words(rng.randint(1, 12))
+        elif how == "edit":
+            at = rng.randrange(len(history))
+            history[at : at + 1] = self.words(rng.randint(1, 4))
+        elif how == "shorten":
+            history = history[: rng.randint(1, len(history))]
+        elif how == "other":
+            history = self.words(rng.randint(1, 16))
+        rows = [history]
+        if how == "batch":
+            rows += [[*history[:-1], rng.randrange(1, VOCAB)] for _ in range(rng.randint(1, 2))]
+        elif how == "padded":
+            rows.append(list(rng.choice(self.histories)) + self.words(rng.randint(0, 3)))
+        rows = [row[-LONGEST:] for row in rows]
+        options: dict[str, Any] = {"max_new_tokens": rng.choice((1, 1, 2, 4, 9))}
+        if rng.random() < 0.3:
+            options["eos_token_id"] = END
+        mode = rng.choice(("greedy",) * 5 + ("beams", "several", "both", "again"))
+        if mode in ("beams", "both"):
+            options["num_beams"] = 2
+        if mode in ("several", "both"):
+            options["num_return_sequences"] = 2
+        salt = rng.choice((None, None, None, "a", 1, ("b", 2)))
+        width = max(map(len, rows))
+        ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        self.note(f"turn: {how} {mode}", rows, salt, options)
+        self.toy.gives_again = mode == "again"
+
+        def run(store: ConversationStore) -> list[list[int]]:
+            found = store.generate(ids, attention_mask=mask, salt=salt, **options).tolist()
+            self.histories += [[x for x in row if x != PAD] for row in found]
+            return found
+
+        self.call(run, rows, salt, options)
+        self.toy.gives_again = False
+
+    def chat(self) -> None:
+        """Something with a conversation."""
+        rng, store = self.rng, self.store
+        assert store is not None
+        if not self.chats or (len(self.chats) < 4 and rng.random() < 0.3):
+            name, salt = f"chat {rng.randrange(10**6)}", rng.choice((None, None, "a"))
+            self.note("chat: new", name)
+            self.changing = [name]
+            store.open(name, salt=salt)
+            self.chats[name] = Chat(salt)
+            self.chats[name].note()
+            if self.folder is not None:
+                store.flush()  # an empty one is saved then
+            self.changing = []
+            return
+        name = rng.choice(sorted(self.chats))
+        chat, there = self.chats[name], store.open(name, salt=self.chats[name].salt)
+        assert (there.ids, there.messages) == (chat.ids, chat.messages)
+        how = rng.choice(("send", "send", "send", "again", "fork", "rewind", "park", "close"))
+        self.note(f"chat: {how}", name)
+        self.changing = [name]
+        if how == "again" and not chat.messages:
+            how = "send"
+        if how in ("send", "again"):
+            if len(chat.ids) > LONGEST:
+                chat.messages, chat.ids, chat.ends, how = [], [], {}, "send"
+                there.rewind(turns=sum(m["role"] == "user" for m in there.messages))
+                chat.note()
+            words = "".join(map(str, self.words(rng.randint(1, 5))))
+            messages = chat.messages[:-1] if how == "again" else [*chat.messages, {"role": "user", "content": words}]
+            prompt = Tokens.apply_chat_template(messages)
+            options = {"max_new_tokens": rng.randint(1, 4)}
+
+            def run(store: ConversationStore) -> list[list[int]]:
+                if how == "again":
+                    there.regenerate(tokenizer=Tokens, **options)
+                else:
+                    there.send(words, tokenizer=Tokens, **options)
+                return [list(there.ids)]
+
+            if self.call(run, [prompt], chat.salt, options):
+                chat.ids = list(there.ids)
+                answer = {"role": "assistant", "content": Tokens.decode(chat.ids[len(prompt) :])}
+                chat.messages = [*messages, answer]
+                chat.ends = {n: x for n, x in chat.ends.items() if n < len(chat.messages)} | {
+                    len(chat.messages): len(chat.ids)
+                }
+                chat.note()
+                self.histories.append(list(chat.ids))
+        elif how == "fork":
+            new = f"fork {rng.randrange(10**6)}"
+            self.changing.append(new)
+            there.fork(new)
+            self.chats[new] = Chat(chat.salt, list(chat.ids), list(chat.messages), ends=dict(chat.ends))
+            self.chats[new].note()
+        elif how == "rewind" and chat.messages:
+            there.rewind(turns=1)
+            chat.messages = chat.messages[:-2]
+            chat.ids = chat.ids[: chat.ends.get(len(chat.messages), 0)]
+            chat.note()
+        elif how == "park":
+            there.park()
+        elif how == "close":
+            there.close()
+            del self.chats[name]
+        self.changing = []
+        if name in self.chats:
+            assert (there.ids, there.messages) == (chat.ids, chat.messages)
+
+    # What else happens
+
+    def save_some(self) -> None:
+        """The thread that saves has its turn, if it could: nobody here has a lock that it needs."""
+        store = self.store
+        archive = archive_of(store)
+        if archive is None or self.memory.lock.locked() or archive.disk._lock._is_owned():  # type: ignore[attr-defined]
+            return
+        if archive.work():
+            self.note("saved one")
+
+    def meanwhile(self) -> None:
+        """Between two layers of a forward, other threads have their turn."""
+        rng = self.rng
+        if rng.random() > 0.12 or self.depth > 2 or self.store is None:
+            return
+        if self.on.get("interrupts", 0.0) > rng.random():
+            self.note("interrupted")
+            raise Interrupted
+        if self.disk.killing and rng.random() < 0.2:
+            self.disk.kill()
+        what = rng.choice((self.save_some, self.turn, self.park, self.press, self.clear, self.verify))
+        if what in (self.clear, self.verify) and rng.random() < 0.7:
+            return
+        self.depth += 1
+        try:
+            what()
+        finally:
+            self.depth -= 1
+
+    def park(self) -> None:
+        """Somebody goes away for a while."""
+        assert self.store is not None
+        self.note("park")
+        self._may_fail(lambda: self.store.park(self.rng.choice(self.histories)))  # type: ignore[union-attr]
+
+    def _may_fail(self, run: Callable[[], Any]) -> None:
+        try:
+            run()
+        except (KVTierError, Interrupted) as error:
+            self.note("raised:", type(error).__name__, error)
+            self._expected(error)
+
+    def clear(self) -> None:
+        """Drop all."""
+        assert self.store is not None
+        self.note("clear")
+        self.store.clear()
+        for each in self.kept:
+            each.here = False
+
+    def verify(self) -> None:
+        """Compute what is kept again."""
+        assert self.store is not None
+        self.note("verify")
+        self._may_fail(lambda: self.store.verify(2))  # type: ignore[union-attr]
+
+    def press(self) -> None:
+        """Others use the memory; what is kept gives room."""
+        rng = self.rng
+        what = rng.choice(("guest", "guest", "guest", "give", "resize"))
+        if what == "guest" or not self.tight:
+            if len(self.guests) < 3 and rng.random() < 0.3:
+                self.guests.append(Guest(self))
+            if self.guests:
+                guest = rng.choice(self.guests)
+                self.note("guest:", guest.length)
+                guest.step()
+        elif what == "give":
+            assert self.store is not None
+            nbytes = rng.randrange(1, 20_000)
+            self.note("give:", nbytes)
+            with self.memory.lock:
+                self.store._kept.parked.give(nbytes)
+        else:
+            given: dict[str, Any] = {"host_budget": rng.choice(self.host_budgets)}
+            if self.tiers:
+                given["device_budget"] = rng.choice(self.device_budgets)
+            self.note("resize:", given)
+            self._may_fail(lambda: self.memory.resize(**given))
+
+    def flip(self) -> None:
+        """A bit of what is kept in host memory turns over."""
+        if "flips" not in self.faults or self.store is None or self.depth:
+            return
+        self.memory.drain()
+        runs = [x for s in self.store._kept.parked.sequences for table in s.tables.values() for x in table.resolve()]
+        runs = [x for x in dict.fromkeys(runs) if x.state in (State.HOST, State.BOTH) and x.sums is not None]
+        if not runs:
+            return
+        run = self.rng.choice(runs)
+        assert run.host is not None
+        data = run.blocks.pools.host.bytes(run.host + self.rng.randrange(run.count), 1)
+        at = self.rng.randrange(len(data))
+        data[at] ^= 1 << self.rng.randrange(8)
+        self.flipped = True
+        for each in self.kept:
+            each.here = False
+        self.note("flip")
+
+    def rot(self) -> None:
+        """A file is damaged."""
+        if "rot" not in self.faults or self.folder is None:
+            return
+        files = sorted(self.folder.glob("*.safetensors"))
+        if files:
+            self.damaged = True
+            for each in self.kept:
+                each.saved = False
+            self.note("rot:", self.disk.rot(self.rng.choice(files)))
+
+    def kill(self) -> None:
+        """The process may end at any moment from now on, or now."""
+        if self.faults.isdisjoint(("kills", "power")) or self.folder is None:
+            return
+        self.disk.power = "power" in self.faults and (self.rng.random() < 0.5 or "kills" not in self.faults)
+        if self.rng.random() < 0.3:
+            self.disk.kill()
+        self.disk.killing = self.rng.choice((0.02, 0.1))
+
+    def toggle(self) -> None:
+        """Faults begin, or stop."""
+        rng = self.rng
+        if self.on or self.disk.failing:
+            self.note("faults: off")
+            self.on.clear()
+            self.set_disk(0.0)
+            return
+        for name, most in (("transfers", 0.3), ("interrupts", 0.5)):
+            if name in self.faults:
+                self.on[name] = most * rng.random()
+        if "disk" in self.faults:
+            self.set_disk(rng.choice((0.02, 0.1, 1.0)))
+        self.note("faults:", self.on, self.disk.failing)
+
+    def set_disk(self, failing: float) -> None:
+        """How often calls of the system fail."""
+        self.disk.failing = failing
+        if failing:
+            for each in self.kept:
+                each.saved = False
+
+    def adapt(self) -> None:
+        """Another adapter."""
+        self.toy.adapter.disable_adapters = self.rng.random() < 0.5
+        self.note("adapter:", computed_as(self.toy))
+
+    def train(self) -> None:
+        """Other weights: nothing is kept, and from then on nothing saved."""
+        self.note("train")
+        self.set_weight(self.weight + self.rng.choice((0, 1)))
+        for each in self.kept:
+            each.here = False
+
+    def step(self) -> None:
+        """One thing."""
+        folder = self.folder is not None
+        weights: dict[Callable[[], None], float] = {
+            self.turn: 7.0,
+            self.chat: 2.5,
+            self.save_some: 1.0 * folder,
+            self.drained: 0.4 * folder,
+            self.park: 0.5,
+            self.press: 2.5 if self.tight else 0.4,
+            self.clear: 0.2,
+            self.verify: 0.2,
+            self.adapt: 0.3,
+            self.train: 0.05,
+            self.restart: 0.5 if folder else 0.1,
+            self.toggle: 0.8 if self.faults & {"transfers", "interrupts", "disk"} else 0.0,
+            self.flip: 0.8,
+            self.rot: 0.8,
+            self.kill: 0.6,
+        }
+        self.rng.choices(list(weights), list(weights.values()))[0]()
+
+    def run(self, steps: int) -> None:
+        """So many things, and an end at which everything drains."""
+        self.survive(self.open)
+        for _ in range(steps):
+            self.survive(self.step)
+            self.survive(self.check)
+        self.survive(self.end)
+
+    def survive(self, what: Callable[[], None]) -> None:
+        """Go on as another process where this one is killed."""
+        try:
+            what()
+        except Killed:
+            while True:
+                try:
+                    self.died()
+                    return
+                except Killed:
+                    continue
+
+    def check(self) -> None:
+        """All counts agree and no budget is exceeded."""
+        assert self.store is not None
+        if not self.flipped:
+            self.store.check_integrity()
+            for guest in self.guests:
+                guest.cache.check_integrity()
+        stats = self.memory.stats
+        for tier in (stats.device, stats.host):
+            assert tier.bytes <= tier.budget, "a budget is exceeded"
+        archive = archive_of(self.store)
+        if archive is not None:
+            archive.disk.check_integrity()
+            assert self.folder is not None
+            if self.disk_budget is not None:
+                taken = sum(x.stat().st_size for x in os.scandir(self.folder) if ".safetensors" in x.name)
+                assert taken <= self.disk_budget, f"{taken} bytes are on the disk"
+
+    # The end
+
+    def end(self) -> None:
+        """Faults stop: everything drains, and a later process has all of it."""
+        self.note("end")
+        self.over = True
+        self.toy.meanwhile = lambda: None
+        self.on.clear()
+        self.set_disk(0.0)
+        self.disk.killing = 0.0
+        assert self.store is not None
+        self.set_weight(self.weight)
+        if self.changed_weights:
+            self.restart()
+        last = [row for row in self.histories[-2:] if len(row) > 1]
+        asked: list[list[int]] = []
+        for row in last:
+            self.note("last:", row)
+            if self.ask(row, 1):
+                asked.append(row)
+        chats = {name: (chat.ids, chat.messages) for name, chat in self.chats.items()}
+        files = self.folder
+        self.drained()
+        if files is not None:
+            disk = self.store._disk_tier.disk  # type: ignore[union-attr]
+            disk.problem = ""
+            problem = self.disk_budget is None and not self.tight and not self.flipped
+            for row in asked if problem else ():
+                if self.plain:
+                    got, _ = disk.find(disk_key((computed_as(self.toy), None)), packed(row))  # type: ignore[arg-type]
+                    assert got == len(row), f"{got} of {len(row)} tokens are saved: {self.store.stats.problem}"
+        self.close()
+        if files is None:
+            return
+        rows = {int(x.name[:12]) for x in os.scandir(files) if ".safetensors" in x.name}
+        self.tight, self.host_budgets, self.device_budgets = False, (PLENTY,), (PLENTY,)
+        self.faults.clear()
+        self.open()
+        assert self.store is not None
+        disk = self.store._disk_tier.disk  # type: ignore[union-attr]
+        assert not rows - disk._chunks.keys() or self.rough_disk or disk._chunks.keys() <= rows
+        assert {name: (chat.ids, chat.messages) for name, chat in self.chats.items()} == chats
+        for row in asked:
+            self.note("again:", row)
+            assert self.ask(row, 2), "what was saved is of no use"
+        self.check()
+        self.close()
+
+    def ask(self, row: list[int], tokens: int) -> bool:
+        """Some more tokens."""
+        ids, options = torch.tensor([row]), {"max_new_tokens": tokens}
+        return self.call(
+            lambda store: store.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist(),
+            [row],
+            None,
+            options,
+        )
+
+
+def _alike(a: Sequence[int], b: Sequence[int]) -> int:
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+@functools.cache
+def root() -> Path:
+    """Where folders of worlds are, in memory where the system has that."""
+    memory = Path("/dev/shm")
+    found = tempfile.mkdtemp(prefix="kvtier-world-", dir=memory if os.access(memory, os.W_OK) else None)
+    return Path(found)
+
+
+def handles() -> list[str]:
+    """Of this process."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the list
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sorted(found)
+
+
+class _Time:
+    """Stands in for the module `time` in kvtier: the clock of the world that there is."""
+
+    clock: Clock | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time if self.clock is None else self.clock, name)
+
+
+def archive_of(store: ConversationStore | None) -> Archive | None:
+    """Of a store with a folder."""
+    return None if store is None or store._disk_tier is None else store._disk_tier._archive
+
+
+@contextlib.contextmanager
+def worlds() -> Iterator[None]:
+    """What kvtier sees of the process while worlds run. They say when garbage is collected."""
+    collects = gc.isenabled()
+    with pytest.MonkeyPatch.context() as patch, rough():
+        for name, module in list(sys.modules.items()):
+            if name.startswith("kvtier.") and vars(module).get("time") is time:
+                patch.setattr(module, "time", _TIME)
+        patch.setattr(Archive, "background", False)
+        # What host threads took is measured where no clock can be given.
+        patch.setattr(Future, "seconds", property(lambda future: _TIME.perf_counter() % 1e-3))
+        patch.setattr(retention, "TOKENS", 8)
+        patch.setattr(prefix_reuse, "SPACING", 16)
+        gc.collect()
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
+            if collects:
+                gc.enable()
+
+
+_TIME = _Time()
+
+
+@contextlib.contextmanager
+def current(world: World) -> Iterator[None]:
+    """This is the world that kvtier sees."""
+    drawn = random.getstate()
+    _TIME.clock, Rough.disk = Clock(random.Random(world.seed + 3)), world.disk
+    random.seed(world.seed)
+    torch.manual_seed(world.seed)
+    try:
+        yield
+    finally:
+        _TIME.clock = Rough.disk = None
+        random.setstate(drawn)
+
+
+def run(seed: int, steps: int | None = None, say: Callable[[str], None] | None = None) -> World:
+    """The world of a seed, from its beginning to its end. Within `worlds`."""
+    at = root() / f"{os.getpid()}-{seed}"
+    at.mkdir()
+    gc.freeze()  # what is there already takes no time when garbage is collected
+    before = handles(), threading.active_count()
+    try:
+        world = World(seed, at, say)
+        with current(world):
+            world.run(world.rng.randint(6, 16) if steps is None else steps)
+            world.toy.meanwhile = world.disk.idle = lambda: None
+            gc.collect()
+            assert handles() == before[0], "handles are left"
+            assert threading.active_count() == before[1], "threads are left"
+        return world
+    finally:
+        shutil.rmtree(at, ignore_errors=True)
+
+
+def main() -> None:
+    """Say what happens in the worlds of some seeds."""
+    torch.set_num_threads(1)
+    for seed in map(int, sys.argv[1:]):
+        print(f"seed {seed}")
+        began = time.perf_counter()
+        with worlds():
+            world = run(seed, say=print)
+        print(f"seed {seed}: {time.perf_counter() - began:.3f} s, {world.did}")
+
+
+if __name__ == "__main__":
+    main()
