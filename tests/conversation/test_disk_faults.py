@@ -4,6 +4,7 @@ but by `problem`, and what is read is right."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import resource
@@ -22,6 +23,8 @@ from typing import Any
 
 import pytest
 from disks import disk_of, load, save
+from families import tiny_model
+from test_store import Tokenizer, store_of
 
 from kvtier import ConfigError, StoreInUseError
 from kvtier.conversation.disk import manifest
@@ -447,3 +450,33 @@ def test_a_process_that_is_killed_at_any_moment_loses_nothing_that_it_said_was_s
         assert {int(x.name[:12]) for x in files} == set(disk._chunks), "files without rows are left"
         assert sum(x.stat().st_size for x in files) <= (budget or 10**9)
     assert bool(partly) == bool(budget), "nothing had to make room"
+
+
+# Conversations
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["not done", "done"])
+def test_conversations_that_cannot_be_read_are_not_replaced_by_new_ones(done: bool, tmp_path: Path) -> None:
+    """A store that went on without them would save an empty one under the name of each."""
+    model, tokenizer = tiny_model("llama"), Tokenizer()
+    with store_of(model, directory=tmp_path) as store:
+        store.open("c").send("Who?", tokenizer=tokenizer, do_sample=False, max_new_tokens=1)
+        messages = store.open("c").messages
+    before, at, refused = handles(), 0, 0
+    while True:
+        with failing(at, errno.EIO, done) as left:
+            try:
+                store = store_of(model, directory=tmp_path)
+            except (ConfigError, StoreInUseError):
+                refused += 1
+            else:
+                assert store.open("c").messages == messages, at
+                store.close()
+        gc.collect()
+        assert handles() == before
+        with store_of(model, directory=tmp_path) as store:
+            assert store.open("c").messages == messages, at
+        if left[0] >= 0:
+            break
+        at += 1
+    assert refused > 10
