@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
-import queue
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from kvtier.conversation.disk.chunks import Chunk, Disk
+from kvtier.conversation.disk.chunks import Chunk, Disk, Part
+from kvtier.conversation.disk.files import LARGEST
 from kvtier.conversation.index import WIDTH
 from kvtier.conversation.journal import JournalledCache
 from kvtier.conversation.states import States, packed_states, unpacked_states
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A sequence to be saved.
-
-    Attributes:
-        key: see `Disk`.
-        ids: of all its tokens, packed.
-        states: at its end, for a model that keeps states.
-        place: its key in the store.
-    """
-
-    key: str
-    ids: bytes
-    states: States | None
-    place: Hashable
+from kvtier.conversation.waiting import Saved, Waiting
+from kvtier.errors import BudgetError
 
 
 class Archive:
-    """Saves in the background, in order, and loads.
+    """Saves in the background, and loads. Nobody waits for a disk that is slow to save, see `Waiting`.
 
     Args:
         disk: where.
@@ -63,10 +48,10 @@ class Archive:
         self._open_cache = open_cache
         self._layers = layers
         self._device = device
-        self._queue: queue.Queue[Saved | None] = queue.Queue()
+        self._waiting = Waiting()
         self._thread: threading.Thread | None = None
         # The thread does not keep a store alive that is dropped without being closed, and ends with it.
-        self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._finalizer = weakref.finalize(self, self._waiting.end)
         self._finalizer.atexit = False
 
     # Save
@@ -75,7 +60,7 @@ class Archive:
         """Save a sequence soon."""
         if self.background and self._thread is None:
             thread = threading.Thread(
-                target=_work, args=(weakref.ref(self), self._queue), name="kvtier-saving", daemon=True
+                target=_work, args=(weakref.ref(self), self._waiting), name="kvtier-saving", daemon=True
             )
             try:
                 thread.start()
@@ -84,19 +69,19 @@ class Archive:
                 return
             self._thread = thread
             _working.add(self)
-        self._queue.put(saved)
+        given_up = self._waiting.put(saved)
+        if given_up:
+            self.disk.problem = f"the disk is too slow: {given_up} sequence(s) that waited longest were not saved"
 
     def flush(self) -> None:
         """Return when all that was submitted is on the disk, or cannot be."""
         while not self.background and self.work():
             pass
-        self._queue.join()
+        self._waiting.join()
 
     def work(self) -> bool:
         """Save what was submitted first of what is not saved yet. Whether there was any."""
-        if self._queue.empty():
-            return False
-        return _save_next(weakref.ref(self), self._queue)
+        return not self._waiting.empty and _save_next(weakref.ref(self), self._waiting)
 
     def close(self) -> None:
         """Save what was submitted, and close the folder."""
@@ -107,13 +92,14 @@ class Archive:
         """Save what was submitted, and end the thread."""
         while not self.background and self.work():
             pass
+        self._waiting.end()
         if self._thread is not None:
-            self._queue.put(None)
             self._thread.join()
             self._thread = None
 
     def save(self, saved: Saved) -> None:
-        """Save what of a sequence is not saved yet.
+        """Save what of a sequence is not saved yet, in files of about `LARGEST` bytes; with states it is one file, for
+        they are of its end.
 
         Raises:
             Exception: it cannot be read from the memory.
@@ -130,16 +116,29 @@ class Archive:
             for i in sorted(cache._forward.readers):
                 keys, values = cache.layers[i].dense("saving")
                 tensors[f"k.{i}"], tensors[f"v.{i}"] = (x[0, :, start:length].contiguous() for x in (keys, values))
-        said = ""
-        if saved.states is not None:
-            found = packed_states(saved.states)
-            if found is None:
-                self.disk.problem = "a layer of the model has states that are no tensors"
+        if saved.states is None:
+            self._write(saved, start, parent, tensors)
+            return
+        found = packed_states(saved.states)
+        if found is None:
+            self.disk.problem = "a layer of the model has states that are no tensors"
+            return
+        more, about = found
+        self.disk.write(saved.key, saved.ids, start, parent, tensors | more, json.dumps(about))
+
+    def _write(self, saved: Saved, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Save tokens from one on as a chain of chunks, or nothing of them where the budget leaves no room for all."""
+        tokens = len(saved.ids) // WIDTH - start
+        nbytes = sum(x.nbytes for x in tensors.values())
+        if not self.disk.leaves(nbytes, parent):
+            return
+        portion = max(LARGEST * tokens // max(nbytes, 1), 1)
+        for at in range(0, tokens, portion):
+            ids = saved.ids[: (start + min(at + portion, tokens)) * WIDTH]
+            some = {name: x[:, at : at + portion] for name, x in tensors.items()}
+            parent = self.disk.write(saved.key, ids, start + at, parent, some, "")
+            if parent is None:
                 return
-            more, about = found
-            tensors |= more
-            said = json.dumps(about)
-        self.disk.write(saved.key, saved.ids, start, parent, tensors, said)
 
     def _ends(self, saved: Saved) -> list[Chunk]:
         return self.disk.ends(saved.key, saved.ids)
@@ -169,25 +168,32 @@ class Archive:
             go_on: asked before each chunk; it ends where the answer is no.
 
         Returns:
-            Tokens that it has then: fewer where something is damaged; and for a model with states those at the end.
+            Tokens that it has then: fewer where something is damaged, or where room for the rest was lost meanwhile;
+            and for a model with states those at the end.
 
         Raises:
-            BudgetError: there is no room.
+            BudgetError: there is no room. A cache whose `max_tokens` are these says so before anything is written.
         """
         device, until, last = self._device(), 0, dict[str, torch.Tensor]()
         said = ""
-        for part in self.disk.read(chunk, length):
-            if not go_on():
-                break
-            for i in sorted(int(name[2:]) for name in part.tensors if name.startswith("k.")):
-                keys, values = (part.tensors[f"{x}.{i}"][None, :, : part.stop - part.start] for x in ("k", "v"))
-                if keys.shape[2] != part.stop - part.start or values.shape[2] != part.stop - part.start:
-                    return 0, None
-                cache._forward.restore(i, keys.to(device), values.to(device))
-            cache._forward.steps.end()
-            until, said = part.stop, part.said
-            # The tensors of a part share one buffer, which the next part is read into.
-            last = {name: x.clone() for name, x in part.tensors.items() if name.startswith("s.")} if stateful else {}
+        with contextlib.closing(self.disk.read(chunk, length)) as parts:
+            for part in parts:
+                if not go_on():
+                    break
+                try:
+                    if not _restore(cache, part, device):
+                        return 0, None
+                except BudgetError as error:
+                    if stateful or not until:
+                        raise
+                    self.disk.problem = f"{error} The first {until} tokens of what is saved were loaded."
+                    cache.crop(0)
+                    break
+                until, said = part.stop, part.said
+                # The tensors of a part are in a buffer, which a later part is read into.
+                last = (
+                    {name: x.clone() for name, x in part.tensors.items() if name.startswith("s.")} if stateful else {}
+                )
         if not until or not stateful:
             return until, None
         if until != length:
@@ -213,6 +219,22 @@ def _finish() -> None:
         archive.finish()
 
 
+def _restore(cache: JournalledCache, part: Part, device: torch.device) -> bool:
+    """Add the tokens of a part to every layer; False, where they are not as many as it says.
+
+    Raises:
+        BudgetError: the cache is in the middle of a step, which `crop(0)` drops.
+    """
+    tokens = part.stop - part.start
+    for i in sorted(int(name[2:]) for name in part.tensors if name.startswith("k.")):
+        keys, values = (part.tensors[f"{x}.{i}"][None, :, :tokens] for x in ("k", "v"))
+        if keys.shape[2] != tokens or values.shape[2] != tokens:
+            return False
+        cache._forward.restore(i, keys.to(device), values.to(device))
+    cache._forward.steps.end()
+    return True
+
+
 def _known(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], layers: Sequence[Any]) -> bool:
     """Whether all that layers hold was saved. Another version of Transformers may have layers that hold more."""
     saved: dict[str, set[str]] = {index: set(each) for index, each in about.items()}
@@ -222,25 +244,25 @@ def _known(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], layers
     return all(int(i) < len(layers) and vars(layers[int(i)]).keys() <= names for i, names in saved.items())
 
 
-def _work(archive: weakref.ref[Archive], waiting: queue.Queue[Saved | None]) -> None:
+def _work(archive: weakref.ref[Archive], waiting: Waiting) -> None:
     """Save what is submitted, until there is nobody who submits."""
     while _save_next(archive, waiting):
         pass
 
 
-def _save_next(archive: weakref.ref[Archive], waiting: queue.Queue[Saved | None]) -> bool:
+def _save_next(archive: weakref.ref[Archive], waiting: Waiting) -> bool:
     """Wait for what is submitted next, and save it. Whether more may come."""
     saved = waiting.get()
+    if saved is None:
+        return False
     here = archive()
     try:
-        if saved is None:
-            return False
         if here is not None:
             here.save(saved)
     except Exception as error:  # nobody waits for it: what was not saved is computed again
         if here is not None:
             here.disk.problem = str(error)
     finally:
-        del here, saved
-        waiting.task_done()
+        del here, saved  # before somebody hears that it is done
+        waiting.done()
     return True

@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 import torch
 
-from kvtier.conversation.archive import Archive, Saved
+from kvtier.conversation.archive import Archive
 from kvtier.conversation.disk.chunks import Chunk, Disk
 from kvtier.conversation.index import WIDTH
 from kvtier.conversation.journal import JournalledCache, Took
 from kvtier.conversation.kept import Entry, Kept
+from kvtier.conversation.waiting import Saved
 from kvtier.errors import BudgetError
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.loading import LoadOrCompute
@@ -36,7 +37,7 @@ class DiskTier:
         disk: Disk,
         memory: TieredMemory,
         kept: Kept,
-        new_cache: Callable[[], JournalledCache],
+        new_cache: Callable[..., JournalledCache],
         device: Callable[[], torch.device],
         loading: Literal["auto", "always"],
     ) -> None:
@@ -90,7 +91,7 @@ class DiskTier:
             if not (self._loads_all or self._prices.loads(nbytes, length - here, here, prompt - length)):
                 return 0, "what is saved is expected to be computed sooner than loaded"
         began = time.perf_counter()
-        with self._new_cache() as cache:
+        with self._new_cache(max_tokens=length) as cache:  # so that room for all is there, or nothing is loaded
             try:
                 got, states = self._archive.load(cache, chunk, length, stateful=stateful, go_on=go_on)
             except BudgetError as error:
@@ -100,7 +101,7 @@ class DiskTier:
                 return 0, "what is saved cannot be read"
             self._kept.keep(cache, key, 0, 0, ids[: got * WIDTH], {got: states} if states is not None else {})
             with self._memory.lock:
-                self._prices.loaded(nbytes, time.perf_counter() - began)
+                self._prices.loaded(nbytes if got == length else nbytes * got // length, time.perf_counter() - began)
         return got, ""
 
     def learn(self, took: Iterable[Took]) -> None:

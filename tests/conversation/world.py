@@ -435,7 +435,7 @@ class World:
         assert self.store is not None
         archive = archive_of(self.store)
         self.store.flush()
-        assert archive is None or archive._queue.unfinished_tasks == 0
+        assert archive is None or archive._waiting.empty
         if self.sure_of_disk and archive is not None and not self.store._disk_tier.stopped:
             for each in self.kept:
                 each.saved = each.saved or (each.here and not isinstance(each.key[-1], tuple))

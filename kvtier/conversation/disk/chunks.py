@@ -13,19 +13,21 @@ forgotten, with all that continues it. What cannot be read now, for want of hand
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sqlite3
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from kvtier.conversation.disk.ahead import read_ahead
 from kvtier.conversation.disk.files import Buffer, Damaged, read_tensors, write_tensors
 from kvtier.conversation.disk.folder import MANIFEST, Folder
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
@@ -193,33 +195,38 @@ class Disk:
         with self._lock:
             return [chunk for _, chunk in self._index.prefixes(key, ids)]
 
-    def read(self, chunk: Chunk, length: int) -> Iterator[Part]:
+    def read(self, chunk: Chunk, length: int) -> Generator[Part]:
         """The first tokens of a chain, a chunk at a time, every byte of it checked before it is given.
 
-        Fewer than `length` tokens come where some are damaged or cannot be read, and none where all are. The tensors of
-        a part are valid until the next one is asked for: all are read into one buffer, which takes its time to get
-        from the system only once.
+        Fewer than `length` tokens come where some are damaged or cannot be read, and none where all are. While one part
+        is used, a thread reads the next one, see `read_ahead`: whoever does not go to the end closes the iterator. All
+        are read into two buffers, which take their time to get from the system only once, so that the tensors of a part
+        are valid until the next one is asked for.
         """
         while chunk.parent is not None and chunk.start >= length and chunk.stop > length:
             chunk = chunk.parent  # what was found goes on, and its end is of no use
-        chain, buffer = chunk.chain()[::-1], Buffer()
+        chain = chunk.chain()[::-1]
         with self._lock:
             self._use(chunk)
-        for i, each in enumerate(chain):
-            stop = min(length, chain[i + 1].start if i + 1 < len(chain) else each.stop)
-            try:
-                tensors, said = read_tensors(self._folder.file(each.number), each.nbytes, each.checksum, buffer)
-            except Damaged as error:
-                with self._lock:
-                    if self._chunks.get(each.number) is each and not self.closed:  # or it made room meanwhile
-                        self.problem = str(error)
-                        self.damaged += 1
-                        self.forget(each)
-                return
-            except _FAILURES as error:
-                self.problem = f"{error}: what is saved of a sequence was not read, and is computed"
-                return
-            yield Part(each.start, stop, tensors, said)
+        with contextlib.closing(read_ahead([functools.partial(self._read, each) for each in chain])) as parts:
+            for i, each in enumerate(chain):
+                stop = min(length, chain[i + 1].start if i + 1 < len(chain) else each.stop)
+                try:
+                    tensors, said = next(parts)
+                except Damaged as error:
+                    with self._lock:
+                        if self._chunks.get(each.number) is each and not self.closed:  # or it made room meanwhile
+                            self.problem = str(error)
+                            self.damaged += 1
+                            self.forget(each)
+                    return
+                except _FAILURES as error:
+                    self.problem = f"{error}: what is saved of a sequence was not read, and is computed"
+                    return
+                yield Part(each.start, stop, tensors, said)
+
+    def _read(self, chunk: Chunk, buffer: Buffer) -> tuple[dict[str, torch.Tensor], str]:
+        return read_tensors(self._folder.file(chunk.number), chunk.nbytes, chunk.checksum, buffer)
 
     def write(
         self, key: str, ids: bytes, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor], said: str
@@ -255,6 +262,16 @@ class Disk:
             chunk = self._add(row, parent)
             self._use(chunk)
             return chunk
+
+    def leaves(self, nbytes: int, parent: Chunk | None) -> bool:
+        """Whether so many bytes behind a chunk are within the budget, all else aside; `problem` says that they are
+        not."""
+        with self._lock:
+            kept = 0 if parent is None else sum(x.kept for x in parent.chain())
+            if self.budget is None or nbytes + kept + sum(self._stray.values()) <= self.budget:
+                return True
+            self.problem = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves"
+            return False
 
     def _refused(self, ids: bytes, start: int, parent: Chunk | None) -> str:
         """Why a sequence is not saved; "": it is."""
@@ -315,9 +332,7 @@ class Disk:
             return True
         for file in list(self._stray):
             self._unlink(file, 0)
-        kept = 0 if keep is None else sum(x.kept for x in keep.chain())
-        if nbytes + kept + sum(self._stray.values()) > self.budget:
-            self.problem = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves"
+        if not self.leaves(nbytes, keep):
             return False
         if keep is not None:
             self._use(keep)  # so that it goes last

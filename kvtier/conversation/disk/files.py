@@ -22,6 +22,8 @@ from safetensors.torch import save
 
 from kvtier.conversation.disk.folder import sync_names
 
+#: Bytes of tensors in one file, where what is saved can be parted: two files are in memory while a sequence is loaded.
+LARGEST = 2**25
 #: Bytes that have a checksum of their own.
 SEGMENT = 2**24
 #: Bytes that are read at a time: what was read is in the processor's cache when its checksum is taken.
@@ -75,9 +77,14 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], said: str) ->
 
 
 class Buffer:
-    """Memory that files are read into, one after the other."""
+    """Memory that files are read into, one after the other.
+
+    Attributes:
+        wanted: whether somebody waits for what is read into it. Any thread may say that nobody does any more.
+    """
 
     def __init__(self) -> None:
+        self.wanted = True
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -103,6 +110,7 @@ def read_tensors(
     Raises:
         Damaged: it is not what was written, or is gone. OSError, MemoryError: it cannot be read now.
     """
+    buffer = buffer or Buffer()
     try:
         # No link is followed, and nobody is waited for where something else has the name.
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -116,8 +124,8 @@ def read_tensors(
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode) or about.st_size != nbytes:
             raise Damaged(f"{file.name} has another size than was written")
-        data = (buffer or Buffer()).take(nbytes)
-        if _read(handle, memoryview(data.numpy().data)) != sums:
+        data = buffer.take(nbytes)
+        if _read(handle, memoryview(data.numpy().data), buffer) != sums:
             raise Damaged(f"{file.name} is not what was written")
     finally:
         os.close(handle)
@@ -133,10 +141,12 @@ def checksum(data: bytes | memoryview) -> bytes:
     return b"".join(zlib.crc32(view[at : at + SEGMENT]).to_bytes(4, "little") for at in range(0, len(view), SEGMENT))
 
 
-def _read(handle: int, into: memoryview) -> bytes:
-    """Fill a buffer from a file. Returns the checksum of what was read; of a part, where the file ends early."""
+def _read(handle: int, into: memoryview, buffer: Buffer) -> bytes:
+    """Fill memory of a buffer from a file. Returns the checksum of what was read; none, where the file ends early."""
     at, sums, current = 0, b"", 0
     while at < len(into):
+        if not buffer.wanted:
+            raise InterruptedError("nobody waits for it any more")
         got = os.readv(handle, [into[at : min(at + _PIECE, (at // SEGMENT + 1) * SEGMENT)]])
         if not got:
             return b""

@@ -17,13 +17,10 @@ from pathlib import Path
 import torch
 
 from kvtier.conversation.disk.contents import Contents, check_there, compare, stop_of
-from kvtier.conversation.disk.files import Damaged, read_tensors, write_tensors
+from kvtier.conversation.disk.files import LARGEST, Damaged, read_tensors, write_tensors
 from kvtier.conversation.disk.folder import MANIFEST, Folder, sync_names
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
 from kvtier.errors import ConfigError
-
-#: Bytes that a merged file comes to, at the most: a sequence that is needed in part is read file by file.
-LARGEST = 2**26
 
 
 @dataclass(frozen=True)
