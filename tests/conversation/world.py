@@ -45,6 +45,7 @@ from kvtier import (
 )
 from kvtier.conversation import prefix_reuse, retention
 from kvtier.conversation.archive import Archive
+from kvtier.conversation.disk import ahead
 from kvtier.conversation.disk.upkeep import Upkeep
 from kvtier.conversation.disk_tier import _key as disk_key
 from kvtier.conversation.index import packed
@@ -1016,6 +1017,7 @@ def worlds() -> Iterator[None]:
             if name.startswith("kvtier.") and vars(module).get("time") is time:
                 patch.setattr(module, "time", _TIME)
         patch.setattr(Archive, "background", False)
+        patch.setattr(ahead, "_submit", lambda *args: None)  # there is no thread to be had
         # What host threads took is measured where no clock can be given.
         patch.setattr(Future, "seconds", property(lambda future: _TIME.perf_counter() % 1e-3))
         patch.setattr(retention, "TOKENS", 8)
