@@ -687,7 +687,7 @@ class World:
             chat.ids = chat.ids[: chat.ends.get(len(chat.messages), 0)]
             chat.note()
         elif how == "park":
-            there.park()
+            self._may_fail(there.park)
         elif how == "close":
             there.close()
             del self.chats[name]
@@ -778,8 +778,7 @@ class World:
 
     def flip(self) -> None:
         """A bit of what is kept in host memory turns over."""
-        if "flips" not in self.faults or self.store is None or self.depth:
-            return
+        assert self.store is not None
         self.memory.drain()
         runs = [x for s in self.store._kept.parked.sequences for table in s.tables.values() for x in table.resolve()]
         runs = [x for x in dict.fromkeys(runs) if x.state in (State.HOST, State.BOTH) and x.sums is not None]
@@ -797,8 +796,7 @@ class World:
 
     def rot(self) -> None:
         """A file is damaged."""
-        if "rot" not in self.faults or self.folder is None:
-            return
+        assert self.folder is not None
         files = sorted(self.folder.glob("*.safetensors"))
         if files:
             self.damaged = True
@@ -808,8 +806,6 @@ class World:
 
     def kill(self) -> None:
         """The process may end at any moment from now on, or now."""
-        if self.faults.isdisjoint(("kills", "power")) or self.folder is None:
-            return
         self.disk.power = "power" in self.faults and (self.rng.random() < 0.5 or "kills" not in self.faults)
         if self.rng.random() < 0.3:
             self.disk.kill()
@@ -864,10 +860,10 @@ class World:
             self.adapt: 0.3,
             self.train: 0.05,
             self.restart: 0.5 if folder else 0.1,
-            self.toggle: 0.8 if self.faults & {"transfers", "interrupts", "disk"} else 0.0,
-            self.flip: 0.8,
-            self.rot: 0.8,
-            self.kill: 0.6,
+            self.toggle: 2.0 if self.faults & {"transfers", "interrupts", "disk"} else 0.0,
+            self.flip: 2.0 * ("flips" in self.faults),
+            self.rot: 1.5 * ("rot" in self.faults and folder),
+            self.kill: 1.5 * (not self.faults.isdisjoint(("kills", "power")) and folder),
         }
         self.rng.choices(list(weights), list(weights.values()))[0]()
 

@@ -137,6 +137,8 @@ class Disk:
         # A number is not used again as long as the folder is open, whatever becomes of its file.
         self._next = 1
         self._stray: dict[Path, int] = {}
+        # Conversations that are not, or perhaps not, removed from the manifest yet.
+        self._forgotten = set[str]()
         try:
             self._manifest = Manifest(self.path / MANIFEST, fingerprint)
             try:
@@ -418,13 +420,21 @@ class Disk:
         with self._lock, self._telling(f"conversation {name!r} was not saved"):
             self._check_open()
             self._manifest.save_conversation(name, state)
+            self._forgotten.discard(name)
 
     def drop_conversation(self, name: str) -> None:
-        """Forget a conversation."""
-        with self._lock, self._telling(f"conversation {name!r} was not removed"):
-            self._ranked.pop(name, None)
+        """Forget a conversation: now, or when another one is forgotten, or at the end."""
+        with self._lock:
             self._check_open()
-            self._manifest.drop_conversation(name)
+            self._ranked.pop(name, None)
+            self._forgotten.add(name)
+            self._drop_forgotten()
+
+    def _drop_forgotten(self) -> None:
+        for name in list(self._forgotten):
+            with self._telling(f"conversation {name!r} was not removed"):
+                self._manifest.drop_conversation(name)
+                self._forgotten.discard(name)
 
     def conversations(self) -> dict[str, dict[str, Any]]:
         """All that are saved, by name; those that are damaged are left out.
@@ -470,6 +480,8 @@ class Disk:
             if self.closed:
                 return
             self.closed = True
+            if self._forgotten and self._folder.there():
+                self._drop_forgotten()
             if self._used and self._folder.there():
                 with self._telling("what was used last is not noted"), self._manifest.transaction():
                     self._manifest.use(self._used)
