@@ -323,6 +323,12 @@ def test_the_files_that_the_architecture_names_exist() -> None:
 # ------------------------------------------------------------------------------------ public names
 
 
+def test_no_two_modules_of_tests_have_one_name() -> None:
+    """Where both are collected, pytest would refuse the second one."""
+    names = [x.name for x in (ROOT / "tests").rglob("*.py") if x.name not in ("conftest.py", "__init__.py")]
+    assert len(names) == len(set(names)), sorted(x for x in set(names) if names.count(x) > 1)
+
+
 def test_public_names_are_sorted_and_unique() -> None:
     assert kvtier.__all__
     assert list(kvtier.__all__) == sorted(set(kvtier.__all__))
