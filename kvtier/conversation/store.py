@@ -436,7 +436,7 @@ class ConversationStore:
             self._check_weights()
             with self.memory.lock:
                 now = of.computed_as(self.model)
-                entries = [x for x in self._kept.entries.values() if x.key[0] == now]  # type: ignore[index]
+                entries = [x for x in self._kept.entries.values() if x.key[0] == now and not x.sequence.start]  # type: ignore[index]
             for entry in random.sample(entries, min(sequences, len(entries))):
                 compared += self._verify(entry)
         return compared
@@ -444,8 +444,8 @@ class ConversationStore:
     def _verify(self, entry: Entry) -> int:
         with self._new_cache() as cache:
             try:
-                cache._forward.follow(self._kept.parked, [entry.sequence], 1 << 60)
-                return verify(self.model, cache, entry.ids)
+                length = cache._forward.follow(self._kept.parked, [entry.sequence], 1 << 60)
+                return verify(self.model, cache, entry.ids, length)
             except CorruptionError as error:
                 self._reuse.problem = str(error)
                 with self.memory.changing():

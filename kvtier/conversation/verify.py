@@ -42,12 +42,13 @@ def difference(kept: Mapping[int, Pair], computed: Mapping[int, Pair]) -> str:
     return ""
 
 
-def verify(model: Any, cache: JournalledCache, ids: bytes) -> int:
+def verify(model: Any, cache: JournalledCache, ids: bytes, length: int) -> int:
     """Compute the tokens of a cache of one row again, and compare.
 
     Args:
-        cache: holds the first of these tokens, or all.
+        cache: holds the first of these tokens, in its tiered layers.
         ids: packed.
+        length: tokens that it holds.
 
     Returns:
         The tokens that were compared.
@@ -55,7 +56,6 @@ def verify(model: Any, cache: JournalledCache, ids: bytes) -> int:
     Raises:
         CorruptionError: they differ by more than rounding, or were damaged.
     """
-    length = cache.get_seq_length()
     kept = {i: cache.layers[i].dense("verify") for i in cache._forward.readers}
     if not length or not kept:
         return 0

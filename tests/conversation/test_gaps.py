@@ -160,6 +160,8 @@ def test_a_conversation_drops_and_says_which_positions_it_has() -> None:
             with pytest.raises(ConfigError, match="the sequence has"):
                 chat.drop(start, stop)
         store.drop(some_ids(10)[0].tolist(), 0, 10)  # nothing of it is kept
+        chat.drop(20, 60)
+        assert store.verify(sequences=9) == 20, "what is behind a gap cannot be compared by itself"
 
 
 def test_what_is_dropped_in_between_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
