@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -250,6 +251,11 @@ class CacheOptions:
     block_size: int | None
     host_attention: bool = True
     max_tokens: int | None = None
+
+    @property
+    def whole_blocks(self) -> int:
+        """Tokens that are whole blocks in every layer, on whatever device it is."""
+        return self.block_size or math.lcm(HOST_BLOCK, DEVICE_BLOCK)
 
     @classmethod
     def parse(cls, block_size: Any, host_attention: Any = True, max_tokens: Any = None) -> CacheOptions:

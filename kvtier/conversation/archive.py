@@ -159,24 +159,26 @@ class Archive:
         chunk: Chunk,
         length: int,
         *,
+        start: int = 0,
         stateful: bool,
         go_on: Callable[[], bool] = lambda: True,
     ) -> tuple[int, States | None]:
         """Bring the first tokens of a saved sequence into an empty cache.
 
         Args:
+            start: those before it are left out; what has states is loaded whole.
             go_on: asked before each chunk; it ends where the answer is no.
 
         Returns:
-            Tokens that it has then: fewer where something is damaged, or where room for the rest was lost meanwhile;
-            and for a model with states those at the end.
+            Where what it has then ends: before `length` where something is damaged, or where room for the rest was lost
+            meanwhile; 0: it has nothing. And for a model with states those at the end.
 
         Raises:
             BudgetError: there is no room. A cache whose `max_tokens` are these says so before anything is written.
         """
         device, until, last = self._device(), 0, dict[str, torch.Tensor]()
         said = ""
-        with contextlib.closing(self.disk.read(chunk, length)) as parts:
+        with contextlib.closing(self.disk.read(chunk, length, start)) as parts:
             for part in parts:
                 if not go_on():
                     break
@@ -186,7 +188,7 @@ class Archive:
                 except BudgetError as error:
                     if stateful or not until:
                         raise
-                    self.disk.problem = f"{error} The first {until} tokens of what is saved were loaded."
+                    self.disk.problem = f"{error} Of what is saved, the tokens from {start} to {until} were loaded."
                     cache.crop(0)
                     break
                 until, said = part.stop, part.said

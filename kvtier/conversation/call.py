@@ -10,6 +10,7 @@ import torch
 
 from kvtier.conversation.index import WIDTH, packed
 from kvtier.conversation.reuse import RowReuse
+from kvtier.conversation.tail import Tail
 from kvtier.hf import generation as of
 
 
@@ -26,6 +27,7 @@ class Call:
         key: see `PrefixIndex`.
         depends: what keys and values depend on besides tokens, when the call began.
         loaded: tokens of each row that were read from the disk for this call.
+        tail: that is being loaded, or was, while what precedes it was computed; None: there is none.
         filled: columns of gaps that were computed before what is kept behind them.
         why: where nothing is re-used, the reason.
         name: of the conversation that it is a turn of; None: of none.
@@ -40,6 +42,7 @@ class Call:
     key: Hashable
     depends: Hashable
     loaded: list[int] = field(default_factory=list)
+    tail: Tail | None = None
     filled: int = 0
     why: str = ""
     name: str | None = None

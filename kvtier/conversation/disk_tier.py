@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -13,10 +14,38 @@ from kvtier.conversation.disk.chunks import Chunk, Disk
 from kvtier.conversation.index import WIDTH
 from kvtier.conversation.journal import JournalledCache, Took
 from kvtier.conversation.kept import Entry, Kept
+from kvtier.conversation.tail import Tail
 from kvtier.conversation.waiting import Saved
 from kvtier.errors import BudgetError
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.loading import LoadOrCompute
+
+
+_SOONER = "what is saved is expected to be computed sooner than loaded"
+
+
+class _Longer(NamedTuple):
+    """What is longer on the disk than in memory: the first `length` tokens, of which `chunk` has the last. `here` of
+    them are in memory."""
+
+    chunk: Chunk
+    length: int
+    here: int
+
+    @property
+    def files(self) -> list[tuple[int, int]]:
+        """The first token and the bytes of each, in order."""
+        return [(x.start, x.nbytes) for x in reversed(self.chunk.chain())]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return self.nbytes_from(0)
+
+    def nbytes_from(self, start: int) -> int:
+        """Of those that have the tokens from one on."""
+        files = self.files
+        return sum(nbytes for i, (_, nbytes) in enumerate(files) if i + 1 == len(files) or files[i + 1][0] > start)
 
 
 class DiskTier:
@@ -55,26 +84,26 @@ class DiskTier:
 
     def bytes_to_load(self, key: Hashable, ids: bytes, *, stateful: bool) -> int:
         """Bytes that `load` would read, if it is not expected to be computed sooner."""
-        chunk = self._longer(key, ids, stateful)[2]
-        return 0 if chunk is None else sum(x.nbytes for x in chunk.chain())
+        found = self._longer(key, ids, stateful)
+        return 0 if found is None else found.nbytes
 
-    def _longer(self, key: Hashable, ids: bytes, stateful: bool) -> tuple[int, int, Chunk | None]:
-        """Tokens in memory, and on the disk if these are more, with the chunk that has the last of them."""
+    def _longer(self, key: Hashable, ids: bytes, stateful: bool) -> _Longer | None:
+        """What is longer on the disk than in memory."""
         name = _key(key)
         if name is None or self.stopped:
-            return 0, 0, None
+            return None
         length, chunk = self._archive.find(name, ids, stateful=stateful)
         with self._memory.lock:
             if stateful:
                 here = next((n for n, _ in self._kept.states_of(key, ids)), 0)
             else:
                 here, _ = self._kept.find(key, ids)
-        return (here, length, chunk) if length > here else (here, 0, None)
+        return _Longer(chunk, length, here) if chunk is not None and length > here else None
 
     def load(
         self, key: Hashable, ids: bytes, *, stateful: bool, go_on: Callable[[], bool] = lambda: True
     ) -> tuple[int, str]:
-        """Load what is longer there than in memory, unless it is expected to be computed sooner.
+        """Load what is longer there than in memory, all of it, unless it is expected to be computed sooner.
 
         Args:
             go_on: asked before each chunk; what was read until it says no is kept.
@@ -82,27 +111,86 @@ class DiskTier:
         Returns:
             Tokens that were loaded, and why there are none although more is saved.
         """
-        prompt = len(ids) // WIDTH + 1
-        here, length, chunk = self._longer(key, ids, stateful)
-        if chunk is None:
+        found = self._longer(key, ids, stateful)
+        if found is None:
             return 0, ""
-        nbytes = sum(x.nbytes for x in chunk.chain())
+        if self._choose(found, ids, None) == found.length:
+            return 0, _SOONER
+        return self._bring(found, 0, key, ids, stateful=stateful, go_on=go_on)
+
+    def load_some(self, key: Hashable, ids: bytes, step: int) -> tuple[int, str, Tail | None]:
+        """Load what is missing in memory, for a model without states: all of it, its tail, or nothing, as is expected
+        to be soonest.
+
+        Args:
+            step: tokens that are whole blocks in every layer.
+
+        Returns:
+            As `load`; and the tail, which a thread loads, where what precedes it is to be computed meanwhile.
+        """
+        found = self._longer(key, ids, stateful=False)
+        if found is None:
+            return 0, "", None
+        start = self._choose(found, ids, step)
+        if start == found.length:
+            return 0, _SOONER, None
+        if start <= found.here:
+            return *self._bring(found, start, key, ids, stateful=False), None
+        try:
+            return (
+                0,
+                "",
+                Tail(self._memory, start, functools.partial(self._bring, found, start, key, ids, stateful=False)),
+            )
+        except RuntimeError as error:  # there is no thread to be had
+            self.disk.problem = str(error)
+            return *self._bring(found, 0, key, ids, stateful=False), None
+
+    def _choose(self, found: _Longer, ids: bytes, step: int | None) -> int:
+        """From which token on to load, see `LoadOrCompute.choose`."""
+        if self._loads_all:
+            return found.here if step is not None and found.here % step == 0 else 0
+        more = len(ids) // WIDTH + 1 - found.length
         with self._memory.lock:
-            if not (self._loads_all or self._prices.loads(nbytes, length - here, here, prompt - length)):
-                return 0, "what is saved is expected to be computed sooner than loaded"
+            return self._prices.choose(found.files, found.length, found.here, more, step)
+
+    def _bring(
+        self,
+        found: _Longer,
+        start: int,
+        key: Hashable,
+        ids: bytes,
+        *,
+        stateful: bool,
+        go_on: Callable[[], bool] = lambda: True,
+    ) -> tuple[int, str]:
+        """Load and keep the tokens from `start` on. As `load`."""
         began = time.perf_counter()
-        with self._new_cache(max_tokens=length) as cache:  # so that room for all is there, or nothing is loaded
+        with self._new_cache(max_tokens=found.length - start) as cache:  # room for all is there, or nothing is loaded
             try:
-                got, states = self._archive.load(cache, chunk, length, stateful=stateful, go_on=go_on)
+                until, states = self._archive.load(
+                    cache, found.chunk, found.length, start=start, stateful=stateful, go_on=go_on
+                )
             except BudgetError as error:
                 self.disk.problem = str(error)
                 return 0, "no room for what is saved"
-            if not got or self.stopped:
+            if not until or self.stopped:
                 return 0, "what is saved cannot be read"
-            self._kept.keep(cache, key, 0, 0, ids[: got * WIDTH], {got: states} if states is not None else {})
+            ids = ids[: until * WIDTH]
+            if start:
+                self._kept.keep_behind(cache, key, start, ids)
+            else:
+                self._kept.keep(cache, key, 0, 0, ids, {until: states} if states is not None else {})
+            nbytes = found.nbytes_from(start) * (until - start) // (found.length - start)
             with self._memory.lock:
-                self._prices.loaded(nbytes if got == length else nbytes * got // length, time.perf_counter() - began)
-        return got, ""
+                learn = self._prices.loaded_beside if start > found.here else self._prices.loaded
+                learn(nbytes, time.perf_counter() - began)
+        return until - start, ""
+
+    def learn_beside(self, took: Took) -> None:
+        """Learn from a forward what computing takes while a tail is loaded."""
+        with self._memory.lock:
+            self._prices.computed_beside(took.new, took.past, took.seconds)
 
     def learn(self, took: Iterable[Took]) -> None:
         """Learn from forwards what computing takes."""

@@ -194,11 +194,14 @@ class Kept:
         ids = entry.ids
         rest = self.parked.cut_out(entry.sequence, start, stop)
         if rest is not None:
-            made = Entry(entry.key, ids, rest)
-            self.entries[rest], self._at[made] = made, {}
-            self._behind.add(entry.key, ids[: rest.start * WIDTH], made)
-            # Under a key of its own: it stays, or goes, whatever becomes of what precedes it.
-            self.retention.keep(rest, (entry.key, rest.start), ids[rest.start * WIDTH :])
+            self._add_behind(entry.key, ids, rest)
+
+    def _add_behind(self, key: Hashable, ids: bytes, sequence: ParkedSequence) -> None:
+        made = Entry(key, ids, sequence)
+        self.entries[sequence], self._at[made] = made, {}
+        self._behind.add(key, ids[: sequence.start * WIDTH], made)
+        # Under a key of its own: it stays, or goes, whatever becomes of what precedes it.
+        self.retention.keep(sequence, (key, sequence.start), ids[sequence.start * WIDTH :])
 
     # Keep
 
@@ -239,6 +242,14 @@ class Kept:
             return None  # no room for a copy: nothing is lost but the time to compute it again
         with self._memory.lock:
             return self._add(key, ids, sequence, states)
+
+    def keep_behind(self, cache: JournalledCache, key: Hashable, start: int, ids: bytes) -> None:
+        """Keep what a cache of one row holds, the tokens of a sequence from `start` on, whatever is kept before them.
+        `ids` are those of the whole sequence."""
+        sequence = cache._forward.park(self.parked, 0, len(ids) // WIDTH - start, start)
+        with self._memory.lock:
+            if sequence.length:  # else it is gone already
+                self._add_behind(key, ids[: (start + sequence.length) * WIDTH], sequence)
 
     def _known(self, key: Hashable, ids: bytes, states: dict[int, States]) -> Entry | None:
         """The entry that has all of these tokens already. It takes over copies of states that it lacks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from kvtier.conversation.call import Call, Calls
 from kvtier.conversation.disk_tier import DiskTier
 from kvtier.conversation.index import WIDTH, packed
-from kvtier.conversation.journal import GivenAgain, JournalledCache
+from kvtier.conversation.journal import GivenAgain, JournalledCache, Took
 from kvtier.conversation.kept import MOST_STATES, Entry, Kept
 from kvtier.conversation.reuse import RowReuse
 from kvtier.conversation.states import States, copied, has_states, joined
@@ -101,6 +102,8 @@ class PrefixReuse:
             raise
         finally:
             try:
+                if call.tail is not None:
+                    call.tail.end()
                 cache.close()
             finally:
                 with self._memory.lock:
@@ -115,7 +118,7 @@ class PrefixReuse:
         if constant is not None and call.longest > constant:
             call.why = f"beyond {constant} tokens, positions depend on the length"
             return 0
-        not_loaded = self._load(call, stateful)
+        not_loaded = self._load(cache, call, stateful)
         with self._memory.lock:
             if self._memory.has_garbage:
                 self._memory.collect()
@@ -124,7 +127,7 @@ class PrefixReuse:
             self._kept.hold(entries, cache)
             states = [entry.states[columns] for entry in entries] if stateful and columns else []
         if not columns:
-            got = 0 if stateful else self._fill(cache, call, 0, used)
+            got = 0 if stateful else self._go_on_behind(cache, call, 0, used)
             if not got:
                 call.why = call.why or not_loaded or "nothing that is kept begins the same"
             return got
@@ -157,8 +160,30 @@ class PrefixReuse:
             self._kept.use(entries, [got - pad for pad in call.pads])
         cache.begin(call.ids[:, :got].repeat_interleave(call.expand, 0))
         if not stateful and got == columns:
-            got = self._fill(cache, call, got, used)
+            got = self._go_on_behind(cache, call, got, used)
         return got
+
+    def _go_on_behind(self, cache: JournalledCache, call: Call, columns: int, used: list[Entry]) -> int:
+        """Go on from the columns that are there with what is kept further on. Columns that are there then."""
+        why = ""
+        if call.tail is not None and self._disk_tier is not None:
+            start = call.tail.start
+            if columns < start:
+                began = time.perf_counter()
+                try:
+                    self._forward(cache, call, columns, start)
+                except BudgetError:
+                    cache.crop(0)  # what a forward did not finish
+                    return columns
+                of.synchronize(self._model)
+                if call.expand == 1:
+                    self._disk_tier.learn_beside(Took(start - columns, columns, 1, time.perf_counter() - began))
+                call.filled, columns = start - columns, start
+            call.loaded[0], why = call.tail.wait()
+        columns = self._fill(cache, call, columns, used)
+        if columns == call.filled:
+            call.why = call.why or why
+        return columns
 
     def _fill(self, cache: JournalledCache, call: Call, columns: int, used: list[Entry]) -> int:
         """Compute what is missing before tokens that are kept further on, and go on with these, gap by gap. Columns
@@ -197,10 +222,13 @@ class PrefixReuse:
             columns += got
             cache.begin(call.ids[:, :columns].repeat_interleave(call.expand, 0))
 
-    def _load(self, call: Call, stateful: bool) -> str:
+    def _load(self, cache: JournalledCache, call: Call, stateful: bool) -> str:
         """Load what is saved of the rows. Why some of it was not."""
         why = ""
-        if self._disk_tier is not None:
+        if self._disk_tier is not None and len(call.rows) == 1 and not stateful and not any(call.pads):
+            step = cache._forward.options.whole_blocks
+            call.loaded[0], why, call.tail = self._disk_tier.load_some(call.key, call.rows[0][:-WIDTH], step)
+        elif self._disk_tier is not None:
             for number, row in enumerate(call.rows):
                 call.loaded[number], found = self._disk_tier.load(call.key, row[:-WIDTH], stateful=stateful)
                 why = why or found

@@ -611,8 +611,8 @@ class Forward:
 
     # Parked sequences
 
-    def park(self, parked: ParkedSequences, row: int, length: int) -> ParkedSequence:
-        """Keep the first tokens of a row when the cache ends. The cache may go on.
+    def park(self, parked: ParkedSequences, row: int, length: int, start: int = 0) -> ParkedSequence:
+        """Keep the first tokens of a row when the cache ends. The cache may go on. `start`: see `ParkedSequences.park`.
 
         Raises:
             MismatchError: layers unlike those that were parked before; nothing was changed.
@@ -621,7 +621,7 @@ class Forward:
             with self.memory.lock:
                 if self.memory.has_garbage:
                     self.memory.collect()
-                sequence = parked.park({i: reader.layer for i, reader in self.readers.items()}, row, length)
+                sequence = parked.park({i: reader.layer for i, reader in self.readers.items()}, row, length, start)
                 for device in {reader.device: None for reader in self.readers.values()}:
                     self._changed(device)
                 return sequence

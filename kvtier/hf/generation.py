@@ -166,3 +166,10 @@ def knows_length(config: Any) -> bool:
 def takes_logits_to_keep(model: Any) -> bool:
     """Whether a model computes logits of the last tokens only where it is asked to."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def synchronize(model: Any) -> None:
+    """Return when the model's device has done what it was given."""
+    device = torch.device(model.device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

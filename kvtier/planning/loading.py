@@ -1,23 +1,29 @@
-"""Whether the saved beginning of a conversation is read from a disk or computed again: whichever is expected sooner.
+"""What of the saved beginning of a conversation is read from a disk, and what is computed: whichever is expected sooner.
 
 Both are learned from what they took: a load as an overhead and a rate, a prefill by the terms of its operations
-(AdaptiveLLM, section 3.2). What precedes a token has to be there before it, and what is saved begins where a
-conversation does; so with one forward it is the whole or nothing. `resume` has the choice where loads go on while the
-device computes.
+(AdaptiveLLM, section 3.2). A token is computed from those before it, and is loaded without them: so a head may be
+computed while the tail is loaded (published as Cake), which takes as long as the longer of the two. The later the tail
+begins, the longer the head takes and the shorter the tail: the best beginning is where they cross.
+
+What both take beside each other is learned too: where they share cores or memory, both are slower.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import statistics
 from collections import deque
+from collections.abc import Sequence
 
 from kvtier.planning.fit import least_relative
 from kvtier.planning.predictors import Prefill, PrefillSize
 
 #: The last loads, and the last prefills, from which is learned.
 _WINDOW = 24
-#: A load that is expected to take more than this many times as long as computing is not made.
+#: What is expected to be within this factor of the best is taken where it is simpler: loading, and then computing, all.
 MARGIN = 1.05
-#: After so many times that it was computed, it is loaded once: the disk may be faster by now.
+#: After so many times that something was computed, all is loaded: the disk may be faster by now.
 PROBE = 16
 
 
@@ -29,6 +35,9 @@ class LoadOrCompute:
         self._prefills: deque[tuple[PrefillSize, float]] = deque(maxlen=_WINDOW)
         self._load: tuple[float, float] | None = None
         self._prefill: Prefill | None = None
+        # As multiples of what they take alone.
+        self._loads_beside: deque[float] = deque([1.0], maxlen=_WINDOW // 2)
+        self._computed_beside: deque[float] = deque([1.0], maxlen=_WINDOW // 2)
         self._computed = 0
 
     # Learn
@@ -44,6 +53,18 @@ class LoadOrCompute:
         if new > 0 and batch > 0 and seconds > 0:
             self._prefills.append((PrefillSize(new, past, batch), seconds))
             self._prefill = None
+
+    def loaded_beside(self, nbytes: int, seconds: float) -> None:
+        """So many bytes were read while the model computed all the time."""
+        alone = self.seconds_to_load(nbytes)
+        if alone and seconds > 0:
+            self._loads_beside.append(seconds / alone)
+
+    def computed_beside(self, new: int, past: int, seconds: float) -> None:
+        """A forward of one row, while something was read all the time."""
+        alone = self.seconds_to_compute(new, past, 0)
+        if alone and seconds > 0:
+            self._computed_beside.append(seconds / alone)
 
     # Expect
 
@@ -66,11 +87,49 @@ class LoadOrCompute:
 
     # Choose
 
-    def loads(self, nbytes: int, tokens: int, past: int, more: int) -> bool:
-        """Whether to load `tokens` tokens of `nbytes` bytes behind `past` ones, before `more` are computed."""
-        load, compute = self.seconds_to_load(nbytes), self.seconds_to_compute(tokens, past, more)
-        if load is None or compute is None or load <= MARGIN * compute or self._computed >= PROBE:
+    def choose(
+        self, files: Sequence[tuple[int, int]], length: int, past: int, more: int, step: int | None = None
+    ) -> int:
+        """From which of the first `length` tokens on to load. 0: all of them; `length`: none; else the head before it, as
+        far as it is not there, is computed meanwhile.
+
+        Args:
+            files: the first token and the bytes of each, in order.
+            past: tokens that are there.
+            more: tokens that are computed behind all of these.
+            step: a tail begins at multiples of this, so that it is whole blocks; None: all is loaded, or none.
+        """
+        starts = [] if step is None else sorted({-(-max(first, past) // step) * step for first, _ in files})
+        starts = [start for start in starts if 0 < start < length]
+        # What is there need not be read again.
+        whole = past if past in starts else 0
+        below = [0, *itertools.accumulate(nbytes for _, nbytes in files)]
+
+        def tail(start: int) -> float:
+            """Seconds to load what follows a head, if something is known of loads."""
+            first = max(bisect.bisect_right(files, start, key=lambda file: file[0]) - 1, 0)
+            return self.seconds_to_load(below[-1] - below[first]) or 0.0
+
+        def head(start: int) -> float:
+            return self.seconds_to_compute(start - past, past, 0) or 0.0
+
+        def both(start: int) -> float:
+            return max(head(start) * computed_beside, tail(start) * loads_beside)
+
+        compute = self.seconds_to_compute(length - past, past, more)
+        if not self._loads or compute is None:
+            return whole  # nobody knows, so it is tried
+        computed_beside, loads_beside = map(statistics.median, (self._computed_beside, self._loads_beside))
+        crossing = bisect.bisect_left(
+            starts, True, key=lambda start: head(start) * computed_beside >= tail(start) * loads_beside
+        )
+        load = tail(whole)
+        split = min(
+            (start for start in starts[max(crossing - 1, 0) : crossing + 1] if start > past), key=both, default=0
+        )
+        best = min(load, compute, both(split)) if split else min(load, compute)
+        if load <= MARGIN * best or self._computed >= PROBE:
             self._computed = 0
-            return True
+            return whole
         self._computed += 1
-        return False
+        return length if compute <= MARGIN * best else split

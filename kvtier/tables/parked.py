@@ -110,13 +110,14 @@ class ParkedSequences:
 
     # Park, continue, drop
 
-    def park(self, layers: Mapping[int, LayerKV], row: int, length: int) -> ParkedSequence:
+    def park(self, layers: Mapping[int, LayerKV], row: int, length: int, start: int = 0) -> ParkedSequence:
         """Keep the first tokens of a row of a cache.
 
         Args:
             layers: the cache's tiered layers, by index.
             row: of the batch.
             length: tokens, at least 1.
+            start: tokens of the sequence before the cache's first one, whole blocks of every layer.
 
         Raises:
             MismatchError: other layers, or of another layout or device, than the sequences before. Nothing was changed.
@@ -126,7 +127,7 @@ class ParkedSequences:
             self._check(index, layer.layout, layer.device)
             for run in layer.rows[row].resolve():
                 audit.check(run)
-        sequence = ParkedSequence(length, {})
+        sequence = ParkedSequence(length, {}, start)
         self.sequences[sequence] = None  # first: a run of a table that nobody lists would be lost
         for index, layer in layers.items():
             table = layer.park(self._layer(index, layer.layout, layer.device).parked, row, length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -30,7 +31,7 @@ def test_what_is_chosen_is_within_a_tenth_of_the_better_once_it_was_tried(seed: 
         load = (overhead + per_byte * tokens * BYTES) * noise
         compute = (prefill.seconds(tokens + more, past) - prefill.seconds(more, past + tokens)) * noise
         probes = choice._computed >= PROBE
-        if choice.loads(tokens * BYTES, tokens, past, more):
+        if choice.choose([(0, tokens * BYTES)], past + tokens, past, more) == 0:
             choice.loaded(tokens * BYTES, load)
             choice.computed(more, past + tokens, 1, prefill.seconds(more, past + tokens) * noise)
             taken = load
@@ -45,13 +46,18 @@ def test_what_is_chosen_is_within_a_tenth_of_the_better_once_it_was_tried(seed: 
     assert chosen <= 1.1 * min(loading, computing)
 
 
+def loads(choice: LoadOrCompute, nbytes: int, tokens: int) -> bool:
+    """Whether all is loaded, where a tail alone cannot be."""
+    return choice.choose([(0, nbytes)], tokens, 0, 10) == 0
+
+
 def test_nothing_is_known_at_first_and_it_loads() -> None:
     choice = LoadOrCompute()
-    assert choice.loads(10**12, 100, 0, 10)
+    assert loads(choice, 10**12, 100)
     choice.loaded(10**9, 100.0)
-    assert choice.loads(10**12, 100, 0, 10), "nobody knows what computing takes"
+    assert loads(choice, 10**12, 100), "nobody knows what computing takes"
     choice.computed(1, 100, 1, 0.1)
-    assert choice.loads(10**12, 100, 0, 10), "one token tells nothing of many"
+    assert loads(choice, 10**12, 100), "one token tells nothing of many"
 
 
 def test_a_disk_that_becomes_faster_is_noticed() -> None:
@@ -59,13 +65,13 @@ def test_a_disk_that_becomes_faster_is_noticed() -> None:
     for _ in range(60):
         choice.loaded(10**9, 100.0)
         choice.computed(1000, 0, 1, 1.0)
-    assert [choice.loads(10**9, 1000, 0, 10) for _ in range(PROBE + 2)] == [False] * PROBE + [True, False]
-    loads = 0
+    assert [loads(choice, 10**9, 1000) for _ in range(PROBE + 2)] == [False] * PROBE + [True, False]
+    count = 0
     for _ in range(PROBE * 30):
-        if choice.loads(10**9, 1000, 0, 10):
-            loads += 1
+        if loads(choice, 10**9, 1000):
+            count += 1
             choice.loaded(10**9, 0.1)
-    assert loads > PROBE * 5
+    assert count > PROBE * 5
 
 
 def test_a_longer_past_makes_computing_dearer() -> None:
@@ -77,3 +83,67 @@ def test_a_longer_past_makes_computing_dearer() -> None:
     assert near is not None
     assert far is not None
     assert far > 10 * near
+
+
+# A head is computed while the tail is loaded
+
+
+def chain(draw: random.Random, length: int) -> list[tuple[int, int]]:
+    """Files of a sequence: the first token and the bytes of each."""
+    starts = [0, *sorted(draw.sample(range(1, length), draw.randrange(min(length - 1, 40))))]
+    return [(a, (b - a) * BYTES) for a, b in itertools.pairwise([*starts, length])]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_other_beginning_of_the_tail_is_expected_to_be_much_better(seed: int) -> None:
+    draw = random.Random(seed)
+    prefill, overhead, per_byte = machine(draw)
+    choice = LoadOrCompute()
+    for _ in range(20):
+        new, past = draw.randrange(2, 4000), draw.randrange(8000)
+        choice.computed(new, past, 1, prefill.seconds(new, past))
+        choice.loaded(nbytes := draw.randrange(1, 10**9), overhead + per_byte * nbytes)
+    slower, dearer = draw.choice([(1.0, 1.0), (1.6, 1.0), (1.2, 2.0)])
+    for _ in range(40):
+        choice.loaded_beside(10**8, slower * (choice.seconds_to_load(10**8) or 0))
+        choice.computed_beside(1000, 0, dearer * (choice.seconds_to_compute(1000, 0, 0) or 0))
+    length, more, step = draw.randrange(300, 20_000), draw.randrange(16, 600), draw.choice((1, 16, 256))
+    files, past = chain(draw, length), draw.choice((0, 0, draw.randrange(length)))
+
+    def seconds(start: int) -> float:
+        """Of any way there is, by the same predictions."""
+        nbytes = sum(n for i, (_, n) in enumerate(files) if i + 1 == len(files) or files[i + 1][0] > start)
+        load = choice.seconds_to_load(nbytes) or 0.0
+        if start == length:
+            return choice.seconds_to_compute(length - past, past, more) or 0.0
+        if start <= past:
+            return load
+        return max(slower * load, dearer * (choice.seconds_to_compute(start - past, past, 0) or 0.0))
+
+    ways = [0, length] + [x for first, _ in files for x in [-(-max(first, past) // step) * step] if x < length]
+    chosen = choice.choose(files, length, past, more, step)
+    assert chosen in ways
+    assert seconds(chosen) <= 1.0501 * min(seconds(x) for x in ways)
+
+
+def test_with_equal_prices_about_half_is_computed_meanwhile() -> None:
+    choice = LoadOrCompute()
+    for tokens in (100, 1000, 10_000):
+        choice.loaded(tokens * BYTES, tokens * 1e-3)
+        choice.computed(tokens, 0, 1, tokens * 1e-3)
+    files = [(start, 100 * BYTES) for start in range(0, 10_000, 100)]
+    start = choice.choose(files, 10_000, 0, 64, 16)
+    assert 4800 <= start <= 5200
+    assert start % 16 == 0
+    assert choice.choose(files, 10_000, 0, 64) in (0, 10_000), "nobody can use a tail alone"
+
+
+def test_what_is_there_is_not_read_again() -> None:
+    choice = LoadOrCompute()
+    files = [(start, 100 * BYTES) for start in range(0, 1000, 100)]
+    assert choice.choose(files, 1000, 512, 10, 256) == 512, "nobody knows, and it is tried"
+    assert choice.choose(files, 1000, 500, 10, 256) == 0
+    choice.loaded(100 * BYTES, 1e-3)
+    choice.computed(1000, 0, 1, 10.0)
+    assert choice.choose(files, 1000, 512, 10, 256) == 512
+    assert choice.choose(files, 1000, 512, 10) == 0

@@ -91,7 +91,7 @@ class Part(NamedTuple):
 
     Attributes:
         start, stop: tokens of the sequence; the tensors may hold more, which another sequence continues.
-        tensors, said: as they were saved.
+        tensors, said: as they were saved, but for tokens before `start`.
     """
 
     start: int
@@ -197,10 +197,10 @@ class Disk:
         with self._lock:
             return [chunk for _, chunk in self._index.prefixes(key, ids)]
 
-    def read(self, chunk: Chunk, length: int) -> Generator[Part]:
-        """The first tokens of a chain, a chunk at a time, every byte of it checked before it is given.
+    def read(self, chunk: Chunk, length: int, start: int = 0) -> Generator[Part]:
+        """The tokens of a chain from `start` to `length`, a chunk at a time, every byte of it checked before it is given.
 
-        Fewer than `length` tokens come where some are damaged or cannot be read, and none where all are. While one part
+        Fewer come where some are damaged or cannot be read, and none where all are. While one part
         is used, a thread reads the next one, see `read_ahead`: whoever does not go to the end closes the iterator. All
         are read into two buffers, which take their time to get from the system only once, so that the tensors of a part
         are valid until the next one is asked for.
@@ -208,6 +208,8 @@ class Disk:
         while chunk.parent is not None and chunk.start >= length and chunk.stop > length:
             chunk = chunk.parent  # what was found goes on, and its end is of no use
         chain = chunk.chain()[::-1]
+        while len(chain) > 1 and chain[1].start <= start:
+            del chain[0]
         with self._lock:
             self._use(chunk)
         with contextlib.closing(read_ahead([functools.partial(self._read, each) for each in chain])) as parts:
@@ -225,7 +227,9 @@ class Disk:
                 except _FAILURES as error:
                     self.problem = f"{error}: what is saved of a sequence was not read, and is computed"
                     return
-                yield Part(each.start, stop, tensors, said)
+                if start > each.start:
+                    tensors = {x: t[:, start - each.start :] if x[0] in "kv" else t for x, t in tensors.items()}
+                yield Part(max(start, each.start), stop, tensors, said)
 
     def _read(self, chunk: Chunk, buffer: Buffer) -> tuple[dict[str, torch.Tensor], str]:
         return read_tensors(self._folder.file(chunk.number), chunk.nbytes, chunk.checksum, buffer)
