@@ -120,7 +120,7 @@ class ConversationStore:
         self._finalizer = weakref.finalize(self, memory.abandon, self._kept.parked.close)
         self._finalizer.atexit = False
         self._weights = of.weights_version(model)
-        self._conversations: dict[str, Conversation] = {}
+        self._conversations: dict[str, Conversation | None] = {}  # None: it is saved, and was not opened yet
         self._last = threading.local()
         self._calls = Calls(model)
         self._count = self._prompt_tokens = self._cached_tokens = 0
@@ -130,8 +130,7 @@ class ConversationStore:
             limit = None if disk_budget is None else _bytes("disk_budget", disk_budget)
             disk, device = Disk(directory, limit, of.fingerprint(model)), lambda: torch.device(model.device)
             self._disk_tier = DiskTier(disk, memory, self._kept, self._new_cache, device, loading)
-            for name, state in disk.conversations().items():
-                self._conversations[name] = Conversation.of(self, name, state)
+            self._conversations = dict.fromkeys(disk.names())
         elif disk_budget is not None:
             raise ConfigError("disk_budget is given without a directory.")
         self._reuse = PrefixReuse(model, self._calls, memory, self._kept, self._new_cache, self._disk_tier)
@@ -214,7 +213,7 @@ class ConversationStore:
         """Return when all that is kept is saved, or cannot be; `stats.problem` says why."""
         self._check_open()
         if self._disk_tier is not None:
-            for name, chat in list(self._conversations.items()):
+            for name, chat in [(name, chat) for name, chat in list(self._conversations.items()) if chat is not None]:
                 self._disk_tier.disk.save_conversation(name, chat.state())
             self._disk_tier.flush()
 
@@ -228,13 +227,14 @@ class ConversationStore:
             new: there must be none.
 
         Raises:
-            ConfigError: no name, or one that is taken where `new`; or the conversation has another salt.
+            ConfigError: no name, or one that is taken where `new`; or the conversation has another salt, or is saved
+                and cannot be read now.
         """
         self._check_open()
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name={name!r}: a conversation has a name, a string that is not empty.")
         with self.memory.lock:
-            found = self._conversations.get(name)
+            found = self._conversations.get(name) or self._saved(name)
             if found is not None and new:
                 raise ConfigError(f"There is a conversation {name!r} already.")
             if found is not None and found.salt != salt:
@@ -243,14 +243,24 @@ class ConversationStore:
                 found = self._conversations[name] = Conversation(self, name, salt)
             return found
 
+    def _saved(self, name: str) -> Conversation | None:
+        """A conversation that is saved and was not opened yet."""
+        if name in self._conversations and self._disk_tier is not None:
+            state = self._disk_tier.disk.conversation(name)
+            if state is not None:
+                self._conversations[name] = found = Conversation.of(self, name, state)
+                return found
+        return None
+
     def forget(self, name: str) -> None:
         """Forget the name of a conversation; see `Conversation.close`."""
         with self.memory.lock:
+            known = name in self._conversations
             found = self._conversations.pop(name, None)
         if found is not None:
             found.closed = True
-            if self._disk_tier is not None:
-                self._disk_tier.disk.drop_conversation(name)
+        if known and self._disk_tier is not None:
+            self._disk_tier.disk.drop_conversation(name)
 
     def changed(self, chat: Conversation) -> None:
         """A conversation went on: save what it is."""

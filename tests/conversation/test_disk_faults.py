@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disks import disk_of, load, save
+from disks import disk_of, load, save, states_of
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk import manifest
+from kvtier.conversation.disk import chunks, manifest
 from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.index import packed
 
 KILLS = int(os.environ.get("KVTIER_TEST_KILLS", "2")) * 10
 A, A2, B, NEW = [1] * 20, [1] * 20 + [2] * 30, [3] * 25, [4] * 60
@@ -336,6 +338,74 @@ def test_a_disk_that_is_read_only_is_an_error_and_one_that_becomes_so_loses_noth
     assert in_child(script, tmp_path, "unshare", "-rm", "sh", "-c", mounted, "sh") == "ConfigError True\n"
 
 
+# A disk that does not answer
+
+
+def test_who_looks_for_something_does_not_wait_for_a_file_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, fsync, began, hangs = disk_of(tmp_path), os.fsync, threading.Event(), threading.Event()
+    assert save(disk, A)
+    main = threading.current_thread()
+
+    def slow(handle: int) -> None:
+        if threading.current_thread() is not main and not hangs.is_set():
+            began.set()
+            assert hangs.wait(30)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    saved: list[bool] = []
+    threads = [threading.Thread(target=lambda ids=ids: saved.append(save(disk, ids))) for ids in (A2, B)]
+    for thread in threads:
+        thread.start()
+    assert began.wait(10)
+    looked: list[object] = []
+    looking = threading.Thread(target=lambda: looked.extend((load(disk, A2), disk.names(), disk.chunks)))
+    looking.start()
+    looking.join(10)
+    assert looked == [20, [], 1]
+    closing = threading.Thread(target=disk.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive(), "it is closed before a file is whole"
+    hangs.set()
+    for thread in (*threads, closing):
+        thread.join()
+    again = disk_of(tmp_path)
+    assert again.damaged == 0
+    assert len(files_of_chunks(tmp_path)) == again.chunks >= 2
+    again.close()
+
+
+def files_of_chunks(folder: Path) -> list[Path]:
+    return list(folder.glob("*.safetensors*"))
+
+
+def test_what_continues_something_that_is_forgotten_while_it_is_written_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = disk_of(tmp_path)
+    assert save(disk, A)
+    chunk, write = disk.find("k", packed(A))[1], chunks.write_tensors
+    assert chunk is not None
+
+    def forgets(*args: Any) -> Any:
+        found = write(*args)
+        disk.forget(chunk)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunks, "write_tensors", forgets)
+        assert not save(disk, A2)
+    assert "removed meanwhile" in disk.problem
+    assert not files_of_chunks(tmp_path)
+    assert save(disk, A2)
+    assert load(disk, A2) == len(A2)
+    disk.check_integrity()
+    disk.close()
+
+
 # What others do to the folder while it is open
 
 
@@ -394,7 +464,7 @@ def chat(number: int, tokens: int) -> list[int]:
 def go_on(folder: Path, budget: int | None, seed: int, tell: int) -> None:
     """Turns of some conversations, each told when it is saved."""
     rng, disk = random.Random(seed), disk_of(folder, budget)
-    states = disk.conversations()
+    states = states_of(disk)
     while True:
         name = rng.choice(list(states) if len(states) > 20 else [*states, f"{rng.randrange(10**6)}"])
         tokens = states.get(name, {"tokens": 0})["tokens"] + rng.randint(1, 60)
@@ -434,7 +504,7 @@ def test_a_process_that_is_killed_at_any_moment_loses_nothing_that_it_said_was_s
         looked_at = dict(lines) | dict(rng.sample(sorted(told.items()), min(len(told), 30)))
         disk = disk_of(tmp_path, budget)
         assert disk.damaged == 0
-        states = disk.conversations()
+        states = states_of(disk)
         for name, tokens in looked_at.items():
             there = load(disk, chat(int(name), tokens))
             assert there == tokens or (budget and name != lines[-1][0])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import sqlite3
@@ -115,6 +116,8 @@ class Disk:
         self.nbytes = 0
         self.closed = False
         self._lock = threading.RLock()
+        # Taken before that one, by whoever writes a file. Nobody who looks for something waits for a file.
+        self._writing = threading.Lock()
         # In the order of their use, every chunk before its parent: the first one is the next to go, and nobody
         # continues it.
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
@@ -128,7 +131,8 @@ class Disk:
         try:
             self._manifest = Manifest(self.path / MANIFEST, fingerprint)
             try:
-                self._load()
+                with _uncollected():
+                    self._load()
             except BaseException:
                 self._manifest.close()
                 raise
@@ -221,35 +225,56 @@ class Disk:
     ) -> Chunk | None:
         """Save the tokens of a sequence from one on, behind a chunk that is saved. None where that cannot be, and
         `problem` says why; nothing that was saved before is lost, but for what the budget makes go."""
-        with self._lock:
-            self._check_open()
-            while parent is not None and parent.start >= start:
-                parent = parent.parent  # what has the tokens before it
-            problem = self._refused(ids, start, parent)
-            own = ids[start * WIDTH :]
-            most = sum(x.nbytes + len(name) + _HEADER for name, x in tensors.items()) + len(json.dumps(said)) + _HEADER
-            if not problem and not self._make_room(most + _ROW + len(own), parent):
-                problem = self.problem
-            if problem:
-                self.problem = problem
+        while parent is not None and parent.start >= start:
+            parent = parent.parent  # what has the tokens before it
+        own = ids[start * WIDTH :]
+        with self._writing:
+            with self._lock:
+                self._check_open()
+                file = self._begin_file(ids, start, parent, tensors, said)
+            if file is None:
                 return None
-            number, self._next = self._next, self._next + 1
-            file, self._uses = self._folder.file(number), self._uses + 1
             try:
-                written, sums = write_tensors(file, tensors, said)
-                above = None if parent is None else (parent.number, parent.digest)
-                row = Row.of(number, key, above, start, own, written, sums)
-                with self._manifest.transaction():
-                    self._manifest.add(row, self._uses)
-                    self._manifest.use(self._used)
+                written, sums = write_tensors(self._folder.file(file), tensors, said)
             except _FAILURES as error:
-                self.problem = f"{error}: a sequence was not saved"
-                self._unlink(file, 0)
+                with self._lock:
+                    self._not_written(file, f"{error}: a sequence was not saved")
                 return None
-            self._used.clear()
-            chunk = self._add(row, parent)
-            self._use(chunk)
-            return chunk
+            with self._lock:
+                problem = self._refused(ids, start, parent)  # what it continues may have been forgotten meanwhile
+                if problem:
+                    self._not_written(file, problem)
+                    return None
+                try:
+                    above = None if parent is None else (parent.number, parent.digest)
+                    row = Row.of(file, key, above, start, own, written, sums)
+                    with self._manifest.transaction():
+                        self._manifest.add(row, self._uses + 1)
+                        self._manifest.use(self._used)
+                except _FAILURES as error:
+                    self._not_written(file, f"{error}: a sequence was not saved")
+                    return None
+                self._used.clear()
+                chunk = self._add(row, parent)
+                self._use(chunk)
+                return chunk
+
+    def _begin_file(
+        self, ids: bytes, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor], said: str
+    ) -> int | None:
+        """Make room for a file. Its number; None where it is not to be written."""
+        problem = self._refused(ids, start, parent)
+        most = sum(x.nbytes + len(name) + _HEADER for name, x in tensors.items()) + len(json.dumps(said)) + _HEADER
+        if problem:
+            self.problem = problem
+        elif self._make_room(most + _ROW + len(ids) - start * WIDTH, parent):
+            number, self._next = self._next, self._next + 1
+            return number
+        return None
+
+    def _not_written(self, number: int, problem: str) -> None:
+        self.problem = problem
+        self._unlink(self._folder.file(number), 0)
 
     def leaves(self, nbytes: int, parent: Chunk | None) -> bool:
         """Whether so many bytes behind a chunk are within the budget, all else aside; `problem` says that they are
@@ -355,16 +380,30 @@ class Disk:
             self._check_open()
             self._manifest.drop_conversation(name)
 
-    def conversations(self) -> dict[str, dict[str, Any]]:
-        """All that are saved, by name; those that are damaged are left out."""
-        found = {}
+    def names(self) -> list[str]:
+        """Of all conversations that are saved. What they are is not read: that takes time in the length of each."""
+        found = list[str | None]()
         with self._lock, self._telling("some conversations were not read"):
-            for each in self._manifest.conversations():
-                if each is None:
-                    self.damaged += 1
-                else:
-                    found[each[0]] = each[1]
-        return found
+            found += self._manifest.names()
+        self.damaged += found.count(None)
+        return [name for name in found if name is not None]
+
+    def conversation(self, name: str) -> dict[str, Any] | None:
+        """What a conversation is that is saved; None: it is damaged, and `problem` says so.
+
+        Raises:
+            ConfigError: it cannot be read now; nothing is lost.
+        """
+        with self._lock:
+            self._check_open()
+            try:
+                found = self._manifest.conversation(name)
+            except (*_FAILURES, ValueError, RecursionError) as error:
+                raise ConfigError(f"Conversation {name!r} of {self.path} cannot be read now: {error}.") from error
+            if found is None:
+                self.damaged += 1
+                self.problem = f"conversation {name!r} is not what was written"
+            return found
 
     @contextlib.contextmanager
     def _telling(self, what: str) -> Iterator[None]:
@@ -383,7 +422,7 @@ class Disk:
 
     def close(self) -> None:
         """Let others open the folder. Idempotent."""
-        with self._lock:
+        with self._writing, self._lock:
             if self.closed:
                 return
             self.closed = True
@@ -432,6 +471,19 @@ class Disk:
         self._chunks[chunk.number] = chunk
         self.nbytes += chunk.kept
         return chunk
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collections, which would look at everything again and again while it is made: for what makes no
+    cycles that are dropped. The next one after it looks at all of it once."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _fits(row: Row, parent: Chunk | None) -> bool:

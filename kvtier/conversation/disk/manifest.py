@@ -12,9 +12,8 @@ import hashlib
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 
@@ -33,8 +32,7 @@ _SCHEMA = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A chunk, as it is saved.
 
     Attributes:
@@ -210,6 +208,32 @@ class Manifest:
             if not (type(name) is bytes and type(state) is str and _digest(name, state) == digest)
         ]
         self._db.executemany("DELETE FROM conversations WHERE rowid = ?", damaged)
+
+    def names(self) -> Iterator[str | None]:
+        """Of all conversations, in the order of their making; None for one that is damaged. What they are is not read.
+
+        Raises:
+            sqlite3.Error: the database is damaged.
+        """
+        for (name,) in self._db.execute("SELECT name FROM conversations ORDER BY rowid"):
+            try:
+                yield name.decode("utf-8", "surrogatepass") if type(name) is bytes else None
+            except ValueError:
+                yield None
+
+    def conversation(self, name: str) -> dict[str, Any] | None:
+        """The state of a conversation; None: there is none, or it is not what was written.
+
+        Raises:
+            sqlite3.Error, ValueError: the database is damaged.
+        """
+        packed = _name(name)
+        select = "SELECT state, digest FROM conversations WHERE name = ?"
+        for state, digest in self._db.execute(select, (packed,)):
+            if type(state) is str and _digest(packed, state) == digest:
+                found: dict[str, Any] = json.loads(state)
+                return found
+        return None
 
     def conversations(self) -> Iterator[tuple[str, dict[str, Any]] | None]:
         """All that are saved: the name and the state of each; None for one that is damaged.
