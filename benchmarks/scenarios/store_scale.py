@@ -34,9 +34,13 @@ SUMMARY = "the folder of a store at scale: finding, opening, reading, and what i
 CASES = ("index", "open", "conversations", "read")
 NAME = "store_scale"
 #: Chunks, and of these the turns of one conversation; tokens of one.
-INDEX, OPEN, TURNS, TOKENS = (1_000, 10_000, 100_000, 1_000_000), (1_000, 10_000, 100_000), 10, 64
-#: Bytes of all files of a folder that is opened.
+INDEX, TURNS, TOKENS = (1_000, 10_000, 100_000, 1_000_000), 10, 64
+#: Bytes of all files of a folder that is opened. Of a model of 0.6B parameters (28 layers of 8 heads of 128 numbers of
+#: two bytes) that is 872,000 tokens.
 DESCRIBED = 100 * 10**9
+#: Chunks of such a folder, and tokens of one: files as large as a store makes them, and turns of `TOKENS`. The last one
+#: is of as many bytes and of more tokens, for a model that takes less for each.
+OPEN = ((3_000, 291), (13_600, TOKENS), (100_000, TOKENS))
 #: Operations that are timed at each size.
 TIMED = 2000
 CONVERSATIONS = 10_000
@@ -151,7 +155,7 @@ def index(bench: Bench) -> None:
     )
 
 
-def described(folder: Path, chunks: int) -> None:
+def described(folder: Path, chunks: int, tokens: int) -> None:
     """A folder of so many chunks whose files have room for `DESCRIBED` bytes and hold none."""
     rng, held = random.Random(0), Folder(folder)
     manifest = Manifest(folder / MANIFEST, OF)
@@ -159,8 +163,8 @@ def described(folder: Path, chunks: int) -> None:
         parent: tuple[int, bytes] | None = None
         for n in range(1, chunks + 1):
             parent = parent if (n - 1) % TURNS else None
-            own = packed(rng.choices(range(50_000), k=TOKENS))
-            start = (n - 1) % TURNS * TOKENS
+            own = packed(rng.choices(range(50_000), k=tokens))
+            start = (n - 1) % TURNS * tokens
             row = Row.of(n, "k", parent, start, own, DESCRIBED // chunks, b"four")
             manifest.add(row, n)
             parent = n, row.digest
@@ -174,25 +178,25 @@ def described(folder: Path, chunks: int) -> None:
 def opening(bench: Bench) -> None:
     """Seconds until a folder is open."""
     rows, targets = [], []
-    for chunks in OPEN[:2] if bench.settings.quick else OPEN:
+    for chunks, tokens in OPEN[:2] if bench.settings.quick else OPEN:
         with tempfile.TemporaryDirectory() as at:
-            described(Path(at), chunks)
+            described(Path(at), chunks, tokens)
             times = []
-            for _ in range(3):
+            for _ in range(5):
                 began = time.perf_counter()
                 disk = Disk(at, None, OF)
                 times.append(time.perf_counter() - began)
                 assert disk.chunks == chunks
                 disk.close()
         median = statistics.median(times)
-        rows.append([f"{chunks:,}", number(median), f"{number(min(times))} .. {number(max(times))}"])
-        workload = {"case": "open", "chunks": chunks, "bytes": DESCRIBED, "tokens": TOKENS}
+        rows.append([f"{chunks:,}", f"{tokens}", number(median), f"{number(min(times))} .. {number(max(times))}"])
+        workload = {"case": "open", "chunks": chunks, "bytes": DESCRIBED, "tokens": tokens}
         facts = {"low": min(times), "high": max(times)}
         bench.record(NAME, contender="open", workload=workload, unit="s", median=median, n=len(times), facts=facts)
-        if chunks <= 10_000:
+        if chunks * tokens < 10**6:
             targets.append(Target(f"seconds to open {chunks:,} chunks of {DESCRIBED / 1e9:.0f} GB", median, "<=", 1))
     print(f"{NAME} · open · {DESCRIBED / 1e9:.0f} GB in sparse files")
-    print(table(["chunks", "seconds to open", "low .. high"], rows))
+    print(table(["chunks", "tokens of each", "seconds to open", "low .. high"], rows))
     judged(bench, targets)
 
 

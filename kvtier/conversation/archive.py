@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import json
 import threading
 import weakref
@@ -26,8 +27,8 @@ class Archive:
 
     Args:
         disk: where.
-        open_cache: gives an open cache with the first tokens of a sequence as they are kept, or None where they are not
-            kept any more; the caller closes it.
+        open_cache: gives an open cache with the first tokens of a sequence, as many as are kept still, or None where
+            none are, or not all of one with states; the caller closes it.
         layers: gives new layers of the model's cache, for states.
         device: of the model.
 
@@ -112,6 +113,11 @@ class Archive:
         if cache is None:
             return
         with cache:
+            if saved.states is None and cache.get_seq_length() < length:  # it gave up its end meanwhile
+                length = cache.get_seq_length()
+                saved = dataclasses.replace(saved, ids=saved.ids[: length * WIDTH])
+                if start >= length:
+                    return
             tensors = {}
             for i in sorted(cache._forward.readers):
                 keys, values = cache.layers[i].dense("saving")

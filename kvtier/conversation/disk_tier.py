@@ -20,7 +20,6 @@ from kvtier.errors import BudgetError
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.loading import LoadOrCompute
 
-
 _SOONER = "what is saved is expected to be computed sooner than loaded"
 
 
@@ -210,11 +209,12 @@ class DiskTier:
                 self._archive.submit(Saved(name, entry.ids[: length * WIDTH], entry.states.get(length), entry.key))
 
     def _open(self, saved: Saved) -> JournalledCache | None:
-        """A cache with a sequence that is to be saved, if it is kept still."""
-        length = len(saved.ids) // WIDTH
+        """A cache with what is kept still of a sequence that is to be saved: of one with states, all or nothing."""
         with self._memory.lock:
-            got, entry = self._kept.find(saved.place, saved.ids)
-            if self.stopped or entry is None or got < length or entry.sequence.length < length:
+            length, entry = self._kept.find(saved.place, saved.ids)
+            length = 0 if entry is None else min(length, entry.sequence.length)
+            whole = length == len(saved.ids) // WIDTH
+            if self.stopped or entry is None or not length or not (whole or saved.states is None):
                 return None
             sequence = entry.sequence
         cache = self._new_cache()

@@ -24,6 +24,10 @@ from kvtier.memory.tiered import TieredMemory
 SPACING = 512
 
 
+class _RefusedError(Exception):
+    """There is no room for the rest of a prompt on top of what was there. Computing all of it at once may need less."""
+
+
 class PrefixReuse:
     """Generates with a model from what is kept.
 
@@ -64,7 +68,9 @@ class PrefixReuse:
             return self._generate(call, kwargs)
         except GivenAgain:
             call.why = "this way to generate begins with the whole prompt"
-            return self._generate(call, kwargs)
+        except _RefusedError:
+            call.why = "no room for what is kept and the rest of the call"
+        return self._generate(call, kwargs)
 
     def _generate(self, call: Call, kwargs: dict[str, Any]) -> tuple[Any, tuple[RowReuse, ...]]:
         """Generate, from what is there but where `call.why` says that nothing may be."""
@@ -74,19 +80,22 @@ class PrefixReuse:
             stateful, whole = has_states(cache.layers), bool(call.why)
             cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
             cached = 0 if whole else self._begin(cache, call, stateful, used)
-            states: dict[int, list[States]] = {}
-            if stateful and not any(call.pads) and not whole:
-                states = self._prefill(cache, call, cached)
-            reuse = call.reuse(cached)
-            cache.prompt = call.ids.shape[1] if cache.get_seq_length() else None
+            reuse, states = call.reuse(cached), dict[int, list[States]]()
             try:
+                if stateful and not any(call.pads) and not whole:
+                    states = self._prefill(cache, call, cached)
+                cache.prompt = call.ids.shape[1] if cache.get_seq_length() else None
                 out = self._model.generate(call.ids, attention_mask=call.mask, past_key_values=cache, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 # What is whole is kept: the next call continues it.
+                begun = True
                 with contextlib.suppress(KVTierError):
                     if not stateful:
                         cache.crop(0)
                         self._keep(cache, call, stateful, states)
+                    begun = not cached or cache.get_seq_length() >= call.ids.shape[1]
+                if isinstance(error, BudgetError) and not begun:
+                    raise _RefusedError from error
                 raise
             try:
                 self._keep(cache, call, stateful, states, call.name)

@@ -31,7 +31,6 @@ from kvtier.conversation.wake import Wake, Waker
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError
 from kvtier.eviction.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
-from kvtier.eviction.rank import DEFAULT
 from kvtier.hf import generation as of
 from kvtier.hf.cache import TieredKVCache
 from kvtier.memory.tiered import TieredMemory
@@ -125,7 +124,7 @@ class ConversationStore:
         self._finalizer = weakref.finalize(self._kept, memory.abandon, self._kept.parked.close)
         self._finalizer.atexit = False
         self._weights = of.weights_version(model)
-        self._conversations: dict[str, Conversation] = {}
+        self._conversations: dict[str, Conversation | None] = {}  # None: it is saved, and was not opened yet
         self._last = threading.local()
         self._calls = Calls(model)
         self._count = self._prompt_tokens = self._cached_tokens = 0
@@ -136,9 +135,12 @@ class ConversationStore:
             disk, device = Disk(directory, limit, of.fingerprint(model)), lambda: torch.device(model.device)
             self._disk_tier = DiskTier(disk, memory, self._kept, self._new_cache, device, loading)
             try:
-                for name, state in disk.conversations().items():
-                    chat = self._conversations[name] = Conversation.of(self, name, state)
-                    self._ranked_before(chat)
+                names = disk.names()
+                self._conversations = dict.fromkeys(names)
+                for name in [name for name, ranked in names.items() if ranked]:
+                    chat = self._saved(name)
+                    if chat is not None:
+                        self._ranked_before(chat)
             except BaseException:
                 disk.close()
                 raise
@@ -154,13 +156,11 @@ class ConversationStore:
 
     def _ranked_before(self, chat: Conversation) -> None:
         """Let a conversation that was saved have its rank."""
-        if chat.rank != DEFAULT:
-            with self.memory.changing():
-                self._kept.ranks.follow(
-                    chat.name, (of.computed_as(self.model), chat.salt), packed(chat.ids[:-1]), chat.rank
-                )
-            if self._disk_tier is not None:
-                self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
+        key = of.computed_as(self.model), chat.salt
+        with self.memory.changing():
+            self._kept.ranks.follow(chat.name, key, packed(chat.ids[:-1]), chat.rank)
+        if self._disk_tier is not None:
+            self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
 
     # Generate
 
@@ -261,7 +261,7 @@ class ConversationStore:
         """Return when all that is kept is saved, or cannot be; `stats.problem` says why."""
         self._check_open()
         if self._disk_tier is not None:
-            for name, chat in list(self._conversations.items()):
+            for name, chat in [(name, chat) for name, chat in list(self._conversations.items()) if chat is not None]:
                 self._disk_tier.disk.save_conversation(name, chat.state())
             self._disk_tier.flush()
 
@@ -286,14 +286,14 @@ class ConversationStore:
                 False, 0 and `math.inf`.
 
         Raises:
-            ConfigError: no name, or one that is taken where `new`; the conversation has another salt; or a rank that
-                cannot be. BudgetError: see `Conversation.pinned`.
+            ConfigError: no name, or one that is taken where `new`; the conversation has another salt, or is saved and
+                cannot be read now; or a rank that cannot be. BudgetError: see `Conversation.pinned`.
         """
         self._check_open()
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name={name!r}: a conversation has a name, a string that is not empty.")
         with self.memory.lock:
-            found = self._conversations.get(name)
+            found = self._conversations.get(name) or self._saved(name)
             if found is not None and new:
                 raise ConfigError(f"There is a conversation {name!r} already.")
             if found is not None and found.salt != salt:
@@ -318,16 +318,27 @@ class ConversationStore:
         finally:
             self._last.name = None
 
+    def _saved(self, name: str) -> Conversation | None:
+        """A conversation that is saved and was not opened yet."""
+        if name in self._conversations and self._disk_tier is not None:
+            state = self._disk_tier.disk.conversation(name)
+            if state is not None:
+                self._conversations[name] = found = Conversation.of(self, name, state)
+                return found
+            del self._conversations[name]  # it is damaged
+        return None
+
     def forget(self, name: str) -> None:
         """Forget the name of a conversation; see `Conversation.close`."""
         with self.memory.lock:
+            known = name in self._conversations
             found = self._conversations.pop(name, None)
         if found is not None:
             found.closed = True
             with self.memory.changing():
                 self._kept.ranks.forget(name)
-            if self._disk_tier is not None:
-                self._disk_tier.disk.drop_conversation(name)
+        if known and self._disk_tier is not None:
+            self._disk_tier.disk.drop_conversation(name)
 
     def changed(self, chat: Conversation) -> None:
         """A conversation went on: its history has its rank, and what it is is saved."""

@@ -35,7 +35,7 @@ class Saved:
 
     def continues(self, other: Saved) -> bool:
         """Whether it begins with all tokens of another one."""
-        return self.key == other.key and self.place == other.place and self.ids.startswith(other.ids)
+        return self.key == other.key and self.ids.startswith(other.ids)
 
 
 class Waiting:

@@ -1,4 +1,4 @@
-"""What of the saved beginning of a conversation is read from a disk, and what is computed: whichever is expected sooner.
+"""What of the saved beginning of a conversation is loaded from a disk, and what is computed: whichever is sooner.
 
 Both are learned from what they took: a load as an overhead and a rate, a prefill by the terms of its operations
 (AdaptiveLLM, section 3.2). A token is computed from those before it, and is loaded without them: so a head may be
@@ -90,8 +90,8 @@ class LoadOrCompute:
     def choose(
         self, files: Sequence[tuple[int, int]], length: int, past: int, more: int, step: int | None = None
     ) -> int:
-        """From which of the first `length` tokens on to load. 0: all of them; `length`: none; else the head before it, as
-        far as it is not there, is computed meanwhile.
+        """From which of the first `length` tokens on to load. 0: all of them; `length`: none; else the head before it,
+        as far as it is not there, is computed meanwhile.
 
         Args:
             files: the first token and the bytes of each, in order.

@@ -3,14 +3,17 @@ checked."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.index import packed
+from kvtier.errors import ConfigError
 
 OF = {"model": "m", "config": "c", "weights": "w"}
 
@@ -52,6 +55,17 @@ def load(disk: Disk, ids: Sequence[int], key: str = "k") -> int:
     if until:
         assert torch.equal(torch.cat(parts, 1), content(ids[:until])), "other keys and values than were saved"
     return until
+
+
+def states_of(disk: Disk) -> dict[str, dict[str, Any]]:
+    """What all conversations are that are saved; those that are damaged or cannot be read are left out."""
+    found = {}
+    for name in disk.names():
+        with contextlib.suppress(ConfigError):
+            state = disk.conversation(name)
+            if state is not None:
+                found[name] = state
+    return found
 
 
 def turns(rng: random.Random, count: int, least: int = 1, most: int = 9) -> list[int]:

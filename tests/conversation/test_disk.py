@@ -88,6 +88,51 @@ def test_conversations_are_there_by_name(tmp_path: Path) -> None:
     assert sorted(x.suffix for x in tmp_path.iterdir() if x.is_dir()) == []
 
 
+def test_a_conversation_is_read_when_it_is_opened_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer, read, saved = tiny_model("llama"), Tokenizer(), list[str](), list[str]()
+    with store_of(model, directory=tmp_path) as store:
+        for name in ("alice", "bob", "carol"):
+            store.open(name).send(f"I am {name}.", tokenizer=tokenizer, **GREEDY)
+        history = store.open("bob").messages
+    conversation, save = chunks.Disk.conversation, chunks.Disk.save_conversation
+    monkeypatch.setattr(
+        chunks.Disk, "conversation", lambda disk, name: (read.append(name), conversation(disk, name))[1]
+    )
+    monkeypatch.setattr(
+        chunks.Disk, "save_conversation", lambda disk, name, state: (saved.append(name), save(disk, name, state))
+    )
+    with store_of(model, directory=tmp_path) as store:
+        assert store.names == ["alice", "bob", "carol"]
+        assert not read
+        with pytest.raises(ConfigError, match="already"):
+            store.open("bob", new=True)
+        assert store.open("bob") is store.open("bob")
+        assert store.open("bob").messages == history
+        store.forget("carol")
+    assert read == ["bob"]
+    assert saved == ["bob"], "what was not opened is what it was"
+    with store_of(model, directory=tmp_path) as store:
+        assert store.names == ["alice", "bob"]
+        assert len(store.open("alice").messages) == 2
+
+
+def test_a_conversation_that_cannot_be_read_now_is_an_error_and_stays(tmp_path: Path) -> None:
+    """A new one of the same name would be saved in its place."""
+    model, tokenizer = tiny_model("llama"), Tokenizer()
+    with store_of(model, directory=tmp_path) as store:
+        store.open("alice").send("Hello.", tokenizer=tokenizer, **GREEDY)
+    with store_of(model, directory=tmp_path) as store:
+        assert store._disk_tier is not None
+        database = store._disk_tier.disk._manifest._db
+        database.set_progress_handler(lambda: 1, 1)  # whatever is asked, it is interrupted
+        with pytest.raises(ConfigError, match="cannot be read: interrupted"):
+            store.open("alice")
+        database.set_progress_handler(None, 1)
+        assert len(store.open("alice").messages) == 2
+
+
 # Refused
 
 

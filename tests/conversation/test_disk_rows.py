@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from disks import OF, content, disk_of, load, save
+from disks import OF, content, disk_of, load, save, states_of
 
 from kvtier import ConfigError, StoreInUseError
 from kvtier.conversation.disk import chunks as disks_module
@@ -187,7 +187,7 @@ def test_damage_to_any_file_is_found_or_harmless(tmp_path: Path) -> None:
         assert save(disk, ids)
     for n in range(5):
         disk.save_conversation(f"{n}", {"ids": [n] * 9, "text": "x" * 50})
-    states = disk.conversations()
+    states = states_of(disk)
     # The log is there too, as if the process had been killed.
     shutil.copytree(source, tmp_path / "log")
     disk.close()
@@ -216,7 +216,7 @@ def test_damage_to_any_file_is_found_or_harmless(tmp_path: Path) -> None:
         except ConfigError:
             refused += 1
         else:
-            for name, state in disk.conversations().items():
+            for name, state in states_of(disk).items():
                 assert states[name] == state, "a conversation that nobody had"
             for ids in chats:
                 load(disk, ids)
@@ -456,12 +456,12 @@ def test_conversations_have_any_name_and_each_its_own_state(tmp_path: Path) -> N
         disk.save_conversation(name, {"ids": [n], "messages": [{"role": "user", "content": name[:10]}]})
     disk.close()
     disk = disk_of(tmp_path)
-    found = disk.conversations()
+    found = states_of(disk)
     assert {name: state["ids"] for name, state in found.items()} == {name: [n] for n, name in enumerate(NAMES)}
     assert [found[x]["messages"][0]["content"] for x in NAMES] == [x[:10] for x in NAMES]
     for name in NAMES[::2]:
         disk.drop_conversation(name)
-    assert list(disk.conversations()) == NAMES[1::2]
+    assert list(states_of(disk)) == NAMES[1::2]
     assert (disk.problem, disk.damaged) == ("", 0)
     disk.close()
     assert {x.name for x in tmp_path.iterdir()} == {"lock", MANIFEST}
@@ -472,7 +472,7 @@ def test_a_conversation_that_cannot_be_saved_says_so_and_stays_what_it_was(tmp_p
     disk.save_conversation("c", {"ids": [1]})
     disk.save_conversation("c", {"ids": [1, 2], "messages": [{"image": b"bytes"}]})
     assert "conversation 'c' was not saved" in disk.problem
-    assert disk.conversations() == {"c": {"ids": [1]}}
+    assert states_of(disk) == {"c": {"ids": [1]}}
     disk.close()
 
 
@@ -487,7 +487,7 @@ def test_a_conversation_that_was_damaged_is_left_out(tmp_path: Path) -> None:
     db.commit()
     db.close()
     disk = disk_of(tmp_path)
-    assert list(disk.conversations()) == ["a"]
+    assert list(states_of(disk)) == ["a"]
     assert disk.damaged == 2
     disk.close()
 

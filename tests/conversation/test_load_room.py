@@ -21,6 +21,7 @@ from kvtier.conversation.archive import Archive
 from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.index import packed
 from kvtier.conversation.journal import JournalledCache
+from kvtier.conversation.waiting import Saved
 from kvtier.forward.forward import Forward
 
 #: Of a small cache, and bytes of one of its tokens.
@@ -224,5 +225,25 @@ def test_room_that_is_lost_meanwhile_leaves_what_was_loaded(
         assert "no room" in disk.problem
     assert memory.stats.host.used_blocks == 0
     assert not reading()
+    disk.close()
+    memory.close()
+
+
+# Save
+
+
+@pytest.mark.parametrize("left", [66, 50, 33, 20])
+def test_of_a_sequence_that_gave_up_its_end_the_rest_is_saved(left: int, tmp_path: Path) -> None:
+    disk, memory = saved_in(tmp_path, 1, 33), TieredMemory()
+    cache = JournalledCache(CONFIG, memory=memory)
+    for i in range(LAYERS):
+        keys = (torch.arange(left, dtype=torch.float32)[None, None, :, None] + 1000 * i).expand(1, HEADS, left, HEAD)
+        cache._forward.restore(i, keys, keys + 0.5)
+    cache._forward.steps.end()
+    archive = Archive(disk, lambda saved: cache, lambda: [], lambda: torch.device("cpu"))
+    archive.save(Saved("k", packed([1] * 66), None, "k"))
+    assert disk.find("k", packed([1] * 66))[0] == max(left, 33)
+    assert load_of(disk, memory, max(left, 33)) == max(left, 33)
+    assert disk.problem == ""
     disk.close()
     memory.close()

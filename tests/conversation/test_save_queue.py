@@ -55,11 +55,17 @@ def test_a_sequence_takes_the_place_of_what_it_continues() -> None:
 def test_states_of_a_shorter_sequence_stay_as_long_as_there_is_room() -> None:
     queue = Waiting(most_bytes=250)
     short, other, longer, longest = saved([1], 60), saved([9], 60), saved([1, 2], 60), saved([1, 2, 3], 60)
-    assert [queue.put(x) for x in (short, other, longer)] == [0, 0, 0]
+    assert [queue.put(x) for x in (other, short, longer)] == [0, 0, 0]
     again = saved([1, 2], 60)
     assert queue.put(again) == 0
     assert queue.put(longest) == 1, "one of those that it continues"
     assert drained(queue) == [other, again, longest]
+
+
+def test_what_took_the_place_of_the_oldest_does_not_go_for_itself() -> None:
+    queue, longer = Waiting(most_bytes=100), saved([1, 2, 3], 90)
+    assert [queue.put(saved([1])), queue.put(saved([7])), queue.put(longer)] == [0, 0, 1]
+    assert drained(queue) == [longer]
 
 
 @pytest.mark.parametrize("states", [0, 500])

@@ -15,6 +15,7 @@ from test_turns import check_kept
 from transformers import BartConfig, BartForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from kvtier import (
+    BudgetError,
     ClosedError,
     ConcurrentUseError,
     ConfigError,
@@ -97,6 +98,33 @@ def test_the_rows_of_a_padded_batch_continue_what_each_has() -> None:
             store.check_integrity()
         out = store.generate(**ones(out[1:, 8:]), **GREEDY)
         assert store.reuse[0].computed == 1, "without its padding it is what it was"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["llama", "falcon", "gemma3", "qwen3_next"])
+def test_what_is_kept_makes_no_call_fail_that_fits_without(name: str, seed: int) -> None:
+    """Many tokens on top of others may need more room than all of them at once."""
+    model, draw = tiny_model(name), random.Random(seed)
+    ids = some_ids(draw.randrange(30, 180), seed=seed)
+    first, least = draw.randrange(9, ids.shape[1]), 8192
+    while True:
+        with store_of(model, host_budget=least) as store:
+            try:
+                store.generate(**ones(ids), **GREEDY)
+                break
+            except BudgetError as error:
+                least = int(str(error).partition("Give host_budget=")[2].split()[0])
+    with store_of(model, host_budget=least) as store:
+        store.generate(**ones(ids[:, :first]), max_new_tokens=1)
+        if draw.random() < 0.5:
+            store.drop(ids[0, :first].tolist(), first // 3, first // 2)
+        out = store.generate(**ones(ids), **GREEDY)
+        assert torch.equal(out, fresh(model, ones(ids)))
+        assert bool(store.reuse[0].cached) != bool(store.reuse[0].why)
+        store.check_integrity()
+        with pytest.raises(BudgetError):
+            store.generate(**ones(some_ids(300)), **GREEDY)
+        store.check_integrity()
 
 
 def test_beams_and_several_sequences_continue_one_prompt_that_is_there_once() -> None:

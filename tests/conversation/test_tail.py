@@ -1,4 +1,4 @@
-"""A head is computed while the tail of what is saved is loaded: the tokens, what is re-used, and what becomes of both."""
+"""A head is computed while the tail of what is saved is loaded: the tokens, and what is re-used."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from families import tiny_model
 from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 
+from kvtier import BudgetError
 from kvtier.conversation import archive, prefix_reuse
 from kvtier.conversation.disk.chunks import Chunk, Disk
 from kvtier.planning.loading import LoadOrCompute
@@ -205,10 +206,10 @@ def test_who_is_refused_room_ends_the_load(tmp_path: Path, monkeypatch: pytest.M
         assert reading.wait(20)
         forward(self, *args)
 
-    inputs, least = ones(grown(history, 7)), 0
-    with store_of(model) as store:
+    inputs = ones(grown(history, 7))
+    with store_of(model, host_budget="8KiB") as store, pytest.raises(BudgetError) as refused:
         store.generate(**inputs, **GREEDY)
-        least = store.memory.stats.host.peak_bytes
+    least = int(str(refused.value).partition("Give host_budget=")[2].split()[0])
     monkeypatch.setattr(archive, "_restore", noted)
     monkeypatch.setattr(prefix_reuse.PrefixReuse, "_forward", behind)
     for budget in (least, least * 5 // 4, least * 3 // 2, 2 * least):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import test_disk_faults
 import torch
-from disks import content
+from disks import content, states_of
 from disks import disk_of as open_disk
 from families import tiny_model
 from test_disk_faults import failing
@@ -80,7 +80,7 @@ def check(folder: Path, histories: dict[str, list[int]]) -> None:
         assert disk.damaged == 0
         for name, ids in histories.items():
             assert read(disk, ids) == len(ids), name
-        assert set(disk.conversations()) == set(histories)
+        assert set(states_of(disk)) == set(histories)
 
 
 @pytest.mark.parametrize("seed", range(WALKS))

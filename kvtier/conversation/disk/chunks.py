@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import sqlite3
@@ -126,6 +127,8 @@ class Disk:
         self.nbytes = 0
         self.closed = False
         self._lock = threading.RLock()
+        # Taken before that one, by whoever writes a file. Nobody who looks for something waits for a file.
+        self._writing = threading.Lock()
         # In the order of their use, every chunk before its parent: the first one is the next to go, and nobody
         # continues it.
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
@@ -142,7 +145,8 @@ class Disk:
         try:
             self._manifest = Manifest(self.path / MANIFEST, fingerprint)
             try:
-                self._load()
+                with _uncollected():
+                    self._load()
             except BaseException:
                 self._manifest.close()
                 raise
@@ -198,7 +202,7 @@ class Disk:
             return [chunk for _, chunk in self._index.prefixes(key, ids)]
 
     def read(self, chunk: Chunk, length: int, start: int = 0) -> Generator[Part]:
-        """The tokens of a chain from `start` to `length`, a chunk at a time, every byte of it checked before it is given.
+        """The tokens of a chain from `start` to `length`, a chunk at a time, every byte checked before it is given.
 
         Fewer come where some are damaged or cannot be read, and none where all are. While one part
         is used, a thread reads the next one, see `read_ahead`: whoever does not go to the end closes the iterator. All
@@ -239,35 +243,56 @@ class Disk:
     ) -> Chunk | None:
         """Save the tokens of a sequence from one on, behind a chunk that is saved. None where that cannot be, and
         `problem` says why; nothing that was saved before is lost, but for what the budget makes go."""
-        with self._lock:
-            self._check_open()
-            while parent is not None and parent.start >= start:
-                parent = parent.parent  # what has the tokens before it
-            problem = self._refused(ids, start, parent)
-            own = ids[start * WIDTH :]
-            most = sum(x.nbytes + len(name) + _HEADER for name, x in tensors.items()) + len(json.dumps(said)) + _HEADER
-            if not problem and not self._make_room(most + _ROW + len(own), parent):
-                problem = self.problem
-            if problem:
-                self.problem = problem
+        while parent is not None and parent.start >= start:
+            parent = parent.parent  # what has the tokens before it
+        own = ids[start * WIDTH :]
+        with self._writing:
+            with self._lock:
+                self._check_open()
+                file = self._begin_file(ids, start, parent, tensors, said)
+            if file is None:
                 return None
-            number, self._next = self._next, self._next + 1
-            file, self._uses = self._folder.file(number), self._uses + 1
             try:
-                written, sums = write_tensors(file, tensors, said)
-                above = None if parent is None else (parent.number, parent.digest)
-                row = Row.of(number, key, above, start, own, written, sums)
-                with self._manifest.transaction():
-                    self._manifest.add(row, self._uses)
-                    self._manifest.use(self._used)
+                written, sums = write_tensors(self._folder.file(file), tensors, said)
             except _FAILURES as error:
-                self.problem = f"{error}: a sequence was not saved"
-                self._unlink(file, 0)
+                with self._lock:
+                    self._not_written(file, f"{error}: a sequence was not saved")
                 return None
-            self._used.clear()
-            chunk = self._add(row, parent)
-            self._use(chunk)
-            return chunk
+            with self._lock:
+                problem = self._refused(ids, start, parent)  # what it continues may have been forgotten meanwhile
+                if problem:
+                    self._not_written(file, problem)
+                    return None
+                try:
+                    above = None if parent is None else (parent.number, parent.digest)
+                    row = Row.of(file, key, above, start, own, written, sums)
+                    with self._manifest.transaction():
+                        self._manifest.add(row, self._uses + 1)
+                        self._manifest.use(self._used)
+                except _FAILURES as error:
+                    self._not_written(file, f"{error}: a sequence was not saved")
+                    return None
+                self._used.clear()
+                chunk = self._add(row, parent)
+                self._use(chunk)
+                return chunk
+
+    def _begin_file(
+        self, ids: bytes, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor], said: str
+    ) -> int | None:
+        """Make room for a file. Its number; None where it is not to be written."""
+        problem = self._refused(ids, start, parent)
+        most = sum(x.nbytes + len(name) + _HEADER for name, x in tensors.items()) + len(json.dumps(said)) + _HEADER
+        if problem:
+            self.problem = problem
+        elif self._make_room(most + _ROW + len(ids) - start * WIDTH, parent):
+            number, self._next = self._next, self._next + 1
+            return number
+        return None
+
+    def _not_written(self, number: int, problem: str) -> None:
+        self.problem = problem
+        self._unlink(self._folder.file(number), 0)
 
     def leaves(self, nbytes: int, parent: Chunk | None) -> bool:
         """Whether so many bytes behind a chunk are within the budget, all else aside; `problem` says that they are
@@ -423,7 +448,7 @@ class Disk:
         """Save what a conversation is, in place of what it was."""
         with self._lock, self._telling(f"conversation {name!r} was not saved"):
             self._check_open()
-            self._manifest.save_conversation(name, state)
+            self._manifest.save_conversation(name, state, name in self._ranked)
             self._forgotten.discard(name)
 
     def drop_conversation(self, name: str) -> None:
@@ -440,8 +465,9 @@ class Disk:
                 self._manifest.drop_conversation(name)
                 self._forgotten.discard(name)
 
-    def conversations(self) -> dict[str, dict[str, Any]]:
-        """All that are saved, by name; those that are damaged are left out.
+    def names(self) -> dict[str, bool]:
+        """Of all conversations that are saved: whether each has a rank of its own. What they are is not read, for that
+        takes time in the length of each; those that are damaged are left out.
 
         Raises:
             ConfigError: they cannot be read now. Who went on without them would save others under their names.
@@ -449,7 +475,7 @@ class Disk:
         found = {}
         try:
             with self._lock:
-                for each in self._manifest.conversations():
+                for each in self._manifest.names():
                     if each is None:
                         self.damaged += 1
                     else:
@@ -458,9 +484,31 @@ class Disk:
             raise ConfigError(
                 f"The conversations in {self.path} cannot be read: {error}. They are there: try again."
             ) from error
-        except (sqlite3.Error, ValueError, RecursionError) as error:
+        except sqlite3.Error as error:
             self.damaged += 1
             self.problem = f"{error}: some conversations are damaged"
+        return found
+
+    def conversation(self, name: str) -> dict[str, Any] | None:
+        """What a conversation is that is saved; None: it is damaged, and `problem` says so.
+
+        Raises:
+            ConfigError: it cannot be read now. Who went on without it would save another under its name.
+        """
+        try:
+            with self._lock:
+                self._check_open()
+                found = self._manifest.conversation(name)
+                problem = "it is not what was written"
+        except (OSError, MemoryError, sqlite3.OperationalError) as error:
+            raise ConfigError(
+                f"Conversation {name!r} in {self.path} cannot be read: {error}. It is there: try again."
+            ) from error
+        except (sqlite3.Error, ValueError, RecursionError) as error:
+            found, problem = None, str(error)
+        if found is None:
+            self.damaged += 1
+            self.problem = f"conversation {name!r} is damaged: {problem}"
         return found
 
     @contextlib.contextmanager
@@ -480,7 +528,7 @@ class Disk:
 
     def close(self) -> None:
         """Let others open the folder. Idempotent."""
-        with self._lock:
+        with self._writing, self._lock:
             if self.closed:
                 return
             self.closed = True
@@ -531,6 +579,19 @@ class Disk:
         self._chunks[chunk.number] = chunk
         self.nbytes += chunk.kept
         return chunk
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collections, which would look at everything again and again while it is made: for what makes no
+    cycles that are dropped. The next one after it looks at all of it once."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _fits(row: Row, parent: Chunk | None) -> bool:

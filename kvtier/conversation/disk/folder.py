@@ -97,7 +97,7 @@ class Folder:
         numbers, rest = set[int](), list[Path]()
         for name in os.listdir(self.path):
             found = _NAME.fullmatch(name)
-            if found and not found[2] and self.file(int(found[1])).name == name:
+            if found and not found[2] and _name_of(int(found[1])) == name:
                 numbers.add(int(found[1]))
             elif found:
                 rest.append(self.path / name)
@@ -110,7 +110,11 @@ class Folder:
 
 def file_of(directory: Path, number: int) -> Path:
     """Of a chunk."""
-    return directory / f"{number:012}.safetensors"
+    return directory / _name_of(number)
+
+
+def _name_of(number: int) -> str:
+    return f"{number:012}.safetensors"
 
 
 def sync_names(directory: Path) -> None:

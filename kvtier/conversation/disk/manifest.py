@@ -12,14 +12,13 @@ import hashlib
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 
 #: Of the folder's layout. Another one is refused.
-VERSION = 2
+VERSION = 3
 #: Bytes of a row, at the most: a damaged database may claim any number, and SQLite would allocate it.
 LONGEST = 2**28
 #: `used` beyond this is damage.
@@ -29,12 +28,13 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT)",
     "CREATE TABLE IF NOT EXISTS chunks (number INTEGER PRIMARY KEY, key TEXT, parent INTEGER, start INTEGER, "
     "ids BLOB, nbytes INTEGER, checksum BLOB, digest BLOB, used INTEGER)",
-    "CREATE TABLE IF NOT EXISTS conversations (name BLOB PRIMARY KEY, state TEXT, digest BLOB)",
+    # What lists them reads the first columns only.
+    "CREATE TABLE IF NOT EXISTS conversations "
+    "(name BLOB PRIMARY KEY, ranked INTEGER, mark BLOB, state TEXT, digest BLOB)",
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A chunk, as it is saved.
 
     Attributes:
@@ -180,15 +180,15 @@ class Manifest:
 
     # Conversations
 
-    def save_conversation(self, name: str, state: Mapping[str, Any]) -> None:
-        """Save what a conversation is, in place of what it was.
+    def save_conversation(self, name: str, state: Mapping[str, Any], ranked: bool) -> None:
+        """Save what a conversation is, in place of what it was, and whether it has a rank of its own.
 
         Raises:
             sqlite3.Error: it was not saved. TypeError, ValueError, RecursionError: JSON does not take it.
         """
         packed, text = _name(name), json.dumps(state)
-        values = (packed, text, _digest(packed, text))
-        self._db.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?)", values)
+        values = (packed, int(ranked), _digest(packed, f"{int(ranked)}"), text, _digest(packed, text))
+        self._db.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?, ?)", values)
 
     def drop_conversation(self, name: str) -> None:
         """Forget a conversation.
@@ -206,10 +206,34 @@ class Manifest:
         """
         damaged = [
             (number,)
-            for number, name, state, digest in self._db.execute("SELECT rowid, name, state, digest FROM conversations")
-            if not (type(name) is bytes and type(state) is str and _digest(name, state) == digest)
+            for number, name, ranked, mark, state, digest in self._db.execute("SELECT rowid, * FROM conversations")
+            if not (_marked(name, ranked, mark) and type(state) is str and _digest(name, state) == digest)
         ]
         self._db.executemany("DELETE FROM conversations WHERE rowid = ?", damaged)
+
+    def names(self) -> Iterator[tuple[str, bool] | None]:
+        """Of all conversations, in the order of their making, and whether each has a rank of its own; None for one that
+        is damaged. What they are is not read.
+
+        Raises:
+            sqlite3.Error: the database is damaged.
+        """
+        for name, ranked, mark in self._db.execute("SELECT name, ranked, mark FROM conversations ORDER BY rowid"):
+            yield (name.decode("utf-8", "surrogatepass"), bool(ranked)) if _marked(name, ranked, mark) else None
+
+    def conversation(self, name: str) -> dict[str, Any] | None:
+        """The state of a conversation; None: there is none, or it is not what was written.
+
+        Raises:
+            sqlite3.Error, ValueError: the database is damaged.
+        """
+        packed = _name(name)
+        select = "SELECT state, digest FROM conversations WHERE name = ?"
+        for state, digest in self._db.execute(select, (packed,)):
+            if type(state) is str and _digest(packed, state) == digest:
+                found: dict[str, Any] = json.loads(state)
+                return found
+        return None
 
     def conversations(self) -> Iterator[tuple[str, dict[str, Any]] | None]:
         """All that are saved: the name and the state of each; None for one that is damaged.
@@ -271,6 +295,11 @@ class Manifest:
         """Close the database. Idempotent."""
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
+
+
+def _marked(name: Any, ranked: Any, mark: Any) -> bool:
+    """Whether a name, and that its conversation has a rank or not, are what was written."""
+    return type(name) is bytes and type(ranked) is int and _digest(name, f"{ranked}") == mark
 
 
 def _name(name: str) -> bytes:
