@@ -122,11 +122,13 @@ class DiskTier:
                 self._archive.submit(Saved(name, entry.ids[: length * WIDTH], entry.states.get(length), entry.key))
 
     def _open(self, saved: Saved) -> JournalledCache | None:
-        """A cache with a sequence that is to be saved, if it is kept still."""
-        length = len(saved.ids) // WIDTH
+        """A cache with what is kept still of a sequence that is to be saved: with states all of it, or nothing."""
         with self._memory.lock:
             got, entry = self._kept.find(saved.place, saved.ids)
-            if self.stopped or entry is None or got < length or entry.sequence.length < length:
+            length = 0 if entry is None else min(got, entry.sequence.length)
+            if self.stopped or entry is None or not length:
+                return None
+            if saved.states is not None and length < len(saved.ids) // WIDTH:
                 return None
             sequence = entry.sequence
         cache = self._new_cache()
