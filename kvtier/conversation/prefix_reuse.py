@@ -63,14 +63,19 @@ class PrefixReuse:
             return self._generate(call, kwargs)
         except GivenAgain:
             call.why = "this way to generate begins with the whole prompt"
-            return self._generate(call, kwargs)
+        except BudgetError:
+            # To read what was there takes room too, that a prompt which is computed whole does not need.
+            if not call.refused:
+                raise
+            call.why = "no room for what is kept and the rest of the call"
+        return self._generate(call, kwargs)
 
     def _generate(self, call: Call, kwargs: dict[str, Any]) -> tuple[Any, tuple[RowReuse, ...]]:
         """Generate, from what is there but where `call.why` says that nothing may be."""
         cache = self._new_cache()
         used: list[Entry] = []
+        stateful, whole, cached = has_states(cache.layers), bool(call.why), 0
         try:
-            stateful, whole = has_states(cache.layers), bool(call.why)
             cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
             cached = 0 if whole else self._begin(cache, call, stateful, used)
             states: dict[int, list[States]] = {}
@@ -94,6 +99,8 @@ class PrefixReuse:
             self._learn(cache, stateful)
             return out, reuse
         except BaseException as error:
+            begun = cached or (stateful and not whole)
+            call.refused = bool(begun) and cache.get_seq_length() < call.ids.shape[1]
             with self._memory.changing():
                 self._kept.drop_lost()
                 if isinstance(error, CorruptionError):

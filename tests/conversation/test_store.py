@@ -15,6 +15,7 @@ from test_turns import check_kept
 from transformers import BartConfig, BartForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from kvtier import (
+    BudgetError,
     ClosedError,
     ConcurrentUseError,
     ConfigError,
@@ -615,3 +616,29 @@ def test_two_threads_in_one_conversation_are_refused() -> None:
         chat.generate(**ones(some_ids(9)), stopping_criteria=StoppingCriteriaList([Meets()]), **GREEDY)
         assert met
         assert all(isinstance(error, ConcurrentUseError) for error in met)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_is_re_used_makes_no_call_fail_that_has_room_without(name: str) -> None:
+    """A layer that is read takes room for its dense copy, for each row; a prompt that is computed whole takes none."""
+    model, begin = tiny_model(name), some_ids(33)
+    inputs, options = (
+        ones(grown(begin.repeat(2, 1), 1)),
+        {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 1},
+    )
+    right, why = fresh(model, inputs, **options), set()
+    for budget in range(12_000, 80_000, 2_000):
+        with store_of(model, device_budget=budget, host_attention=False) as store:
+            cache = TieredKVCache(model.config, memory=store.memory, block_size=8, host_attention=False)
+            try:
+                with cache:
+                    model.generate(**inputs, past_key_values=cache, **(GREEDY | options))
+            except BudgetError:
+                continue
+        with store_of(model, device_budget=budget, host_attention=False) as store:
+            store.generate(**ones(begin), **(GREEDY | {"max_new_tokens": 1}))
+            assert torch.equal(store.generate(**inputs, **(GREEDY | options)), right)
+            assert store.reuse[0].cached in (0, 32, 33)
+            why.add(store.reuse[0].why)
+            store.check_integrity()
+    assert why == {"", "no room for what is kept and the rest of the call"}
