@@ -381,6 +381,7 @@ class Kept:
         self.retention.check_integrity(self.entries)
         assert self.entries.keys() == self.parked.sequences.keys(), "a sequence without ids"
         assert self._at.keys() == set(self.entries.values())
+        assert len(self._behind) == sum(1 for x in self.entries if x.start), "an entry behind a gap that is gone"
         assert self.state_bytes == sum(at.nbytes for those in self._at.values() for at in those.values())
         for sequence, entry in self.entries.items():
             assert max(entry.states, default=0) <= sequence.length, "states of tokens that are gone"

@@ -181,7 +181,7 @@ class Toy(torch.nn.Module):
             try:
                 keys, values = cache.update(k[:, :, past:].clone(), v[:, :, past:].clone(), i)
             except BudgetError:
-                assert i == self.kinds.index(""), "a forward is refused in its midst"
+                assert i <= self.kinds.index(""), "a forward is refused in its midst"
                 raise
             first = max(past - WINDOW + 1, 0) if kind == "windows" else 0
             assert keys.shape == (len(known), self.heads, total - first, self.k_dim), (keys.shape, past, new)

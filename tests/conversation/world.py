@@ -51,7 +51,7 @@ from kvtier.conversation.disk import ahead
 from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.disk.upkeep import Upkeep
 from kvtier.conversation.disk_tier import _key as disk_key
-from kvtier.conversation.index import packed, unpacked
+from kvtier.conversation.index import WIDTH, common, packed, unpacked
 from kvtier.conversation.wake import Wake, Waker
 from kvtier.cpu.native import Future
 from kvtier.eviction.names import POLICIES as EVICTIONS
@@ -59,7 +59,7 @@ from kvtier.eviction.rank import DEFAULT, Rank
 from kvtier.hf import generation
 from kvtier.hf.generation import computed_as
 from kvtier.memory import system
-from kvtier.memory.block import State
+from kvtier.memory.block import RESIDENT, State
 from kvtier.memory.tiered import default_engine
 from kvtier.planning.names import POLICIES
 from kvtier.planning.policy import Policy
@@ -336,8 +336,10 @@ class World:
         self.tight = "pressure" in self.faults
         room = 60 * self.toy.token_bytes
         self.device_budgets: Sequence[int | None] = (
-            (room, 3 * room, 20 * room) if self.tight else (PLENTY, PLENTY, 40_000)
+            (room, 3 * room, 20 * room) if self.tight else (PLENTY, PLENTY, 100_000)
         )
+        # Worlds differ in what is frequent: what is rare everywhere would never come together.
+        self.often = [rng.choice((0.3, 1.0, 1.0, 4.0)) for _ in range(40)]
         self.tiers = rng.random() < 0.7
         self.host_budgets = (4 * room, 10 * room, 30 * room) if self.tight else (PLENTY,)
 
@@ -607,6 +609,9 @@ class World:
         least = [max(n, at_least) for n in self._least(key, rows, pads)]
         before_this, self.interruptible = self.interruptible, not self.depth
         self.depth += 1
+        woken = [
+            x for x in store._waker._queue for row in rows if x._key == (key[0], salt) and _mostly(x._ids, packed(row))
+        ]
         mine = getattr(store._last, "name", None)
         store._last.name = None  # in the midst of a turn of a conversation, this is a call of another thread
         try:
@@ -625,6 +630,7 @@ class World:
             self.toy.computed = before
             self.toy.gives_again = False
         assert out == right, f"{out} and not {right}"
+        assert all(x._cancelled or x.done for x in woken), "a turn began, and what wakes its conversation goes on"
         if self.store is None:
             return True
         found = [row.cached for row in store.reuse]
@@ -648,12 +654,17 @@ class World:
             return
         assert self.store is not None
         self.clear()
-        self.toy.meanwhile = lambda: None
+        with self.alone(), pytest.raises(BudgetError):
+            run(self.store)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else has a turn within."""
+        before, self.toy.meanwhile = self.toy.meanwhile, lambda: None
         try:
-            with pytest.raises(BudgetError):
-                run(self.store)
+            yield
         finally:
-            self.toy.meanwhile = self.meanwhile
+            self.toy.meanwhile = before
 
     def interrupt(self, chance: float) -> None:
         """Somebody may interrupt what is done now, in the midst of a change."""
@@ -863,7 +874,7 @@ class World:
         """The disk reads, and other threads have their turn. Of these, calls only while a wake reads: what a call finds
         is asked for before."""
         rng, store = self.rng, self.store
-        if store is None or not self._unlocked() or store._waker._loading is None:
+        if store is None or not self._unlocked() or store._waker._loading is None or self.over:
             self.save_some()
             return
         what = rng.choice((self.cancel, self.refused, self.turn, self.press, self.clear, self.drop))
@@ -891,10 +902,12 @@ class World:
             return False
         return archive is None or not archive.disk._lock._is_owned()  # type: ignore[attr-defined]
 
-    def wake(self) -> None:
+    def wake(self, row: list[int] | None = None) -> None:
         """A turn is known to come."""
         assert self.store is not None
-        row, salt = self.rng.choice(self.histories[-6:]), self.rng.choice((None, None, "a", ("b", 2)))
+        salt = None
+        if row is None:
+            row, salt = self.rng.choice(self.histories[-6:]), self.rng.choice((None, None, "a", ("b", 2)))
         self.note("wake:", row, salt)
         self.wakes.append(self.store.wake(row, salt=salt))
 
@@ -906,8 +919,11 @@ class World:
     def refused(self) -> None:
         """Somebody is refused, and wants what a wake claims."""
         assert self.store is not None
+        waker = self.store._waker
+        loading = waker._loading
         with self.memory.lock:
-            self.store._waker._give_way()
+            assert waker._give_way() == (loading is not None), "a wake keeps what it claims"
+        assert loading is None or loading._cancelled
 
     def waken(self) -> None:
         """The thread that wakes makes a step."""
@@ -919,12 +935,16 @@ class World:
         loaded, cancelled = each._was_loaded.is_set(), each._cancelled
         key, row = (computed_as(self.toy), each._key[1]), unpacked(each._ids)  # type: ignore[index]
         sure = self._sure(self.key(key[1]), row) if key == each._key else 0
+        before, used = (each.loaded, each.promoted), self._in_use() if loaded else []
         self.waking, self.disturbed = True, False
         try:
             waker.step()
         finally:
             self.waking = False
         self.note("waken:", each, waker.problem)
+        came = each.loaded, each.promoted
+        assert not cancelled or (each.done and came == before), "a wake that was cancelled goes on"
+        assert all(run.state in RESIDENT for run in used), "a wake makes blocks leave that a cache uses"
         calm = not (self.tight or self.flipped or cancelled or self.disturbed or self.changed_weights)
         if not calm or not self.plain or self.faults & {"transfers", "flips"} or key != each._key:
             return
@@ -936,6 +956,13 @@ class World:
             self.memory.drain()
             runs = [run for table in entry.sequence.tables.values() for run in table.resolve()]
             assert all(run.state is not State.HOST for run in runs), "a wake has left blocks on the host"
+
+    def _in_use(self) -> list[Any]:
+        """What is on the device of what caches continue."""
+        assert self.store is not None
+        with self.memory.lock:
+            tables = [x for each in self.store._kept.parked.sequences if each.users for x in each.tables.values()]
+            return [run for table in tables for run in table.resolve() if run.state in RESIDENT]
 
     def drop(self) -> None:
         """Give up what is kept of some tokens, which are computed again when they are needed."""
@@ -971,7 +998,8 @@ class World:
         calm = not (self.tight or self.flipped or self.depth) and self.plain and "transfers" not in self.on
         if there and whole and calm and behind >= kept.LEAST_BEHIND and rng.random() < 0.6:
             self.note("behind:", behind)
-            self.ask(row, rng.choice((1, 2)), salt=key[-1], at_least=start + behind)
+            with self.alone():
+                self.ask(row, rng.choice((1, 2)), salt=key[-1], at_least=start + behind)
 
     def pass_time(self) -> None:
         """Nothing happens for a while; or the clock is set."""
@@ -1008,7 +1036,10 @@ class World:
         """Somebody goes away for a while."""
         assert self.store is not None
         self.note("park")
-        self._may_fail(lambda: self.store.park(self.rng.choice(self.histories)))  # type: ignore[union-attr]
+        row = self.rng.choice(self.histories)
+        self._may_fail(lambda: self.store.park(row))  # type: ignore[union-attr]
+        if self.rng.random() < 0.3:
+            self.wake(row)
 
     def _may_fail(self, run: Callable[[], Any]) -> None:
         try:
@@ -1151,7 +1182,8 @@ class World:
             self.rot: 1.5 * ("rot" in self.faults and folder),
             self.kill: 1.5 * (not self.faults.isdisjoint(("kills", "power")) and folder),
         }
-        self.rng.choices(list(weights), list(weights.values()))[0]()
+        often = [n * some for n, some in zip(weights.values(), self.often, strict=False)]
+        self.rng.choices(list(weights), often)[0]()
 
     def run(self, steps: int) -> None:
         """So many things, and an end at which everything drains."""
@@ -1270,6 +1302,11 @@ class World:
             options,
             at_least,
         )
+
+
+def _mostly(ids: bytes, row: bytes) -> bool:
+    """Whether half of what is woken is the beginning of a turn."""
+    return 2 * common(ids, row) * WIDTH >= len(ids)
 
 
 def _alike(a: Sequence[int], b: Sequence[int]) -> int:
