@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import json
 import threading
 import weakref
@@ -99,8 +98,8 @@ class Archive:
             self._thread = None
 
     def save(self, saved: Saved) -> None:
-        """Save what of a sequence is not saved yet, in files of about `LARGEST` bytes; with states it is one file, for
-        they are of its end.
+        """Save what of a sequence is kept and not saved yet, in files of about `LARGEST` bytes; with states it is one
+        file, for they are of its end.
 
         Raises:
             Exception: it cannot be read from the memory.
@@ -113,17 +112,14 @@ class Archive:
         if cache is None:
             return
         with cache:
-            if saved.states is None and cache.get_seq_length() < length:  # it gave up its end meanwhile
-                length = cache.get_seq_length()
-                saved = dataclasses.replace(saved, ids=saved.ids[: length * WIDTH])
-                if start >= length:
-                    return
+            if saved.states is None and (length := cache.get_seq_length()) <= start:
+                return
             tensors = {}
             for i in sorted(cache._forward.readers):
                 keys, values = cache.layers[i].dense("saving")
                 tensors[f"k.{i}"], tensors[f"v.{i}"] = (x[0, :, start:length].contiguous() for x in (keys, values))
         if saved.states is None:
-            self._write(saved, start, parent, tensors)
+            self._write(saved, start, length, parent, tensors)
             return
         found = packed_states(saved.states)
         if found is None:
@@ -132,9 +128,11 @@ class Archive:
         more, about = found
         self.disk.write(saved.key, saved.ids, start, parent, tensors | more, json.dumps(about))
 
-    def _write(self, saved: Saved, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _write(
+        self, saved: Saved, start: int, stop: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
         """Save tokens from one on as a chain of chunks, or nothing of them where the budget leaves no room for all."""
-        tokens = len(saved.ids) // WIDTH - start
+        tokens = stop - start
         nbytes = sum(x.nbytes for x in tensors.values())
         if not self.disk.leaves(nbytes, parent):
             return

@@ -31,6 +31,7 @@ class Call:
         filled: columns of gaps that were computed before what is kept behind them.
         why: where nothing is re-used, the reason.
         name: of the conversation that it is a turn of; None: of none.
+        refused: there was no room for the rest of the prompt behind what was there, or was computed first.
     """
 
     ids: torch.Tensor
@@ -46,6 +47,7 @@ class Call:
     filled: int = 0
     why: str = ""
     name: str | None = None
+    refused: bool = False
 
     def reuse(self, columns: int) -> tuple[RowReuse, ...]:
         """What each row begins with, of so many columns that are there."""

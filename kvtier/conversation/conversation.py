@@ -94,6 +94,11 @@ class Conversation:
             ConfigError: more than one row, or several sequences.
             ConcurrentUseError: another thread is generating with this conversation.
         """
+        out = self._generate(inputs, **kwargs)
+        self.store.changed(self)
+        return out
+
+    def _generate(self, inputs: torch.Tensor | None, **kwargs: Any) -> Any:
         self._check_open()
         ids = kwargs.get("input_ids") if inputs is None else inputs
         if isinstance(ids, torch.Tensor) and ids.shape[0] != 1:
@@ -114,7 +119,6 @@ class Conversation:
             if rows.shape[0] == 1:
                 self.ids = rows[0].tolist()
             self.used = time.time()
-            self.store.changed(self)
             return out
         finally:
             self._busy.release()
@@ -139,7 +143,7 @@ class Conversation:
             messages.append({"role": "system", "content": system})
         messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
         ids = torch.tensor([self._prompt(tokenizer, messages)], device=self.store.model.device)
-        out = self.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)
+        out = self._generate(ids, attention_mask=torch.ones_like(ids), **kwargs)
         rows = out if isinstance(out, torch.Tensor) else out.sequences
         answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
         self.messages = [*messages, {"role": "assistant", "content": answer}]

@@ -125,7 +125,7 @@ class DiskTier:
             step: tokens that are whole blocks in every layer.
 
         Returns:
-            As `load`; and the tail, which a thread loads, where what precedes it is to be computed meanwhile.
+            As `load`; and the tail that is to be loaded while what precedes it is computed, if there is one.
         """
         found = self._longer(key, ids, stateful=False)
         if found is None:
@@ -135,15 +135,8 @@ class DiskTier:
             return 0, _SOONER, None
         if start <= found.here:
             return *self._bring(found, start, key, ids, stateful=False), None
-        try:
-            return (
-                0,
-                "",
-                Tail(self._memory, start, functools.partial(self._bring, found, start, key, ids, stateful=False)),
-            )
-        except RuntimeError as error:  # there is no thread to be had
-            self.disk.problem = str(error)
-            return *self._bring(found, 0, key, ids, stateful=False), None
+        bring = functools.partial(self._bring, found, start, key, ids, stateful=False)
+        return 0, "", Tail(self._memory, start, bring)
 
     def _choose(self, found: _Longer, ids: bytes, step: int | None) -> int:
         """From which token on to load, see `LoadOrCompute.choose`."""

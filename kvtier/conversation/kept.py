@@ -120,21 +120,33 @@ class Kept:
                 return 0, []
             columns = min(columns, common(found.ids, row) + pad, found.sequence.length + pad)
             entries.append(found)
-        return (columns, entries) if columns > max(call.pads) else (0, [])
+        if columns <= max(call.pads):
+            return 0, []
+        return _until(self._pieces(call), 0, columns), entries
 
     def behind(self, call: Call, columns: int) -> tuple[int, Entry | None]:
         """What a call of one row can go on with, once it has computed what is missing behind so many columns: tokens
         that are kept there, and the entry. The nearest one, if it is worth it."""
-        if len(call.rows) > 1 or any(call.pads):
+        pieces = self._pieces(call)
+        found = min((x for x in pieces if x[0] >= columns), key=lambda x: (x[0], -x[1]), default=None)
+        if found is None:
             return 0, None
+        start, stop, entry = found
+        return _until(pieces, start, stop) - start, entry
+
+    def _pieces(self, call: Call) -> list[tuple[int, int, Entry]]:
+        """What a call of one row can go on with that is kept behind a gap, where it begins and where it ends."""
+        if len(call.rows) > 1 or any(call.pads):
+            return []
         (row,) = call.rows
-        found = {entry.sequence.start: entry for _, entry in self._behind.prefixes(call.key, row)}
-        for start, entry in sorted(found.items()):
+        found = []
+        for _, entry in self._behind.prefixes(call.key, row):
+            start = entry.sequence.start
             # The last token's logits are wanted.
-            tokens = min(common(entry.ids, row), len(row) // WIDTH - 1, start + entry.sequence.length) - start
-            if start >= columns and tokens >= LEAST_BEHIND:
-                return tokens, entry
-        return 0, None
+            stop = min(common(entry.ids, row), len(row) // WIDTH - 1, start + entry.sequence.length)
+            if stop - start >= LEAST_BEHIND:
+                found.append((start, stop, entry))
+        return found
 
     def columns_with_states(self, call: Call) -> tuple[int, list[Entry]]:
         """The same where layers keep states: all rows continue at one position, of which each has a copy."""
@@ -380,6 +392,7 @@ class Kept:
         self.retention.check_integrity(self.entries)
         assert self.entries.keys() == self.parked.sequences.keys(), "a sequence without ids"
         assert self._at.keys() == set(self.entries.values())
+        assert len(self._behind) == sum(1 for x in self.entries if x.start), "an entry behind a gap that is gone"
         assert self.state_bytes == sum(at.nbytes for those in self._at.values() for at in those.values())
         for sequence, entry in self.entries.items():
             assert max(entry.states, default=0) <= sequence.length, "states of tokens that are gone"
@@ -394,6 +407,13 @@ class Kept:
 def _find(index: PrefixIndex[Entry | _At], key: Hashable, ids: bytes) -> tuple[int, Entry | None]:
     length, found = index.find(key, ids)
     return length, found.entry if isinstance(found, _At) else found
+
+
+def _until(pieces: Iterable[tuple[int, int, Entry]], start: int, stop: int) -> int:
+    """Up to where to go on with tokens that are there from `start` to `stop`: to their end, or to where a piece begins
+    that goes further."""
+    further = [x for x in pieces if start < x[0] < stop < x[1]]
+    return max(further, key=lambda x: x[1])[0] if further else stop
 
 
 def _weakly(method: Callable[..., T], otherwise: T) -> Callable[..., T]:

@@ -24,10 +24,6 @@ from kvtier.memory.tiered import TieredMemory
 SPACING = 512
 
 
-class _RefusedError(Exception):
-    """There is no room for the rest of a prompt on top of what was there. Computing all of it at once may need less."""
-
-
 class PrefixReuse:
     """Generates with a model from what is kept.
 
@@ -68,7 +64,10 @@ class PrefixReuse:
             return self._generate(call, kwargs)
         except GivenAgain:
             call.why = "this way to generate begins with the whole prompt"
-        except _RefusedError:
+        except BudgetError:
+            # To read what was there takes room too, that a prompt which is computed whole does not need.
+            if not call.refused:
+                raise
             call.why = "no room for what is kept and the rest of the call"
         return self._generate(call, kwargs)
 
@@ -76,8 +75,8 @@ class PrefixReuse:
         """Generate, from what is there but where `call.why` says that nothing may be."""
         cache = self._new_cache()
         used: list[Entry] = []
+        stateful, whole, cached = has_states(cache.layers), bool(call.why), 0
         try:
-            stateful, whole = has_states(cache.layers), bool(call.why)
             cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
             cached = 0 if whole else self._begin(cache, call, stateful, used)
             reuse, states = call.reuse(cached), dict[int, list[States]]()
@@ -86,16 +85,12 @@ class PrefixReuse:
                     states = self._prefill(cache, call, cached)
                 cache.prompt = call.ids.shape[1] if cache.get_seq_length() else None
                 out = self._model.generate(call.ids, attention_mask=call.mask, past_key_values=cache, **kwargs)
-            except BaseException as error:
+            except BaseException:
                 # What is whole is kept: the next call continues it.
-                begun = True
                 with contextlib.suppress(KVTierError):
                     if not stateful:
                         cache.crop(0)
                         self._keep(cache, call, stateful, states)
-                    begun = not cached or cache.get_seq_length() >= call.ids.shape[1]
-                if isinstance(error, BudgetError) and not begun:
-                    raise _RefusedError from error
                 raise
             try:
                 self._keep(cache, call, stateful, states, call.name)
@@ -104,6 +99,9 @@ class PrefixReuse:
             self._learn(cache, stateful)
             return out, reuse
         except BaseException as error:
+            if isinstance(error, BudgetError) and (cached or (stateful and not whole)):
+                with contextlib.suppress(KVTierError):
+                    call.refused = cache.get_seq_length() < call.ids.shape[1]
             with self._memory.changing():
                 self._kept.drop_lost()
                 if isinstance(error, CorruptionError):
@@ -173,23 +171,24 @@ class PrefixReuse:
         return got
 
     def _go_on_behind(self, cache: JournalledCache, call: Call, columns: int, used: list[Entry]) -> int:
-        """Go on from the columns that are there with what is kept further on. Columns that are there then."""
-        why = ""
-        if call.tail is not None and self._disk_tier is not None:
-            start = call.tail.start
-            if columns < start:
-                began = time.perf_counter()
-                try:
-                    self._forward(cache, call, columns, start)
-                except BudgetError:
-                    cache.crop(0)  # what a forward did not finish
-                    return columns
-                of.synchronize(self._model)
-                if call.expand == 1:
-                    self._disk_tier.learn_beside(Took(start - columns, columns, 1, time.perf_counter() - began))
-                call.filled, columns = start - columns, start
-            call.loaded[0], why = call.tail.wait()
+        """Go on from the columns that are there with what is kept further on, and with what is loaded while the columns
+        before it are computed. Columns that are there then."""
         columns = self._fill(cache, call, columns, used)
+        if call.tail is None or self._disk_tier is None or columns >= call.tail.start:
+            return columns
+        call.tail.begin()
+        began, start = time.perf_counter(), call.tail.start
+        try:
+            self._forward(cache, call, columns, start)
+        except BudgetError:
+            cache.crop(0)  # what a forward did not finish
+            return columns
+        of.synchronize(self._model)
+        if call.expand == 1:
+            self._disk_tier.learn_beside(Took(start - columns, columns, 1, time.perf_counter() - began))
+        call.filled += start - columns
+        call.loaded[0], why = call.tail.wait()
+        columns = self._fill(cache, call, start, used)
         if columns == call.filled:
             call.why = call.why or why
         return columns

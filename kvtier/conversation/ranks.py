@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvtier.conversation.index import PrefixIndex
+from kvtier.conversation.index import WIDTH
 from kvtier.conversation.retention import Retention
 from kvtier.errors import ConfigError
 from kvtier.eviction.rank import DEFAULT, Rank
@@ -83,7 +83,6 @@ class Ranks:
         self._parked = parked
         self._retention = retention
         self._ranked: dict[str, _Ranked] = {}
-        self._index: PrefixIndex[str] = PrefixIndex()
         # Conversations by the sequence that has their tokens.
         self._on: dict[ParkedSequence, dict[str, None]] = {}
         self._stale: dict[str, None] = {}
@@ -124,7 +123,6 @@ class Ranks:
         if before is not None:
             self._leave(name, before)
         self._ranked[name] = _Ranked(key, ids, rank)
-        self._index.add(key, ids, name)
         self._stale[name] = None
         self.refresh()
 
@@ -133,7 +131,6 @@ class Ranks:
         found = self._ranked.pop(name, None)
         if found is not None:
             self._leave(name, found)
-            self._index.remove(name)
             self._stale.pop(name, None)
             self._claim()
 
@@ -141,11 +138,10 @@ class Ranks:
 
     def kept(self, key: Hashable, ids: bytes) -> None:
         """A sequence is kept from now on: conversations that it has more of than others have their tokens in it."""
-        if not self._ranked:
-            return
-        _, nearest = self._index.find(key, ids)
-        for name in [nearest, *(x for _, x in self._index.prefixes(key, ids))]:
-            if name is not None:
+        for name, found in self._ranked.items():
+            end = (found.tokens + 1) * WIDTH  # with one more than are found now
+            last = found.ids[end - WIDTH : end]
+            if found.key == key and last == ids[end - WIDTH : end] != b"" and ids.startswith(found.ids[:end]):
                 self._stale[name] = None
         self.refresh()
 

@@ -62,7 +62,14 @@ class Waker:
         memory, kept, disk_tier: of the store.
         stateful: whether layers of the model keep states.
         keeper: the store, which stays as long as a step of this takes.
+
+    Attributes:
+        background: whether a thread makes the steps. Without one, whoever calls `step` or `stop` does: a test says
+            when.
+        problem: why something was not woken last.
     """
+
+    background = True
 
     def __init__(
         self,
@@ -102,7 +109,7 @@ class Waker:
             return wake
         with self._lock:
             self._queue.append(wake)
-            if self._thread is None:
+            if self.background and self._thread is None:
                 thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="kvtier-waking", daemon=True)
                 try:
                     thread.start()
@@ -134,6 +141,8 @@ class Waker:
             thread = self._thread
             for wake in self._queue:
                 wake.cancel()
+        while not self.background and self.step() is not None:
+            pass
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -142,7 +151,7 @@ class Waker:
         self.stop()
         self._finalizer()
 
-    # In the thread
+    # In the thread, if there is one
 
     def step(self) -> float | None:
         """Do some of what there is to do. Returns the seconds until it goes on; None: there is nothing to do."""

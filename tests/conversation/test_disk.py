@@ -136,6 +136,24 @@ def test_a_conversation_that_cannot_be_read_now_is_an_error_and_stays(tmp_path: 
 # Refused
 
 
+def test_what_is_saved_of_a_chat_is_what_it_was_after_some_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer, saved = tiny_model("llama"), Tokenizer(), []
+    save = chunks.Disk.save_conversation
+    monkeypatch.setattr(
+        chunks.Disk, "save_conversation", lambda disk, name, state: (saved.append(dict(state)), save(disk, name, state))
+    )
+    with store_of(model, directory=tmp_path) as store:
+        chat, was = store.open("alice"), []
+        for message in ("Who are you?", "And?"):
+            chat.send(message, tokenizer=tokenizer, **GREEDY)
+            was.append(chat.state())
+        chat.regenerate(tokenizer=tokenizer, **GREEDY)
+        was.append(chat.state())
+        assert saved == was
+
+
 def test_another_model_is_refused_with_a_message_that_says_what_differs(tmp_path: Path) -> None:
     chat(build_model("llama", "sdpa"), tmp_path, 1, some_ids(40))
     model = build_model("llama", "sdpa")

@@ -192,3 +192,32 @@ def test_little_behind_a_gap_is_not_worth_a_forward() -> None:
         assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
         assert history.shape[1] - 1 - 48 >= LEAST_BEHIND == kept.LEAST_BEHIND
         assert store.reuse[0].cached == 10 + history.shape[1] - 1 - 48
+
+
+def test_what_is_behind_a_gap_is_used_where_another_sequence_has_what_is_missing() -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        history = store.generate(**ones(some_ids(155)), **GREEDY)
+        other = store.generate(**ones(grown(history[:, :120], 30, seed=5)), **GREEDY)
+        store.drop(history[0].tolist(), 20, 30)
+        for mine in (history, other):
+            inputs = ones(grown(mine))
+            out = store.generate(**inputs, **GREEDY)
+            assert torch.equal(out, fresh(model, inputs))
+            assert store.reuse[0].cached == mine.shape[1] - 1, "nothing that is kept is computed"
+            store.check_integrity()
+
+
+def test_sequences_that_part_behind_the_same_gap_go_on_with_their_own() -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        begin = some_ids(40)
+        all_of_them = [store.generate(**ones(grown(begin, 60 - 10 * i, seed=i)), **GREEDY) for i in range(3)]
+        for _ in all_of_them:  # each time another one has the tokens
+            store.drop(begin[0].tolist(), 8, 16)
+        for history in all_of_them:
+            inputs = ones(grown(history))
+            assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+            missing = 8 if history is all_of_them[0] else 0
+            assert store.reuse[0].cached == history.shape[1] - 1 - missing
+            store.check_integrity()

@@ -428,3 +428,17 @@ def test_what_has_expired_is_removed_when_the_folder_is_opened(
                 )
                 assert found >= there
                 assert there or not found, "what has expired is there"
+
+
+def test_a_sequence_is_the_history_of_all_conversations_that_it_begins_like() -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        begin = some_ids(30)
+        for name, tokens in (("most", 30), ("some", 20), ("few", 10)):
+            turn(store.open(name, pinned=True), grown(begin[:, :tokens], 5, seed=tokens))
+        store.clear()
+        store.check_integrity()
+        store.generate(**ones(begin), **GREEDY)
+        found = {name: x.tokens for name, x in store._kept.ranks._ranked.items()}
+        assert found == {"most": 30, "some": 20, "few": 10}
+        store.check_integrity()

@@ -164,3 +164,24 @@ def test_the_order_of_what_nobody_continues_is_kept() -> None:
     for x in those:
         queue.put(x)
     assert all(a is b for a, b in itertools.zip_longest(drained(queue), those))
+
+
+def test_what_has_given_up_its_end_before_it_was_saved_is_saved_as_far_as_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Archive, "background", False)
+    model, inputs = tiny_model("llama"), ones(some_ids(60))
+    with store_of(model, directory=tmp_path) as store:
+        out = store.generate(**inputs, **GREEDY)
+        store.drop(out[0].tolist(), 32, 60)
+        store.flush()
+        store.drop(out[0].tolist(), 16, 32)
+        store.generate(**ones(out), **GREEDY)
+        assert store.reuse[0].loaded == 16
+        assert store.reuse[0].cached == 32, "half of it is in memory still"
+        store.clear()
+        store.flush()
+        assert store.stats.problem == ""
+    with store_of(model, directory=tmp_path) as store:
+        assert torch.equal(store.generate(**inputs, **GREEDY), out)
+        assert store.reuse[0].loaded == 32

@@ -100,33 +100,6 @@ def test_the_rows_of_a_padded_batch_continue_what_each_has() -> None:
         assert store.reuse[0].computed == 1, "without its padding it is what it was"
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", ["llama", "falcon", "gemma3", "qwen3_next"])
-def test_what_is_kept_makes_no_call_fail_that_fits_without(name: str, seed: int) -> None:
-    """Many tokens on top of others may need more room than all of them at once."""
-    model, draw = tiny_model(name), random.Random(seed)
-    ids = some_ids(draw.randrange(30, 180), seed=seed)
-    first, least = draw.randrange(9, ids.shape[1]), 8192
-    while True:
-        with store_of(model, host_budget=least) as store:
-            try:
-                store.generate(**ones(ids), **GREEDY)
-                break
-            except BudgetError as error:
-                least = int(str(error).partition("Give host_budget=")[2].split()[0])
-    with store_of(model, host_budget=least) as store:
-        store.generate(**ones(ids[:, :first]), max_new_tokens=1)
-        if draw.random() < 0.5:
-            store.drop(ids[0, :first].tolist(), first // 3, first // 2)
-        out = store.generate(**ones(ids), **GREEDY)
-        assert torch.equal(out, fresh(model, ones(ids)))
-        assert bool(store.reuse[0].cached) != bool(store.reuse[0].why)
-        store.check_integrity()
-        with pytest.raises(BudgetError):
-            store.generate(**ones(some_ids(300)), **GREEDY)
-        store.check_integrity()
-
-
 def test_beams_and_several_sequences_continue_one_prompt_that_is_there_once() -> None:
     model = tiny_model("llama")
     with store_of(model) as store:
@@ -643,3 +616,29 @@ def test_two_threads_in_one_conversation_are_refused() -> None:
         chat.generate(**ones(some_ids(9)), stopping_criteria=StoppingCriteriaList([Meets()]), **GREEDY)
         assert met
         assert all(isinstance(error, ConcurrentUseError) for error in met)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_is_re_used_makes_no_call_fail_that_has_room_without(name: str) -> None:
+    """A layer that is read takes room for its dense copy, for each row; a prompt that is computed whole takes none."""
+    model, begin = tiny_model(name), some_ids(33)
+    inputs, options = (
+        ones(grown(begin.repeat(2, 1), 1)),
+        {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 1},
+    )
+    right, why = fresh(model, inputs, **options), set()
+    for budget in range(12_000, 80_000, 2_000):
+        with store_of(model, device_budget=budget, host_attention=False) as store:
+            cache = TieredKVCache(model.config, memory=store.memory, block_size=8, host_attention=False)
+            try:
+                with cache:
+                    model.generate(**inputs, past_key_values=cache, **(GREEDY | options))
+            except BudgetError:
+                continue
+        with store_of(model, device_budget=budget, host_attention=False) as store:
+            store.generate(**ones(begin), **(GREEDY | {"max_new_tokens": 1}))
+            assert torch.equal(store.generate(**inputs, **(GREEDY | options)), right)
+            assert store.reuse[0].cached in (0, 32, 33)
+            why.add(store.reuse[0].why)
+            store.check_integrity()
+    assert why == {"", "no room for what is kept and the rest of the call"}

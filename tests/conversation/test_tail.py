@@ -29,11 +29,10 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A history is many files, each `FILE` tokens of a tiny llama."""
     write = archive.Archive._write
 
-    def in_portions(self: Any, saved: Any, start: int, parent: Any, tensors: Any) -> None:
-        tokens = next(iter(tensors.values())).shape[1]
-        of_one = sum(x.nbytes for x in tensors.values()) // tokens
-        monkeypatch.setattr(archive, "LARGEST", of_one * FILE)
-        write(self, saved, start, parent, tensors)
+    def in_portions(self: Any, saved: Any, start: int, stop: int, parent: Any, tensors: Any) -> None:
+        nbytes = sum(x.nbytes for x in tensors.values())
+        monkeypatch.setattr(archive, "LARGEST", nbytes // (stop - start) * FILE)
+        write(self, saved, start, stop, parent, tensors)
 
     monkeypatch.setattr(archive.Archive, "_write", in_portions)
 
@@ -218,7 +217,7 @@ def test_who_is_refused_room_ends_the_load(tmp_path: Path, monkeypatch: pytest.M
             store.check_integrity()
 
 
-def test_without_a_thread_all_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_the_tail_is_loaded_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     history = saved(model, tmp_path, 160)
     choosing(monkeypatch, lambda length, past: 80)
@@ -228,7 +227,7 @@ def test_without_a_thread_all_is_loaded(tmp_path: Path, monkeypatch: pytest.Monk
             patch.setattr("kvtier.conversation.tail.ThreadPoolExecutor.submit", no_thread)
             out = store.generate(**inputs, **GREEDY)
         assert torch.equal(out, fresh(model, inputs))
-        assert store.reuse[0].loaded == history.shape[1] - 1
+        assert store.reuse[0].loaded == store.reuse[0].cached == history.shape[1] - 1 - 80
         assert len(store.memory.yielding) == 1
         store.check_integrity()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import os
 import random
 import shutil
@@ -29,7 +30,7 @@ if __name__ == "__main__":
 import pytest
 import torch
 from rough_disk import Killed, Rough, RoughDisk, rough
-from toy import END, PAD, VOCAB, Toy
+from toy import END, PAD, VOCAB, States, Toy
 from walk import Asynchronous, RandomPolicy, Watched
 
 from kvtier import (
@@ -43,17 +44,25 @@ from kvtier import (
     TieredMemory,
     TransferError,
 )
-from kvtier.conversation import prefix_reuse, retention
+from kvtier.conversation import archive, kept, prefix_reuse, retention, wake
 from kvtier.conversation.archive import Archive
+from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk import ahead
+from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.disk.upkeep import Upkeep
 from kvtier.conversation.disk_tier import _key as disk_key
-from kvtier.conversation.index import packed
+from kvtier.conversation.index import WIDTH, common, packed, unpacked
+from kvtier.conversation.tail import Tail
+from kvtier.conversation.wake import Wake, Waker
 from kvtier.cpu.native import Future
 from kvtier.eviction.names import POLICIES as EVICTIONS
+from kvtier.eviction.rank import DEFAULT, Rank
+from kvtier.hf import generation
 from kvtier.hf.generation import computed_as
-from kvtier.memory.block import State
+from kvtier.memory import system
+from kvtier.memory.block import RESIDENT, State
 from kvtier.memory.tiered import default_engine
+from kvtier.planning.loading import LoadOrCompute
 from kvtier.planning.names import POLICIES
 from kvtier.planning.policy import Policy
 from kvtier.testing import with_doubles
@@ -72,17 +81,26 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Clock:
-    """Stands in for the module `time`: it goes on when it is looked at, or when somebody sleeps."""
+    """Stands in for the module `time`: it goes on when it is looked at, or when somebody sleeps.
+
+    Attributes:
+        now: seconds.
+        wrong: what the time of day is off by: that is set, also back.
+    """
 
     def __init__(self, rng: random.Random) -> None:
-        self.now, self._random = 1e6, rng
+        self.now, self.wrong, self.random = 1e6, 0.0, rng
 
     def perf_counter(self) -> float:
         """Seconds."""
-        self.now += self._random.random() * 1e-4
+        self.now += self.random.random() * 1e-4
         return self.now
 
-    monotonic = time = perf_counter
+    monotonic = perf_counter
+
+    def time(self) -> float:
+        """Seconds, of the time of day."""
+        return self.perf_counter() + self.wrong
 
     def sleep(self, seconds: float) -> None:
         """Let time pass."""
@@ -96,6 +114,11 @@ class Failing:
     """Engines of which transfers fail when they would run; where nothing fails, they are as they were."""
 
     world: World
+
+    def _start(self, transfer: Transfer, behind: Any) -> None:
+        self.world.interrupt(0.3)
+        super()._start(transfer, behind)  # type: ignore[misc]
+        self.world.interrupt(0.3)
 
     def _run(self, transfer: Transfer) -> None:
         world = self.world
@@ -141,6 +164,8 @@ class Chat:
         salt: of its calls.
         ids, messages: as they are now.
         before: states that it has had.
+        ends: tokens after so many messages.
+        rank: as it is now.
     """
 
     salt: Any
@@ -148,6 +173,12 @@ class Chat:
     messages: list[dict[str, str]] = field(default_factory=list)
     before: list[tuple[list[int], list[dict[str, str]]]] = field(default_factory=list)
     ends: dict[int, int] = field(default_factory=dict)
+    rank: Rank = DEFAULT
+
+    @classmethod
+    def of(cls, there: Conversation) -> Chat:
+        """As a store has it."""
+        return cls(there.salt, list(there.ids), list(there.messages), ends=dict(there._ends), rank=there.rank)
 
     def note(self) -> None:
         """It has changed."""
@@ -260,13 +291,14 @@ class World:
         self.faults = set() if rng.random() < 0.3 else set(rng.sample(FAULTS, rng.choice((1, 1, 2, 3, len(FAULTS)))))
         self.on: dict[str, float] = {}
         self.disk = RoughDisk(random.Random(seed + 1), root)
-        self.disk.idle = self.save_some
+        self.disk.idle = self.idle
         saves = rng.random() < 0.7 or not self.faults.isdisjoint(("disk", "rot", "kills", "power"))
         self.folder = self.disk.new_folder() if saves else None
         self.disk_budget = rng.choice((None, None, 12_000, 40_000)) if saves else None
-        self.toy = Toy(random.Random(seed + 2), windows=rng.random() < 0.2)
+        states: tuple[States, ...] = ("",) * 7 + ("windows", "windows", "recurrent")
+        self.toy = Toy(random.Random(seed + 2), rng.choice(states))
         self.toy.meanwhile = self.meanwhile
-        self.plain = not any(self.toy.windows)
+        self.plain = not self.toy.states
         self.weight = float(self.toy.weight.detach())
         self.changed_weights = False
         self.damaged = self.flipped = self.changed_folder = False
@@ -278,8 +310,16 @@ class World:
         self.chats: dict[str, Chat] = {}
         #: Conversations that are changed now.
         self.changing: list[str] = []
+        #: Of conversations that are pinned, where their tokens are looked for, and what is there of them in memory and
+        #: on the disk: that does not become less.
+        self.pinned: dict[str, tuple[Any, int, int]] = {}
+        self.wakes: list[Wake] = []
+        #: Whether a step of a wake is under way; and whether something happens in its midst.
+        self.waking = self.disturbed = False
         self.guests: list[Guest] = []
         self.depth, self.over = 0, False
+        #: Whether what is done now may be interrupted: other threads are not.
+        self.interruptible = False
         self.memory: TieredMemory
         self.store: ConversationStore | None = None
         self.options: dict[str, Any] = {
@@ -292,14 +332,16 @@ class World:
             self.options["state_budget"] = rng.choice((400, 2000, 20_000))
         self.audit = "full" if "flips" in self.faults else rng.choice(("off", "sampled", "full"))
         self.engine = rng.choice(("inline", "watched", "late", "asynchronous"))
-        if "transfers" in self.faults and self.engine == "inline":
+        if self.faults & {"transfers", "interrupts"} and self.engine == "inline":
             self.engine = "watched"
         self.policy = rng.choice(("random", "wild", *POLICIES))
         self.tight = "pressure" in self.faults
         room = 60 * self.toy.token_bytes
         self.device_budgets: Sequence[int | None] = (
-            (room, 3 * room, 20 * room) if self.tight else (PLENTY, PLENTY, 40_000)
+            (room, 3 * room, 20 * room) if self.tight else (PLENTY, PLENTY, 100_000)
         )
+        # Worlds differ in what is frequent: what is rare everywhere would never come together.
+        self.often = [rng.choice((0.3, 1.0, 1.0, 4.0)) for _ in range(40)]
         self.tiers = rng.random() < 0.7
         self.host_budgets = (4 * room, 10 * room, 30 * room) if self.tight else (PLENTY,)
 
@@ -340,7 +382,12 @@ class World:
         if self.tiers:
             budgets["device_budget"] = rng.choice(self.device_budgets)
         self.memory = with_doubles(TieredMemory(**budgets), self._engine)
+        self.budgets = budgets
         self.flipped = False
+        self.pinned.clear()
+        if any(chat.rank.ttl < math.inf for chat in self.chats.values()):
+            for each in self.kept:
+                each.saved = False  # when a folder is opened, what has not been used for long goes
         self.disk.use(self.folder)
         where: dict[str, Any] = {}
         if self.folder is not None:
@@ -366,14 +413,27 @@ class World:
         """Whether something that was saved may be lost or damaged."""
         return self.disk.failed > 0 or self.damaged
 
+    def _saved_chat(self, name: str) -> Conversation | None:
+        """A conversation as it was saved, read when the disk lets it be; None: it is damaged."""
+        assert self.store is not None
+        while True:
+            try:
+                with self.memory.lock:
+                    return self.store._conversations[name] or self.store._saved(name)
+            except ConfigError as error:
+                assert self.disk.failing, "a conversation cannot be read"
+                self.note("not read:", error)
+                if self.rng.random() < 0.5:
+                    self.set_disk(0.0)
+
     def _compare_chats(self) -> None:
         assert self.store is not None
-        names = set(self.store.names)
+        found = {name: chat for name in self.store.names if (chat := self._saved_chat(name)) is not None}
+        names = set(found)
         for name in self.changing:  # it was changed when the process ended
             self.chats.pop(name, None)
             if name in names:
-                there = self.store._conversations[name]
-                self.chats[name] = Chat(there.salt, list(there.ids), list(there.messages), ends=dict(there._ends))
+                self.chats[name] = Chat.of(found[name])
                 self.chats[name].note()
         self.changing = []
         saved = {name for name, chat in self.chats.items() if type(chat.salt) in (type(None), str, int)}
@@ -382,12 +442,11 @@ class World:
         for name in list(self.chats):
             if name not in names:
                 del self.chats[name]
-        for name in names:
-            there = self.store._conversations[name]
+        for name, there in found.items():
             chat = self.chats.get(name)
             if chat is None:  # it was closed, and the disk did not hear of it
                 assert self.disk.failed
-                chat = self.chats[name] = Chat(there.salt, there.ids, there.messages, ends=there._ends)
+                self.chats[name] = Chat.of(there)
                 continue
             assert there.salt == chat.salt
             now = (there.ids, there.messages)
@@ -396,8 +455,10 @@ class World:
                     "a chat that never was"
                 )
                 chat.ids, chat.messages, chat.ends = list(there.ids), list(there.messages), dict(there._ends)
+                chat.rank = there.rank
             else:
                 assert now == (chat.ids, chat.messages), (now, chat)
+                assert there.rank == chat.rank, "another rank"
 
     def close(self) -> None:
         """A process ends by itself: it leaves nothing in memory."""
@@ -408,7 +469,12 @@ class World:
             guest.close()
         self.guests.clear()
         self.drained()
+        if self.over:
+            self._awake()
+            self._nothing_claimed()
         self.store.close()
+        assert all(each.done for each in self.wakes), "a wake of a store that is closed goes on"
+        self.wakes.clear()
         self.store = None
         self._emptied()
         self.memory.close()
@@ -416,6 +482,23 @@ class World:
             self.chats.clear()
         for each in self.kept:
             each.here = False
+
+    def _awake(self) -> None:
+        """Nobody uses the memory: every wake comes to its end."""
+        assert self.store is not None
+        for _ in range(500):
+            if self.store._waker.step() is None:
+                break
+            self.memory.drain()
+        assert all(each.done for each in self.wakes), "a wake does not end"
+
+    def _nothing_claimed(self) -> None:
+        """Nobody uses the memory: no room is promised, but for what is pinned."""
+        with self.memory.lock:
+            for each in self.memory.parked:
+                each.relax()
+            claims = any(owner.claims for owner in self.memory.owners)
+        assert not claims or any(chat.rank.pinned for chat in self.chats.values()), "somebody claims what nobody uses"
 
     def _emptied(self) -> None:
         gc.collect()
@@ -453,6 +536,8 @@ class World:
             self.upkeep()
         self.set_weight(self.weight)
         self.open()
+        if self.rng.random() < 0.4:
+            self.wake()  # what is saved is not here
 
     def died(self) -> None:
         """The process has ended in the midst of something: what it has of its folder is what was there then."""
@@ -479,6 +564,8 @@ class World:
         for each in self.kept:
             each.here = False
         self.depth = 0
+        self.waking = self.interruptible = False
+        self.wakes.clear()
         self.toy.gives_again = False
         self.set_weight(self.weight)
         self.open()
@@ -513,31 +600,51 @@ class World:
 
     # Calls
 
-    def call(self, run: Callable[[ConversationStore], Any], rows: list[list[int]], salt: Any, options: Any) -> bool:
-        """A call of `generate`, of rows that may have different lengths. Whether it has given tokens."""
+    def call(
+        self,
+        run: Callable[[ConversationStore], Any],
+        rows: list[list[int]],
+        salt: Any,
+        options: Any,
+        at_least: int = 0,
+    ) -> bool:
+        """A call of `generate`, of rows that may have different lengths, which re-uses so much. Whether it has given
+        tokens."""
         store = self.store
         assert store is not None
         width = max(map(len, rows))
         pads = [width - len(row) for row in rows]
         given = [[PAD] * pad + row for row, pad in zip(rows, pads, strict=True)]
         right = self.toy.answer(given, pads, options)
-        key = (computed_as(self.toy), float(self.toy.weight.detach()), salt)
+        key = self.key(salt)
         computed = self.computed.setdefault(key, set())
         before, self.toy.computed = self.toy.computed, computed
         most = [self._longest(row, computed) for row in rows]
-        least = self._least(key, rows, pads)
+        least = [max(n, at_least) for n in self._least(key, rows, pads)]
+        before_this, self.interruptible = self.interruptible, not self.depth
         self.depth += 1
+        woken = [
+            x for x in store._waker._queue for row in rows if x._key == (key[0], salt) and _mostly(x._ids, packed(row))
+        ]
+        mine = getattr(store._last, "name", None)
+        store._last.name = None  # in the midst of a turn of a conversation, this is a call of another thread
         try:
             out = run(store)
         except (KVTierError, Interrupted) as error:
             self.note("raised:", type(error).__name__, error)
             self._expected(error)
+            self.interruptible = False
+            if isinstance(error, BudgetError) and self.depth == 1:
+                self._still_refused(run)
             return False
         finally:
+            store._last.name = mine
             self.depth -= 1
+            self.interruptible = before_this
             self.toy.computed = before
             self.toy.gives_again = False
         assert out == right, f"{out} and not {right}"
+        assert all(x._cancelled or x.done for x in woken), "a turn began, and what wakes its conversation goes on"
         if self.store is None:
             return True
         found = [row.cached for row in store.reuse]
@@ -554,6 +661,35 @@ class World:
             self.kept.append(Kept(key, ids, here))
         return True
 
+    def _still_refused(self, run: Callable[[ConversationStore], Any]) -> None:
+        """A call was refused: where nothing is kept, it is refused too, for that takes no room that a call needs."""
+        calm = not (self.on or self.disk.failing or self.disk.killing or self.flipped or self.folder)
+        if not calm or any(chat.rank.pinned for chat in self.chats.values()) or self.rng.random() < 0.5:
+            return
+        assert self.store is not None
+        self.clear()
+        with self.alone(), pytest.raises(BudgetError):
+            run(self.store)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else has a turn within."""
+        before, self.toy.meanwhile = self.toy.meanwhile, lambda: None
+        try:
+            yield
+        finally:
+            self.toy.meanwhile = before
+
+    def interrupt(self, chance: float) -> None:
+        """Somebody may interrupt what is done now, in the midst of a change."""
+        if self.interruptible and self.on.get("interrupts", 0.0) * chance > self.rng.random():
+            self.note("interrupted in a change")
+            raise Interrupted
+
+    def key(self, salt: Any) -> Any:
+        """What keys and values that are computed now are found by."""
+        return (computed_as(self.toy), float(self.toy.weight.detach()), salt)
+
     def _expected(self, error: BaseException) -> None:
         kind: dict[type[BaseException], bool] = {
             BudgetError: self.tight,
@@ -562,6 +698,9 @@ class World:
             Interrupted: "interrupts" in self.faults,
         }
         assert kind.get(type(error), False), "an error that nothing explains"
+        if isinstance(error, BudgetError):
+            pinned = {name for name, chat in self.chats.items() if chat.rank.pinned}
+            assert {*error.pinned} <= pinned | {*self.changing}, "it names who is not pinned"
 
     def _longest(self, row: list[int], computed: set[int]) -> int:
         """The most that may be re-used: what was ever computed of it."""
@@ -577,13 +716,17 @@ class World:
         columns = len(rows[0]) + pads[0] - 1
         if self.tight or self.flipped or not self.plain or "transfers" in self.on:
             return [0] * len(rows)
-        loads = self.options["loading"] == "always" and self.sure_of_disk and not self.disk.failing
-        sure = [x.ids for x in self.kept if x.key == key and (x.here or (x.saved and loads))]
         for row, pad in zip(rows, pads, strict=True):
-            columns = min(columns, pad + max((_alike(row, x) for x in sure), default=0))
+            columns = min(columns, pad + self._sure(key, row))
         return [max(columns - pad, 0) if columns > max(pads) else 0 for pad in pads]
 
-    def turn(self) -> None:
+    def _sure(self, key: Any, row: list[int]) -> int:
+        """Tokens of a row that are surely kept, or saved and loaded."""
+        loads = self.options["loading"] == "always" and self.sure_of_disk and not self.disk.failing
+        sure = [x.ids for x in self.kept if x.key == key and (x.here or (x.saved and loads))]
+        return max((_alike(row, x) for x in sure), default=0)
+
+    def turn(self, salts: Sequence[Any] = (None, None, None, "a", 1, ("b", 2))) -> None:
         """A prompt: a history that goes on, was edited, shortened, is the same again, or begins anew."""
         rng = self.rng
         history = list(rng.choice(self.histories[-6:]))
@@ -603,7 +746,7 @@ class World:
         elif how == "padded":
             rows.append(list(rng.choice(self.histories)) + self.words(rng.randint(0, 3)))
         rows = [row[-LONGEST:] for row in rows]
-        options: dict[str, Any] = {"max_new_tokens": rng.choice((1, 1, 2, 4, 9))}
+        options: dict[str, Any] = {"max_new_tokens": rng.choice((1, 1, 1, 2, 4))}
         if rng.random() < 0.3:
             options["eos_token_id"] = END
         mode = rng.choice(("greedy",) * 5 + ("beams", "several", "both", "again"))
@@ -611,7 +754,7 @@ class World:
             options["num_beams"] = 2
         if mode in ("several", "both"):
             options["num_return_sequences"] = 2
-        salt = rng.choice((None, None, None, "a", 1, ("b", 2)))
+        salt = rng.choice(salts)
         width = max(map(len, rows))
         ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -634,9 +777,11 @@ class World:
             name, salt = f"chat {rng.randrange(10**6)}", rng.choice((None, None, "a"))
             self.note("chat: new", name)
             self.changing = [name]
-            store.open(name, salt=salt)
             self.chats[name] = Chat(salt)
             self.chats[name].note()
+            there = store.open(name, salt=salt)
+            if rng.random() < (0.6 if self.tight else 0.3):
+                self.rank(name, there)
             if self.folder is not None:
                 store.flush()  # an empty one is saved then
             self.changing = []
@@ -644,7 +789,9 @@ class World:
         name = rng.choice(sorted(self.chats))
         chat, there = self.chats[name], store.open(name, salt=self.chats[name].salt)
         assert (there.ids, there.messages) == (chat.ids, chat.messages)
-        how = rng.choice(("send", "send", "send", "again", "fork", "rewind", "park", "close"))
+        how = rng.choice(
+            ("send", "send", "send", "again", "fork", "rewind", "park", "close", "rank", "rank", "wake", "drop")
+        )
         self.note(f"chat: {how}", name)
         self.changing = [name]
         if how == "again" and not chat.messages:
@@ -681,6 +828,8 @@ class World:
             there.fork(new)
             self.chats[new] = Chat(chat.salt, list(chat.ids), list(chat.messages), ends=dict(chat.ends))
             self.chats[new].note()
+            if rng.random() < 0.2:
+                self.rank(new, store.open(new, salt=chat.salt))
         elif how == "rewind" and chat.messages:
             there.rewind(turns=1)
             chat.messages = chat.messages[:-2]
@@ -688,12 +837,37 @@ class World:
             chat.note()
         elif how == "park":
             self._may_fail(there.park)
+        elif how == "rank":
+            self.rank(name, there)
+        elif how == "wake":
+            self.wakes.append(there.wake())
+        elif how == "drop" and len(chat.ids) > 1:
+            self.drop_of(chat.ids, self.key(chat.salt), there.drop)
         elif how == "close":
             there.close()
             del self.chats[name]
+            self.pinned.pop(name, None)
         self.changing = []
         if name in self.chats:
             assert (there.ids, there.messages) == (chat.ids, chat.messages)
+
+    def rank(self, name: str, there: Conversation) -> None:
+        """A conversation is worth more than others, or less, or may go after a while."""
+        rng, chat = self.rng, self.chats[name]
+        given: dict[str, Any] = {}
+        if rng.random() < 0.6:
+            given["pinned"] = rng.random() < 0.7
+        if rng.random() < 0.4:
+            given["priority"] = rng.choice((-1, 0, 1, 5))
+        if rng.random() < 0.3:
+            given["ttl"] = rng.choice((0.01, 30.0, 1e5, math.inf))
+        self.note("rank:", name, given)
+        self._may_fail(lambda: there.set_rank(**given))
+        for what, value in given.items():
+            if getattr(there.rank, what) != value:  # it was refused, as a whole
+                assert there.rank == chat.rank
+        chat.rank = there.rank
+        self.pinned.pop(name, None)
 
     # What else happens
 
@@ -703,8 +877,152 @@ class World:
         archive = archive_of(store)
         if archive is None or self.memory.lock.locked() or archive.disk._lock._is_owned():  # type: ignore[attr-defined]
             return
-        if archive.work():
-            self.note("saved one")
+        before, self.interruptible = self.interruptible, False
+        try:
+            if archive.work():
+                self.note("saved one")
+        finally:
+            self.interruptible = before
+
+    def idle(self) -> None:
+        """The disk reads, and other threads have their turn. Of these, calls only while a wake reads: what a call finds
+        is asked for before."""
+        rng, store = self.rng, self.store
+        if store is None or not self._unlocked() or store._waker._loading is None or self.over:
+            self.save_some()
+            return
+        what = rng.choice((self.cancel, self.refused, self.turn, self.press, self.clear, self.drop))
+        if self.depth > 2 or self.changed_weights:
+            return
+        self.disturbed = True
+        self.note("while a wake reads")
+        # Who is refused asks a wake to end, and waits for that: in one thread it would wait for ever.
+        asked = list(self.memory.yielding)
+        self.memory.yielding.clear()
+        self.depth += 1
+        try:
+            if what == self.turn:
+                self.turn(("of nobody who is woken",))
+            else:
+                what()
+        finally:
+            self.depth -= 1
+            self.memory.yielding[:] = asked
+
+    def _unlocked(self) -> bool:
+        """Whether another thread could do something now: nobody here has a lock that it needs."""
+        archive = archive_of(self.store)
+        if self.store is None or self.memory.lock.locked() or self.store._waker._lock.locked():
+            return False
+        return archive is None or not archive.disk._lock._is_owned()  # type: ignore[attr-defined]
+
+    def wake(self, row: list[int] | None = None) -> None:
+        """A turn is known to come."""
+        assert self.store is not None
+        salt = None
+        if row is None:
+            row, salt = self.rng.choice(self.histories[-6:]), self.rng.choice((None, None, "a", ("b", 2)))
+        self.note("wake:", row, salt)
+        self.wakes.append(self.store.wake(row, salt=salt))
+
+    def cancel(self) -> None:
+        """Nobody waits for a wake any more."""
+        if self.wakes:
+            self.rng.choice(self.wakes).cancel()
+
+    def refused(self) -> None:
+        """Somebody is refused, and wants what a wake claims."""
+        assert self.store is not None
+        waker = self.store._waker
+        loading = waker._loading
+        with self.memory.lock:
+            assert waker._give_way() == (loading is not None), "a wake keeps what it claims"
+        assert loading is None or loading._cancelled
+
+    def waken(self) -> None:
+        """The thread that wakes makes a step."""
+        store = self.store
+        if store is None or self.waking or not self._unlocked() or not store._waker._queue:
+            return
+        waker = store._waker
+        each = waker._queue[0]
+        loaded, cancelled = each._was_loaded.is_set(), each._cancelled
+        key, row = (computed_as(self.toy), each._key[1]), unpacked(each._ids)  # type: ignore[index]
+        sure = self._sure(self.key(key[1]), row) if key == each._key else 0
+        before, used = (each.loaded, each.promoted), self._in_use() if loaded else []
+        self.waking, self.disturbed = True, False
+        try:
+            waker.step()
+        finally:
+            self.waking = False
+        self.note("waken:", each, waker.problem)
+        came = each.loaded, each.promoted
+        assert not cancelled or (each.done and came == before), "a wake that was cancelled goes on"
+        assert all(run.state in RESIDENT for run in used), "a wake makes blocks leave that a cache uses"
+        calm = not (self.tight or self.flipped or cancelled or self.disturbed or self.changed_weights)
+        if not calm or not self.plain or self.faults & {"transfers", "flips"} or key != each._key:
+            return
+        with self.memory.lock:
+            length, entry = store._kept.find(each._key, each._ids)
+        if each._was_loaded.is_set() and not loaded:
+            assert length >= sure, f"a wake ends with {length} tokens here of {sure} that are saved"
+        if each.done and entry is not None and self.budgets.get("device_budget") == PLENTY:
+            self.memory.drain()
+            runs = [run for table in entry.sequence.tables.values() for run in table.resolve()]
+            assert all(run.state is not State.HOST for run in runs), "a wake has left blocks on the host"
+
+    def _in_use(self) -> list[Any]:
+        """What is on the device of what caches continue."""
+        assert self.store is not None
+        with self.memory.lock:
+            tables = [x for each in self.store._kept.parked.sequences if each.users for x in each.tables.values()]
+            return [run for table in tables for run in table.resolve() if run.state in RESIDENT]
+
+    def drop(self) -> None:
+        """Give up what is kept of some tokens, which are computed again when they are needed."""
+        assert self.store is not None
+        store, rng = self.store, self.rng
+        known = [x for x in self.kept if x.here and len(x.ids) > 1]
+        if known and rng.random() < 0.8:
+            each = max(rng.sample(known, min(len(known), 3)), key=lambda x: len(x.ids))
+            row, salt = list(each.ids), each.key[-1]
+        else:
+            row, salt = rng.choice(self.histories), None
+        if len(row) > 1:
+            self.drop_of(row, self.key(salt), lambda start, stop: store.drop(row, start, stop, salt=salt))
+
+    def drop_of(self, row: list[int], key: Any, run: Callable[[int, int], None]) -> None:
+        """Give up some of these tokens. Those before and behind are used again."""
+        assert self.store is not None
+        rng = self.rng
+        start = rng.randrange(rng.choice((len(row), len(row) // 2 + 1)))
+        stop = rng.randint(start + 1, min(start + rng.choice((1, 1, 8, LONGEST)), len(row)))
+        self.note("drop:", row, start, stop)
+        there = any(x.here and x.key == key and x.ids[: len(row)] == row for x in self.kept)
+        whole = not len(self.store._kept._behind)
+        run(start, stop)
+        self.pinned.clear()
+        for each in list(self.kept):
+            if each.key == key and _alike(each.ids, row) > start:
+                if each.saved:
+                    self.kept.append(Kept(key, each.ids, here=False, saved=True))
+                each.ids = each.ids[:start]
+        size = self.options["block_size"]
+        behind = len(row) - 1 - -(-stop // size) * size
+        calm = not (self.tight or self.flipped or self.depth) and self.plain and "transfers" not in self.on
+        if there and whole and calm and behind >= kept.LEAST_BEHIND and rng.random() < 0.6:
+            self.note("behind:", behind)
+            with self.alone():
+                self.ask(row, rng.choice((1, 2)), salt=key[-1], at_least=start + behind)
+
+    def pass_time(self) -> None:
+        """Nothing happens for a while; or the clock is set."""
+        clock = _TIME.clock
+        assert clock is not None
+        clock.sleep(self.rng.choice((1.0, 100.0, 1e4, 1e6)))
+        if self.rng.random() < 0.3:
+            clock.wrong += self.rng.choice((-1e6, -100.0, 100.0))
+        self.note("time:", clock.now, clock.wrong)
 
     def meanwhile(self) -> None:
         """Between two layers of a forward, other threads have their turn."""
@@ -716,20 +1034,26 @@ class World:
             raise Interrupted
         if self.disk.killing and rng.random() < 0.2:
             self.disk.kill()
-        what = rng.choice((self.save_some, self.turn, self.park, self.press, self.clear, self.verify))
-        if what in (self.clear, self.verify) and rng.random() < 0.7:
+        those = (self.save_some, self.turn, self.park, self.press, self.waken, self.waken, self.wake)
+        what = rng.choice((*those, self.clear, self.verify, self.drop))
+        if what in (self.clear, self.verify, self.drop) and rng.random() < 0.7:
             return
+        before, self.interruptible = self.interruptible, False
         self.depth += 1
         try:
             what()
         finally:
             self.depth -= 1
+            self.interruptible = before
 
     def park(self) -> None:
         """Somebody goes away for a while."""
         assert self.store is not None
         self.note("park")
-        self._may_fail(lambda: self.store.park(self.rng.choice(self.histories)))  # type: ignore[union-attr]
+        row = self.rng.choice(self.histories)
+        self._may_fail(lambda: self.store.park(row))  # type: ignore[union-attr]
+        if self.rng.random() < 0.3:
+            self.wake(row)
 
     def _may_fail(self, run: Callable[[], Any]) -> None:
         try:
@@ -743,6 +1067,7 @@ class World:
         assert self.store is not None
         self.note("clear")
         self.store.clear()
+        self.pinned.clear()
         for each in self.kept:
             each.here = False
 
@@ -790,6 +1115,7 @@ class World:
         at = self.rng.randrange(len(data))
         data[at] ^= 1 << self.rng.randrange(8)
         self.flipped = True
+        self.pinned.clear()
         for each in self.kept:
             each.here = False
         self.note("flip")
@@ -841,6 +1167,7 @@ class World:
     def train(self) -> None:
         """Other weights: nothing is kept, and from then on nothing saved."""
         self.note("train")
+        self.pinned.clear()
         self.set_weight(self.weight + self.rng.choice((0, 1)))
         for each in self.kept:
             each.here = False
@@ -850,10 +1177,14 @@ class World:
         folder = self.folder is not None
         weights: dict[Callable[[], None], float] = {
             self.turn: 7.0,
-            self.chat: 2.5,
+            self.chat: 4.0 if self.tight else 2.5,
             self.save_some: 1.0 * folder,
             self.drained: 0.4 * folder,
             self.park: 0.5,
+            self.wake: 0.8,
+            self.waken: 2.5 * (self.store is not None and len(self.store._waker._queue) > 0),
+            self.drop: 0.7,
+            self.pass_time: 0.3,
             self.press: 2.5 if self.tight else 0.4,
             self.clear: 0.2,
             self.verify: 0.2,
@@ -865,7 +1196,8 @@ class World:
             self.rot: 1.5 * ("rot" in self.faults and folder),
             self.kill: 1.5 * (not self.faults.isdisjoint(("kills", "power")) and folder),
         }
-        self.rng.choices(list(weights), list(weights.values()))[0]()
+        often = [n * some for n, some in zip(weights.values(), self.often, strict=False)]
+        self.rng.choices(list(weights), often)[0]()
 
     def run(self, steps: int) -> None:
         """So many things, and an end at which everything drains."""
@@ -898,12 +1230,33 @@ class World:
         for tier in (stats.device, stats.host):
             assert tier.bytes <= tier.budget, "a budget is exceeded"
         archive = archive_of(self.store)
+        self._check_pinned()
+        assert self.store.stats.state_bytes <= self.options.get("state_budget", PLENTY), "states exceed their budget"
         if archive is not None:
             archive.disk.check_integrity()
             assert self.folder is not None
             if self.disk_budget is not None:
                 taken = sum(x.stat().st_size for x in os.scandir(self.folder) if ".safetensors" in x.name)
                 assert taken <= self.disk_budget, f"{taken} bytes are on the disk"
+
+    def _check_pinned(self) -> None:
+        """What is pinned stays."""
+        assert self.store is not None
+        archive = archive_of(self.store)
+        for name, chat in self.chats.items():
+            found = self.store._kept.ranks._ranked.get(name)
+            assert (found is None) == (chat.rank == DEFAULT), "a conversation has no rank that has one, or one for none"
+            if found is None or not chat.rank.pinned or not self.plain:
+                continue
+            where, saved = (found.key, found.ids), 0
+            place = disk_key(found.key)
+            if archive is not None and not self.rough_disk and place is not None:
+                saved, _ = archive.disk.find(place, found.ids)
+            before = self.pinned.get(name)
+            if before is not None and before[0] == where and not self.flipped:
+                assert found.tokens >= before[1], "what is pinned has left the memory"
+                assert saved >= before[2] or self.rough_disk, "what is pinned has left the disk"
+            self.pinned[name] = where, found.tokens, saved
 
     # The end
 
@@ -919,7 +1272,7 @@ class World:
         self.set_weight(self.weight)
         if self.changed_weights:
             self.restart()
-        last = [row for row in self.histories[-2:] if len(row) > 1]
+        last = [row for row in self.histories[-1:] if len(row) > 1]
         asked: list[list[int]] = []
         for row in last:
             self.note("last:", row)
@@ -949,19 +1302,25 @@ class World:
         assert {name: (chat.ids, chat.messages) for name, chat in self.chats.items()} == chats
         for row in asked:
             self.note("again:", row)
-            assert self.ask(row, 2), "what was saved is of no use"
+            assert self.ask(row, self.rng.choice((1, 1, 2))), "what was saved is of no use"
         self.check()
         self.close()
 
-    def ask(self, row: list[int], tokens: int) -> bool:
+    def ask(self, row: list[int], tokens: int, salt: Any = None, at_least: int = 0) -> bool:
         """Some more tokens."""
         ids, options = torch.tensor([row]), {"max_new_tokens": tokens}
         return self.call(
-            lambda store: store.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist(),
+            lambda store: store.generate(ids, attention_mask=torch.ones_like(ids), salt=salt, **options).tolist(),
             [row],
-            None,
+            salt,
             options,
+            at_least,
         )
+
+
+def _mostly(ids: bytes, row: bytes) -> bool:
+    """Whether half of what is woken is the beginning of a turn."""
+    return 2 * common(ids, row) * WIDTH >= len(ids)
 
 
 def _alike(a: Sequence[int], b: Sequence[int]) -> int:
@@ -1004,6 +1363,16 @@ def archive_of(store: ConversationStore | None) -> Archive | None:
     return None if store is None or store._disk_tier is None else store._disk_tier._archive
 
 
+def _choose(
+    _: LoadOrCompute, files: Sequence[tuple[int, int]], length: int, past: int, more: int, step: int | None = None
+) -> int:
+    """What is expected to be soonest: anything."""
+    ways = [0, length]
+    if step is not None:
+        ways += range(max(-(-past // step), 1) * step, length, step)
+    return _TIME.clock.random.choice(ways)
+
+
 @contextlib.contextmanager
 def worlds() -> Iterator[None]:
     """What kvtier sees of the process while worlds run. They say when garbage is collected."""
@@ -1013,11 +1382,33 @@ def worlds() -> Iterator[None]:
             if name.startswith("kvtier.") and vars(module).get("time") is time:
                 patch.setattr(module, "time", _TIME)
         patch.setattr(Archive, "background", False)
+        patch.setattr(Waker, "background", False)
+        patch.setattr(Tail, "background", False)
+        patch.setattr(LoadOrCompute, "choose", _choose)
+        patch.setattr(Disk, "clock", staticmethod(lambda: _TIME.time()))
         patch.setattr(ahead, "_submit", lambda *args: None)  # there is no thread to be had
         # What host threads took is measured where no clock can be given.
         patch.setattr(Future, "seconds", property(lambda future: _TIME.perf_counter() % 1e-3))
+        # The machine's memory is looked up in files, and is another one each time.
+        patch.setattr(system, "free_host_memory", lambda *args: 2**36)
+        patch.setattr(system, "total_host_memory", lambda *args: 2**36)
+        # As many of all as there are in longer sequences.
         patch.setattr(retention, "TOKENS", 8)
-        patch.setattr(prefix_reuse, "SPACING", 16)
+        patch.setattr(prefix_reuse, "SPACING", 8)
+        for module in (kept, prefix_reuse):
+            patch.setattr(module, "MOST_STATES", 3)
+        patch.setattr(kept, "LEAST_BEHIND", 3)
+        patch.setattr(wake, "PIECE", 2000)
+        patch.setattr(archive, "LARGEST", 3000)
+        goes_on = generation.states_go_on
+
+        def once(model: Any) -> bool:
+            """It is tried for every store, and the same each time."""
+            if "goes_on" not in vars(model):
+                vars(model)["goes_on"] = goes_on(model)
+            return bool(vars(model)["goes_on"])
+
+        patch.setattr(generation, "states_go_on", once)
         gc.collect()
         gc.disable()
         try:
@@ -1054,7 +1445,7 @@ def run(seed: int, steps: int | None = None, say: Callable[[str], None] | None =
     try:
         world = World(seed, at, say)
         with current(world):
-            world.run(world.rng.randint(6, 16) if steps is None else steps)
+            world.run(world.rng.randint(5, 14) if steps is None else steps)
             world.toy.meanwhile = world.disk.idle = lambda: None
             gc.collect()
             assert handles() == before[0], "handles are left"

@@ -1,0 +1,197 @@
+"""Worlds find what they are for: where something is broken on purpose, one of some worlds fails.
+
+A test here that fails means that worlds went blind, or that what is taken away is not needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+from test_mutations import both, ending, gone, rewritten
+from world import run, worlds
+
+from kvtier.conversation import index
+from kvtier.conversation.archive import Archive
+from kvtier.conversation.call import Calls
+from kvtier.conversation.conversation import Conversation
+from kvtier.conversation.disk import files, folder
+from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.upkeep import Upkeep
+from kvtier.conversation.disk_tier import DiskTier
+from kvtier.conversation.index import PrefixIndex
+from kvtier.conversation.journal import JournalledCache
+from kvtier.conversation.kept import Kept
+from kvtier.conversation.prefix_reuse import PrefixReuse
+from kvtier.conversation.ranks import Ranks
+from kvtier.conversation.retention import Retention
+from kvtier.conversation.store import ConversationStore
+from kvtier.conversation.wake import Waker
+from kvtier.hf import generation
+from kvtier.memory import residency
+from kvtier.memory.audit import Audit
+from kvtier.memory.tiered import TieredMemory
+from kvtier.tables.parked import ParkedSequences
+from kvtier.tables.table import BlockTable
+from kvtier.transfer.engine import Transfer
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "on_the_host")]
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+#: Worlds, of which one has to fail: no more than a run of the tests has.
+FIRST, WORLDS = 10**6, 1000
+
+
+def edit(owner: type | ModuleType, name: str, old: str, new: str) -> Mutation:
+    """A mutation by rewriting one function, everywhere it was imported to."""
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        was, made = owner.__dict__[name], rewritten(owner, name, old, new)
+        if isinstance(was, staticmethod):
+            made = staticmethod(made)
+        patch.setattr(owner, name, made)
+        for module in list(sys.modules.values()) if isinstance(owner, ModuleType) else ():
+            if module.__name__.startswith("kvtier.") and module.__dict__.get(name) is was:
+                patch.setattr(module, name, made)
+
+    return apply
+
+
+MUTATIONS: dict[str, Mutation] = {
+    # transfers and memory
+    "nobody waits for a fetch before reading": edit(residency, "arrive", "move.transfer.wait()", "pass"),
+    "wait does nothing": gone(Transfer, "wait"),
+    "slots under a copy are free at once": edit(residency, "free", "if under is not None:", "if False:"),
+    "a shared head counts no references": edit(BlockTable, "head", "run.refs += 1", "pass"),
+    "a tail that is cut out counts no references": edit(BlockTable, "tail", "run.refs += 1", "pass"),
+    "blocks that hold other bytes are read": gone(Audit, "_compare"),
+    "nothing is repaired after an interrupt": gone(TieredMemory, "_recover"),
+    "a budget admits everything": edit(TieredMemory, "_admit", "if wanted(limit) > limit:", "if False:"),
+    "what a cache continues is not cropped": edit(
+        ParkedSequences, "follow", "table.crop(length, kv.layout.block_size, layer.device.free)", "pass"
+    ),
+    "what was parked is never given up": gone(ParkedSequences, "give", False),
+    "what is pinned is given up": edit(ParkedSequences, "give", "sequence.pinned", "0"),
+    # what is found
+    "two beginnings agree in one token more": edit(index, "common", "return low", "return low + 1"),
+    "the index finds a token too many": edit(
+        PrefixIndex, "find", "(at // WIDTH, node.some())", "(at // WIDTH + 1, node.some())"
+    ),
+    "an entry is not removed from the index": edit(Kept, "_forget", "self._index.remove(entry)", "pass"),
+    "the index hears of no shortened sequence": edit(Kept, "_shortened", "elif entry in self._index:", "elif False:"),
+    "tenants share": edit(Calls, "read", "(of.computed_as(model), salt)", "(of.computed_as(model), None)"),
+    "adapters do not count": gone(generation, "adapters", ()),
+    "weights do not count": gone(ConversationStore, "_check_weights"),
+    "beams change rows and their ids do not": lambda patch: patch.delattr(JournalledCache, "reorder_cache"),
+    "padding is kept": edit(Kept, "keep", ":, pad:stop]", ":, 0:length]"),
+    "what a row that ended was fed is kept as its tokens": edit(
+        PrefixReuse, "_keep", "mine[-1] == mine[-2] == pad_token", "mine[-1] == mine[-2]"
+    ),
+    "states are those of the first row": edit(
+        PrefixReuse, "_keep", "copied(cache.layers, row)", "copied(cache.layers, 0)"
+    ),
+    "states of a row are continued at another position": edit(
+        PrefixReuse, "_begin", "entry.states[columns] for entry", "entry.states[max(entry.states)] for entry"
+    ),
+    "a call that failed keeps what nobody lists": gone(Kept, "drop_lost"),
+    "what is used is forgotten by the eviction policy": edit(
+        Retention, "keep", "if name not in self._tree:", "if False:"
+    ),
+    "a sequence is released before it is held": edit(
+        Retention, "shortened", "if path.users and last in self._tree:", "if last in self._tree:"
+    ),
+    "copies of states are not counted": edit(Kept, "_add_states", "self.state_bytes += at.nbytes", "pass"),
+    "copies of states have no budget": gone(Kept, "_bound_states"),
+    # gaps
+    "what is behind a gap is of a block before": edit(
+        ParkedSequences, "cut_out", "table.tail(blocks)", "table.tail(max(blocks - 1, 0))"
+    ),
+    "a gap is not computed": edit(PrefixReuse, "_fill", "self._forward(cache, call, columns, start)", "pass"),
+    "what is behind a gap is of any tokens": edit(Kept, "_pieces", "common(entry.ids, row)", "len(row) // WIDTH"),
+    "what goes further behind a gap is not used": edit(
+        Kept, "columns_of", "_until(self._pieces(call), 0, columns)", "columns"
+    ),
+    "an entry behind a gap stays in its index": edit(Kept, "_forget", "self._behind.remove(entry)", "pass"),
+    # ranks
+    "a conversation that goes on leaves its rank behind": edit(Ranks, "follow", "self._leave(name, before)", "pass"),
+    "only one conversation has its history in a sequence": edit(
+        Ranks, "kept", "self._stale[name] = None", "self._stale = {name: None}"
+    ),
+    "nobody looks where the tokens of a conversation are": gone(Ranks, "refresh"),
+    "what is pinned claims nothing": edit(Ranks, "_claim", "self._parked.relax()", "pass"),
+    "a conversation that is closed keeps its rank": gone(Ranks, "forget"),
+    "a rank is not saved": edit(Conversation, "state", "if rank != DEFAULT:", "if False:"),
+    "pinned or not is forgotten by the disk": edit(Disk, "_make_room", "level_of = self._levels()", "level_of = {}"),
+    # wake
+    "a wake that was cancelled goes on": edit(Waker, "step", "if not wake._cancelled:", "if True:"),
+    "a wake loads nothing": edit(Waker, "_bring", "if self._disk_tier is not None:", "if False:"),
+    "a wake promotes nothing": edit(Waker, "_bring", "self._kept.parked.promote(entry.sequence, PIECE)", "0"),
+    "a wake gives way to nobody": gone(Waker, "_give_way", False),
+    "a turn does not end the wake of its conversation": gone(Waker, "turn"),
+    "a wake makes blocks leave that a cache uses": edit(
+        ParkedSequences, "_make_way", "if sequence.users:", "if False:"
+    ),
+    # what is saved
+    "another slice is saved": edit(
+        Archive, "save", "x[0, :, start:length]", "x[0, :, max(start - 1, 0) : max(start - 1, 0) + length - start]"
+    ),
+    "what is to be saved is another sequence": edit(
+        DiskTier, "_open", "min(got, entry.sequence.length)", "entry.sequence.length"
+    ),
+    "what has given up its end is saved as if it had not": edit(
+        Archive, "save", "(length := cache.get_seq_length()) <= start", "False"
+    ),
+    "fewer tokens are kept than were loaded": edit(DiskTier, "load", "ids[: got * WIDTH]", "ids[: (got - 1) * WIDTH]"),
+    "checksums are not compared": edit(files, "read_tensors", "!= sums", "is None"),
+    "chunks are read in another order": edit(Disk, "read", "chunk.chain()[::-1]", "chunk.chain()"),
+    "the end of a chunk that another one continues is read": edit(
+        Disk, "read", "chain[i + 1].start if i + 1 < len(chain) else each.stop", "each.stop"
+    ),
+    "a file is named before it is on the disk": edit(files, "write_tensors", "os.fsync(handle)", "pass"),
+    "a row is written before the name of its file is on the disk": edit(
+        files, "write_tensors", "sync_names(file.parent)", "pass"
+    ),
+    "a file goes before its row": edit(
+        Disk, "_let_go", "try:\n", "self._unlink(self._folder.file(gone[0].number), 0)\n        try:\n"
+    ),
+    "a disk budget is none": both(
+        edit(Disk, "_make_room", "if self.budget is None:", "if True:"), gone(Disk, "leaves", True)
+    ),
+    "a flush does not wait": gone(Archive, "flush"),
+    "the lock of a folder stays": edit(folder, "_release", "os.close(handle)", "pass"),
+    "a conversation that goes on is not saved": gone(ConversationStore, "changed"),
+    "a conversation that is closed is not forgotten": gone(Disk, "drop_conversation"),
+    "a rewound conversation keeps its end": edit(
+        Conversation, "rewind", "self.ids = self.ids[: self._ends", "[][: self._ends"
+    ),
+    "chunks are merged in another order": edit(
+        Upkeep, "_replace", "[part[name] for part in parts]", "[part[name] for part in parts[::-1]]"
+    ),
+}
+
+
+def noticed(worlds_of: range) -> tuple[int, BaseException] | None:
+    """The first world that fails, or does not end, and with what."""
+    with worlds():
+        for seed in worlds_of:
+            try:
+                with ending():
+                    run(seed)
+            except BaseException as error:
+                if type(error) is KeyboardInterrupt:
+                    raise
+                return seed, error
+    return None
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_what_is_broken_on_purpose_is_noticed_in_some_world(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTATIONS[mutation](monkeypatch)
+    assert noticed(range(FIRST, FIRST + WORLDS)) is not None, f"in {WORLDS} worlds nobody notices it"
+
+
+def test_nothing_broken_makes_no_world_fail() -> None:
+    found = noticed(range(FIRST, FIRST + WORLDS))
+    assert found is None, f"world {found[0]}: {found[1]}"
