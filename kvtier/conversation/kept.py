@@ -124,17 +124,20 @@ class Kept:
 
     def behind(self, call: Call, columns: int) -> tuple[int, Entry | None]:
         """What a call of one row can go on with, once it has computed what is missing behind so many columns: tokens
-        that are kept there, and the entry. The nearest one, if it is worth it."""
+        that are kept there, and the entry. The nearest one that is worth it; it may begin within these columns."""
         if len(call.rows) > 1 or any(call.pads):
             return 0, None
         (row,) = call.rows
-        found = {entry.sequence.start: entry for _, entry in self._behind.prefixes(call.key, row)}
-        for start, entry in sorted(found.items()):
+        found: Entry | None = None
+        tokens, nearest = 0, (0, 0)
+        for _, entry in self._behind.prefixes(call.key, row):
+            start = entry.sequence.start
             # The last token's logits are wanted.
-            tokens = min(common(entry.ids, row), len(row) // WIDTH - 1, start + entry.sequence.length) - start
-            if start >= columns and tokens >= LEAST_BEHIND:
-                return tokens, entry
-        return 0, None
+            stop = min(common(entry.ids, row), len(row) // WIDTH - 1, start + entry.sequence.length)
+            begins = max(start, columns)
+            if stop - begins >= LEAST_BEHIND and (found is None or (begins, -stop) < nearest):
+                tokens, found, nearest = stop - start, entry, (begins, -stop)
+        return tokens, found
 
     def columns_with_states(self, call: Call) -> tuple[int, list[Entry]]:
         """The same where layers keep states: all rows continue at one position, of which each has a copy."""
