@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -94,7 +93,7 @@ class Kept:
         self._index: PrefixIndex[Entry | _At] = PrefixIndex()
         # Entries behind a gap, by the ids before their first token.
         self._behind: PrefixIndex[Entry] = PrefixIndex()
-        self.ranks = Ranks(functools.partial(_find, self._index), self.parked, self.retention)
+        self.ranks = Ranks(_weakly(self._sequences, {}), self.parked, self.retention)
         self._at: dict[Entry, dict[int, _At]] = {}
         self._state_budget = state_budget
         self.state_bytes = self.dropped = 0
@@ -104,6 +103,30 @@ class Kept:
     def find(self, key: Hashable, ids: bytes) -> tuple[int, Entry | None]:
         """The longest beginning of a sequence that is kept: tokens, and an entry that has them."""
         return _find(self._index, key, ids)
+
+    def pieces(self, key: Hashable, ids: bytes) -> list[tuple[int, Entry]]:
+        """All that is kept of a sequence, its beginning and what is behind gaps: the tokens of each, and the entry. One
+        may begin within those of another, and then goes on behind them."""
+        length, entry = self.find(key, ids)
+        found = [] if entry is None or not length else [(min(length, entry.sequence.length), entry)]
+        until = found[0][0] if found else 0
+        for start, stop, each in sorted(self._overlapping(key, ids), key=lambda x: (x[0], -x[1])):
+            if stop > until:
+                found.append((stop - start, each))
+                until = stop
+        return found
+
+    def _overlapping(self, key: Hashable, ids: bytes) -> Iterator[tuple[int, int, Entry]]:
+        """Of what is kept behind gaps, the tokens that are a sequence's: from, to, and the entry."""
+        for _, entry in self._behind.prefixes(key, ids):
+            start = entry.sequence.start
+            stop = min(common(entry.ids, ids), start + entry.sequence.length)
+            if stop > start:
+                yield start, stop, entry
+
+    def _sequences(self, key: Hashable, ids: bytes) -> dict[ParkedSequence, int]:
+        """See `Ranks`."""
+        return {entry.sequence: tokens for tokens, entry in self.pieces(key, ids)}
 
     def states_of(self, key: Hashable, ids: bytes) -> Iterator[tuple[int, Entry]]:
         """The copies of states at which a sequence can go on, the longest first: tokens, and the entry."""
@@ -130,10 +153,7 @@ class Kept:
         (row,) = call.rows
         found: Entry | None = None
         tokens, nearest = 0, (0, 0)
-        for _, entry in self._behind.prefixes(call.key, row):
-            start = entry.sequence.start
-            # The last token's logits are wanted.
-            stop = min(common(entry.ids, row), len(row) // WIDTH - 1, start + entry.sequence.length)
+        for start, stop, entry in self._overlapping(call.key, row[:-WIDTH]):  # the last token's logits are wanted
             begins = max(start, columns)
             if stop - begins >= LEAST_BEHIND and (found is None or (begins, -stop) < nearest):
                 tokens, found, nearest = stop - start, entry, (begins, -stop)
@@ -182,16 +202,14 @@ class Kept:
         could go on behind them, and what follows is dropped too."""
         length, entry = self.find(key, ids)
         pieces = [] if entry is None or length <= start else [entry]
-        for _, each in self._behind.prefixes(key, ids):
-            if start < min(common(each.ids, ids), each.sequence.start + each.sequence.length):
-                pieces.append(each)
-        for each in pieces:
+        for each in pieces + [each for _, until, each in self._overlapping(key, ids) if start < until]:
             sequence = each.sequence
             first, last = max(start - sequence.start, 0), min(stop - sequence.start, sequence.length)
             if each.states:
                 self.parked.shorten(sequence, first)
             elif first < last:
                 self._cut_out(each, first, last)
+        self.ranks.refresh()
 
     def _cut_out(self, entry: Entry, start: int, stop: int) -> None:
         ids = entry.ids
