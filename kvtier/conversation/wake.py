@@ -194,10 +194,8 @@ class Waker:
                 self._memory.collect()
             if any(device.copying for device in self._memory.devices):
                 return _PAUSE
-            length, entry = self._kept.find(wake._key, wake._ids)
-            if entry is None or not length:
-                return None
-            came = self._kept.parked.promote(entry.sequence, PIECE)
+            pieces = self._kept.pieces(wake._key, wake._ids)
+            came = self._kept.parked.promote([entry.sequence for _, entry in pieces], PIECE)
             wake.promoted += came
             # Where others' blocks are being copied to make room, there is some then.
             return 0.0 if came or any(device.copying for device in self._memory.devices) else None
