@@ -191,7 +191,9 @@ class Ranks:
         """Raise AssertionError unless every conversation's tokens are where they are looked for."""
         self.refresh()
         for found in self._ranked.values():
-            assert found.has == self._find(found.key, found.ids), "another sequence has more of a conversation"
+            best = self._find(found.key, found.ids)
+            now, then = (sorted((x.start, tokens) for x, tokens in has.items()) for has in (found.has, best))
+            assert now == then, "another sequence has more of a conversation"
             assert all(found.has.values())
         on = {(name, sequence) for sequence, those in self._on.items() for name in those}
         assert on == {(name, sequence) for name, x in self._ranked.items() for sequence in x.has}
