@@ -102,16 +102,17 @@ class Waker:
             return wake
         with self._lock:
             self._queue.append(wake)
-            if self._thread is None:
-                thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="kvtier-waking", daemon=True)
+            if self._thread is None or not self._thread.is_alive():
+                # Listed first: what is interrupted here leaves no thread that nobody knows.
+                self._thread = threading.Thread(
+                    target=_work, args=(weakref.ref(self),), name="kvtier-waking", daemon=True
+                )
                 try:
-                    thread.start()
+                    self._thread.start()
                 except RuntimeError as error:  # the turn does without
                     self._queue.remove(wake)
                     self._end(wake)
                     self.problem = f"{error}: a conversation was not woken"
-                else:
-                    self._thread = thread
         return wake
 
     def turn(self, key: Hashable, ids: bytes) -> None:
@@ -134,7 +135,7 @@ class Waker:
             thread = self._thread
             for wake in self._queue:
                 wake.cancel()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join()
 
     def close(self) -> None:

@@ -314,6 +314,37 @@ def test_what_is_behind_gaps_is_parked_and_woken_too(device_budget: int) -> None
         assert out.shape[1] == len(chat.ids)
 
 
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_an_interrupt_while_the_thread_begins_leaves_one_thread_for_the_next_wake(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, interrupts = threading.Thread.start, [True]
+
+    def interrupted(thread: threading.Thread) -> None:
+        mine = thread.name == "kvtier-waking"
+        if mine and when == "before" and interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+        start(thread)
+        if mine and interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+
+    with store_of(tiny_model("llama"), device_budget=DEVICE) as store:
+        chat = store.open("a")
+        turn(chat, some_ids(40))
+        chat.park()
+        goes_on, bring = threading.Event(), store._waker._bring
+        monkeypatch.setattr(store._waker, "_bring", lambda wake: bring(wake) if goes_on.is_set() else 0.01)
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chat.wake()
+        wakes = [chat.wake() for _ in range(3)]
+        assert [x.name for x in threading.enumerate()].count("kvtier-waking") == 1
+        goes_on.set()
+        assert all(wake.wait(30) for wake in wakes)
+        assert on_device(store, chat.ids)[0] > 0
+    assert "kvtier-waking" not in [x.name for x in threading.enumerate()]
+
+
 def test_without_a_lower_and_a_higher_tier_a_wake_does_nothing() -> None:
     with store_of(tiny_model("llama")) as store:
         chat = store.open("a")
