@@ -58,17 +58,17 @@ class Archive:
 
     def submit(self, saved: Saved) -> None:
         """Save a sequence soon."""
-        if self.background and self._thread is None:
-            thread = threading.Thread(
+        if self.background and (self._thread is None or not self._thread.is_alive()):
+            # Listed first: what is interrupted here leaves no thread that nobody knows.
+            self._thread = threading.Thread(
                 target=_work, args=(weakref.ref(self), self._waiting), name="kvtier-saving", daemon=True
             )
+            _working.add(self)
             try:
-                thread.start()
+                self._thread.start()
             except RuntimeError as error:  # a call that has its answer does not fail for it
                 self.disk.problem = f"{error}: a sequence was not saved"
                 return
-            self._thread = thread
-            _working.add(self)
         given_up = self._waiting.put(saved)
         if given_up:
             self.disk.problem = f"the disk is too slow: {given_up} sequence(s) that waited longest were not saved"
@@ -93,9 +93,9 @@ class Archive:
         while not self.background and self.work():
             pass
         self._waiting.end()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join()
-            self._thread = None
+        self._thread = None
 
     def save(self, saved: Saved) -> None:
         """Save what of a sequence is kept and not saved yet, in files of about `LARGEST` bytes; with states it is one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -94,7 +93,7 @@ class Kept:
         self._index: PrefixIndex[Entry | _At] = PrefixIndex()
         # Entries behind a gap, by the ids before their first token.
         self._behind: PrefixIndex[Entry] = PrefixIndex()
-        self.ranks = Ranks(functools.partial(_find, self._index), self.parked, self.retention)
+        self.ranks = Ranks(_weakly(self._sequences, {}), self.parked, self.retention)
         self._at: dict[Entry, dict[int, _At]] = {}
         self._state_budget = state_budget
         self.state_bytes = self.dropped = 0
@@ -104,6 +103,30 @@ class Kept:
     def find(self, key: Hashable, ids: bytes) -> tuple[int, Entry | None]:
         """The longest beginning of a sequence that is kept: tokens, and an entry that has them."""
         return _find(self._index, key, ids)
+
+    def pieces(self, key: Hashable, ids: bytes) -> list[tuple[int, Entry]]:
+        """All that is kept of a sequence, its beginning and what is behind gaps: the tokens of each, and the entry. One
+        may begin within those of another, and then goes on behind them."""
+        length, entry = self.find(key, ids)
+        found = [] if entry is None or not length else [(min(length, entry.sequence.length), entry)]
+        until = found[0][0] if found else 0
+        for start, stop, each in sorted(self._overlapping(key, ids), key=lambda x: (x[0], -x[1])):
+            if stop > until:
+                found.append((stop - start, each))
+                until = stop
+        return found
+
+    def _overlapping(self, key: Hashable, ids: bytes) -> Iterator[tuple[int, int, Entry]]:
+        """Of what is kept behind gaps, the tokens that are a sequence's: from, to, and the entry."""
+        for _, entry in self._behind.prefixes(key, ids):
+            start = entry.sequence.start
+            stop = min(common(entry.ids, ids), start + entry.sequence.length)
+            if stop > start:
+                yield start, stop, entry
+
+    def _sequences(self, key: Hashable, ids: bytes) -> dict[ParkedSequence, int]:
+        """See `Ranks`."""
+        return {entry.sequence: tokens for tokens, entry in self.pieces(key, ids)}
 
     def states_of(self, key: Hashable, ids: bytes) -> Iterator[tuple[int, Entry]]:
         """The copies of states at which a sequence can go on, the longest first: tokens, and the entry."""
@@ -120,33 +143,21 @@ class Kept:
                 return 0, []
             columns = min(columns, common(found.ids, row) + pad, found.sequence.length + pad)
             entries.append(found)
-        if columns <= max(call.pads):
-            return 0, []
-        return _until(self._pieces(call), 0, columns), entries
+        return (columns, entries) if columns > max(call.pads) else (0, [])
 
     def behind(self, call: Call, columns: int) -> tuple[int, Entry | None]:
         """What a call of one row can go on with, once it has computed what is missing behind so many columns: tokens
-        that are kept there, and the entry. The nearest one, if it is worth it."""
-        pieces = self._pieces(call)
-        found = min((x for x in pieces if x[0] >= columns), key=lambda x: (x[0], -x[1]), default=None)
-        if found is None:
-            return 0, None
-        start, stop, entry = found
-        return _until(pieces, start, stop) - start, entry
-
-    def _pieces(self, call: Call) -> list[tuple[int, int, Entry]]:
-        """What a call of one row can go on with that is kept behind a gap, where it begins and where it ends."""
+        that are kept there, and the entry. The nearest one that is worth it; it may begin within these columns."""
         if len(call.rows) > 1 or any(call.pads):
-            return []
+            return 0, None
         (row,) = call.rows
-        found = []
-        for _, entry in self._behind.prefixes(call.key, row):
-            start = entry.sequence.start
-            # The last token's logits are wanted.
-            stop = min(common(entry.ids, row), len(row) // WIDTH - 1, start + entry.sequence.length)
-            if stop - start >= LEAST_BEHIND:
-                found.append((start, stop, entry))
-        return found
+        found: Entry | None = None
+        tokens, nearest = 0, (0, 0)
+        for start, stop, entry in self._overlapping(call.key, row[:-WIDTH]):  # the last token's logits are wanted
+            begins = max(start, columns)
+            if stop - begins >= LEAST_BEHIND and (found is None or (begins, -stop) < nearest):
+                tokens, found, nearest = stop - start, entry, (begins, -stop)
+        return tokens, found
 
     def columns_with_states(self, call: Call) -> tuple[int, list[Entry]]:
         """The same where layers keep states: all rows continue at one position, of which each has a copy."""
@@ -191,16 +202,14 @@ class Kept:
         could go on behind them, and what follows is dropped too."""
         length, entry = self.find(key, ids)
         pieces = [] if entry is None or length <= start else [entry]
-        for _, each in self._behind.prefixes(key, ids):
-            if start < min(common(each.ids, ids), each.sequence.start + each.sequence.length):
-                pieces.append(each)
-        for each in pieces:
+        for each in pieces + [each for _, until, each in self._overlapping(key, ids) if start < until]:
             sequence = each.sequence
             first, last = max(start - sequence.start, 0), min(stop - sequence.start, sequence.length)
             if each.states:
                 self.parked.shorten(sequence, first)
             elif first < last:
                 self._cut_out(each, first, last)
+        self.ranks.refresh()
 
     def _cut_out(self, entry: Entry, start: int, stop: int) -> None:
         ids = entry.ids
@@ -262,6 +271,7 @@ class Kept:
         with self._memory.lock:
             if sequence.length:  # else it is gone already
                 self._add_behind(key, ids[: (start + sequence.length) * WIDTH], sequence)
+                self.ranks.kept(key, ids)
 
     def _known(self, key: Hashable, ids: bytes, states: dict[int, States]) -> Entry | None:
         """The entry that has all of these tokens already. It takes over copies of states that it lacks."""
@@ -392,8 +402,8 @@ class Kept:
         self.retention.check_integrity(self.entries)
         assert self.entries.keys() == self.parked.sequences.keys(), "a sequence without ids"
         assert self._at.keys() == set(self.entries.values())
-        assert len(self._behind) == sum(1 for x in self.entries if x.start), "an entry behind a gap that is gone"
         assert self.state_bytes == sum(at.nbytes for those in self._at.values() for at in those.values())
+        assert len(self._behind) == sum(1 for x in self.entries if x.start), "an entry behind a gap that is gone"
         for sequence, entry in self.entries.items():
             assert max(entry.states, default=0) <= sequence.length, "states of tokens that are gone"
             if not entry.states:
@@ -407,13 +417,6 @@ class Kept:
 def _find(index: PrefixIndex[Entry | _At], key: Hashable, ids: bytes) -> tuple[int, Entry | None]:
     length, found = index.find(key, ids)
     return length, found.entry if isinstance(found, _At) else found
-
-
-def _until(pieces: Iterable[tuple[int, int, Entry]], start: int, stop: int) -> int:
-    """Up to where to go on with tokens that are there from `start` to `stop`: to their end, or to where a piece begins
-    that goes further."""
-    further = [x for x in pieces if start < x[0] < stop < x[1]]
-    return max(further, key=lambda x: x[1])[0] if further else stop
 
 
 def _weakly(method: Callable[..., T], otherwise: T) -> Callable[..., T]:

@@ -213,14 +213,13 @@ class PrefixReuse:
                 if start > columns:
                     self._forward(cache, call, columns, start)
                     call.filled += start - columns
-                    columns = start
-                got = cache._forward.follow_on(self._kept.parked, entry.sequence, tokens)
+                elif start < columns:
+                    cache.crop(start - columns)  # it has these tokens too
+                columns = start
             except BudgetError:
-                cache.crop(0)  # what a forward did not finish
-            except CorruptionError as error:
-                self.problem = str(error)
-                with self._memory.changing():
-                    self._kept.drop_corrupt([entry])
+                cache.crop(0)  # what the forward did not finish
+            else:
+                got = self._follow_on(cache, entry, tokens)
             if not got:
                 if columns == call.filled:
                     call.why = "what was kept behind a gap was dropped meanwhile, or there is no room for it"
@@ -229,6 +228,18 @@ class PrefixReuse:
                 self._kept.use([entry], [got])
             columns += got
             cache.begin(call.ids[:, :columns].repeat_interleave(call.expand, 0))
+
+    def _follow_on(self, cache: JournalledCache, entry: Entry, tokens: int) -> int:
+        """Go on with what is kept from where a cache ends. The tokens that are there of it; 0: none is."""
+        try:
+            return cache._forward.follow_on(self._kept.parked, entry.sequence, tokens)
+        except BudgetError:
+            return 0
+        except CorruptionError as error:
+            self.problem = str(error)
+            with self._memory.changing():
+                self._kept.drop_corrupt([entry])
+            return 0
 
     def _load(self, cache: JournalledCache, call: Call, stateful: bool) -> str:
         """Load what is saved of the rows. Why some of it was not."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvtier.conversation.index import WIDTH
 from kvtier.conversation.retention import Retention
@@ -38,12 +38,6 @@ def saved_rank(state: Mapping[str, Any]) -> Rank:
         return DEFAULT
 
 
-class Found(Protocol):
-    """What has tokens; see `Entry`."""
-
-    sequence: ParkedSequence
-
-
 @dataclass(slots=True)
 class _Ranked:
     """A conversation with a rank of its own.
@@ -51,14 +45,23 @@ class _Ranked:
     Attributes:
         key, ids: where its tokens are found.
         rank: of them.
-        sequence, tokens: that has most of them now, and how many; None and 0: none has.
+        has: the sequences that have them now, and how many of its tokens each begins with.
     """
 
     key: Hashable
     ids: bytes
     rank: Rank
-    sequence: ParkedSequence | None = None
-    tokens: int = 0
+    has: dict[ParkedSequence, int] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """That are kept, of all sequences."""
+        return sum(self.has.values())
+
+    def has_less(self, ids: bytes) -> bool:
+        """Whether these begin with more of its tokens than what is kept of its beginning."""
+        mine = next((n for sequence, n in self.has.items() if not sequence.start), 0)
+        return mine * WIDTH < len(self.ids) and ids.startswith(self.ids[: (mine + 1) * WIDTH])
 
 
 class Ranks:
@@ -69,13 +72,13 @@ class Ranks:
     sequence that goes on: then only they have its rank.
 
     Args:
-        find: the longest beginning of a sequence that is kept: tokens, and what has them.
+        find: what has the tokens of a sequence that are kept, see `Kept.pieces`, and how many each begins with.
         parked, retention: what gives up room.
     """
 
     def __init__(
         self,
-        find: Callable[[Hashable, bytes], tuple[int, Found | None]],
+        find: Callable[[Hashable, bytes], Mapping[ParkedSequence, int]],
         parked: ParkedSequences,
         retention: Retention[ParkedSequence],
     ) -> None:
@@ -83,7 +86,7 @@ class Ranks:
         self._parked = parked
         self._retention = retention
         self._ranked: dict[str, _Ranked] = {}
-        # Conversations by the sequence that has their tokens.
+        # Conversations by the sequences that have their tokens.
         self._on: dict[ParkedSequence, dict[str, None]] = {}
         self._stale: dict[str, None] = {}
         self._changed = False  # what is pinned
@@ -138,11 +141,7 @@ class Ranks:
 
     def kept(self, key: Hashable, ids: bytes) -> None:
         """A sequence is kept from now on: conversations that it has more of than others have their tokens in it."""
-        for name, found in self._ranked.items():
-            end = (found.tokens + 1) * WIDTH  # with one more than are found now
-            last = found.ids[end - WIDTH : end]
-            if found.key == key and last == ids[end - WIDTH : end] != b"" and ids.startswith(found.ids[:end]):
-                self._stale[name] = None
+        self._stale.update((name, None) for name, x in self._ranked.items() if x.key == key and x.has_less(ids))
         self.refresh()
 
     def shortened(self, sequence: ParkedSequence) -> None:
@@ -156,22 +155,19 @@ class Ranks:
         stale, self._stale = self._stale, {}
         for name in stale:
             found = self._ranked[name]
-            length, entry = self._find(found.key, found.ids)
-            sequence = None if entry is None else entry.sequence
-            tokens = 0 if sequence is None else min(length, sequence.length)
             self._leave(name, found)
-            if sequence is not None and tokens:
-                found.sequence, found.tokens = sequence, tokens
+            for sequence, tokens in self._find(found.key, found.ids).items():
+                found.has[sequence] = tokens
                 self._on.setdefault(sequence, {})[name] = None
-                self._retention.rank(name, sequence, tokens, found.rank)
+                self._retention.rank((name, sequence), sequence, tokens, found.rank)
                 self._pin(sequence)
         self._claim()
 
     def _leave(self, name: str, found: _Ranked) -> None:
         """Its tokens are not looked for where they were."""
-        sequence, found.sequence, found.tokens = found.sequence, None, 0
-        if sequence is not None:
-            self._retention.unrank(name)
+        sequences, found.has = found.has, {}
+        for sequence in sequences:
+            self._retention.unrank((name, sequence))
             del self._on[sequence][name]
             if not self._on[sequence]:
                 del self._on[sequence]
@@ -179,7 +175,7 @@ class Ranks:
 
     def _pin(self, sequence: ParkedSequence) -> None:
         those = (self._ranked[name] for name in self._on.get(sequence, ()) if name in self._ranked)
-        tokens = max((x.tokens for x in those if x.rank.pinned), default=0)
+        tokens = max((x.has[sequence] for x in those if x.rank.pinned), default=0)
         if tokens != sequence.pinned:
             self._parked.pin(sequence, tokens)
             self._changed = True
@@ -194,16 +190,14 @@ class Ranks:
     def check_integrity(self, sequences: Iterable[ParkedSequence]) -> None:
         """Raise AssertionError unless every conversation's tokens are where they are looked for."""
         self.refresh()
-        for name, found in self._ranked.items():
-            length, entry = self._find(found.key, found.ids)
-            best = 0 if entry is None else min(length, entry.sequence.length)
-            assert found.tokens == best, "another sequence has more of a conversation"
-            assert (found.sequence is None) == (found.tokens == 0)
-            if found.sequence is not None:
-                assert name in self._on[found.sequence]
-        listed = {name for those in self._on.values() for name in those}
-        assert listed == {name for name, x in self._ranked.items() if x.sequence is not None}
+        for found in self._ranked.values():
+            best = self._find(found.key, found.ids)
+            now, then = (sorted((x.start, tokens) for x, tokens in has.items()) for has in (found.has, best))
+            assert now == then, "another sequence has more of a conversation"
+            assert all(found.has.values())
+        on = {(name, sequence) for sequence, those in self._on.items() for name in those}
+        assert on == {(name, sequence) for name, x in self._ranked.items() for sequence in x.has}
         for sequence in sequences:
-            those = [self._ranked[name] for name in self._on.get(sequence, ())]
-            assert sequence.pinned == max((x.tokens for x in those if x.rank.pinned), default=0), "pinned wrong"
+            mine = [self._ranked[name] for name in self._on.get(sequence, ())]
+            assert sequence.pinned == max((x.has[sequence] for x in mine if x.rank.pinned), default=0), "pinned wrong"
             assert sequence.pinned <= sequence.length

@@ -371,8 +371,7 @@ class ConversationStore:
         key, wanted = (of.computed_as(self.model), salt), packed(ids)
         with self.memory.changing(), contextlib.suppress(BudgetError):
             self.memory.collect()
-            length, entry = self._kept.find(key, wanted)
-            if entry is not None and length:
+            for _, entry in self._kept.pieces(key, wanted):
                 self._kept.parked.leave(entry.sequence)
 
     def drop(self, ids: Sequence[int], start: int, stop: int, *, salt: Hashable = None) -> None:

@@ -109,16 +109,17 @@ class Waker:
             return wake
         with self._lock:
             self._queue.append(wake)
-            if self.background and self._thread is None:
-                thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="kvtier-waking", daemon=True)
+            if self.background and (self._thread is None or not self._thread.is_alive()):
+                # Listed first: what is interrupted here leaves no thread that nobody knows.
+                self._thread = threading.Thread(
+                    target=_work, args=(weakref.ref(self),), name="kvtier-waking", daemon=True
+                )
                 try:
-                    thread.start()
+                    self._thread.start()
                 except RuntimeError as error:  # the turn does without
                     self._queue.remove(wake)
                     self._end(wake)
                     self.problem = f"{error}: a conversation was not woken"
-                else:
-                    self._thread = thread
         return wake
 
     def turn(self, key: Hashable, ids: bytes) -> None:
@@ -143,7 +144,7 @@ class Waker:
                 wake.cancel()
         while not self.background and self.step() is not None:
             pass
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join()
 
     def close(self) -> None:
@@ -203,10 +204,8 @@ class Waker:
                 self._memory.collect()
             if any(device.copying for device in self._memory.devices):
                 return _PAUSE
-            length, entry = self._kept.find(wake._key, wake._ids)
-            if entry is None or not length:
-                return None
-            came = self._kept.parked.promote(entry.sequence, PIECE)
+            pieces = self._kept.pieces(wake._key, wake._ids)
+            came = self._kept.parked.promote([entry.sequence for _, entry in pieces], PIECE)
             wake.promoted += came
             # Where others' blocks are being copied to make room, there is some then.
             return 0.0 if came or any(device.copying for device in self._memory.devices) else None

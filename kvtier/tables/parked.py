@@ -338,10 +338,10 @@ class ParkedSequences:
                 found += sum([run.count for run in runs]) * self._layers[index].parked.pools.layout.nbytes
         return found
 
-    def promote(self, sequence: ParkedSequence, nbytes: int) -> int:
-        """Begin to bring up to so many bytes of a sequence's blocks from the host to the device, evenly over layers.
-        Where there is no room, other parked blocks leave that no cache uses, the longest unused first. Waits for
-        nothing.
+    def promote(self, sequences: Sequence[ParkedSequence], nbytes: int) -> int:
+        """Begin to bring up to so many bytes of blocks from the host to the device, evenly over layers: of the first of
+        these sequences that has any there and gets room. Where there is none, other parked blocks leave that no cache
+        uses, the longest unused first, and then those of the last of these. Waits for nothing.
 
         Returns:
             Bytes that are on their way.
@@ -349,10 +349,13 @@ class ParkedSequences:
         Raises:
             CorruptionError: a block does not hold what was written.
         """
-        if sequence not in self.sequences:
-            return 0
-        self._on_device.pop(sequence, None)
-        self._on_device[sequence] = None  # the last to leave
+        kept = [sequence for sequence in sequences if sequence in self.sequences]
+        for sequence in reversed(kept):
+            self._on_device.pop(sequence, None)
+            self._on_device[sequence] = None  # the last to leave
+        return next((came for came in (self._promote(sequence, nbytes) for sequence in kept) if came), 0)
+
+    def _promote(self, sequence: ParkedSequence, nbytes: int) -> int:
         of_each = sum([self._layers[index].parked.pools.layout.nbytes for index in sequence.tables])
         share, came = max(nbytes // max(of_each, 1), 1), 0
         for index, table in sequence.tables.items():

@@ -83,6 +83,26 @@ def test_without_a_thread_to_be_had_the_caller_reads(monkeypatch: pytest.MonkeyP
     assert not any(elsewhere for *_, elsewhere in of)
 
 
+@pytest.mark.parametrize("fails", [1, 2, 3, 9])
+def test_what_the_caller_reads_for_want_of_a_thread_is_read_by_no_other_later(
+    fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool keeps what it has no thread for: a thread that comes later would read it into what is used."""
+    start, left = threading.Thread.start, [fails]
+
+    def sometimes(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", sometimes)
+    of: list[tuple[int, Buffer, bool]] = []
+    for _ in read_ahead([counting(n, of) for n in range(7)]):
+        threading.Event().wait(0.02)
+    assert [n for n, *_ in of] == list(range(7)), "something is read twice"
+
+
 def test_a_read_that_nobody_waits_for_any_more_breaks_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, pieces, second = tmp_path / "x", [0], threading.Event()
     nbytes, sums = write_tensors(file, {"k.0": torch.zeros(2**16, dtype=torch.uint8)}, "")

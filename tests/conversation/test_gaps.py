@@ -11,7 +11,7 @@ import torch
 from families import VOCAB, tiny_model
 from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 
-from kvtier import ConfigError
+from kvtier import ConfigError, CorruptionError
 from kvtier.conversation import kept
 from kvtier.conversation.kept import LEAST_BEHIND
 
@@ -221,3 +221,55 @@ def test_sequences_that_part_behind_the_same_gap_go_on_with_their_own() -> None:
             missing = 8 if history is all_of_them[0] else 0
             assert store.reuse[0].cached == history.shape[1] - 1 - missing
             store.check_integrity()
+
+
+def test_what_is_behind_a_gap_is_used_where_a_fork_has_the_tokens_of_the_gap() -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        history = store.generate(**ones(some_ids(155)), **GREEDY)
+        store.generate(**ones(grown(history[:, :100], 10, seed=5)), **GREEDY)
+        store.drop(history[0].tolist(), 20, 40)
+        inputs = ones(grown(history))
+        assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+        assert (store.reuse[0].cached, store.reuse[0].computed) == (160, 5), "the fork's, and then its own"
+        store.check_integrity()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_several_pieces_behind_one_gap_the_one_that_has_most_is_used(first: int) -> None:
+    model = tiny_model("llama")
+    with store_of(model) as store:
+        history = store.generate(**ones(some_ids(155)), **GREEDY)
+        fork = store.generate(**ones(grown(history[:, :100], 30, seed=5)), **GREEDY)
+        both = [history, fork]
+        for each in both[first:] + both[:first]:
+            store.drop(each[0].tolist(), 20, 40)
+        for each in both:
+            inputs = ones(grown(each))
+            assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+            assert store.reuse[0].computed <= 20 + 5
+            store.check_integrity()
+
+
+def test_damage_that_is_found_while_a_gap_is_computed_is_an_error_and_then_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("llama")
+    with store_of(model, audit="full") as store:
+        history = store.generate(**ones(some_ids(100)), **GREEDY)
+        store.drop(history[0].tolist(), 20, 60)
+        inputs, real = ones(grown(history)), type(store._reuse)._forward
+
+        def forward(*args: Any) -> None:
+            entry = next(x for x in store._kept.entries.values() if not x.sequence.start)
+            run = entry.sequence.tables[1].resolve()[0]
+            run.blocks.pools.host.bytes(run.host, 1).view(torch.uint8)[..., 3] ^= 1
+            real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store._reuse), "_forward", forward)
+            with pytest.raises(CorruptionError):
+                store.generate(**inputs, **GREEDY)
+        store.check_integrity()
+        assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+        store.check_integrity()

@@ -162,6 +162,57 @@ def test_what_is_behind_a_pinned_end_goes_to_the_token_where_blocks_of_retention
         assert chat.reuse.cached == 35
 
 
+def test_all_whose_tokens_come_again_have_their_ranks() -> None:
+    model = tiny_model("llama")
+    with store_of(model, host_budget="64KiB", eviction="lru") as store:
+        ids = some_ids(50)
+        first, second = store.open("a", priority=1), store.open("b", pinned=True)
+        turn(first, ids)
+        turn(second, grown(ids[:, :30], 4))
+        store.clear()
+        crowd(store, 1)
+        store.generate(**ones(ids[:, :40]), **GREEDY)
+        store.check_integrity()
+        crowd(store)
+        turn(second, grown(ids[:, :30], 4))
+        assert second.reuse is not None
+        assert second.reuse.cached == 30, "another one has more of that sequence"
+
+
+@pytest.mark.parametrize("device_budget", [None, 60_000], ids=["one tier", "two tiers"])
+def test_what_is_behind_a_gap_is_pinned_too(device_budget: int | None) -> None:
+    model = tiny_model("llama")
+    with store_of(model, host_budget="100KiB", device_budget=device_budget, eviction="lru") as store:
+        chat = store.open("a", pinned=True)
+        out = turn(chat, some_ids(100))
+        chat.drop(20, 38)
+        chat.drop(60, 61)
+        crowd(store, 16)
+        inputs = grown(out)
+        turn(chat, inputs)
+        assert chat.reuse is not None
+        assert chat.reuse.cached == 105 - 20 - 4
+        chat.drop(20, 40)
+        chat.pinned = False
+        store.check_integrity()
+        crowd(store, 16)
+        turn(chat, inputs)
+        assert chat.reuse.cached < 60, "it is given up as others are"
+
+
+def test_what_is_behind_a_gap_has_the_priority_and_the_time_to_live_of_the_conversation() -> None:
+    model = tiny_model("llama")
+    with store_of(model, eviction="lru") as store:
+        chat = store.open("a", priority=3, ttl=100)
+        turn(chat, some_ids(100))
+        chat.drop(20, 40)
+        tree = store._kept.retention._tree
+        assert {(tree.node(x).priority, tree.node(x).expires - tree.node(x).time) for x in tree} == {(3, 100.0)}
+        chat.rewind(tokens=70)
+        assert {tree.node(x).priority for x in tree} == {0, 3}, "what it does not go on with any more"
+        store.check_integrity()
+
+
 def test_a_rewound_conversation_pins_what_is_left_of_it() -> None:
     model = tiny_model("llama")
     with store_of(model, host_budget="64KiB", eviction="lru") as store:

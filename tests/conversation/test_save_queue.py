@@ -185,3 +185,30 @@ def test_what_has_given_up_its_end_before_it_was_saved_is_saved_as_far_as_it_is_
     with store_of(model, directory=tmp_path) as store:
         assert torch.equal(store.generate(**inputs, **GREEDY), out)
         assert store.reuse[0].loaded == 32
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_an_interrupt_while_the_thread_begins_leaves_one_thread_for_what_is_saved_next(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, interrupts, here = threading.Thread.start, [True], list[str]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        if when == "before" and interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+        start(thread)
+        if interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+
+    archive = Archive(Disk(tmp_path, None, OF), lambda x: None, lambda: [], lambda: torch.device("cpu"))
+    monkeypatch.setattr(archive, "save", lambda x: here.append(x.place))
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        archive.submit(saved([1]))
+    for n in range(3):
+        archive.submit(saved([n], key=f"{n}"))
+    assert [x.name for x in threading.enumerate()].count("kvtier-saving") == 1
+    archive.flush()
+    assert here == ["0", "1", "2"]
+    archive.close()
+    assert "kvtier-saving" not in [x.name for x in threading.enumerate()]

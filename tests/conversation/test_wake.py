@@ -279,6 +279,72 @@ def test_an_interrupt_in_a_call_leaves_wakes_and_later_calls_right(tmp_path: Pat
         store.check_integrity()
 
 
+@pytest.mark.parametrize("device_budget", [DEVICE, 20_000], ids=["room for all", "room for some"])
+def test_what_is_behind_gaps_is_parked_and_woken_too(device_budget: int) -> None:
+    model = tiny_model("llama")
+    with store_of(model, device_budget=device_budget) as store:
+        chat = store.open("a")
+
+        def here() -> list[list[bool]]:
+            with store.memory.lock:
+                pieces = sorted(store._kept.parked.sequences, key=lambda x: x.start)
+                tables = [[run for table in x.tables.values() for run in table.resolve()] for x in pieces]
+            return [[run.state is not State.HOST for run in runs for _ in range(run.count)] for runs in tables]
+
+        turn(chat, some_ids(84))
+        chat.drop(16, 24)
+        chat.drop(40, 48)
+        chat.park()
+        assert not any(map(any, here()))
+        wake = chat.wake()
+        assert wake.wait(30), "what is behind a gap and what is before it take each other's room"
+        store.check_integrity()
+        first, second, third = here()
+        assert all(first), "the beginning is wanted first"
+        if device_budget == DEVICE:
+            assert all(second)
+            assert all(third)
+            assert wake.promoted == sum(map(len, here())) * 1536
+        else:
+            assert any(second)
+            assert not all(third)
+        out = turn(chat, grown(torch.tensor([chat.ids])))
+        assert chat.reuse is not None
+        assert chat.reuse.cached == 89 - 16
+        assert out.shape[1] == len(chat.ids)
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_an_interrupt_while_the_thread_begins_leaves_one_thread_for_the_next_wake(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, interrupts = threading.Thread.start, [True]
+
+    def interrupted(thread: threading.Thread) -> None:
+        mine = thread.name == "kvtier-waking"
+        if mine and when == "before" and interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+        start(thread)
+        if mine and interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+
+    with store_of(tiny_model("llama"), device_budget=DEVICE) as store:
+        chat = store.open("a")
+        turn(chat, some_ids(40))
+        chat.park()
+        goes_on, bring = threading.Event(), store._waker._bring
+        monkeypatch.setattr(store._waker, "_bring", lambda wake: bring(wake) if goes_on.is_set() else 0.01)
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chat.wake()
+        wakes = [chat.wake() for _ in range(3)]
+        assert [x.name for x in threading.enumerate()].count("kvtier-waking") == 1
+        goes_on.set()
+        assert all(wake.wait(30) for wake in wakes)
+        assert on_device(store, chat.ids)[0] > 0
+    assert "kvtier-waking" not in [x.name for x in threading.enumerate()]
+
+
 def test_without_a_lower_and_a_higher_tier_a_wake_does_nothing() -> None:
     with store_of(tiny_model("llama")) as store:
         chat = store.open("a")

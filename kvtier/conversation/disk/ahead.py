@@ -22,11 +22,15 @@ def read_ahead(reads: Sequence[Callable[[Buffer], T]]) -> Generator[T]:
     Raises: what the reads raise, each in its turn; none is made after it.
     """
     buffers = (Buffer(), Buffer())
-    pool, next_one = ThreadPoolExecutor(1, "kvtier-reading"), None
+    pool, next_one, threads = ThreadPoolExecutor(1, "kvtier-reading"), None, True
     try:
         for i, read in enumerate(reads):
             found = read(buffers[i % 2]) if next_one is None else next_one.result()
-            next_one = _submit(pool, reads[i + 1], buffers[(i + 1) % 2]) if i + 1 < len(reads) else None
+            next_one = None
+            if threads and i + 1 < len(reads):
+                next_one = _submit(pool, reads[i + 1], buffers[(i + 1) % 2])
+                # The pool keeps what it had no thread for, and one that came later would read it into what is used.
+                threads = next_one is not None
             yield found
             del found
     finally:
@@ -36,7 +40,7 @@ def read_ahead(reads: Sequence[Callable[[Buffer], T]]) -> Generator[T]:
 
 
 def _submit(pool: ThreadPoolExecutor, read: Callable[[Buffer], T], buffer: Buffer) -> Future[T] | None:
-    """None: there is no thread to be had, and the caller reads for itself."""
+    """None: there is no thread to be had, and the caller reads for itself from now on."""
     try:
         return pool.submit(read, buffer)
     except RuntimeError:
