@@ -95,7 +95,7 @@ NOT_IN_NEWEST = $(addprefix --ignore=tests/,memory transfer tables forward cpu) 
 	--ignore-glob='tests/test_benchmarks*'
 NOT_IN_OLDEST = $(addprefix --ignore=tests/,kernels attention cuda planning calibration test_imports.py test_packaging.py) \
 	$(addprefix --ignore=tests/hf/test_,trained.py half_precision.py interrupted_hybrids.py needed.py) \
-	$(addprefix --ignore=tests/conversation/test_,disk.py disk_faults.py disk_rows.py store.py index.py world.py)
+	$(addprefix --ignore=tests/conversation/test_,disk.py disk_faults.py disk_rows.py store.py index.py)
 
 test: $(NEWEST)/.ready $(OLDEST)/.ready if-native ## run the tests on the newest and the oldest Transformers, side by side (PYTEST_ARGS="-k NAME")
 	@log=$(OLDEST)/pytest.log; \

@@ -113,7 +113,7 @@ class RoughDisk:
 
     def call(self, name: str, real: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """A call of `os`."""
-        if name == "readv" and self.rng.random() < 0.25:
+        if name == "readv" and self.rng.random() < 0.5:
             self.idle()
         if name == "close":  # a handle that nobody closes is left when a process ends, and here it would stay
             self._do(name, real, *args, **options)

@@ -1,7 +1,7 @@
 """Whatever happens to a store and to what it stands on, its tokens are right, and when faults stop everything drains.
 
-KVTIER_TEST_WORLDS says how many worlds, KVTIER_TEST_SEED which one is the first: else each run has others, and a test
-that fails says which one failed and how it is seen again.
+KVTIER_TEST_WORLDS says how many worlds, KVTIER_TEST_SEED which one is the first: else each run has others, those of two
+versions of Transformers side by side too, and a test that fails says which one failed and how it is seen again.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
+import transformers
 from world import run, worlds
 
 #: Worlds of one run, and tests that share them.
-WORLDS, SHARES = int(os.environ.get("KVTIER_TEST_WORLDS", "300")), 10
-#: Runs in different minutes have different worlds.
-FIRST = int(os.environ.get("KVTIER_TEST_SEED") or int(time.time()) // 60 * 2000 % 10**9)
+WORLDS, SHARES = int(os.environ.get("KVTIER_TEST_WORLDS", "1000")), 10
+#: Runs in different minutes have different worlds, and so has the oldest Transformers.
+OLDEST = transformers.__version__.startswith("5.17.")
+FIRST = int(os.environ.get("KVTIER_TEST_SEED") or int(time.time()) // 60 * 2000 % 10**9 + 1000 * OLDEST)
 
 
 def check(seed: int) -> dict[str, int]:
@@ -48,6 +50,7 @@ def test_in_every_world_tokens_are_right_and_all_drains(share: int) -> None:
             assert did.get(what), f"in no world: {what}"
 
 
+@pytest.mark.skipif(OLDEST, reason="it is in one version what it is in another")
 def test_a_world_is_the_same_again_in_another_process() -> None:
     """Whatever the seed of Python's hashes is, and wherever objects are."""
     program = (

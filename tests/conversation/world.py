@@ -281,6 +281,7 @@ class World:
         faults: kinds that it has; `on` says which of them there are now, with their probabilities.
         folder: of the store; None: it keeps nothing for later processes.
         did: how often what happened.
+        faultless: whether it has no faults at all.
     """
 
     def __init__(self, seed: int, root: Path, say: Callable[[str], None] | None = None) -> None:
@@ -289,12 +290,15 @@ class World:
         self.did: dict[str, int] = {}
         rng = self.rng
         self.faults = set() if rng.random() < 0.3 else set(rng.sample(FAULTS, rng.choice((1, 1, 2, 3, len(FAULTS)))))
+        if self.faults and rng.random() < 0.25:
+            self.faults.add("pressure")
+        self.faultless = not self.faults
         self.on: dict[str, float] = {}
         self.disk = RoughDisk(random.Random(seed + 1), root)
         self.disk.idle = self.idle
         saves = rng.random() < 0.7 or not self.faults.isdisjoint(("disk", "rot", "kills", "power"))
         self.folder = self.disk.new_folder() if saves else None
-        self.disk_budget = rng.choice((None, None, 12_000, 40_000)) if saves else None
+        self.disk_budget = rng.choice((None, None, None, 6_000, 12_000, 40_000)) if saves else None
         states: tuple[States, ...] = ("",) * 7 + ("windows", "windows", "recurrent")
         self.toy = Toy(random.Random(seed + 2), rng.choice(states))
         self.toy.meanwhile = self.meanwhile
@@ -318,6 +322,8 @@ class World:
         self.waking = self.disturbed = False
         self.guests: list[Guest] = []
         self.depth, self.over = 0, False
+        #: What went wrong where nobody would hear of it.
+        self.failed: Exception | None = None
         #: Whether what is done now may be interrupted: other threads are not.
         self.interruptible = False
         self.memory: TieredMemory
@@ -343,7 +349,7 @@ class World:
         # Worlds differ in what is frequent: what is rare everywhere would never come together.
         self.often = [rng.choice((0.3, 1.0, 1.0, 4.0)) for _ in range(40)]
         self.tiers = rng.random() < 0.7
-        self.host_budgets = (4 * room, 10 * room, 30 * room) if self.tight else (PLENTY,)
+        self.host_budgets = (room, 2 * room, 4 * room, 12 * room) if self.tight else (PLENTY,)
 
     # Say and note
 
@@ -465,6 +471,12 @@ class World:
         assert self.store is not None
         stats = self.memory.stats
         self.note("close:", self.store.stats, repr(stats))
+        if self.store.stats.dropped:
+            self.note("gave room")
+        problem = self.store.stats.problem
+        if self.faultless and problem:
+            known = ("more than the disk budget", "the model was changed")
+            assert any(x in problem for x in known), f"nothing goes wrong here: {problem}"
         for guest in self.guests:
             guest.close()
         self.guests.clear()
@@ -536,8 +548,13 @@ class World:
             self.upkeep()
         self.set_weight(self.weight)
         self.open()
-        if self.rng.random() < 0.4:
-            self.wake()  # what is saved is not here
+        self.wake_up()
+
+    def wake_up(self) -> None:
+        """What is saved is not here."""
+        if self.rng.random() < 0.5:
+            long = [row for row in self.histories[-6:] if len(row) > 8]
+            self.wake(self.rng.choice(long) if long else None)
 
     def died(self) -> None:
         """The process has ended in the midst of something: what it has of its folder is what was there then."""
@@ -569,6 +586,8 @@ class World:
         self.toy.gives_again = False
         self.set_weight(self.weight)
         self.open()
+        if not self.over:
+            self.wake_up()
 
     def set_weight(self, weight: float) -> None:
         """Give the model other weights."""
@@ -773,7 +792,8 @@ class World:
         """Something with a conversation."""
         rng, store = self.rng, self.store
         assert store is not None
-        if not self.chats or (len(self.chats) < 4 and rng.random() < 0.3):
+        name = rng.choice(sorted(self.chats)) if self.chats else ""
+        if not name or (len(self.chats) < 4 and rng.random() < 0.2):
             name, salt = f"chat {rng.randrange(10**6)}", rng.choice((None, None, "a"))
             self.note("chat: new", name)
             self.changing = [name]
@@ -785,17 +805,17 @@ class World:
             if self.folder is not None:
                 store.flush()  # an empty one is saved then
             self.changing = []
-            return
-        name = rng.choice(sorted(self.chats))
+            if rng.random() < 0.4:
+                return
         chat, there = self.chats[name], store.open(name, salt=self.chats[name].salt)
         assert (there.ids, there.messages) == (chat.ids, chat.messages)
         how = rng.choice(
             ("send", "send", "send", "again", "fork", "rewind", "park", "close", "rank", "rank", "wake", "drop")
         )
+        if not chat.messages and (how == "again" or rng.random() < 0.7):
+            how = "send"
         self.note(f"chat: {how}", name)
         self.changing = [name]
-        if how == "again" and not chat.messages:
-            how = "send"
         if how in ("send", "again"):
             if len(chat.ids) > LONGEST:
                 chat.messages, chat.ids, chat.ends, how = [], [], {}, "send"
@@ -822,6 +842,8 @@ class World:
                 }
                 chat.note()
                 self.histories.append(list(chat.ids))
+            if rng.random() < 0.2:
+                self.rank(name, there)
         elif how == "fork":
             new = f"fork {rng.randrange(10**6)}"
             self.changing.append(new)
@@ -841,6 +863,7 @@ class World:
             self.rank(name, there)
         elif how == "wake":
             self.wakes.append(there.wake())
+            self.let_come()
         elif how == "drop" and len(chat.ids) > 1:
             self.drop_of(chat.ids, self.key(chat.salt), there.drop)
         elif how == "close":
@@ -891,7 +914,7 @@ class World:
         if store is None or not self._unlocked() or store._waker._loading is None or self.over:
             self.save_some()
             return
-        what = rng.choice((self.cancel, self.refused, self.turn, self.press, self.clear, self.drop))
+        what = rng.choice((self.cancel, self.refused, self.refused, self.turn, self.press, self.clear, self.drop))
         if self.depth > 2 or self.changed_weights:
             return
         self.disturbed = True
@@ -905,6 +928,9 @@ class World:
                 self.turn(("of nobody who is woken",))
             else:
                 what()
+        except Exception as error:  # the thread that wakes goes on after one
+            self.failed = self.failed or error
+            raise
         finally:
             self.depth -= 1
             self.memory.yielding[:] = asked
@@ -924,6 +950,12 @@ class World:
             row, salt = self.rng.choice(self.histories[-6:]), self.rng.choice((None, None, "a", ("b", 2)))
         self.note("wake:", row, salt)
         self.wakes.append(self.store.wake(row, salt=salt))
+        self.let_come()
+
+    def let_come(self) -> None:
+        """A wake has time, or has none."""
+        for _ in range(self.rng.choice((0, 0, 1, 8))):
+            self.waken()
 
     def cancel(self) -> None:
         """Nobody waits for a wake any more."""
@@ -957,6 +989,8 @@ class World:
             self.waking = False
         self.note("waken:", each, waker.problem)
         came = each.loaded, each.promoted
+        if came > before:
+            self.note("woken" if came[0] == before[0] else "loaded ahead")
         assert not cancelled or (each.done and came == before), "a wake that was cancelled goes on"
         assert all(run.state in RESIDENT for run in used), "a wake makes blocks leave that a cache uses"
         calm = not (self.tight or self.flipped or cancelled or self.disturbed or self.changed_weights)
@@ -1052,7 +1086,7 @@ class World:
         self.note("park")
         row = self.rng.choice(self.histories)
         self._may_fail(lambda: self.store.park(row))  # type: ignore[union-attr]
-        if self.rng.random() < 0.3:
+        if self.rng.random() < 0.5 and not self.depth:
             self.wake(row)
 
     def _may_fail(self, run: Callable[[], Any]) -> None:
@@ -1070,6 +1104,8 @@ class World:
         self.pinned.clear()
         for each in self.kept:
             each.here = False
+        if self.folder is not None and not self.depth:
+            self.wake_up()
 
     def verify(self) -> None:
         """Compute what is kept again."""
@@ -1221,6 +1257,8 @@ class World:
 
     def check(self) -> None:
         """All counts agree and no budget is exceeded."""
+        if self.failed is not None:
+            raise self.failed
         assert self.store is not None
         if not self.flipped:
             self.store.check_integrity()
