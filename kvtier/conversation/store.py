@@ -70,7 +70,7 @@ class ConversationStore:
         directory: where what is kept is saved in the background, for later processes with the same model: bound to
             every weight and the config. Without one, what is kept ends with the store.
         loading: "auto" reads from the disk what is expected to be there sooner than it is computed again, by what both
-            took before; "always" all that is saved.
+            took before, and may compute the head of it meanwhile; "always" all that is saved and not in memory.
         disk_budget: bytes on the disk: an int or a string; what was used longest ago goes first. None: no limit.
         state_budget: bytes of all copies of states, an int or a string; what was used longest ago goes first. They are
             where the model is, and are not part of the other budgets.
