@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -17,6 +18,7 @@ from kvtier.conversation.kept import Entry, Kept
 from kvtier.conversation.tail import Tail
 from kvtier.conversation.waiting import Saved
 from kvtier.errors import BudgetError
+from kvtier.kernels import launch
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.loading import LoadOrCompute
 
@@ -74,10 +76,31 @@ class DiskTier:
         self._memory = memory
         self._kept = kept
         self._new_cache = new_cache
-        self._prices, self._loads_all = LoadOrCompute(), loading == "always"
+        self._loads_all = loading == "always"
         self._archive = Archive(disk, self._open, self._layers, device)
-        self.flush = self._archive.flush
-        self.close = self._archive.close
+        # What earlier processes learned on such a machine.
+        self._machine = launch.machine(device())
+        self._prices, self._saved_prices = LoadOrCompute(), disk.prices(self._machine)
+        if self._saved_prices is not None:
+            with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):  # damaged: it is learned again
+                self._prices = LoadOrCompute.from_json(self._saved_prices)
+
+    # Life
+
+    def flush(self) -> None:
+        """Return when all is saved, or cannot be."""
+        self._archive.flush()
+        with self._memory.lock:
+            prices = self._prices.as_json()
+        if prices != self._saved_prices and not self.disk.closed:
+            self.disk.save_prices(self._machine, prices)
+            self._saved_prices = prices
+
+    def close(self) -> None:
+        """Save what is not saved yet, and close the folder. Idempotent."""
+        if not self.disk.closed:
+            self.flush()
+        self._archive.close()
 
     # Load
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvtier.planning.fit import least_relative
 from kvtier.planning.predictors import Prefill, PrefillSize
@@ -66,6 +68,31 @@ class LoadOrCompute:
         if alone and seconds > 0:
             self._computed_beside.append(seconds / alone)
 
+    def as_json(self) -> dict[str, Any]:
+        """What was learned; see `from_json`."""
+        return {
+            "loads": [list(x) for x in self._loads],
+            "prefills": [[size.new, size.past, size.batch, seconds] for size, seconds in self._prefills],
+            "loads_beside": list(self._loads_beside),
+            "computed_beside": list(self._computed_beside),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> LoadOrCompute:
+        """What `as_json` gave. Raises ValueError, TypeError or KeyError for anything else."""
+        made = cls()
+        for nbytes, seconds in value["loads"]:
+            made.loaded(int(_positive(nbytes)), _positive(seconds))
+        for new, past, batch, seconds in value["prefills"]:
+            if int(past) < 0:
+                raise ValueError("tokens are not negative")
+            made.computed(int(_positive(new)), int(past), int(_positive(batch)), _positive(seconds))
+        for beside, those in ((made._loads_beside, "loads_beside"), (made._computed_beside, "computed_beside")):
+            found = [_positive(x) for x in value[those]]
+            beside.clear()
+            beside.extend(found or [1.0])
+        return made
+
     # Expect
 
     def seconds_to_load(self, nbytes: int) -> float | None:
@@ -83,7 +110,8 @@ class LoadOrCompute:
             return None
         if self._prefill is None:
             self._prefill = Prefill.fit(self._prefills)
-        return self._prefill.seconds(tokens + more, past) - self._prefill.seconds(more, past + tokens)
+        # Where a forward is mostly overhead, noise may make more tokens cheaper than fewer.
+        return max(self._prefill.seconds(tokens + more, past) - self._prefill.seconds(more, past + tokens), 0.0)
 
     # Choose
 
@@ -132,4 +160,11 @@ class LoadOrCompute:
             self._computed = 0
             return whole
         self._computed += 1
-        return length if compute <= MARGIN * best else split
+        return split if split and both(split) * MARGIN < compute else length
+
+
+def _positive(value: float) -> float:
+    found = float(value)
+    if not 0 < found < math.inf:
+        raise ValueError(f"{value!r} is not positive")
+    return found

@@ -281,3 +281,25 @@ def test_of_a_chain_only_the_files_behind_a_token_are_read(tmp_path: Path) -> No
             assert parts[-1][1] == last.stop
             assert read == [x for x in range(0, last.stop, FILE) if x + FILE > start]
             read.clear()
+
+
+def test_a_new_process_knows_what_the_last_one_learned(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with store_of(model, directory=tmp_path, loading="auto") as store:
+        history = store.generate(**ones(some_ids(160)), **GREEDY)
+        store.flush()
+        store.clear()
+        store.generate(**ones(history), **GREEDY)
+        assert store.reuse[0].loaded
+        learned = store._disk_tier._prices
+        assert learned.seconds_to_load(10**6) is not None
+    with store_of(model, directory=tmp_path, loading="auto") as store:
+        found = store._disk_tier._prices
+        assert found is not learned
+        assert found.as_json() == learned.as_json()
+        store._disk_tier.disk.save_prices(store._disk_tier._machine, {"loads": "x"})
+        store._disk_tier._saved_prices = found.as_json()  # nothing new
+    with store_of(model, directory=tmp_path, loading="auto") as store:
+        assert store._disk_tier._prices.seconds_to_load(10**6) is None, "what is damaged is learned again"
+        inputs = ones(grown(history))
+        assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import random
+from typing import Any
 
 import pytest
 
@@ -147,3 +150,46 @@ def test_what_is_there_is_not_read_again() -> None:
     choice.computed(1000, 0, 1, 10.0)
     assert choice.choose(files, 1000, 512, 10, 256) == 512
     assert choice.choose(files, 1000, 512, 10) == 0
+
+
+def test_what_was_learned_goes_to_json_and_back() -> None:
+    choice, draw = LoadOrCompute(), random.Random(0)
+    for _ in range(40):
+        choice.loaded(draw.randrange(1, 10**9), draw.random())
+        choice.computed(draw.randrange(2, 4000), draw.randrange(8000), 1, draw.random())
+        choice.loaded_beside(10**8, draw.random())
+        choice.computed_beside(100, 0, draw.random())
+    text = json.dumps(choice.as_json())
+    again = LoadOrCompute.from_json(json.loads(text))
+    assert json.dumps(again.as_json()) == text
+    files = [(start, 100 * BYTES) for start in range(0, 10_000, 100)]
+    assert again.choose(files, 10_000, 0, 64, 16) == choice.choose(files, 10_000, 0, 64, 16)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        {},
+        {"loads": [[1, 1.0]]},
+        {"loads": [[1]], "prefills": [], "loads_beside": [], "computed_beside": []},
+        {"loads": [[-1, 1.0]], "prefills": [], "loads_beside": [], "computed_beside": []},
+        {"loads": [[1, math.nan]], "prefills": [], "loads_beside": [], "computed_beside": []},
+        {"loads": [], "prefills": [[10, -1, 1, 1.0]], "loads_beside": [], "computed_beside": []},
+        {"loads": [], "prefills": [], "loads_beside": [0.0], "computed_beside": []},
+        {"loads": [], "prefills": [], "loads_beside": ["x"], "computed_beside": []},
+        {"loads": 7, "prefills": [], "loads_beside": [], "computed_beside": []},
+    ],
+)
+def test_what_is_no_such_thing_is_refused(wrong: Any) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        LoadOrCompute.from_json(wrong)
+
+
+def test_prefills_that_are_all_noise_are_not_less_than_nothing() -> None:
+    choice = LoadOrCompute()
+    choice.loaded(26368, 1000.0)
+    for new, past, seconds in ((40, 0, 0.0052), (5, 45, 0.0079), (1, 50, 0.006), (41, 0, 0.0024), (51, 0, 0.003)):
+        choice.computed(new, past, 1, seconds)
+    assert choice.seconds_to_compute(47, 0, 5) == 0
+    assert choice.choose([(0, 27520)], 47, 0, 5, 8) == 47

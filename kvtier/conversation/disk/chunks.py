@@ -442,6 +442,20 @@ class Disk:
                     found.update(x.number for x in chunk.chain())
         return found
 
+    # Prices
+
+    def prices(self, machine: str) -> Any:
+        """What loading and computing took on a machine, as `save_prices` was given it; None: nobody knows."""
+        with self._lock, contextlib.suppress(*_FAILURES, ValueError, RecursionError):
+            return self._manifest.prices(machine)
+        return None
+
+    def save_prices(self, machine: str, value: Any) -> None:
+        """Save what loading and computing took on a machine, for later processes."""
+        with self._lock, self._telling("what loading took was not saved"):
+            self._check_open()
+            self._manifest.save_prices(machine, value)
+
     # Conversations
 
     def save_conversation(self, name: str, state: Mapping[str, Any]) -> None:

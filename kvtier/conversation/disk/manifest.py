@@ -28,6 +28,7 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT)",
     "CREATE TABLE IF NOT EXISTS chunks (number INTEGER PRIMARY KEY, key TEXT, parent INTEGER, start INTEGER, "
     "ids BLOB, nbytes INTEGER, checksum BLOB, digest BLOB, used INTEGER)",
+    "CREATE TABLE IF NOT EXISTS prices (machine TEXT PRIMARY KEY, value TEXT)",
     # What lists them reads the first columns only.
     "CREATE TABLE IF NOT EXISTS conversations "
     "(name BLOB PRIMARY KEY, ranked INTEGER, mark BLOB, state TEXT, digest BLOB)",
@@ -177,6 +178,26 @@ class Manifest:
             sqlite3.Error: that was not noted.
         """
         self._db.executemany("UPDATE chunks SET used = ? WHERE number = ?", [(at, n) for n, at in used.items()])
+
+    # Prices
+
+    def prices(self, machine: str) -> Any:
+        """What loading and computing took on a machine, as `save_prices` was given it; None: nothing is known.
+
+        Raises:
+            sqlite3.Error, ValueError, RecursionError: the database is damaged.
+        """
+        for (value,) in self._db.execute("SELECT value FROM prices WHERE machine = ?", (machine,)):
+            return json.loads(value) if type(value) is str else None
+        return None
+
+    def save_prices(self, machine: str, value: Any) -> None:
+        """Save what loading and computing took on a machine.
+
+        Raises:
+            sqlite3.Error: it was not saved.
+        """
+        self._db.execute("INSERT OR REPLACE INTO prices VALUES (?, ?)", (machine, json.dumps(value)))
 
     # Conversations
 
