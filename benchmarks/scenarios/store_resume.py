@@ -135,7 +135,9 @@ def report(
     for way, those in found.items():
         times, loaded = [x[0] for x in those], statistics.median(x[1] for x in those)
         ratio = statistics.median(a / b for a, b in zip(times, better, strict=True))
-        rows.append([way, number(statistics.median(times)), f"{number(min(times))} .. {number(max(times))}", f"{loaded:.0f}"])
+        rows.append(
+            [way, number(statistics.median(times)), f"{number(min(times))} .. {number(max(times))}", f"{loaded:.0f}"]
+        )
         facts = {"low": min(times), "high": max(times), "loaded": loaded, "rate": rate}
         bench.record(
             NAME,
