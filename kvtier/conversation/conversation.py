@@ -85,7 +85,8 @@ class Conversation:
         self.used = time.time()
         # Tokens of the history after so many messages: what a rewound chat still refers to.
         self._ends: dict[int, int] = {}
-        self._busy = threading.Lock()
+        # Under 0, the thread that generates: taken and signed in one step, so that an interrupt leaves nobody else's.
+        self._inside: dict[int, int] = {}
 
     def generate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """As `ConversationStore.generate`, of one row: the whole history, or an edited one.
@@ -107,7 +108,8 @@ class Conversation:
             )
         if (kwargs.get("num_return_sequences") or 1) > 1:
             raise ConfigError("A conversation has one answer: use store.generate for several.")
-        if not self._busy.acquire(blocking=False):
+        me = threading.get_ident()
+        if self._inside.setdefault(0, me) != me:
             raise ConcurrentUseError(
                 f"Another thread is generating with conversation {self.name!r}. Wait for its end, or `fork` it."
             )
@@ -121,7 +123,7 @@ class Conversation:
             self.used = time.time()
             return out
         finally:
-            self._busy.release()
+            self._inside.clear()
 
     def send(self, message: str | Message, *, tokenizer: Any, system: str | None = None, **kwargs: Any) -> str:
         """Say something and get the answer, by the tokenizer's chat template; without one, texts follow each other.

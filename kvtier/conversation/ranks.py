@@ -26,7 +26,10 @@ def rank_of(pinned: object, priority: object, ttl: object) -> Rank:
         raise ConfigError(f"priority={priority!r}: give an integer; 0 is that of all others.")
     if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not ttl > 0:
         raise ConfigError(f"ttl={ttl!r}: give seconds, more than 0; math.inf is no limit.")
-    return Rank(pinned, priority, float(ttl))
+    try:
+        return Rank(pinned, priority, float(ttl))
+    except OverflowError:
+        raise ConfigError("ttl is more seconds than a float holds: math.inf is no limit.") from None
 
 
 def saved_rank(state: Mapping[str, Any]) -> Rank:

@@ -128,7 +128,8 @@ class ConversationStore:
         self._last = threading.local()
         self._calls = Calls(model)
         self._count = self._prompt_tokens = self._cached_tokens = 0
-        self._active: set[object] = set()
+        # Calls under way, and the thread of each.
+        self._active: dict[object, int] = {}
         self._disk_tier: DiskTier | None = None
         if directory is not None:
             limit = None if disk_budget is None else _bytes("disk_budget", disk_budget)
@@ -407,11 +408,11 @@ class ConversationStore:
         try:
             with self.memory.lock:
                 self._check_open()
-                self._active.add(call)
+                self._active[call] = threading.get_ident()
             yield
         finally:
             with self.memory.lock:
-                self._active.discard(call)
+                self._active.pop(call, None)
 
     def _check_weights(self) -> None:
         """Drop everything if the model was changed: other weights make other keys and values. What is saved is of the
@@ -497,10 +498,10 @@ class ConversationStore:
                 self.memory.close()
             return
         self._waker.stop()
-        if not self._active:
+        if not self._others_generate:
             self.flush()
         with self.memory.changing():
-            if self._active:
+            if self._others_generate:
                 raise ConcurrentUseError("Another thread is generating with this ConversationStore. Wait for its end.")
             self.memory.collect()
             self._hook.remove()
@@ -512,6 +513,12 @@ class ConversationStore:
             self._disk_tier.close()
         if self._own:
             self.memory.close()
+
+    @property
+    def _others_generate(self) -> bool:
+        """Whether another thread is in a call; one of this thread that is listed still was interrupted."""
+        me = threading.get_ident()
+        return any(thread != me for thread in list(self._active.values()))
 
     def __enter__(self) -> ConversationStore:
         self._check_open()

@@ -327,7 +327,16 @@ def test_copies_of_states_of_what_is_pinned_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"pinned": 1}, {"priority": 1.5}, {"priority": True}, {"ttl": 0}, {"ttl": -1}, {"ttl": math.nan}]
+    "wrong",
+    [
+        {"pinned": 1},
+        {"priority": 1.5},
+        {"priority": True},
+        {"ttl": 0},
+        {"ttl": -1},
+        {"ttl": math.nan},
+        {"ttl": 10**400},
+    ],
 )
 def test_ranks_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
     with store_of(tiny_model("llama")) as store:
@@ -341,6 +350,18 @@ def test_ranks_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
 
 
 # On the disk
+
+
+def test_a_priority_may_be_any_integer(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    for at in (10**400, -(10**400)):
+        with store_of(model, directory=tmp_path) as store:
+            turn(store.open("a", priority=at), some_ids(20))
+        with store_of(model, directory=tmp_path, disk_budget="40KiB") as store:
+            assert store.open("a").priority == at
+            crowd(store, 3)
+            store.flush()
+            assert store.stats.problem == ""
 
 
 def chains(disk: Disk, rng: random.Random) -> list[list[int]]:

@@ -642,3 +642,35 @@ def test_what_is_re_used_makes_no_call_fail_that_has_room_without(name: str) -> 
             why.add(store.reuse[0].why)
             store.check_integrity()
     assert why == {"", "no room for what is kept and the rest of the call"}
+
+
+def test_an_interrupt_in_what_cleans_up_leaves_a_conversation_that_goes_on_and_a_store_that_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal may come before a line that says that a call has ended."""
+    model, inputs = tiny_model("llama"), ones(some_ids(12))
+
+    class Interrupted(dict[Any, Any]):
+        def clear(self) -> None:
+            raise KeyboardInterrupt
+
+        def pop(self, *args: Any) -> Any:
+            raise KeyboardInterrupt
+
+    with store_of(model) as store:
+        chat, active = store.open("a"), store._active
+        inside = chat._inside
+        for where, name in ((chat, "_inside"), (store, "_active")):
+            with monkeypatch.context() as patch:
+                left = Interrupted()
+                patch.setattr(where, name, left)
+                with pytest.raises(KeyboardInterrupt):
+                    chat.generate(**inputs, **GREEDY)
+            (inside if where is chat else active).update(left)
+            assert torch.equal(chat.generate(**inputs, **GREEDY), fresh(model, inputs))
+        assert active, "it is listed still"
+        thread = threading.Thread(target=chat.generate, kwargs={**inputs, **GREEDY})
+        thread.start()
+        thread.join()
+        assert chat.reuse is not None
+        assert chat.reuse.cached == 11

@@ -48,7 +48,7 @@ class Ranked:
         if self.rank.pinned:
             return PINNED
         self.used = min(self.used, now)
-        return EXPIRED if self.used + self.rank.ttl <= now else float(self.rank.priority)
+        return EXPIRED if self.used + self.rank.ttl <= now else self.rank.priority
 
 
 def levels(ranked: Iterable[Ranked], chunks_of: Callable[[Ranked], Iterable[int]], now: float) -> dict[int, float]:
