@@ -37,19 +37,18 @@ class Tail:
         self._memory = memory
         self._load = bring
         self._wanted = True
+        # That loads now. Changed under the memory's lock.
         self._thread: threading.Thread | None = None
+        # At the end of the process it is waited for. A thread that Python ends within torch's code would abort it.
+        self._pool = ThreadPoolExecutor(1, "kvtier-loading")
         self._future: Future[tuple[int, str]] | None = None
 
     def begin(self) -> None:
         """Begin to load, now."""
-        with self._memory.lock:
-            self._memory.yielding.append(self._give_way)
-        # At the end of the process it is waited for. A thread that Python ends within torch's code would abort it.
-        pool = ThreadPoolExecutor(1, "kvtier-loading")
         with contextlib.suppress(RuntimeError):  # the system has no thread to give
             if self.background:
-                self._future = pool.submit(self._bring)
-        pool.shutdown(wait=False)
+                self._future = self._pool.submit(self._bring)
+        self._pool.shutdown(wait=False)
         if self._future is None:
             self._future = Future()
             self._future.set_result(self._bring())
@@ -61,19 +60,22 @@ class Tail:
     def end(self) -> None:
         """Return when nothing is loaded any more. What was read is kept. Idempotent."""
         self._wanted = False
-        with contextlib.suppress(Exception):  # nobody wants it any more
-            self.wait()
+        self._pool.shutdown(cancel_futures=True)
 
     def _bring(self) -> tuple[int, str]:
-        self._thread = threading.current_thread()
+        with self._memory.lock:
+            self._thread = threading.current_thread()
+            self._memory.yielding.append(self._give_way)
         try:
             return self._load(go_on=lambda: self._wanted)
         finally:
             with self._memory.lock:
+                self._thread = None
                 self._memory.yielding.remove(self._give_way)
                 self._memory.readers.resume()  # whoever waits for what it claimed
 
     def _give_way(self) -> bool:
+        """Somebody was refused: see `TieredMemory.yielding`."""
         if threading.current_thread() is self._thread:
             return False
         self._wanted = False

@@ -6,6 +6,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -303,3 +304,30 @@ def test_a_new_process_knows_what_the_last_one_learned(tmp_path: Path) -> None:
         assert store._disk_tier._prices.seconds_to_load(10**6) is None, "what is damaged is learned again"
         inputs = ones(grown(history))
         assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_an_interrupt_while_a_load_begins_leaves_nobody_who_loads(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    history = saved(model, tmp_path, 160)
+    choosing(monkeypatch, lambda length, past: 80)
+    submit, before = ThreadPoolExecutor.submit, threading.active_count()
+
+    def interrupted(pool: ThreadPoolExecutor, *args: Any) -> Any:
+        if when == "behind":
+            submit(pool, *args)
+        raise KeyboardInterrupt
+
+    with store_of(model, directory=tmp_path, loading="auto") as store:
+        inputs = ones(grown(history, 7))
+        with monkeypatch.context() as patch:
+            patch.setattr("kvtier.conversation.tail.ThreadPoolExecutor.submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.generate(**inputs, **GREEDY)
+        assert len(store.memory.yielding) == 1
+        assert not any(x.name.startswith("kvtier-loading") for x in threading.enumerate())
+        assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+        store.check_integrity()
+    assert threading.active_count() == before
