@@ -56,7 +56,7 @@ def saved(model: Any, at: Path, tokens: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("device_budget", [None, "64KiB"], ids=["one tier", "two tiers"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3", "falcon"])
-@pytest.mark.parametrize("start", [8, 16, 24, 72, 136])
+@pytest.mark.parametrize("start", [8, 24, 136])
 def test_the_head_is_computed_and_the_tail_is_loaded(
     start: int, name: str, device_budget: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +237,7 @@ def no_thread(*_: Any, **__: Any) -> None:
     raise RuntimeError("can't start new thread")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_wherever_the_tail_begins_the_tokens_are_those_of_a_new_cache(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1280,6 +1280,8 @@ class World:
     def _check_pinned(self) -> None:
         """What is pinned stays."""
         assert self.store is not None
+        if self.store._weights != generation.weights_version(self.toy):
+            return  # the next call drops all of it
         archive = archive_of(self.store)
         for name, chat in self.chats.items():
             found = self.store._kept.ranks._ranked.get(name)
