@@ -62,9 +62,9 @@ history = torch.randint(5, model.config.vocab_size, (1, said["tokens"]), generat
 draw.manual_seed(said["seed"])
 def some(n):
     return torch.randint(5, model.config.vocab_size, (1, n), generator=draw)
-def turn(store, ids):
+def turn(store, ids, new=1):
     began = time.perf_counter()
-    store.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)[0, -1].item()
+    store.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)[0, -1].item()
     return time.perf_counter() - began
 
 options = {} if said["way"] == "compute" else {"directory": said["at"], "loading": "always"}
@@ -73,15 +73,16 @@ if said["way"] in ("auto", "first"):
 with kvtier.ConversationStore(model, **options) as store:
     turn(store, some(8))  # whatever is done once in a process
     if said["way"] == "first":
-        # The history, turn by turn; computed at several lengths, loaded and, where that is chosen, both at once.
+        # The history, turn by turn; computed at several lengths, loaded and, where that is chosen, both at once. What a
+        # forward takes is known when the next one begins.
         for n in range(1, said["turns"] + 1):
             turn(store, history[:, : said["tokens"] * n // said["turns"]])
         store.flush()
         for n in range(said["tries"]):
             store.clear()
-            turn(store, torch.cat([history, some(said["new"])], 1))
+            turn(store, torch.cat([history, some(said["new"])], 1), 2)
             store.clear()
-            turn(store, some(said["tokens"] // 2 ** (n % 3)))
+            turn(store, some(said["tokens"] // 2 ** (n % 3)), 2)
         print(store.stats.saved_bytes)
     else:
         seconds = turn(store, torch.cat([history, some(said["new"])], 1))
