@@ -1046,8 +1046,10 @@ class World:
         calm = not (self.tight or self.flipped or self.depth) and self.plain and "transfers" not in self.on
         if there and whole and calm and behind >= kept.LEAST_BEHIND and rng.random() < 0.6:
             self.note("behind:", behind)
+            # A fork may still have dropped tokens, and end so near the row's end that no forward is made for the rest.
+            least = min(start + behind, len(row) - kept.LEAST_BEHIND)
             with self.alone():
-                self.ask(row, rng.choice((1, 2)), salt=key[-1], at_least=start + behind)
+                self.ask(row, rng.choice((1, 2)), salt=key[-1], at_least=least)
 
     def pass_time(self) -> None:
         """Nothing happens for a while; or the clock is set."""
