@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 #: Tokens that are thought to fit, as long as the memory was never full.
 _CAPACITY = 1 << 16
-#: Tokens behind a gap for which one more forward is made.
+#: Tokens behind a gap for which one more forward is made. Where nothing is missing before them, one is enough.
 LEAST_BEHIND = 16
 #: Copies of states that one sequence keeps: the first, and the last ones.
 MOST_STATES = 8
@@ -155,7 +155,8 @@ class Kept:
         tokens, nearest = 0, (0, 0)
         for start, stop, entry in self._overlapping(call.key, row[:-WIDTH]):  # the last token's logits are wanted
             begins = max(start, columns)
-            if stop - begins >= LEAST_BEHIND and (found is None or (begins, -stop) < nearest):
+            least = LEAST_BEHIND if start > columns else 1
+            if stop - begins >= least and (found is None or (begins, -stop) < nearest):
                 tokens, found, nearest = stop - start, entry, (begins, -stop)
         return tokens, found
 
