@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         KVTierError,
         MemoryInUseError,
         MismatchError,
+        QueueFullError,
         StaleViewError,
         StoreInUseError,
         TransferError,
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from kvtier.planning.explain import Explanation
     from kvtier.planning.policy import Policy
     from kvtier.planning.profile import HardwareProfile
+    from kvtier.scheduling.scheduler import Scheduler
+    from kvtier.serving.engine import Engine
+    from kvtier.serving.request import RequestOutput
     from kvtier.stats import CacheStats, LayerResidency, Residency, Tier, TierStats
     from kvtier.tracing import trace
 
@@ -54,6 +58,7 @@ _HOME = {
     "ConversationStore": "conversation.store",
     "CorruptionError": "errors",
     "Enabled": "hf.enable",
+    "Engine": "serving.engine",
     "EvictionPolicy": "eviction.policy",
     "Explanation": "planning.explain",
     "HardwareProfile": "planning.profile",
@@ -64,8 +69,11 @@ _HOME = {
     "MemoryInUseError": "errors",
     "MismatchError": "errors",
     "Policy": "planning.policy",
+    "QueueFullError": "errors",
+    "RequestOutput": "serving.request",
     "Residency": "stats",
     "RowReuse": "conversation.reuse",
+    "Scheduler": "scheduling.scheduler",
     "StaleViewError": "errors",
     "StoreInUseError": "errors",
     "StoreStats": "conversation.reuse",
@@ -93,6 +101,7 @@ __all__ = [
     "ConversationStore",
     "CorruptionError",
     "Enabled",
+    "Engine",
     "EvictionPolicy",
     "Explanation",
     "HardwareProfile",
@@ -103,8 +112,11 @@ __all__ = [
     "MemoryInUseError",
     "MismatchError",
     "Policy",
+    "QueueFullError",
+    "RequestOutput",
     "Residency",
     "RowReuse",
+    "Scheduler",
     "StaleViewError",
     "StoreInUseError",
     "StoreStats",

@@ -10,6 +10,7 @@ KVTierError
 ├── ClosedError            (RuntimeError)  the cache, or its memory, was closed
 ├── MemoryInUseError       (RuntimeError)  a memory is closed while caches use it
 ├── StoreInUseError        (RuntimeError)  a folder of saved sequences is open in another store
+├── QueueFullError         (RuntimeError)  more requests wait than an engine lets wait
 ├── TransferError          (RuntimeError)  a copy between tiers failed; its source is intact
 ├── CorruptionError        (RuntimeError)  a block in host memory does not hold what was written
 └── UnsupportedError       (RuntimeError)  something a tiered cache cannot do
@@ -78,6 +79,10 @@ class MemoryInUseError(KVTierError, RuntimeError):
 
 class StoreInUseError(KVTierError, RuntimeError):
     """A folder of saved sequences is open in another store or process."""
+
+
+class QueueFullError(KVTierError, RuntimeError):
+    """An `Engine` is given a request while as many wait as may."""
 
 
 class TransferError(KVTierError, RuntimeError):

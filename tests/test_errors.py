@@ -20,6 +20,7 @@ PARENTS: dict[str, type[Exception]] = {
     "StoreInUseError": RuntimeError,
     "ConcurrentUseError": RuntimeError,
     "ClosedError": RuntimeError,
+    "QueueFullError": RuntimeError,
     "TransferError": RuntimeError,
     "CorruptionError": RuntimeError,
     "UnsupportedError": RuntimeError,

@@ -39,7 +39,7 @@ ROWS = drawn_rows()
 ROW = {part: row for row, parts in enumerate(ROWS) for part in parts}
 
 # Deciding needs numbers and a clock: these never import what moves bytes.
-PURE = {"errors", "config", "stats", "profile", "planning", "eviction"}
+PURE = {"errors", "config", "stats", "profile", "planning", "eviction", "scheduling"}
 BARRED_FROM_PURE = (
     "torch",
     "transformers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from kvtier.attention.reader import LayerReader
 from kvtier.errors import UnsupportedError
 from kvtier.kernels.params import AttentionParams
 from kvtier.tables.layer import LayerKV
+
+_BARE = AttentionParams(0.0)
 
 
 def attend(
@@ -80,6 +83,19 @@ def _torch(
             query, repeat(keys, group), repeat(values, group), attn_mask=params.mask, scale=params.scale
         )
     return streaming.in_plain_torch(query, keys, values, params, 0, length)[0].to(query.dtype)
+
+
+def attend_dense(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+) -> torch.Tensor:
+    """Attention over tensors: `[batch, heads, queries, k_dim]` over `[batch, kv_heads, tokens, k_dim]`, the queries
+    being the last of the tokens."""
+    if params.causal and query.shape[2] == keys.shape[2] and replace(params, causal=False, scale=0.0) == _BARE:
+        group = query.shape[1] // keys.shape[1]
+        return F.scaled_dot_product_attention(
+            query, repeat(keys, group), repeat(values, group), is_causal=True, scale=params.scale
+        )
+    return _torch(keys, values, keys.shape[2], query, params, None, 1)
 
 
 def under_autocast(layer: LayerKV, query: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:

@@ -58,11 +58,15 @@ def can_attend(layer: LayerKV) -> bool:
     return not graph and layout.dtype in native.DTYPES and layout.k_heads == layout.v_heads and native.available()
 
 
-def serves(reader: LayerReader, query: torch.Tensor, params: AttentionParams) -> bool:
-    """Whether `attend` can take this call. What it cannot take is streamed, or read as one tensor."""
+def serves(reader: LayerReader, query: torch.Tensor, params: AttentionParams, queries: int = 0) -> bool:
+    """Whether `attend` can take this call. What it cannot take is streamed, or read as one tensor.
+
+    Args:
+        queries: of any one sequence at the most; 0: those of `query`.
+    """
     layer = reader.layer
     layout = layer.layout
-    heads, queries = query.shape[1], query.shape[2]
+    heads, queries = query.shape[1], queries or query.shape[2]
     if (
         queries > MAX_HOST_QUERIES
         or query.dtype is not layout.dtype

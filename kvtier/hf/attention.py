@@ -17,6 +17,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from kvtier.attention.dispatch import repeat
 from kvtier.errors import UnsupportedError
+from kvtier.hf import packed
 from kvtier.hf.view import KVView, Snapshot
 from kvtier.kernels.params import AttentionParams
 
@@ -88,6 +89,17 @@ def attention_forward(
         StaleViewError, TransferError, BudgetError: from the cache.
     """
     _refuse(module, kwargs)
+    if isinstance(attention_mask, packed.PackedMask):
+        of_step = AttentionParams(
+            scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+            softcap=softcap or 0.0,
+            window=attention_mask.window,
+            causal=True,
+            mask=position_bias,
+            sinks=None if s_aux is None else s_aux.detach().flatten().float(),
+        )
+        out = packed.attend_packed(module, query, key, value, attention_mask, of_step)
+        return out.transpose(1, 2).contiguous(), None
     queries, tokens = query.shape[2], key.shape[2]
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     params = AttentionParams(
@@ -265,6 +277,9 @@ def attention_mask(
     """
     if config is not None:
         _check_uses_interface(type(config).__module__)
+    step = packed.packed_mask(local_size)
+    if step is not None:
+        return step
     if allow_is_causal_skip and q_length > 1 and kv_length != q_length:
         if _last_tokens_unpadded(q_length, kv_length, q_offset, kv_offset, attention_mask, local_size):
             return None

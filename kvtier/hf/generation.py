@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.generation import GenerationMixin
 
 from kvtier.cpu.checksum import checksums
@@ -158,6 +158,11 @@ def states_go_on(model: Any) -> bool:
     return bool(((parts - single).abs().max() <= 2 * rounding).item())
 
 
+def keeps_recurrent_states(config: Any) -> bool:
+    """Whether some layer keeps a state instead of keys and values."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in transformers_layers(config))
+
+
 def knows_length(config: Any) -> bool:
     """Whether some layer of a cache counts tokens: `generate` asks it how much of a prompt is cached."""
     return any(isinstance(layer, CacheLayerMixin) for layer in transformers_layers(config))
@@ -166,6 +171,29 @@ def knows_length(config: Any) -> bool:
 def takes_logits_to_keep(model: Any) -> bool:
     """Whether a model computes logits of the last tokens only where it is asked to."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def next_scores(model: Any, ids: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
+    """The scores `[vocabulary]` of the token behind `ids`, as `generate` computes them, and the cache that goes on.
+
+    Args:
+        cache: of the first tokens; it must lack at least one.
+    """
+    row = torch.tensor([list(ids)], device=model.device)
+    out = model.generate(
+        row,
+        attention_mask=torch.ones_like(row),
+        past_key_values=cache,
+        generation_config=GenerationConfig(
+            max_new_tokens=1,
+            do_sample=False,
+            num_beams=1,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+        ),
+    )
+    return out.logits[0][0], out.past_key_values
 
 
 def synchronize(model: Any) -> None:

@@ -221,6 +221,13 @@ def _view(snapshot: Snapshot, part: int, shape: tuple[int, ...], dtype: torch.dt
     return view
 
 
+def make_view(snapshot: Snapshot, part: int, shape: tuple[int, ...], dtype: torch.dtype) -> KVView:
+    """A view of keys (part 0) or values (part 1), in this shape."""
+    made = _view(snapshot, part, shape, dtype, 1, 0)
+    made._what = _VALUES if part else _KEYS
+    return made
+
+
 def _derived(view: KVView, shape: tuple[int, ...], repeats: int, form: int) -> KVView:
     """A view of what `view` shows, in another shape."""
     return _view(view.snapshot, view.part, shape, view.dtype, repeats, form)

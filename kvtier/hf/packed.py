@@ -1,0 +1,138 @@
+"""A packed step as a model sees it: a cache that lasts for one forward, and a mask that names the step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from kvtier.errors import UnsupportedError
+from kvtier.forward.packed import PackedForward
+from kvtier.hf.caller import _latents
+from kvtier.hf.view import KVView, Snapshot, make_view
+from kvtier.kernels.params import AttentionParams
+
+_under_way = threading.local()
+
+
+class PackedMask(torch.Tensor):
+    """What stands for the mask of a packed step: which step, and how far a token sees. It has no elements.
+
+    Attributes:
+        forward: of the step.
+        window: tokens that a token sees, itself included; 0: all.
+    """
+
+    forward: PackedForward
+    window: int
+
+
+def packed_mask(local_size: int | None) -> PackedMask | None:
+    """The mask of the packed step that this thread runs; None: it runs none."""
+    forward: PackedForward | None = getattr(_under_way, "forward", None)
+    if forward is None:
+        return None
+    made = torch.empty(0).as_subclass(PackedMask)
+    made.forward, made.window = forward, local_size or 0
+    return made
+
+
+def attend_packed(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: PackedMask,
+    params: AttentionParams,
+) -> torch.Tensor:
+    """Attention of a packed step: `[1, heads, tokens, v_dim]`.
+
+    Raises:
+        UnsupportedError: a kind of attention that cannot be packed.
+    """
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    if types and "chunk" in types[module.layer_idx]:
+        raise UnsupportedError("chunked attention is not packed")
+    if params.mask is not None:
+        raise UnsupportedError("biases of positions are not packed")
+    if isinstance(key, KVView) and isinstance(value, KVView) and key.snapshot is value.snapshot:
+        at = key.snapshot
+        plain = key.form == value.form == 0 and key.repeats == value.repeats and at._dense is None
+        if plain and (key.part, value.part) == (0, 1):
+            return at.forward.attend(at.reader, at.length, at.epoch, query, params)
+    key, value = (x.dense("attention") if isinstance(x, KVView) else x for x in (key, value))
+    return mask.forward.attend_dense(query, key, value, params)
+
+
+class _PackedSnapshot(Snapshot):
+    """The KV of all sequences of a step, end to end."""
+
+    __slots__ = ()
+
+    def views(self) -> tuple[KVView, KVView]:
+        """A view of the keys and one of the values."""
+        layout = self.reader.layer.layout
+        return (
+            make_view(self, 0, (1, layout.k_heads, self.length, layout.k_dim), layout.dtype),
+            make_view(self, 1, (1, layout.v_heads, self.length, layout.v_dim), layout.dtype),
+        )
+
+
+class PackedCache(Cache):
+    """The cache of one packed forward.
+
+    Args:
+        forward: whose step has begun.
+        config: of the model's decoder.
+    """
+
+    is_compileable = False
+
+    def __init__(self, forward: PackedForward, config: Any) -> None:
+        super().__init__(layers=[])
+        self._forward = forward
+        self._latents = _latents(config)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the step's tokens, and return those of all its sequences, end to end."""
+        reader = self._forward.append(layer_idx, key_states, value_states)
+        snapshot = _PackedSnapshot(self._forward, reader)  # type: ignore[arg-type]
+        layout = reader.layer.layout
+        if self._latents and layout.k_heads == 1 and not self._latents.isdisjoint((layout.k_dim, layout.v_dim)):
+            pair = self._forward.densify(reader, snapshot.length, snapshot.epoch, None)
+        else:
+            pair = snapshot.views()
+        return pair
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are given to the model."""
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """As many as there are queries: the mask says nothing."""
+        return (query_length if isinstance(query_length, int) else len(query_length)), 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: none."""
+        return -1
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """0, as the length."""
+        return 0
+
+
+@contextmanager
+def packing(forward: PackedForward) -> Iterator[None]:
+    """Until the end of the block, forwards of this thread are those of the step."""
+    before = getattr(_under_way, "forward", None)
+    _under_way.forward = forward
+    try:
+        yield
+    finally:
+        _under_way.forward = before

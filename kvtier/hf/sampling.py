@@ -1,0 +1,216 @@
+"""What a request asks of each next token, as `generate` would give it: processors, choice, and when to stop."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from kvtier.errors import ConfigError, UnsupportedError
+
+#: Processors that look at the scores of one row alone, so that rows with equal ones are processed together.
+_OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+#: Settings that ask for something other than one sequence, token by token.
+_OTHER_WAYS: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+    "constraints": (None, []),
+    "force_words_ids": (None, []),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "token_healing": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
+
+
+class Sampling:
+    """What one sequence is given next, and whether it ends there.
+
+    Args:
+        model: of Transformers, which knows its defaults.
+        prompt: token ids.
+        generation_config: as of `generate`; None: the model's.
+        tokenizer: for stop strings.
+        seed: of the sequence's own random numbers; None: a new one.
+        options: as of `generate`: settings, `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`.
+
+    Raises:
+        UnsupportedError: beams, and other ways to decode that take more than one sequence or model.
+        ConfigError: an option that `generate` does not know, or that is no setting of one sequence.
+
+    Attributes:
+        samples: whether tokens are drawn, and not the likeliest taken.
+        max_length: tokens, those of the prompt included.
+        group: requests whose `group` is equal and not None have equal processors that look at scores alone.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompt: Sequence[int],
+        generation_config: GenerationConfig | None = None,
+        *,
+        tokenizer: Any = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        processors = LogitsProcessorList(options.pop("logits_processor", None) or ())
+        criteria = StoppingCriteriaList(options.pop("stopping_criteria", None) or ())
+        allowed: Callable[[int, torch.Tensor], list[int]] | None = options.pop("prefix_allowed_tokens_fn", None)
+        config, others = model._prepare_generation_config(generation_config, **options)
+        others = {name: x for name, x in others.items() if x is not None and name not in ("use_cache",)}
+        if others:
+            raise ConfigError(f"{', '.join(sorted(others))}: no setting of `generate` for one sequence of token ids.")
+        for name, plain in _OTHER_WAYS.items():
+            if getattr(config, name, None) not in plain:
+                raise UnsupportedError(f"{name}={getattr(config, name)!r}: an engine decodes token by token.")
+        ids = torch.tensor([list(prompt)], dtype=torch.long)
+        model._prepare_special_tokens(config, True, device=ids.device)
+        given = generation_config if generation_config is not None else GenerationConfig()
+        defaults = {
+            f"has_default_{name}": options.get(name) is None
+            and getattr(given, name, None) is None
+            and getattr(model.generation_config, name, None) is None
+            for name in ("max_length", "min_length")
+        }
+        config = model._prepare_generated_length(
+            generation_config=config,
+            model_input_name="input_ids",
+            inputs_tensor=ids,
+            input_ids_length=ids.shape[1],
+            **defaults,
+        )
+        self.samples = bool(config.do_sample)
+        self.max_length = int(config.max_length)
+        self.count = int(config.num_return_sequences or 1)
+        self._processors = model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=ids.shape[1],
+            encoder_input_ids=ids,
+            prefix_allowed_tokens_fn=allowed,
+            logits_processor=processors,
+            device="cpu",
+            model_kwargs={},
+        )
+        eos = config._eos_token_tensor
+        self._ends = frozenset(() if eos is None else eos.flatten().tolist())
+        self._criteria = list(criteria)
+        if config.stop_strings:
+            if tokenizer is None:
+                raise ConfigError("stop_strings need the engine's tokenizer.")
+            strings = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings)
+            self._criteria.append(StopStringCriteria(tokenizer, strings))
+        self._until = None if config.max_time is None else time.monotonic() + config.max_time
+        self._seed = seed
+        self.generator: torch.Generator | None = None
+        self.group = self._group()
+        if self.samples:
+            self._seeded(0)
+
+    def again(self, number: int) -> Sampling:
+        """The same for another sequence of the prompt, with random numbers of its own."""
+        made = copy.copy(self)
+        if self.samples:
+            made._seeded(number)
+        return made
+
+    def _seeded(self, number: int) -> None:
+        self.generator = torch.Generator()
+        if self._seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(self._seed + number)
+
+    def _group(self) -> tuple[Any, ...] | None:
+        found = []
+        for each in self._processors:
+            if type(each) not in _OF_SCORES:
+                return None
+            found.append((type(each), *sorted((k, v) for k, v in vars(each).items() if isinstance(v, (int, float)))))
+        return tuple(found)
+
+    def processed(self, ids: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[1, vocabulary]` of the next token as this sequence's processors leave them.
+
+        Args:
+            ids: the whole sequence; not read where `group` is not None.
+        """
+        if not self._processors:
+            return scores
+        history = torch.empty((len(scores), 0), dtype=torch.long) if self.group is not None else torch.tensor([ids])
+        processed: torch.Tensor = self._processors(history.to(scores.device), scores)
+        return processed
+
+    def ends(self, ids: Sequence[int]) -> str:
+        """Why the sequence ends with these tokens: "stop", "length"; "" if it goes on."""
+        if ids[-1] in self._ends:
+            return "stop"
+        if self._criteria:
+            tensor = torch.tensor([list(ids)])
+            if any(bool(torch.as_tensor(each(tensor, None)).any()) for each in self._criteria):
+                return "stop"
+        if len(ids) >= self.max_length:
+            return "length"
+        if self._until is not None and time.monotonic() > self._until:
+            return "length"
+        return ""
+
+
+def choose(scores: torch.Tensor, of: Sequence[Sampling], ids: Sequence[Sequence[int]]) -> list[int]:
+    """The next token of each sequence.
+
+    Rows with equal processors of scores are processed together; what a row is given does not depend on the others.
+
+    Args:
+        scores: `[sequences, vocabulary]`, of the model.
+        of: what each asks.
+        ids: each sequence so far.
+    """
+    scores = scores.float()
+    groups: dict[object, list[int]] = {}
+    for row, each in enumerate(of):
+        groups.setdefault((each.samples, each.group) if each.group is not None else row, []).append(row)
+    chosen = [0] * len(of)
+    for rows in groups.values():
+        part = scores if len(rows) == len(of) else scores[rows]
+        part = of[rows[0]].processed(ids[rows[0]], part.clone() if of[rows[0]]._processors else part)
+        if of[rows[0]].samples:
+            drawn = torch.tensor([[torch.rand((), generator=of[row].generator, dtype=torch.float64)] for row in rows])
+            tokens = _draw(part, drawn.to(part.device))
+        else:
+            tokens = part.argmax(-1).tolist()
+        for row, token in zip(rows, tokens, strict=True):
+            chosen[row] = token
+    return chosen
+
+
+def _draw(scores: torch.Tensor, drawn: torch.Tensor) -> list[int]:
+    """One token of each row `[rows, vocabulary]`, where a number in [0, 1) falls in its cumulated probabilities."""
+    total = scores.double().softmax(-1).cumsum(-1)
+    # Behind the last likely token there are others that are none, and rounding must not choose them.
+    at = torch.searchsorted(total, drawn * total[:, -1:], right=True)
+    likely = torch.isfinite(scores) & (scores > torch.finfo(scores.dtype).min)
+    last = likely.shape[-1] - 1 - likely.flip(-1).int().argmax(-1, keepdim=True)
+    found: list[int] = at.minimum(last).flatten().tolist()
+    return found
+
+
+def log_probabilities(scores: torch.Tensor) -> torch.Tensor:
+    """Of every token, under the model's own scores `[sequences, vocabulary]`."""
+    return scores.float().log_softmax(-1)

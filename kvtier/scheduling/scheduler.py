@@ -1,0 +1,86 @@
+"""`Scheduler`: what a step works on, for any ranking of jobs.
+
+Each running sequence that has its prompt gets one token; the rest of the step's tokens goes to prompts, in chunks, so
+that a long prompt delays nobody's next token by more than a step (Sarathi-Serve; Pensieve, section 4.1, batches both in
+one forward as well). A sequence is let in where there is room for its whole prompt. Where the running ones outgrow the
+memory, the last in rank give up their blocks, and come back when there is room.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.scheduling.job import Job, Load, Step
+
+
+class Scheduler:
+    """Ranks jobs as they came. A subclass says otherwise by `key`."""
+
+    def key(self, job: Job, load: Load) -> Any:
+        """Jobs with lower keys go first, within a priority."""
+        return job.number
+
+    def plan(self, load: Load) -> Step:
+        """What the next step computes. Changes nothing."""
+        ranked = sorted(
+            (*load.running, *load.waiting), key=lambda job: (-job.priority, self.key(job, load), job.number)
+        )
+        step, size = Step(), load.block_size
+        free, budget = load.free_blocks, load.max_tokens
+        running = [job for job in ranked if job.running]
+        for job in [job for job in running if job.left == 1]:
+            if job in step.preempt or budget <= 0:
+                continue
+            need = _more(job, 1, size)
+            while need > free and (last := self._last(running, step)) is not None:
+                step.preempt.append(last)
+                free += last.blocks
+                if last is job:
+                    break
+            if job in step.preempt:
+                continue
+            step.tokens[job] = 1
+            free -= need
+            budget -= 1
+        # Whoever runs and grows by a block next is not to be preempted for someone who is let in now.
+        count = sum(job not in step.preempt for job in running)
+        for job in ranked:
+            if budget <= 0:
+                break
+            if job in step.tokens or job in step.preempt:
+                continue
+            if not job.running:
+                if step.preempt or count >= load.max_running:
+                    break
+                if _more(job, job.left, size) + count > free and (count or _more(job, job.left, size) > free):
+                    break  # and nobody behind it passes: else large ones would wait for ever
+            tokens = min(job.left, budget) if load.chunked else job.left
+            if tokens > budget and step.tokens:
+                continue  # whole, in a step of its own
+            need = _more(job, tokens, size)
+            if job.running and need > free:
+                continue
+            count += not job.running
+            step.tokens[job] = tokens
+            # Its whole prompt has a place from now on.
+            free -= _more(job, job.left, size) if not job.running else need
+            budget -= tokens
+        if not step.tokens and not step.preempt and running:
+            # Prompts that are half there keep each other from going on.
+            last = self._last(running, step)
+            if last is not None and len(running) > 1:
+                step.preempt.append(last)
+        return step
+
+    @staticmethod
+    def _last(running: list[Job], step: Step) -> Job | None:
+        """The last in rank that has no part in the step yet."""
+        for job in reversed(running):
+            if job not in step.preempt and job not in step.tokens:
+                return job
+        return None
+
+
+def _more(job: Job, tokens: int, size: int) -> int:
+    """New blocks that so many more tokens take."""
+    return max(-(-(job.cached + tokens) // size) - job.blocks, 0)

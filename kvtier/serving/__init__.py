@@ -1,0 +1,7 @@
+"""Many requests on one memory: the queue, the loop, and what runs a model for them.
+
+request.py  `Request`: ids, state and events of one request; `RequestOutput`, what its user gets
+runner.py   `Runner`: what runs a step, `PackedRunner` all tokens in one forward, `SingleRunner` each sequence alone
+choice.py   which of them a model is run by, found out by trying
+engine.py   `Engine`: the queue and the loop
+"""

@@ -1,0 +1,121 @@
+"""Which runner a model is run by, found out by trying: packed against alone, on two short sequences.
+
+A list of names would be wrong with the next model. What a trial of a few tokens cannot show is read from the config:
+rotary embeddings that depend on the longest sequence of a forward.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from kvtier.config import CacheOptions
+from kvtier.errors import ConfigError, KVTierError, UnsupportedError
+from kvtier.hf import generation as of
+from kvtier.hf.enable import Enabled, enable
+from kvtier.memory.tiered import TieredMemory
+from kvtier.serving.runner import PackedRunner, Runner, SingleRunner, Work
+
+_LOG = logging.getLogger("kvtier.serving")
+
+#: Prompts of the trial, and the tokens that each is given in the second step and in the third: one goes on in a chunk
+#: while the other decodes.
+_PROMPTS, _SECOND, _THIRD = (9, 21), (1, 5), (3, 1)
+#: How much packed scores may differ from those of a sequence alone, in units of a dtype's precision and their range.
+_TOLERANCE = 64.0
+
+RUNNERS = ("auto", "packed", "single")
+
+
+def choose_runner(
+    model: Any, memory: TieredMemory, options: CacheOptions, name: str = "auto"
+) -> tuple[Runner, Enabled | None]:
+    """A runner that gives the model's own scores, and what was done to the model for it.
+
+    Args:
+        model: of Transformers, a decoder.
+        memory, options: as of a cache.
+        name: "packed", "single", or "auto".
+
+    Raises:
+        ConfigError: no such name.
+        UnsupportedError: "packed" was asked for, and the model cannot be packed.
+    """
+    if name not in RUNNERS:
+        raise ConfigError(f"runner={name!r}: give one of {', '.join(map(repr, RUNNERS))}.")
+    why = "it was asked for"
+    if name != "single":
+        runner, enabled, why = _packed(model, memory, options)
+        if runner is not None:
+            return runner, enabled
+        if name == "packed":
+            raise UnsupportedError(f"{type(model).__name__} cannot be packed: {why}.")
+        _LOG.info("%s is run one sequence at a time: %s.", type(model).__name__, why)
+    return SingleRunner(model, memory, options), None
+
+
+def _packed(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[Runner | None, Enabled | None, str]:
+    if of.length_of_constant_positions(of.inner(model).config) is not None:
+        return None, None, "its rotary embedding depends on the longest sequence of a forward"
+    if of.keeps_recurrent_states(of.inner(model).config):
+        return None, None, "it has layers with a recurrent state"
+    if not of.reads_positions(model):
+        return None, None, "it takes no position ids"
+    wanted = _scores_alone(model)
+    try:
+        enabled = enable(of.inner(model))
+    except KVTierError as error:
+        return None, None, str(error)
+    runner = PackedRunner(model, memory, options)
+    try:
+        problem = _differs(runner, wanted, model)
+    except Exception as error:  # whatever a model does with what it is handed
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        runner.close()
+        enabled.disable()
+        return None, None, problem
+    return runner, enabled, ""
+
+
+def _tokens(model: Any) -> list[list[int]]:
+    vocabulary = of.inner(model).config.get_text_config(decoder=True).vocab_size
+    lengths = [sum(x) for x in zip(_PROMPTS, _SECOND, _THIRD, strict=True)]
+    return [[(7 * i + 3 * n) % max(vocabulary - 1, 1) for i in range(length)] for n, length in enumerate(lengths)]
+
+
+def _scores_alone(model: Any) -> list[torch.Tensor]:
+    """Scores of every position of the two sequences, each in a forward of its own without a cache."""
+    inner = of.inner(model)
+    with torch.no_grad():
+        return [
+            inner(input_ids=torch.tensor([ids], device=inner.device), use_cache=False).logits[0].float()
+            for ids in _tokens(model)
+        ]
+
+
+def _differs(runner: Runner, wanted: list[torch.Tensor], model: Any) -> str:
+    """Why packed scores are not those of the sequences alone; "": they are."""
+    those = _tokens(model)
+    sequences = [runner.add() for _ in those]
+    done = [0] * len(those)
+    eps = torch.finfo(next(of.inner(model).parameters()).dtype).eps
+    try:
+        for counts in (_PROMPTS, _SECOND, _THIRD):
+            work = [
+                Work(s, ids[: n + count], n, count, True)
+                for s, ids, n, count in zip(sequences, those, done, counts, strict=True)
+            ]
+            done = [n + count for n, count in zip(done, counts, strict=True)]
+            for scores, right, n in zip(runner.step(work), wanted, done, strict=True):
+                assert scores is not None
+                limit = _TOLERANCE * max(eps, 1e-6) * right.abs().max().clamp(min=1.0).item()
+                far = (scores.float() - right[n - 1]).abs().max().item()
+                if not far <= limit:
+                    return f"packed scores differ by {far:.2g}"
+    finally:
+        for sequence in sequences:
+            runner.remove(sequence)
+    return ""

@@ -1,0 +1,638 @@
+"""`Engine`: many requests on one tiered memory, batched anew at each step."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from kvtier.config import CacheOptions, Size
+from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, QueueFullError, UnsupportedError
+from kvtier.hf import generation as of
+from kvtier.hf.sampling import Sampling, choose, log_probabilities
+from kvtier.memory.tiered import TieredMemory
+from kvtier.scheduling.job import Job, Load
+from kvtier.scheduling.names import scheduler_of
+from kvtier.scheduling.scheduler import Scheduler
+from kvtier.serving.choice import choose_runner
+from kvtier.serving.request import Request, RequestOutput, prompt_of
+from kvtier.serving.runner import Work
+
+_LOG = logging.getLogger("kvtier.serving")
+
+#: Requests that wait, beyond which more are refused.
+MAX_WAITING = 4096
+#: Requests that have ended, whose outputs are kept for whoever asks.
+MAX_ENDED = 4096
+#: Tokens of a step from which on its time says how fast prompts are computed; and the weight of what was known.
+_TELLING, _KEEPS = 16, 0.8
+
+
+class Engine:
+    """Generates for many requests at a time with one model.
+
+        with kvtier.Engine(model, host_budget="64GiB") as engine:
+            name = engine.add_request(ids, max_new_tokens=64)
+            for token in engine.stream(name):
+                ...
+
+        outputs = kvtier.Engine(model).generate_batch(list_of_ids, max_new_tokens=64)
+
+    At each step the scheduler says which tokens of which requests are computed: the next one of each that has its
+    prompt, and parts of prompts. A request's greedy tokens are those of `model.generate`, whatever else is in the
+    batch, to rounding. The model is not changed but for its attention implementation, which `close` puts back.
+
+    Args:
+        model: of Transformers, a decoder.
+        tokenizer: for stop strings.
+        device_budget, host_budget: as of `TieredMemory`.
+        memory: a `TieredMemory` that others use too; budgets are then its own.
+        block_size, host_attention: as of `TieredKVCache`; the default block is 16 tokens, for short requests.
+        max_batch_tokens: computed in one step, at the most.
+        max_running: requests that run at a time.
+        max_waiting: requests that wait, beyond which `add_request` refuses.
+        scheduler: "fair" (highest response ratio next), "fcfs" (first come, first served), or a `kvtier.Scheduler`.
+        runner: "packed" (one forward for all), "single" (a forward for each), or "auto": packed, if a trial of a few
+            tokens gives the model's own scores.
+        clock: seconds.
+
+    Raises:
+        ConfigError: an option that is malformed.
+        UnsupportedError: an encoder-decoder; or `runner="packed"`, and the model cannot be packed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        device_budget: Size | Mapping[str, Size] | None = None,
+        host_budget: Size | None = None,
+        memory: TieredMemory | None = None,
+        block_size: int | Literal["auto"] = 16,
+        host_attention: bool = True,
+        max_batch_tokens: int = 2048,
+        max_running: int = 256,
+        max_waiting: int = MAX_WAITING,
+        scheduler: Scheduler | str = "fair",
+        runner: str = "auto",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        options = CacheOptions.parse(block_size, host_attention)
+        for name, value in (
+            ("max_batch_tokens", max_batch_tokens),
+            ("max_running", max_running),
+            ("max_waiting", max_waiting),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r}: give a number, at least 1.")
+        if memory is not None and (device_budget is not None or host_budget is not None):
+            raise ConfigError("memory= brings its own budgets: leave out device_budget and host_budget.")
+        if getattr(of.inner(model).config, "is_encoder_decoder", False):
+            raise UnsupportedError("An encoder-decoder has a prompt of its own for each forward: use `generate`.")
+        self._scheduler = scheduler_of(scheduler)
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._own_memory = memory is None
+        if memory is None:
+            memory = TieredMemory(
+                device_budget=device_budget, host_budget="auto" if host_budget is None else host_budget
+            )
+        self.memory = memory
+        try:
+            self._runner, self._enabled = choose_runner(model, memory, options, runner)
+        except BaseException:
+            if self._own_memory:
+                memory.close()
+            raise
+        self._lock = threading.Condition()
+        self._stepping = threading.Lock()
+        self._numbers = itertools.count()
+        self._requests: dict[str, Request] = {}
+        self._waiting: dict[Job, Request] = {}
+        self._running: dict[Job, Request] = {}
+        self._ended: dict[str, RequestOutput] = {}
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._closed = False
+        self._rate = 1000.0
+        self.steps = 0
+
+    @property
+    def runner(self) -> str:
+        """How the model is run: "packed" or "single"."""
+        return self._runner.name
+
+    # Requests
+
+    def add_request(
+        self,
+        ids: Any,
+        generation_config: Any = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        seed: int | None = None,
+        logprobs: bool = False,
+        **options: Any,
+    ) -> str:
+        """Add a request to the queue.
+
+        Args:
+            ids: the prompt, token ids: a list, a tensor, `[tokens]` or `[1, tokens]`.
+            generation_config: as of `generate`; None: the model's.
+            request_id: a name that no request has which has not ended; None: a new one.
+            priority: requests with a higher one go first.
+            seed: of the request's own random numbers.
+            logprobs: whether the log-probability of each token is kept.
+            options: settings of `generate`, `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`. With
+                `num_return_sequences` there are more sequences of the prompt, named `NAME#1`, `NAME#2` and so on, which
+                share its blocks.
+
+        Returns:
+            The name.
+
+        Raises:
+            BudgetError: it could never fit the budgets. QueueFullError: too many wait.
+            ConfigError: no tokens, a name in use, an option that `generate` does not know.
+            UnsupportedError: beams, and other ways to decode that are not token by token.
+        """
+        prompt = prompt_of(ids)
+        if not prompt:
+            raise ConfigError("A request needs at least one token.")
+        sampling = Sampling(self._model, prompt, generation_config, tokenizer=self._tokenizer, seed=seed, **options)
+        if sampling.max_length <= len(prompt):
+            raise ConfigError(
+                f"The prompt has {len(prompt)} tokens, and max_length={sampling.max_length} leaves none to generate."
+            )
+        now = self._clock()
+        with self._lock:
+            self._check_open()
+            self._check_fits(prompt, sampling)
+            if len(self._waiting) + sampling.count > self._max_waiting:
+                raise QueueFullError(f"{len(self._waiting)} requests wait, and max_waiting is {self._max_waiting}.")
+            number = next(self._numbers)
+            name = f"request-{number}" if request_id is None else str(request_id)
+            names = [name, *(f"{name}#{i}" for i in range(1, sampling.count))]
+            for each in names:
+                if each in self._requests:
+                    raise ConfigError(f"A request named {each!r} has not ended yet.")
+            made = []
+            for i, each in enumerate(names):
+                self._ended.pop(each, None)
+                output = RequestOutput(each, list(prompt), arrived=now, logprobs=[] if logprobs else None)
+                own = sampling if not i else sampling.again(i)
+                number = number if not i else next(self._numbers)
+                job = Job(number, now, len(prompt), own.max_length, priority=priority)
+                made.append(Request(output, own, job))
+                self._requests[each] = made[-1]
+            made[0].samples = made[1:]
+            self._waiting[made[0].job] = made[0]
+            self._lock.notify_all()
+        return name
+
+    def _check_fits(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse what could never run, even alone."""
+        total, _, size = self._runner.blocks()
+        # The last token is never attended to.
+        needed = -(-(sampling.max_length - 1) // size)
+        if needed > total:
+            budget = self.memory.host.slabs.budget
+            per_block = budget.limit // max(total, 1) if total else budget.limit
+            raise BudgetError(
+                f"A prompt of {len(prompt)} tokens that may grow to {sampling.max_length} needs {needed} blocks of "
+                f"{size} tokens, and the budgets hold {total}.",
+                tier="host",
+                needed=budget.limit + (needed - total) * per_block,
+                budget=budget.limit,
+            )
+
+    def cancel(self, request_id: str) -> None:
+        """Let a request end at the next step; its output says "cancelled". Nothing, if it has ended."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.cancelled = True
+                self._lock.notify_all()
+
+    def stream(self, request_id: str, timeout: float | None = None) -> Iterator[int]:
+        """The tokens of a request as they come; call `output` for how it ended. Each token is given once.
+
+        Args:
+            timeout: seconds to wait for a token.
+
+        Raises:
+            ConfigError: no such request. TimeoutError: no token came for so long. What the request failed with.
+        """
+        with self._lock:
+            request = self._requests.get(request_id)
+        if request is None:
+            output = self.output(request_id)
+            yield from output.generated_tokens
+        else:
+            yield from self._tokens_of(request, timeout)
+            output = request.output
+        if output.error is not None:
+            raise output.error
+
+    def _tokens_of(self, request: Request, timeout: float | None) -> Iterator[int]:
+        given = 0
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                new = request.output.generated_tokens[given:]
+                over = request.done.is_set()
+                if not new and not over and self._thread is not None:
+                    left = None if until is None else until - time.monotonic()
+                    if left is not None and left <= 0:
+                        raise TimeoutError(f"No token of {request.name!r} came in time.")
+                    self._lock.wait(left)
+                    continue
+            if new:
+                until = None if timeout is None else time.monotonic() + timeout
+            yield from new
+            given += len(new)
+            if over:
+                return
+            if not new:
+                if until is not None and time.monotonic() > until:
+                    raise TimeoutError(f"No token of {request.name!r} came in time.")
+                self.step()
+
+    def output(self, request_id: str) -> RequestOutput:
+        """What there is of a request; of those that have ended, the last 4096 are kept. Raises `ConfigError`."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            found = self._ended.get(request_id) if request is None else request.output
+        if found is None:
+            raise ConfigError(f"There is no request {request_id!r}.")
+        return found
+
+    def wait(self, request_id: str, timeout: float | None = None) -> RequestOutput:
+        """The output of a request when it has ended. Raises `ConfigError`, TimeoutError."""
+        with self._lock:
+            request = self._requests.get(request_id)
+        if request is None:
+            return self.output(request_id)
+        for _ in self._tokens_of(request, timeout):
+            pass
+        return request.output
+
+    def generate_batch(
+        self, inputs: Sequence[Any], generation_config: Any = None, **options: Any
+    ) -> dict[str, RequestOutput]:
+        """Generate for all of these prompts.
+
+        Args:
+            inputs: token ids of each.
+            generation_config, options: as of `add_request`, for all of them.
+
+        Returns:
+            The outputs by name, in the order of `inputs`. Those that failed have an `error`.
+        """
+        found: dict[str, RequestOutput] = {}
+        added: list[Request] = []
+        pending = list(enumerate(inputs))
+        while pending or not all(each.done.is_set() for each in added):
+            while pending:
+                i, ids = pending[0]
+                try:
+                    name = self.add_request(ids, generation_config, **options)
+                except QueueFullError:
+                    break
+                except (BudgetError, ConfigError) as error:
+                    name = f"refused-{i}"
+                    output = RequestOutput(name, prompt_of(ids), finish_reason="error", error=error)
+                    found[name] = output
+                else:
+                    with self._lock:
+                        first = self._requests[name]
+                    for each in (first, *first.samples):
+                        added.append(each)
+                        found[each.name] = each.output
+                pending.pop(0)
+            if self._thread is None:
+                self.step()
+            else:
+                waited = next((each for each in added if not each.done.is_set()), None)
+                if waited is not None:
+                    waited.done.wait(1.0)
+        failed = [x for x in found.values() if x.error is not None]
+        if failed:
+            _LOG.warning("%d of %d requests failed, the first with: %s", len(failed), len(found), failed[0].error)
+        return found
+
+    # The loop
+
+    def step(self) -> bool:
+        """Compute one step. Whether there was anything to do.
+
+        Raises:
+            ConcurrentUseError: another thread is at a step.
+        """
+        if not self._stepping.acquire(blocking=False):
+            raise ConcurrentUseError("Another thread runs this engine's steps.")
+        try:
+            return self._step()
+        finally:
+            self._stepping.release()
+
+    def _step(self) -> bool:
+        with self._lock:
+            self._check_open()
+            self._end_cancelled()
+            if not self._running and not self._waiting:
+                return False
+            total, used, size = self._runner.blocks()
+            for job, request in self._running.items():
+                job.blocks = self._runner.held(request.sequence)
+            load = Load(
+                self._clock(),
+                list(self._running),
+                list(self._waiting),
+                total - used,
+                size,
+                self._max_batch_tokens,
+                self._max_running,
+                self._runner.chunked,
+                self._rate,
+            )
+            plan = self._scheduler.plan(load)
+            for job in plan.preempt:
+                self._preempt(job)
+            work: list[tuple[Request, Work]] = []
+            for job, tokens in plan.tokens.items():
+                request = self._admit(job)
+                work.append((request, self._work(request, tokens)))
+        if not work:
+            return bool(plan.preempt)
+        self.steps += 1
+        began = self._clock()
+        groups = [work] if self._runner.together else [[each] for each in work]
+        for group in groups:
+            self._run(group)
+        took, tokens = self._clock() - began, sum(each.tokens for _, each in work)
+        if tokens >= _TELLING and took > 0:
+            self._rate = _KEEPS * self._rate + (1 - _KEEPS) * tokens / took
+        return True
+
+    def _work(self, request: Request, tokens: int) -> Work:
+        job = request.job
+        return Work(request.sequence, request.ids, job.cached, tokens, job.cached + tokens == job.tokens)
+
+    def _admit(self, job: Job) -> Request:
+        """The request of a job that is to run from now on. Holds the lock."""
+        request = self._running.get(job)
+        if request is None:
+            request = self._running[job] = self._waiting.pop(job)
+            request.sequence = self._runner.add()
+            job.running, job.cached = True, 0
+        return request
+
+    def _preempt(self, job: Job) -> None:
+        """A job gives up its blocks, and waits. Holds the lock."""
+        request = self._running.pop(job)
+        self._runner.remove(request.sequence)
+        request.sequence = None
+        request.output.preempted += 1
+        job.running, job.cached, job.blocks = False, 0, 0
+        self._waiting[job] = request
+
+    def _run(self, work: list[tuple[Request, Work]]) -> None:
+        """Compute a part of a step. A request that fails takes no other with it."""
+        while work:
+            try:
+                scores = self._runner.step([each for _, each in work])
+            except BudgetError as error:
+                work = self._with_less(work, error)
+            except Exception as error:
+                self._follow(work)
+                if len(work) == 1:
+                    self._fail(work[0][0], error)
+                    return
+                _LOG.warning("A step of %d requests failed, and each is tried alone: %s", len(work), error)
+                for each in work:
+                    self._run([each])
+                return
+            else:
+                self._deliver(work, scores)
+                return
+
+    def _with_less(self, work: list[tuple[Request, Work]], error: BudgetError) -> list[tuple[Request, Work]]:
+        """What is left of a part of a step for which there was no room: less of it, or fewer others."""
+        self._follow(work)
+        prompts = [i for i, (_, each) in enumerate(work) if each.tokens > 1]
+        if prompts and len(work) > 1:
+            return [each for i, each in enumerate(work) if i != prompts[-1]]
+        with self._lock:
+            first = work[0][0]
+            others = [job for job in self._running if job is not first.job]
+            if others:
+                last = max(others, key=lambda job: (-job.priority, job.number))
+                self._preempt(last)
+                return [(r, w) for r, w in work if r.job is not last]
+        ((request, each),) = work
+        if self._runner.chunked and each.tokens > 1:
+            return [(request, self._work(request, each.tokens // 2))]
+        self._fail(request, error)
+        return []
+
+    def _follow(self, work: list[tuple[Request, Work]]) -> None:
+        """After a failure: what is there of each sequence."""
+        for request, each in work:
+            request.job.cached = self._runner.cached(each.sequence)
+
+    def _deliver(self, work: list[tuple[Request, Work]], scores: Sequence[Any]) -> None:
+        """Give each sequence that has its prompt a new token."""
+        now = self._clock()
+        with self._lock:
+            asking: list[tuple[Request, Any]] = []
+            for (request, each), row in zip(work, scores, strict=True):
+                request.job.cached += each.tokens
+                request.job.last_ran = now
+                if row is not None and not request.cancelled:
+                    asking.append((request, row))
+                    asking += [(sample, row) for sample in self._fork(request)]
+        if not asking:
+            return
+        try:
+            rows = torch.stack([row for _, row in asking])
+            tokens = choose(rows, [x.sampling for x, _ in asking], [x.ids for x, _ in asking])
+        except Exception:
+            self._deliver_alone(asking, now)
+            return
+        logs = log_probabilities(rows) if any(x.output.logprobs is not None for x, _ in asking) else None
+        with self._lock:
+            for i, ((request, _), token) in enumerate(zip(asking, tokens, strict=True)):
+                self._give(request, token, None if logs is None else float(logs[i, token]), now)
+            self._lock.notify_all()
+
+    def _deliver_alone(self, asking: list[tuple[Request, Any]], now: float) -> None:
+        """The same, where some request's own processors raise."""
+        for request, row in asking:
+            try:
+                (token,) = choose(row[None], [request.sampling], [request.ids])
+                log = float(log_probabilities(row[None])[0, token]) if request.output.logprobs is not None else None
+            except Exception as error:
+                self._fail(request, error)
+                continue
+            with self._lock:
+                self._give(request, token, log, now)
+                self._lock.notify_all()
+
+    def _give(self, request: Request, token: int, log: float | None, now: float) -> None:
+        """A new token of a request. Holds the lock."""
+        if request.done.is_set():
+            return
+        if request.output.first_token is None:
+            request.output.first_token = now
+        request.give(token)
+        request.job.tokens += 1
+        if request.output.logprobs is not None and log is not None:
+            request.output.logprobs.append(log)
+        try:
+            reason = request.sampling.ends(request.ids)
+        except Exception as error:
+            self._end(request, "error", error)
+            return
+        if reason:
+            self._end(request, reason)
+
+    def _fork(self, request: Request) -> list[Request]:
+        """The other samples of a prompt that is there now: those that go on with its blocks. Holds the lock."""
+        forked = []
+        for sample in request.samples:
+            if sample.done.is_set():
+                continue
+            sequence = self._runner.fork(request.sequence)
+            if sequence is None:
+                self._waiting[sample.job] = sample
+                continue
+            sample.sequence = sequence
+            sample.job.running, sample.job.cached = True, request.job.cached
+            self._running[sample.job] = sample
+            forked.append(sample)
+        request.samples = []
+        return forked
+
+    # The end of a request
+
+    def _end_cancelled(self) -> None:
+        for request in [each for each in self._requests.values() if each.cancelled]:
+            self._end(request, "cancelled")
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        with self._lock:
+            self._end(request, "error", error)
+            self._lock.notify_all()
+
+    def _end(self, request: Request, reason: str, error: BaseException | None = None) -> None:
+        """A request ends. Holds the lock."""
+        if self._requests.get(request.name) is not request:
+            return
+        samples, request.samples = request.samples, []
+        self._running.pop(request.job, None)
+        self._waiting.pop(request.job, None)
+        if request.sequence is not None:
+            self._runner.remove(request.sequence)
+            request.sequence = None
+        request.end(reason, self._clock(), error)
+        del self._requests[request.name]
+        self._ended[request.name] = request.output
+        while len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        for sample in samples:  # nobody computes their prompt any more
+            if reason == "error":
+                self._end(sample, reason, error)
+            else:
+                sample.samples = []
+                self._waiting[sample.job] = sample
+        self._lock.notify_all()
+
+    # The thread, the end
+
+    def start(self) -> None:
+        """Run steps in a thread of its own whenever there is something to do. Nothing, if it runs."""
+        with self._lock:
+            self._check_open()
+            if self._thread is None:
+                self._stopping = False
+                self._thread = threading.Thread(target=self._loop, name="kvtier-engine", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step that it is at. Requests stay where they are."""
+        with self._lock:
+            thread, self._stopping = self._thread, True
+            self._lock.notify_all()
+        if thread is not None:
+            thread.join()
+        with self._lock:
+            self._thread = None
+            self._lock.notify_all()
+
+    def _loop(self) -> None:
+        while True:
+            with self._lock:
+                while not self._stopping and not self._running and not self._waiting:
+                    self._lock.wait()
+                if self._stopping:
+                    return
+            try:
+                with self._stepping:
+                    self._step()
+            except Exception as error:
+                # A fault of the engine's own: whoever waits is told, and the loop goes on with whatever comes.
+                _LOG.exception("A step failed.")
+                with self._lock:
+                    for request in list(self._requests.values()):
+                        self._end(request, "error", error)
+
+    def close(self) -> None:
+        """Cancel what has not ended, put the model's attention back, and give all memory back. Idempotent."""
+        if self._closed:
+            return
+        self.stop()
+        with self._stepping, self._lock:
+            self._closed = True
+            for request in list(self._requests.values()):
+                self._end(request, "cancelled")
+        self._runner.close()
+        if self._enabled is not None:
+            self._enabled.disable()
+        if self._own_memory:
+            self.memory.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("This Engine was closed. Make a new one.")
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all counts agree. For tests and debugging, between two steps."""
+        with self._lock:
+            assert not self._waiting.keys() & self._running.keys(), "a job waits and runs"
+            for job, request in self._running.items():
+                assert job.running
+                assert request.sequence is not None, "a job runs without a sequence"
+                assert job.cached == self._runner.cached(request.sequence), "cached tokens are counted wrong"
+                assert job.tokens == len(request.ids)
+            for job, request in self._waiting.items():
+                assert not job.running
+                assert request.sequence is None, "a job waits and holds blocks"
+        self._runner.check_integrity()

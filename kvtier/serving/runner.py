@@ -1,0 +1,271 @@
+"""`Runner`: what computes a step. All of its tokens in one forward, or each sequence's in one of its own."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvtier.config import CacheOptions
+from kvtier.forward.packed import PackedForward, PackedSequence
+from kvtier.hf import generation as of
+from kvtier.hf.cache import TieredKVCache
+from kvtier.hf.packed import PackedCache, packing
+from kvtier.memory.tiered import TieredMemory
+
+
+@dataclass(slots=True)
+class Work:
+    """A part of a step.
+
+    Attributes:
+        sequence: of the runner.
+        ids: all tokens of the sequence, those to compute at the end of what is cached.
+        cached: tokens whose keys and values are there.
+        tokens: to compute behind them.
+        wanted: whether the scores of the token behind are.
+    """
+
+    sequence: Any
+    ids: Sequence[int]
+    cached: int
+    tokens: int
+    wanted: bool
+
+
+class Runner(abc.ABC):
+    """Computes steps. One thread at a time.
+
+    Attributes:
+        name: "packed", "single".
+        chunked: whether a prompt may be computed in parts.
+        together: whether a step may have more than one part.
+    """
+
+    name: str
+    chunked: bool
+    together: bool
+
+    @abc.abstractmethod
+    def add(self) -> Any:
+        """A sequence without tokens."""
+
+    @abc.abstractmethod
+    def fork(self, sequence: Any) -> Any:
+        """A second sequence with the same tokens; None: that cannot be had, its tokens are computed again."""
+
+    @abc.abstractmethod
+    def remove(self, sequence: Any) -> None:
+        """A sequence ends, and gives up what it holds."""
+
+    @abc.abstractmethod
+    def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
+        """Compute tokens. For each part the scores `[vocabulary]` of the next token, where they are wanted.
+
+        Raises:
+            BudgetError: there is no room; nothing was changed.
+        """
+
+    @abc.abstractmethod
+    def blocks(self) -> tuple[int, int, int]:
+        """Blocks that may be had, blocks that are held, and tokens of one; a block is of all layers."""
+
+    @abc.abstractmethod
+    def cached(self, sequence: Any) -> int:
+        """Tokens of a sequence whose keys and values are there."""
+
+    @abc.abstractmethod
+    def held(self, sequence: Any) -> int:
+        """Blocks that a sequence holds."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give everything back."""
+
+    @abc.abstractmethod
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every count agrees. For tests and debugging."""
+
+
+class PackedRunner(Runner):
+    """All tokens of a step in one forward `[1, tokens]`, each sequence's attended to over its own blocks.
+
+    Args:
+        model: of Transformers, whose attention goes through "kvtier".
+        memory, options: as of a cache.
+    """
+
+    name = "packed"
+    chunked = together = True
+
+    def __init__(self, model: Any, memory: TieredMemory, options: CacheOptions) -> None:
+        self._model = of.inner(model)
+        self._config = self._model.config.get_text_config(decoder=True)
+        self._keeps = of.takes_logits_to_keep(self._model)
+        self.forward = PackedForward(memory, options, int(self._config.num_hidden_layers))
+
+    def add(self) -> PackedSequence:
+        """See `Runner`."""
+        return self.forward.add()
+
+    def fork(self, sequence: Any) -> PackedSequence | None:
+        """See `Runner`."""
+        return self.forward.fork(sequence)
+
+    def remove(self, sequence: Any) -> None:
+        """See `Runner`."""
+        self.forward.remove(sequence)
+
+    def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
+        """See `Runner`."""
+        forward, device = self.forward, self._model.device
+        of_sequence = {id(each.sequence): (i, each) for i, each in enumerate(work)}
+        segments = forward.begin([(each.sequence, each.tokens) for each in work])
+        try:
+            ids, positions, last = list[int](), list[int](), list[int]()
+            wanting: list[int] = []
+            for segment in segments:
+                i, each = of_sequence[id(segment.sequence)]
+                stop = each.cached + each.tokens
+                ids += each.ids[each.cached : stop]
+                positions += range(each.cached, stop)
+                if each.wanted:
+                    wanting.append(i)
+                    last.append(segment.stop - 1)
+            index = torch.tensor(last or [len(ids) - 1], device=device)
+            with packing(forward), torch.no_grad():
+                out = self._model(
+                    input_ids=torch.tensor([ids], device=device),
+                    position_ids=torch.tensor([positions], device=device),
+                    past_key_values=PackedCache(forward, self._config),
+                    use_cache=True,
+                    return_dict=True,
+                    **({"logits_to_keep": index} if self._keeps else {}),
+                )
+            scores = out.logits[0] if self._keeps else out.logits[0, index]
+        except BaseException:
+            forward.undo()
+            raise
+        forward.end()
+        found: list[torch.Tensor | None] = [None] * len(work)
+        for row, i in enumerate(wanting):
+            found[i] = scores[row]
+        return found
+
+    def blocks(self) -> tuple[int, int, int]:
+        """See `Runner`."""
+        return self.forward.blocks()
+
+    def cached(self, sequence: Any) -> int:
+        """See `Runner`."""
+        length: int = sequence.length
+        return length
+
+    def held(self, sequence: Any) -> int:
+        """See `Runner`."""
+        return self.forward.held(sequence)
+
+    def close(self) -> None:
+        """See `Runner`."""
+        self.forward.close()
+
+    def check_integrity(self) -> None:
+        """See `Runner`."""
+        self.forward.check_integrity()
+
+
+class SingleRunner(Runner):
+    """Each sequence in forwards of its own, as `generate` runs them, with a cache of its own.
+
+    Args: as of `PackedRunner`.
+    """
+
+    name = "single"
+    chunked = together = False
+
+    def __init__(self, model: Any, memory: TieredMemory, options: CacheOptions) -> None:
+        self._model = model
+        self._memory = memory
+        self._options = options
+        self._config = of.inner(model).config
+        self._live: dict[_Alone, None] = {}
+
+    def add(self) -> _Alone:
+        """See `Runner`."""
+        made = _Alone(self._new_cache())
+        self._live[made] = None
+        return made
+
+    def _new_cache(self) -> TieredKVCache:
+        options = self._options
+        return TieredKVCache(
+            self._config,
+            memory=self._memory,
+            block_size=options.block_size or "auto",
+            host_attention=options.host_attention,
+        )
+
+    def fork(self, sequence: Any) -> None:
+        """See `Runner`."""
+        return
+
+    def remove(self, sequence: Any) -> None:
+        """See `Runner`."""
+        if self._live.pop(sequence, self) is None:
+            sequence.ours.close()
+            sequence.cache = None
+
+    def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
+        """See `Runner`."""
+        (each,) = work
+        sequence = each.sequence
+        assert each.wanted, "a prompt in parts"
+        try:
+            scores, sequence.cache = of.next_scores(self._model, each.ids, sequence.cache)
+        except BaseException:
+            # Whatever is there of it: the sequence begins again.
+            sequence.ours.reset()
+            sequence.cache, sequence.tokens = sequence.ours, 0
+            raise
+        sequence.tokens = len(each.ids)
+        return [scores]
+
+    def blocks(self) -> tuple[int, int, int]:
+        """See `Runner`. Layers of other kinds take what they take: only the memory itself can refuse."""
+        size = self._options.block_size or 1
+        return 1 << 40, 0, size
+
+    def cached(self, sequence: Any) -> int:
+        """See `Runner`."""
+        return sequence.tokens
+
+    def held(self, sequence: Any) -> int:
+        """See `Runner`."""
+        return 0
+
+    def close(self) -> None:
+        """See `Runner`."""
+        for each in list(self._live):
+            self.remove(each)
+
+    def check_integrity(self) -> None:
+        """See `Runner`."""
+        self._memory.check_integrity()
+
+
+class _Alone:
+    """A sequence with a cache of its own.
+
+    Attributes:
+        ours: that is tiered.
+        cache: that the model goes on with: some models replace the one that they are given.
+        tokens: that it holds.
+    """
+
+    def __init__(self, ours: TieredKVCache) -> None:
+        self.ours = ours
+        self.cache: Any = ours
+        self.tokens = 0
