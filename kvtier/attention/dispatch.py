@@ -82,7 +82,7 @@ def _torch(
         return F.scaled_dot_product_attention(
             query, repeat(keys, group), repeat(values, group), attn_mask=params.mask, scale=params.scale
         )
-    return streaming.in_plain_torch(query, keys, values, params, 0, length)[0].to(query.dtype)
+    return streaming.attend_part(query, keys, values, params, 0, length)[0].to(query.dtype)
 
 
 def attend_dense(

@@ -93,7 +93,7 @@ def attend(
             first = max(start - (length - queries), 0) if params.causal else 0
             if first < queries:
                 some = _of_queries(params, first)
-                part = _attend_part(query[:, :, first:], keys, values, some, start, length)
+                part = attend_part(query[:, :, first:], keys, values, some, start, length)
                 merged = reference.merge([(out[:, :, first:], lse[:, :, first:]), part])
                 out[:, :, first:], lse[:, :, first:] = merged
             # Sinks belong to the whole, and are counted with the first part, which every query sees.
@@ -129,7 +129,7 @@ def _of_queries(params: AttentionParams, first: int) -> AttentionParams:
     return replace(params, mask=mask[:, :, first:])
 
 
-def _attend_part(
+def attend_part(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, start: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of queries, the last of `length` tokens, over the tokens from `start` on."""
