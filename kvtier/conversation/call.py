@@ -68,6 +68,11 @@ class Calls:
         # Tokens up to which positions do not depend on the length; None: they never do.
         self.constant = of.length_of_constant_positions(model.config)
 
+    @property
+    def varies(self) -> bool:
+        """Whether keys and values depend on more than a model's weights and tokens."""
+        return self._keeps_positions or self.constant is not None
+
     def read(self, ids: Any, kwargs: dict[str, Any], salt: Hashable) -> tuple[Call | None, str]:
         """The call, whose mask is taken out of the arguments; or None, and why it re-uses nothing and is of no use to
         others."""

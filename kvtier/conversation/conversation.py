@@ -125,6 +125,13 @@ class Conversation:
         finally:
             self._inside.clear()
 
+    def went_on(self, ids: Sequence[int]) -> None:
+        """Its history is this now: an engine has generated with it."""
+        self._check_open()
+        self.ids = list(ids)
+        self.used = time.time()
+        self.store.changed(self)
+
     def send(self, message: str | Message, *, tokenizer: Any, system: str | None = None, **kwargs: Any) -> str:
         """Say something and get the answer, by the tokenizer's chat template; without one, texts follow each other.
 

@@ -265,6 +265,27 @@ class Kept:
         with self._memory.lock:
             return self._add(key, ids, sequence, states)
 
+    def add(
+        self,
+        key: Hashable,
+        ids: bytes,
+        park: Callable[[ParkedSequences], ParkedSequence],
+        name: str | None = None,
+    ) -> Entry | None:
+        """Keep what `park` parks, the tokens `ids`, unless they are kept already. As `keep`."""
+        with self._memory.lock:
+            if name is not None:
+                self.ranks.follow(name, key, ids)
+            entry = self._known(key, ids, {})
+        if entry is not None:
+            return entry
+        try:
+            sequence = park(self.parked)
+        except BudgetError:
+            return None
+        with self._memory.lock:
+            return self._add(key, ids, sequence, {})
+
     def keep_behind(self, cache: JournalledCache, key: Hashable, start: int, ids: bytes) -> None:
         """Keep what a cache of one row holds, the tokens of a sequence from `start` on, whatever is kept before them.
         `ids` are those of the whole sequence."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvtier.config import Size, parse_size
+from kvtier.config import CacheOptions, Size, parse_size
 from kvtier.conversation.call import Calls
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.chunks import Disk
@@ -462,6 +462,38 @@ class ConversationStore:
                 with self.memory.changing():
                     self._kept.drop_corrupt([entry])
                 raise
+
+    # For an engine on this store
+
+    @property
+    def options(self) -> CacheOptions:
+        """Of its caches."""
+        return CacheOptions.parse(self._options["block_size"], self._options["host_attention"])
+
+    @property
+    def kept(self) -> Kept:
+        """What is kept in memory."""
+        return self._kept
+
+    @functools.cached_property
+    def tiers_all_layers(self) -> bool:
+        """Whether all that a model keeps of its tokens is keys and values of full attention."""
+        return not _stateful(self._new_cache) and not self._calls.varies
+
+    @property
+    def saves(self) -> bool:
+        """Whether what is kept is saved."""
+        return self._disk_tier is not None and not self._disk_tier.stopped
+
+    def save(self, entry: Entry) -> None:
+        """Save an entry in the background."""
+        if self._disk_tier is not None:
+            self._disk_tier.save(entry)
+
+    def check_weights(self) -> None:
+        """Drop everything if the model was changed."""
+        self._check_open()
+        self._check_weights()
 
     def clear(self) -> None:
         """Drop all that is kept."""

@@ -23,6 +23,7 @@ from kvtier.planning.admission import Claim
 from kvtier.stats import Counters
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.packed import PackedLayerKV
+from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
 from kvtier.tables.table import BlockTable
 
 #: New tokens of a sequence up to which it is attended with others, in one call.
@@ -119,6 +120,51 @@ class PackedForward:
             for index, layer in self._layers().items():
                 self._enter(made, index, layer, sequence.tables[index].fork())
         return made
+
+    def follow(self, parked: ParkedSequences, found: ParkedSequence, length: int) -> PackedSequence | None:
+        """A sequence that goes on with the first tokens of a parked one; None: it has none any more.
+
+        Raises:
+            BudgetError, CorruptionError: see `ParkedSequences.follow`. There is no such sequence.
+        """
+        layers = self._layers()
+        made = PackedSequence()
+
+        def layer_of(index: int, _: ParkedLayer) -> LayerKV:
+            return layers[index]
+
+        with self.memory.changing():
+            self.memory.collect()
+            before = {index: len(layer.tables) for index, layer in layers.items()}
+            self.sequences[made] = None
+            try:
+                made.length = parked.follow([found], length, layer_of)
+            finally:
+                for index, layer in layers.items():
+                    if len(layer.tables) > before[index]:
+                        made.tables[index] = layer.tables[-1]
+                    else:  # it was cut short, or is empty
+                        self._enter(made, index, layer, BlockTable())
+                if not made.length:
+                    self.remove(made)
+            self._changed()
+        return made if made.length else None
+
+    def park(self, parked: ParkedSequences, sequence: PackedSequence) -> ParkedSequence:
+        """Keep the tokens of a sequence, which may go on.
+
+        Raises:
+            MismatchError, CorruptionError: see `ParkedSequences.park`.
+        """
+        assert not self.segments, "a step is under way"
+        with self.memory.changing():
+            self.memory.collect()
+            layers = self._layers()
+            for index, layer in layers.items():
+                layer.choose([sequence.tables[index]])
+            found = parked.park(layers, 0, sequence.length)
+            self._changed()
+            return found
 
     def crop(self, sequence: PackedSequence, length: int) -> None:
         """Keep its first tokens."""

@@ -16,6 +16,7 @@ class Job:
             step of a prompt, and each step behind it, gives a new one.
         most: tokens that it may come to.
         cached: tokens whose keys and values are there.
+        reusable: tokens that it is expected to begin with, while it waits.
         blocks: that it holds; those that it shares are counted, too.
         priority: higher ones go first, whatever the scheduler.
         running: whether it may hold blocks.
@@ -27,6 +28,7 @@ class Job:
     tokens: int
     most: int
     cached: int = 0
+    reusable: int = 0
     blocks: int = 0
     priority: int = 0
     running: bool = False
@@ -35,7 +37,7 @@ class Job:
     @property
     def left(self) -> int:
         """Tokens to compute before the next new one."""
-        return self.tokens - self.cached
+        return self.tokens - (self.cached if self.running else self.reusable)
 
 
 @dataclass(slots=True)

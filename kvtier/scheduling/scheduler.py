@@ -83,4 +83,6 @@ class Scheduler:
 
 def _more(job: Job, tokens: int, size: int) -> int:
     """New blocks that so many more tokens take."""
+    if not job.running:  # what it begins with is there already, but for the block that it goes on in
+        return -(-(job.reusable + tokens) // size) - job.reusable // size
     return max(-(-(job.cached + tokens) // size) - job.blocks, 0)

@@ -6,12 +6,13 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from kvtier.config import CacheOptions, Size
+from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, QueueFullError, UnsupportedError
 from kvtier.hf import generation as of
 from kvtier.hf.sampling import Sampling, choose, log_probabilities
@@ -20,6 +21,7 @@ from kvtier.scheduling.job import Job, Load
 from kvtier.scheduling.names import scheduler_of
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.serving.choice import choose_runner
+from kvtier.serving.prefixes import prefixes_of
 from kvtier.serving.request import Request, RequestOutput, prompt_of
 from kvtier.serving.runner import Work
 
@@ -50,6 +52,9 @@ class Engine:
     Args:
         model: of Transformers, a decoder.
         tokenizer: for stop strings.
+        store: a `ConversationStore` of the model, whose memory, block size and host attention are then the engine's:
+            requests begin with what its calls, and requests before, have left, and leave what they compute to it. None:
+            the engine keeps that itself, until it is closed.
         device_budget, host_budget: as of `TieredMemory`.
         memory: a `TieredMemory` that others use too; budgets are then its own.
         block_size, host_attention: as of `TieredKVCache`; the default block is 16 tokens, for short requests.
@@ -71,6 +76,7 @@ class Engine:
         model: Any,
         tokenizer: Any = None,
         *,
+        store: ConversationStore | None = None,
         device_budget: Size | Mapping[str, Size] | None = None,
         host_budget: Size | None = None,
         memory: TieredMemory | None = None,
@@ -83,7 +89,7 @@ class Engine:
         runner: str = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        options = CacheOptions.parse(block_size, host_attention)
+        options = CacheOptions.parse(block_size, host_attention) if store is None else store.options
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
             ("max_running", max_running),
@@ -91,8 +97,12 @@ class Engine:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: give a number, at least 1.")
+        if store is not None:
+            if memory is not None and memory is not store.memory:
+                raise ConfigError("store= brings its own memory: leave out memory=.")
+            memory = store.memory
         if memory is not None and (device_budget is not None or host_budget is not None):
-            raise ConfigError("memory= brings its own budgets: leave out device_budget and host_budget.")
+            raise ConfigError("memory= and store= bring their own budgets: leave out device_budget and host_budget.")
         if getattr(of.inner(model).config, "is_encoder_decoder", False):
             raise UnsupportedError("An encoder-decoder has a prompt of its own for each forward: use `generate`.")
         self._scheduler = scheduler_of(scheduler)
@@ -110,10 +120,12 @@ class Engine:
         self.memory = memory
         try:
             self._runner, self._enabled = choose_runner(model, memory, options, runner)
+            self._prefixes = prefixes_of(model, self._runner, store)
         except BaseException:
             if self._own_memory:
                 memory.close()
             raise
+        self._store = store
         self._lock = threading.Condition()
         self._stepping = threading.Lock()
         self._numbers = itertools.count()
@@ -143,6 +155,8 @@ class Engine:
         priority: int = 0,
         seed: int | None = None,
         logprobs: bool = False,
+        salt: Hashable = None,
+        conversation: str | None = None,
         **options: Any,
     ) -> str:
         """Add a request to the queue.
@@ -154,6 +168,8 @@ class Engine:
             priority: requests with a higher one go first.
             seed: of the request's own random numbers.
             logprobs: whether the log-probability of each token is kept.
+            salt: what is kept of a request is found by those with an equal salt only, so that tenants share nothing.
+            conversation: of the store, whose history prompt and answer become when the request has ended.
             options: settings of `generate`, `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`. With
                 `num_return_sequences` there are more sequences of the prompt, named `NAME#1`, `NAME#2` and so on, which
                 share its blocks.
@@ -169,6 +185,10 @@ class Engine:
         prompt = prompt_of(ids)
         if not prompt:
             raise ConfigError("A request needs at least one token.")
+        if conversation is not None:
+            if self._store is None:
+                raise ConfigError("conversation= needs an engine with a store.")
+            self._store.open(conversation, salt=salt)
         sampling = Sampling(self._model, prompt, generation_config, tokenizer=self._tokenizer, seed=seed, **options)
         if sampling.max_length <= len(prompt):
             raise ConfigError(
@@ -193,12 +213,18 @@ class Engine:
                 own = sampling if not i else sampling.again(i)
                 number = number if not i else next(self._numbers)
                 job = Job(number, now, len(prompt), own.max_length, priority=priority)
-                made.append(Request(output, own, job))
+                made.append(Request(output, own, job, salt=salt, conversation=None if i else conversation))
                 self._requests[each] = made[-1]
             made[0].samples = made[1:]
-            self._waiting[made[0].job] = made[0]
+            self._wait(made[0])
             self._lock.notify_all()
         return name
+
+    def _wait(self, request: Request) -> None:
+        """A request waits. Holds the lock."""
+        self._waiting[request.job] = request
+        if self._prefixes is not None:
+            self._prefixes.comes(request)
 
     def _check_fits(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what could never run, even alone."""
@@ -358,7 +384,7 @@ class Engine:
             load = Load(
                 self._clock(),
                 list(self._running),
-                list(self._waiting),
+                [job for job, request in self._waiting.items() if not self._waits_for_another(request)],
                 total - used,
                 size,
                 self._max_batch_tokens,
@@ -385,8 +411,12 @@ class Engine:
             self._rate = _KEEPS * self._rate + (1 - _KEEPS) * tokens / took
         return True
 
+    def _waits_for_another(self, request: Request) -> bool:
+        return self._prefixes is not None and self._prefixes.waits(request)
+
     def _work(self, request: Request, tokens: int) -> Work:
         job = request.job
+        tokens = min(tokens, job.left) if self._runner.chunked else job.left
         return Work(request.sequence, request.ids, job.cached, tokens, job.cached + tokens == job.tokens)
 
     def _admit(self, job: Job) -> Request:
@@ -394,18 +424,31 @@ class Engine:
         request = self._running.get(job)
         if request is None:
             request = self._running[job] = self._waiting.pop(job)
-            request.sequence = self._runner.add()
-            job.running, job.cached = True, 0
+            cached = 0 if self._prefixes is None else self._prefixes.begin(request)
+            if not cached:
+                request.sequence = self._runner.add()
+            if request.output.first_token is None:
+                request.output.cached_tokens = min(cached, len(request.output.prompt_ids))
+            job.running, job.cached = True, cached
         return request
 
     def _preempt(self, job: Job) -> None:
         """A job gives up its blocks, and waits. Holds the lock."""
         request = self._running.pop(job)
-        self._runner.remove(request.sequence)
-        request.sequence = None
+        self._give_up(request)
         request.output.preempted += 1
         job.running, job.cached, job.blocks = False, 0, 0
-        self._waiting[job] = request
+        self._wait(request)
+
+    def _give_up(self, request: Request, *, keep: bool = True) -> None:
+        """A request gives up its sequence; what it has computed is kept, as long as nobody needs the room."""
+        if self._prefixes is not None:
+            if keep:
+                self._prefixes.keep(request)
+            self._prefixes.there(request)
+        if request.sequence is not None:
+            self._runner.remove(request.sequence)
+            request.sequence = None
 
     def _run(self, work: list[tuple[Request, Work]]) -> None:
         """Compute a part of a step. A request that fails takes no other with it."""
@@ -459,6 +502,9 @@ class Engine:
             for (request, each), row in zip(work, scores, strict=True):
                 request.job.cached += each.tokens
                 request.job.last_ran = now
+                if row is not None and request.output.first_token is None and self._prefixes is not None:
+                    self._prefixes.keep(request)
+                    self._prefixes.there(request)
                 if row is not None and not request.cancelled:
                     asking.append((request, row))
                     asking += [(sample, row) for sample in self._fork(request)]
@@ -515,7 +561,7 @@ class Engine:
                 continue
             sequence = self._runner.fork(request.sequence)
             if sequence is None:
-                self._waiting[sample.job] = sample
+                self._wait(sample)
                 continue
             sample.sequence = sequence
             sample.job.running, sample.job.cached = True, request.job.cached
@@ -542,9 +588,9 @@ class Engine:
         samples, request.samples = request.samples, []
         self._running.pop(request.job, None)
         self._waiting.pop(request.job, None)
-        if request.sequence is not None:
-            self._runner.remove(request.sequence)
-            request.sequence = None
+        self._give_up(request, keep=reason != "error")
+        if request.conversation is not None and self._store is not None and reason in ("stop", "length"):
+            self._store.open(request.conversation, salt=request.salt).went_on(request.ids)
         request.end(reason, self._clock(), error)
         del self._requests[request.name]
         self._ended[request.name] = request.output
@@ -554,8 +600,7 @@ class Engine:
             if reason == "error":
                 self._end(sample, reason, error)
             else:
-                sample.samples = []
-                self._waiting[sample.job] = sample
+                self._wait(sample)
         self._lock.notify_all()
 
     # The thread, the end
@@ -607,6 +652,8 @@ class Engine:
             for request in list(self._requests.values()):
                 self._end(request, "cancelled")
         self._runner.close()
+        if self._prefixes is not None:
+            self._prefixes.close()
         if self._enabled is not None:
             self._enabled.disable()
         if self._own_memory:
@@ -636,3 +683,5 @@ class Engine:
                 assert not job.running
                 assert request.sequence is None, "a job waits and holds blocks"
         self._runner.check_integrity()
+        if self._prefixes is not None:
+            self._prefixes.check_integrity()

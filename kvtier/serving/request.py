@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,13 +52,26 @@ class Request:
         job: as the scheduler sees it.
         ids: prompt and generated tokens.
         sequence: of the runner, while it runs.
+        salt, key: who may share what it computes, and all else that this depends on.
+        conversation: that it is a turn of; None: of none.
         cancelled: it is to end at the next step.
         samples: other sequences of its prompt, which begin when that is computed.
         done: set when it has ended.
     """
 
-    def __init__(self, output: RequestOutput, sampling: Sampling, job: Job) -> None:
+    def __init__(
+        self,
+        output: RequestOutput,
+        sampling: Sampling,
+        job: Job,
+        *,
+        salt: Hashable = None,
+        conversation: str | None = None,
+    ) -> None:
         self.output = output
+        self.salt = salt
+        self.key: Hashable = salt
+        self.conversation = conversation
         self.sampling = sampling
         self.job = job
         self.ids = list(output.prompt_ids)

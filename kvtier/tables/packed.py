@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtier.memory.block import Run
+from kvtier.memory.block import BlockSet, Run
 from kvtier.tables import writing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.table import BlockTable
@@ -66,12 +66,11 @@ class PackedLayerKV(LayerKV):
         """One sequence, as a layer of its own that only reads."""
         return _Row(self, self.rows[row])
 
-    def forget(self) -> None:
-        """It ends."""
-        tables, self.tables, self.rows = self.tables, [], []
-        for table in tables:
-            table.clear(self.device.free)
-        super().forget()
+    def follow(self, parked: BlockSet, rows: Sequence[BlockTable], length: int) -> None:
+        """Sequences come, with tables of parked blocks; see `LayerKV.follow`."""
+        self._hold(parked)
+        for table in rows:
+            self.enter(table)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless tables, runs and references agree."""

@@ -1,0 +1,193 @@
+"""`Prefixes`: what earlier requests have computed, for later ones to begin with.
+
+Each request begins with the longest beginning that is kept of its prompt, to the token, and what it computes is kept in
+turn: when its prompt is there, when it gives up its blocks, and when it ends (Pensieve, sections 4.2 and 4.3; blocks are
+shared as in vLLM). What is kept takes no room that a request needs: it goes by an eviction policy, ends first.
+
+A request whose prompt begins as one that is being computed waits for that one: computed once, it serves both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
+from kvtier.conversation.kept import Kept
+from kvtier.conversation.store import ConversationStore
+from kvtier.errors import BudgetError, ConfigError, CorruptionError, KVTierError
+from kvtier.eviction.names import policy_of
+from kvtier.hf import generation as of
+from kvtier.serving.request import Request
+from kvtier.serving.runner import PackedRunner
+
+#: Tokens that a prompt must share with one that is being computed to wait for it.
+WORTH_WAITING = 64
+
+
+def prefixes_of(model: Any, runner: Any, store: ConversationStore | None) -> Prefixes | None:
+    """The prefixes of an engine: those of a store, or of its own; None where its runner cannot go on with blocks.
+
+    Raises:
+        ConfigError: a store of another model or memory.
+    """
+    if store is not None and (of.inner(store.model) is not of.inner(model)):
+        raise ConfigError("store= is of another model.")
+    if not isinstance(runner, PackedRunner):
+        return None
+    if store is not None and store.tiers_all_layers:
+        return Prefixes(model, runner, store.kept, store)
+    return Prefixes(model, runner, _own(runner), None)
+
+
+def _own(runner: PackedRunner) -> Kept:
+    def new_cache() -> Any:
+        raise AssertionError("rows of an engine are not padded")
+
+    return Kept(runner.forward.memory, new_cache, policy_of(None), state_budget=0)
+
+
+class Prefixes:
+    """What is kept of sequences, for one runner. One thread at a time.
+
+    Args:
+        model: of Transformers.
+        runner: that continues what is kept.
+        kept: of the store, or the engine's own.
+        store: that has it; None: it is the engine's own.
+    """
+
+    def __init__(self, model: Any, runner: PackedRunner, kept: Kept, store: ConversationStore | None) -> None:
+        self._model = model
+        self._forward = runner.forward
+        self._memory = runner.forward.memory
+        self._kept = kept
+        self._store = store
+        self._weights = of.weights_version(model)
+        # Prompts that are being computed or wait to be.
+        self._coming: PrefixIndex[Request] = PrefixIndex()
+        self._waits_for: dict[Request, Request] = {}
+        self._followers: dict[Request, list[Request]] = {}
+
+    def key(self, salt: Hashable) -> Hashable:
+        """What keys and values depend on besides tokens, and who may share them."""
+        return of.computed_as(self._model), salt
+
+    # Coming
+
+    def comes(self, request: Request) -> None:
+        """A request was added: see whether what it begins with is kept, or is to be computed for another one."""
+        self._check_weights()
+        ids = packed(request.ids)
+        request.key = self.key(request.salt)
+        request.job.reusable = self._find(request.key, ids)
+        shared, other = self._coming.find(request.key, ids)
+        if (
+            other is not None
+            and shared - request.job.reusable >= WORTH_WAITING
+            and other.job.priority >= request.job.priority
+        ):
+            self._waits_for[request] = other
+            self._followers.setdefault(other, []).append(request)
+        self._coming.add(request.key, ids, request)
+        if self._store is not None and self._store.saves:
+            self._store.wake(request.ids, salt=request.salt)
+
+    def waits(self, request: Request) -> bool:
+        """Whether another request is to compute what this one begins with."""
+        return request in self._waits_for
+
+    def there(self, request: Request) -> None:
+        """A request's prompt is computed, or it has ended: nobody waits for it any more."""
+        if request in self._coming:
+            self._coming.remove(request)
+        before = self._waits_for.pop(request, None)
+        if before is not None and request in self._followers.get(before, ()):
+            self._followers[before].remove(request)
+        for follower in self._followers.pop(request, ()):
+            del self._waits_for[follower]
+            follower.job.reusable = self._find(follower.key, packed(follower.ids))
+
+    def _find(self, key: Hashable, ids: bytes) -> int:
+        with self._memory.lock:
+            length, entry = self._kept.find(key, ids)
+            if entry is None:
+                return 0
+            return min(length, entry.sequence.length, common(entry.ids, ids), len(ids) // WIDTH - 1)
+
+    # Begin, keep
+
+    def begin(self, request: Request) -> int:
+        """Let a request that has no blocks begin with what is kept of it. The tokens that are there then."""
+        self._check_weights()
+        ids = packed(request.ids)
+        with self._memory.lock:
+            self._memory.collect()
+            length, entry = self._kept.find(request.key, ids)
+            if entry is None:
+                return 0
+            length = min(length, entry.sequence.length, common(entry.ids, ids), len(ids) // WIDTH - 1)
+            if length <= 0:
+                return 0
+            self._kept.hold([entry], request)
+        try:
+            sequence = self._forward.follow(self._kept.parked, entry.sequence, length)
+        except CorruptionError:
+            with self._memory.changing():
+                self._kept.drop_corrupt([entry])
+            sequence = None
+        except BudgetError:
+            sequence = None
+        finally:
+            with self._memory.lock:
+                self._kept.release([entry], request)
+        if sequence is None:
+            return 0
+        with self._memory.lock:
+            self._kept.use([entry], [sequence.length])
+        request.sequence = sequence
+        return sequence.length
+
+    def keep(self, request: Request) -> None:
+        """Keep what a request has computed so far."""
+        sequence = request.sequence
+        if sequence is None or not sequence.length:
+            return
+        self._check_weights()
+        ids = packed(request.ids[: sequence.length])
+        with contextlib.suppress(KVTierError):
+            entry = self._kept.add(
+                request.key, ids, functools.partial(self._forward.park, sequence=sequence), request.conversation
+            )
+            if entry is not None and self._store is not None:
+                self._store.save(entry)
+
+    def _check_weights(self) -> None:
+        """Drop everything if the model was changed."""
+        if self._store is not None:
+            self._store.check_weights()
+            return
+        now = of.weights_version(self._model)
+        if now != self._weights:
+            self.clear()
+            self._weights = now
+
+    def clear(self) -> None:
+        """Drop all that is kept."""
+        with self._memory.changing():
+            self._memory.collect()
+            self._kept.parked.clear()
+
+    def close(self) -> None:
+        """The runner is closed: drop what is the engine's own."""
+        if self._store is None:
+            with self._memory.changing():
+                self._memory.collect()
+                self._kept.parked.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""
+        with self._memory.lock:
+            self._kept.check_integrity()
