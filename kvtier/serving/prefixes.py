@@ -1,8 +1,8 @@
 """`Prefixes`: what earlier requests have computed, for later ones to begin with.
 
-Each request begins with the longest beginning that is kept of its prompt, to the token, and what it computes is kept in
-turn: when its prompt is there, when it gives up its blocks, and when it ends (Pensieve, sections 4.2 and 4.3; blocks are
-shared as in vLLM). What is kept takes no room that a request needs: it goes by an eviction policy, ends first.
+Each request begins with the longest beginning that is kept of its prompt, to the token, and what it computes is kept
+in turn: when its prompt is there, when it gives up its blocks, and when it ends (Pensieve, sections 4.2 and 4.3; blocks
+are shared as in vLLM). What is kept takes no room that a request needs: it goes by an eviction policy, ends first.
 
 A request whose prompt begins as one that is being computed waits for that one: computed once, it serves both.
 """
