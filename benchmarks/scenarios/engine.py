@@ -160,7 +160,14 @@ def run(bench: Bench) -> None:
                 for n in range(rounds):
                     for way in ways:
                         bench.progress(f"{NAME}: {case}, {rows} rows, round {n + 1}, {way}")
-                        said = {"model": model, "case": case, "rows": rows, "seed": 7 + n, "way": way, "threads": THREADS}
+                        said = {
+                            "model": model,
+                            "case": case,
+                            "rows": rows,
+                            "seed": 7 + n,
+                            "way": way,
+                            "threads": THREADS,
+                        }
                         ended = children.run([sys.executable, "-c", CHILD, json.dumps(said)], 400, keep=True)
                         if ended.code != 0:
                             problems[way] = (ended.tail.strip().splitlines() or ["it ran too long"])[-1]
