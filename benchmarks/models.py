@@ -69,6 +69,18 @@ LLAMA_6X32: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 131072,
 }
+#: For many requests at a time on a CPU: its weights are read quickly enough that batching and attention both count.
+LLAMA_8X512: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
 LLAMA_64X32 = LLAMA_6X32 | {"num_hidden_layers": 64}
 #: The same models made small, to run everything on any machine. The layers stay: budgets depend on their number.
 TINY: dict[str, Any] = {
@@ -85,6 +97,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-12x128": LLAMA_12X128,
     "llama-6x32": LLAMA_6X32,
     "llama-64x32": LLAMA_64X32,
+    "llama-8x512": LLAMA_8X512,
     "qwen3-tiny": QWEN3_0_6B | TINY,
     "llama-tiny": LLAMA_3_1_8B | TINY,
 }

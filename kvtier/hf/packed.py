@@ -54,6 +54,9 @@ def attend_packed(
     Raises:
         UnsupportedError: a kind of attention that cannot be packed.
     """
+    rows = query.shape[0]
+    if rows > 1:  # a ragged step: a row for each segment
+        return by_rows(attend_packed(module, end_to_end(query), key, value, mask, params), rows)
     types = getattr(getattr(module, "config", None), "layer_types", None)
     if types and "chunk" in types[module.layer_idx]:
         raise UnsupportedError("chunked attention is not packed")
@@ -68,7 +71,17 @@ def attend_packed(
     return mask.forward.attend_dense(query, key, value, params)
 
 
-class _PackedSnapshot(Snapshot):
+def end_to_end(x: torch.Tensor) -> torch.Tensor:
+    """`[rows, heads, tokens, dim]` -> `[1, heads, rows * tokens, dim]`."""
+    return x if x.shape[0] == 1 else x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def by_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """The opposite: `[1, heads, rows * tokens, dim]` -> `[rows, heads, tokens, dim]`."""
+    return x if rows == 1 else x[0].unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+class PackedSnapshot(Snapshot):
     """The KV of all sequences of a step, end to end."""
 
     __slots__ = ()
@@ -102,7 +115,7 @@ class PackedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the step's tokens, and return those of all its sequences, end to end."""
         reader = self._forward.append(layer_idx, key_states, value_states)
-        snapshot = _PackedSnapshot(self._forward, reader)  # type: ignore[arg-type]
+        snapshot = PackedSnapshot(self._forward, reader)  # type: ignore[arg-type]
         layout = reader.layer.layout
         if self._latents and layout.k_heads == 1 and not self._latents.isdisjoint((layout.k_dim, layout.v_dim)):
             pair = self._forward.densify(reader, snapshot.length, snapshot.epoch, None)

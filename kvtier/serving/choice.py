@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError, KVTierError, UnsupportedError
 from kvtier.hf import generation as of
 from kvtier.hf.enable import Enabled, enable
 from kvtier.memory.tiered import TieredMemory
-from kvtier.serving.runner import PackedRunner, Runner, SingleRunner, Work
+from kvtier.serving.runner import PackedRunner, RaggedRunner, Runner, SingleRunner, Work
 
 _LOG = logging.getLogger("kvtier.serving")
 
@@ -26,7 +26,7 @@ _PROMPTS, _SECOND, _THIRD = (9, 21), (1, 5), (3, 1)
 #: How much packed scores may differ from those of a sequence alone, in units of a dtype's precision and their range.
 _TOLERANCE = 64.0
 
-RUNNERS = ("auto", "packed", "single")
+RUNNERS = ("auto", "packed", "ragged", "single")
 
 
 def choose_runner(
@@ -37,30 +37,33 @@ def choose_runner(
     Args:
         model: of Transformers, a decoder.
         memory, options: as of a cache.
-        name: "packed", "single", or "auto".
+        name: "packed" or "ragged" (which of them the model says), "single", or "auto".
 
     Raises:
         ConfigError: no such name.
-        UnsupportedError: "packed" was asked for, and the model cannot be packed.
+        UnsupportedError: "packed" or "ragged" was asked for, and the model cannot be run so.
     """
     if name not in RUNNERS:
         raise ConfigError(f"runner={name!r}: give one of {', '.join(map(repr, RUNNERS))}.")
     why = "it was asked for"
     if name != "single":
-        runner, enabled, why = _packed(model, memory, options)
-        if runner is not None:
+        runner, enabled, why = _together(model, memory, options)
+        if runner is not None and name in ("auto", runner.name):
             return runner, enabled
-        if name == "packed":
-            raise UnsupportedError(f"{type(model).__name__} cannot be packed: {why}.")
+        if runner is not None:
+            runner.close()
+            why = f"it can be {runner.name}"
+        if enabled is not None:
+            enabled.disable()
+        if name != "auto":
+            raise UnsupportedError(f"{type(model).__name__} cannot be {name}: {why}.")
         _LOG.info("%s is run one sequence at a time: %s.", type(model).__name__, why)
     return SingleRunner(model, memory, options), None
 
 
-def _packed(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[Runner | None, Enabled | None, str]:
+def _together(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[Runner | None, Enabled | None, str]:
     if of.length_of_constant_positions(of.inner(model).config) is not None:
         return None, None, "its rotary embedding depends on the longest sequence of a forward"
-    if of.keeps_recurrent_states(of.inner(model).config):
-        return None, None, "it has layers with a recurrent state"
     if not of.reads_positions(model):
         return None, None, "it takes no position ids"
     wanted = _scores_alone(model)
@@ -68,7 +71,8 @@ def _packed(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[Ru
         enabled = enable(of.inner(model))
     except KVTierError as error:
         return None, None, str(error)
-    runner = PackedRunner(model, memory, options)
+    ragged = of.keeps_recurrent_states(of.inner(model).config)
+    runner = (RaggedRunner if ragged else PackedRunner)(model, memory, options)
     try:
         problem = _differs(runner, wanted, model)
     except Exception as error:  # whatever a model does with what it is handed
@@ -103,13 +107,17 @@ def _differs(runner: Runner, wanted: list[torch.Tensor], model: Any) -> str:
     done = [0] * len(those)
     eps = torch.finfo(next(of.inner(model).parameters()).dtype).eps
     try:
-        for counts in (_PROMPTS, _SECOND, _THIRD):
+        for counts in (_PROMPTS, _SECOND, _THIRD) if runner.chunked else (_PROMPTS, (1, 1), (1, 1)):
             work = [
                 Work(s, ids[: n + count], n, count, True)
                 for s, ids, n, count in zip(sequences, those, done, counts, strict=True)
             ]
             done = [n + count for n, count in zip(done, counts, strict=True)]
-            for scores, right, n in zip(runner.step(work), wanted, done, strict=True):
+            found: list[torch.Tensor | None] = [None] * len(work)
+            for group in runner.forwards(work):
+                for i, scores in zip(group, runner.step([work[i] for i in group]), strict=True):
+                    found[i] = scores
+            for scores, right, n in zip(found, wanted, done, strict=True):
                 assert scores is not None
                 limit = _TOLERANCE * max(eps, 1e-6) * right.abs().max().clamp(min=1.0).item()
                 far = (scores.float() - right[n - 1]).abs().max().item()

@@ -403,9 +403,11 @@ class Engine:
             return bool(plan.preempt)
         self.steps += 1
         began = self._clock()
-        groups = [work] if self._runner.together else [[each] for each in work]
-        for group in groups:
-            self._run(group)
+        for group in self._runner.forwards([each for _, each in work]):
+            # Who was preempted for the sake of a part before has no part any more.
+            part = [work[i] for i in group if work[i][0].sequence is work[i][1].sequence]
+            if part:
+                self._run(part)
         took, tokens = self._clock() - began, sum(each.tokens for _, each in work)
         if tokens >= _TELLING and took > 0:
             self._rate = _KEEPS * self._rate + (1 - _KEEPS) * tokens / took

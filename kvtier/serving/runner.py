@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from kvtier.config import CacheOptions
+from kvtier.conversation.states import States, copied, joined
 from kvtier.forward.packed import PackedForward, PackedSequence
 from kvtier.hf import generation as of
 from kvtier.hf.cache import TieredKVCache
 from kvtier.hf.packed import PackedCache, packing
+from kvtier.hf.ragged import RaggedCache, state_layers
 from kvtier.memory.tiered import TieredMemory
 
 
@@ -40,14 +42,12 @@ class Runner(abc.ABC):
     """Computes steps. One thread at a time.
 
     Attributes:
-        name: "packed", "single".
+        name: "packed", "ragged", "single".
         chunked: whether a prompt may be computed in parts.
-        together: whether a step may have more than one part.
     """
 
     name: str
     chunked: bool
-    together: bool
 
     @abc.abstractmethod
     def add(self) -> Any:
@@ -62,8 +62,13 @@ class Runner(abc.ABC):
         """A sequence ends, and gives up what it holds."""
 
     @abc.abstractmethod
+    def forwards(self, work: Sequence[Work]) -> list[list[int]]:
+        """Which parts of a step are computed together, by number."""
+
+    @abc.abstractmethod
     def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
-        """Compute tokens. For each part the scores `[vocabulary]` of the next token, where they are wanted.
+        """Compute what is computed together: of each part the scores `[vocabulary]` of the next token, where they are
+        wanted.
 
         Raises:
             BudgetError: there is no room; nothing was changed.
@@ -99,7 +104,7 @@ class PackedRunner(Runner):
     """
 
     name = "packed"
-    chunked = together = True
+    chunked = True
 
     def __init__(self, model: Any, memory: TieredMemory, options: CacheOptions) -> None:
         self._model = of.inner(model)
@@ -118,6 +123,10 @@ class PackedRunner(Runner):
     def remove(self, sequence: Any) -> None:
         """See `Runner`."""
         self.forward.remove(sequence)
+
+    def forwards(self, work: Sequence[Work]) -> list[list[int]]:
+        """See `Runner`."""
+        return [list(range(len(work)))]
 
     def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
         """See `Runner`."""
@@ -177,6 +186,129 @@ class PackedRunner(Runner):
         self.forward.check_integrity()
 
 
+class RaggedRunner(Runner):
+    """For models that keep recurrent states: those that decode in one forward `[rows, 1]`, their states stacked by row,
+    and each prompt in a forward of its own.
+
+    The states of the sequences that decode stay stacked as long as these are the same ones.
+
+    Args: as of `PackedRunner`.
+    """
+
+    name = "ragged"
+
+    def __init__(self, model: Any, memory: TieredMemory, options: CacheOptions) -> None:
+        self._model = of.inner(model)
+        self._config = self._model.config.get_text_config(decoder=True)
+        self._keeps = of.takes_logits_to_keep(self._model)
+        self.chunked = of.states_go_on(self._model)
+        self.forward = PackedForward(memory, options, int(self._config.num_hidden_layers))
+        self._rows: list[_Ragged] = []
+        self._stacked: States = {}
+
+    def add(self) -> _Ragged:
+        """See `Runner`."""
+        return _Ragged(self.forward.add())
+
+    def fork(self, sequence: Any) -> _Ragged:
+        """See `Runner`."""
+        self._part()
+        made = _Ragged(self.forward.fork(sequence.kv))
+        made.states = joined([sequence.states]) if sequence.states else {}
+        return made
+
+    def remove(self, sequence: Any) -> None:
+        """See `Runner`."""
+        self.forward.remove(sequence.kv)
+        sequence.removed = True
+
+    def forwards(self, work: Sequence[Work]) -> list[list[int]]:
+        """See `Runner`."""
+        decoding = [i for i, each in enumerate(work) if each.tokens == 1 and each.cached]
+        return [*([i] for i in range(len(work)) if i not in decoding), *([decoding] if decoding else [])]
+
+    def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
+        """See `Runner`."""
+        forward, rows, device = self.forward, [each.sequence for each in work], self._model.device
+        forward.begin([(row.kv, each.tokens) for row, each in zip(rows, work, strict=True)])
+        try:
+            states = self._stack(rows)
+            ids = [list(each.ids[each.cached : each.cached + each.tokens]) for each in work]
+            positions = [list(range(each.cached, each.cached + each.tokens)) for each in work]
+            with packing(forward), torch.no_grad():
+                out = self._model(
+                    input_ids=torch.tensor(ids, device=device),
+                    position_ids=torch.tensor(positions, device=device),
+                    past_key_values=RaggedCache(forward, self._config, states),
+                    use_cache=True,
+                    return_dict=True,
+                    **({"logits_to_keep": 1} if self._keeps else {}),
+                )
+        except BaseException:
+            # States were changed in part, and cannot go back: these sequences begin again.
+            forward.undo()
+            for row in rows:
+                forward.crop(row.kv, 0)
+                row.states = {}
+            self._rows, self._stacked = [], {}
+            raise
+        forward.end()
+        return [out.logits[i, -1] if each.wanted else None for i, each in enumerate(work)]
+
+    def _stack(self, rows: list[_Ragged]) -> States:
+        """The states of these sequences, a row for each."""
+        if rows != self._rows:
+            self._part()
+            fresh = [row for row in rows if not row.states]
+            assert not fresh or len(rows) == 1, "a sequence without states decodes"
+            self._stacked = state_layers(self._config) if fresh else joined([row.states for row in rows])
+            self._rows = rows
+        return self._stacked
+
+    def _part(self) -> None:
+        """Give each sequence its own states again."""
+        for i, row in enumerate(self._rows):
+            if not row.removed:
+                row.states = dict(zip(self._stacked, copied(list(self._stacked.values()), i).values(), strict=True))
+        self._rows, self._stacked = [], {}
+
+    def blocks(self) -> tuple[int, int, int]:
+        """See `Runner`."""
+        return self.forward.blocks()
+
+    def cached(self, sequence: Any) -> int:
+        """See `Runner`."""
+        length: int = sequence.kv.length
+        return length
+
+    def held(self, sequence: Any) -> int:
+        """See `Runner`."""
+        return self.forward.held(sequence.kv)
+
+    def close(self) -> None:
+        """See `Runner`."""
+        self.forward.close()
+
+    def check_integrity(self) -> None:
+        """See `Runner`."""
+        self.forward.check_integrity()
+
+
+class _Ragged:
+    """A sequence with recurrent states.
+
+    Attributes:
+        kv: its keys and values.
+        states: its own, while they are not stacked with those of others.
+        removed: it has ended.
+    """
+
+    def __init__(self, kv: PackedSequence) -> None:
+        self.kv = kv
+        self.states: States = {}
+        self.removed = False
+
+
 class SingleRunner(Runner):
     """Each sequence in forwards of its own, as `generate` runs them, with a cache of its own.
 
@@ -184,7 +316,7 @@ class SingleRunner(Runner):
     """
 
     name = "single"
-    chunked = together = False
+    chunked = False
 
     def __init__(self, model: Any, memory: TieredMemory, options: CacheOptions) -> None:
         self._model = model
@@ -217,6 +349,10 @@ class SingleRunner(Runner):
         if self._live.pop(sequence, self) is None:
             sequence.ours.close()
             sequence.cache = None
+
+    def forwards(self, work: Sequence[Work]) -> list[list[int]]:
+        """See `Runner`."""
+        return [[i] for i in range(len(work))]
 
     def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
         """See `Runner`."""

@@ -1,0 +1,56 @@
+"""A step of sequences of any lengths, one row each, for models that keep recurrent states: these are stacked by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
+
+from kvtier.forward.packed import PackedForward
+from kvtier.hf.model_config import transformers_layers
+from kvtier.hf.packed import PackedSnapshot, end_to_end
+
+
+def state_layers(config: Any) -> dict[int, Any]:
+    """New layers for recurrent states, by index, as Transformers makes them."""
+    layers = enumerate(transformers_layers(config))
+    return {i: layer for i, layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)}
+
+
+class RaggedCache(DynamicCache):
+    """The cache of one forward `[rows, tokens]`: a row for each segment of a step, all of as many tokens.
+
+    Keys and values go to the step's sequences, recurrent states to `states`.
+
+    Args:
+        forward: whose step has begun.
+        config: of the model's decoder.
+        states: layers of recurrent states by index, with a row for each segment; changed by the model.
+    """
+
+    is_compileable = False
+
+    def __init__(self, forward: PackedForward, config: Any, states: dict[int, Any]) -> None:
+        super().__init__()
+        self.layers = [states.get(i, layer) for i, layer in enumerate(transformers_layers(config))]
+        self._forward = forward
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the step's tokens, and return those of all its sequences, end to end."""
+        reader = self._forward.append(layer_idx, end_to_end(key_states), end_to_end(value_states))
+        return PackedSnapshot(self._forward, reader).views()  # type: ignore[arg-type]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are given to the model."""
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """As many as there are queries: the mask says nothing."""
+        return (query_length if isinstance(query_length, int) else len(query_length)), 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """0, as the length."""
+        return 0
