@@ -3,5 +3,7 @@
 steps.py      the tracker of a forward: begun, interrupted, mixed by two threads
 admission.py  what the step needs, asked of the memory
 schedule.py   the fetches of a step's plan, carried out layer by layer
-forward.py    `Forward`: updates and attention in their order
+planned.py    what forwards of a cache and of an engine have in common: the plan and the record of a step
+forward.py    `Forward`: updates and attention of a cache in their order
+packed.py     `PackedForward`: the same over any tokens of any sequences, packed end to end
 """

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,8 +16,7 @@ from kvtier.attention.repeat import Repeat
 from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
 from kvtier.errors import ClosedError, StaleViewError
 from kvtier.forward import admission
-from kvtier.forward.held import Held
-from kvtier.forward.schedule import Schedule
+from kvtier.forward.planned import PlannedForward
 from kvtier.forward.steps import Steps
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory import system
@@ -31,28 +26,15 @@ from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout, in_one_dtype
 from kvtier.memory.tiered import TieredMemory, too_small
 from kvtier.planning.admission import Claim
-from kvtier.planning.step import StepRecord, StepState
-from kvtier.planning.trace import plan_args
-from kvtier.stats import CacheStats, Counters, LayerResidency
+from kvtier.planning.step import StepRecord
+from kvtier.stats import CacheStats, LayerResidency
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
 from kvtier.tables.sharing import Alike, Group
 
-#: What a cache counts, and what a `StepRecord` calls that.
-_MEASURED = {
-    name: name
-    for name in (
-        *("bytes_up", "bytes_down", "seconds_up", "seconds_down", "stall_seconds"),
-        *("host_seconds", "host_blocks", "host_bytes"),
-    )
-} | {"block_fetches": "fetched", "evictions": "evicted"}
-_totals = operator.attrgetter(*_MEASURED)
-#: Steps of which what was expected and seen is kept.
-HISTORY = 64
 
-
-class Forward:
+class Forward(PlannedForward):
     """Everything behind a `TieredKVCache`, between Transformers and the memory.
 
     Args:
@@ -72,16 +54,7 @@ class Forward:
         tiered: int = 0,
         dense: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.memory = memory
-        self.options = options
-        self._held = Held(memory)
-        # Not this object: what it holds is given back when nobody uses it any more, layers and views included. Made
-        # before anything is held, for this may be cut short.
-        self._finalizer = weakref.finalize(self, memory.abandon, self._held.release)
-        self._finalizer.atexit = False  # the process gives its memory back anyway
-        self._held.join()
-        #: The layers by index, as attention reads them.
-        self.readers = self._held.readers
+        super().__init__(memory, options)
         self.steps = Steps(
             expected,
             self._held.lengths,
@@ -90,33 +63,13 @@ class Forward:
         self.closed = False
         self._tiered = tiered
         self._dense = dense
-        self._schedules: dict[ComputeDevice, Schedule] = {}
-        self._rooms: dict[ComputeDevice, int] = {}
         self._step = -1
         self._admitted: set[ComputeDevice] = set()
         self._decoding = False
         self._alike: Alike | None = None
         self._groups: Sequence[Group] | None = None
-        self._record = StepRecord()
-        self._began = 0.0
-        self._last: StepRecord | None = None
-        #: What the policy expects of the step under way, by device; and the last steps, each with what was expected.
-        self._expected: dict[ComputeDevice, float] = {}
-        self.history: deque[tuple[StepRecord, float | None]] = deque(maxlen=HISTORY)
-        #: The totals when the step under way began, from the first step on that a policy has planned.
-        self._before: tuple[float, ...] | None = None
         #: What views of a step have in common, by layout, kept for those who make them.
         self.blanks: dict[Pools, Any] = {}
-
-    @property
-    def counters(self) -> Counters:
-        """What was done for this cache."""
-        return self._held.owner.counters
-
-    @property
-    def number(self) -> int:
-        """Of the cache, for policies."""
-        return self._held.owner.number
 
     def layer(self, index: int) -> LayerKV | None:
         """A layer's KV; None before its first update."""
@@ -330,41 +283,10 @@ class Forward:
     def _begin_step(self, tokens: int) -> None:
         """A forward begins: the last one is over and its record is made."""
         self._step = self.steps.count
-        now = time.perf_counter()
-        self.memory.clock += 1
-        record = self._record
-        self._decoding = record.tokens == tokens == 1
-        if self._before is not None:
-            self._observe(self._before, now)
-            record = self._record = StepRecord()  # the policy may keep that one
-        record.tokens, record.layers, record.cache = tokens, 0, self._held.owner.number
+        self._decoding = self._record.tokens == tokens == 1
         self._admitted.clear()
         self._alike = self._groups = None
-        self._expected.clear()
-        self._began = now
-        self._before = _totals(self.counters) if self._schedules else None
-        if tracing.active is not None:
-            self._trace_step(tracing.active, tokens, now)
-
-    def _trace_step(self, tracer: tracing.Trace, tokens: int, now: float) -> None:
-        for reader in self.readers.values():
-            reader.repeat = None  # repeated calls tell nobody
-        device = next((reader.device.name for reader in self.readers.values()), "")
-        tracer.step(self.counters, tokens, now, device, self.memory)
-
-    def _observe(self, before: tuple[float, ...], now: float) -> None:
-        """Tell the policy what the last step took."""
-        record = self._record
-        if not record.tokens:
-            return
-        record.seconds = now - self._began
-        for name, was, total in zip(_MEASURED.values(), before, _totals(self.counters), strict=True):
-            setattr(record, name, total - was)
-        self._last = record
-        # Of some devices alone a prediction is not one of the step.
-        whole = bool(self._expected) and self._expected.keys() == self._rooms.keys()
-        self.history.append((record, sum(self._expected.values()) if whole else None))
-        self.memory.policy.observe(record)
+        self._begin_record(tokens)
 
     def admit(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Refuse a step that will not fit, for a step whose first layer is not tiered, but given these.
@@ -431,42 +353,6 @@ class Forward:
             for more in {0, later}
         ]
         return found[0] if len(found) == 1 else found[0].union(found[1])
-
-    def _plan(self, device: ComputeDevice, tokens: int) -> None:
-        """Let the policy plan the step on a device where anything is spilled."""
-        if not device.spilled:
-            return
-        if self._before is None:
-            self._before = _totals(self.counters)
-        schedule = self._schedules.get(device)
-        if schedule is None:
-            schedule = self._schedules[device] = Schedule(self._readers_on(device))
-        policy, state = self.memory.policy, self._state(schedule, device, tokens)
-        plan = policy.plan(state)
-        expected = policy.prediction(state.cache, state.device)
-        if expected is not None:
-            self._expected[device] = expected.seconds
-        if tracing.active is not None:
-            tracing.active.plan(self.counters, plan_args(plan, policy, state.cache, state.device))
-        schedule.begin(plan)
-
-    def _readers_on(self, device: ComputeDevice) -> list[LayerReader]:
-        return sorted((x for x in self.readers.values() if x.device is device), key=lambda x: x.layer.index)
-
-    def _state(self, schedule: Schedule, device: ComputeDevice, tokens: int) -> StepState:
-        """What a policy sees of a step on a device."""
-        state = schedule.state(
-            tokens, self._in_place(schedule.readers, tokens), self._last, by_rows=self.memory.policy.by_rows
-        )
-        state.cache, state.device, state.model_layers = self._held.owner.number, device.name, len(self.readers)
-        state.overlaps = device.engine.asynchronous
-        return state
-
-    def states(self) -> list[StepState]:
-        """What a policy would see of a step of one token, on each device that has a tier and layers."""
-        with self.memory.lock:
-            found = {device: self._readers_on(device) for device in self.memory.devices if device.slabs is not None}
-            return [self._state(Schedule(readers), device, 1) for device, readers in found.items() if readers]
 
     def _in_place(self, readers: Sequence[LayerReader], tokens: int) -> list[bool]:
         """For each layer, whether what is on the host need not be fetched: host threads attend to it, or nobody reads
@@ -560,18 +446,6 @@ class Forward:
             raise StaleViewError(
                 f"A view of layer {layer.index} is read after the cache dropped or reordered tokens. Take a new one."
             )
-
-    def _advance(self, reader: LayerReader) -> None:
-        """A layer was attended to: do what its schedule has for that, if anything."""
-        schedule = self._schedules.get(reader.device)
-        if schedule is not None and (schedule.active or reader.fetched):
-            self._after(reader)
-
-    def _after(self, reader: LayerReader) -> None:
-        schedule = self._schedules.get(reader.device)
-        if schedule is not None:
-            with self.memory.lock:
-                schedule.after(reader)
 
     # Rows and length
 

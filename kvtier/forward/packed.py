@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,14 +12,13 @@ from kvtier.attention.dense import own_kv
 from kvtier.attention.reader import LayerReader
 from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
 from kvtier.errors import ClosedError, StaleViewError
-from kvtier.forward.held import Held
+from kvtier.forward.planned import PlannedForward
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory.block import State
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout, in_one_dtype
 from kvtier.memory.tiered import TieredMemory, too_small
 from kvtier.planning.admission import Claim
-from kvtier.stats import Counters
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.packed import PackedLayerKV
 from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
@@ -68,7 +66,7 @@ class Segment:
         return self.sequence.length + self.tokens
 
 
-class PackedForward:
+class PackedForward(PlannedForward):
     """Keys and values of sequences in tiers, and attention over those of a step. One thread at a time.
 
     A step is `begin`, then for each layer `append` and `attend`, then `end`; or `undo`, and nothing has happened.
@@ -80,26 +78,15 @@ class PackedForward:
     """
 
     def __init__(self, memory: TieredMemory, options: CacheOptions, tiered: int) -> None:
-        self.memory = memory
-        self.options = options
+        super().__init__(memory, options)
         self._tiered = tiered
-        self._held = Held(memory)
-        self._finalizer = weakref.finalize(self, memory.abandon, self._held.release)
-        self._finalizer.atexit = False
-        self._held.join()
         self.sequences: dict[PackedSequence, None] = {}
         self.segments: list[Segment] = []
         self.closed = False
         self._bounds: list[int] = [0]
         self._short = 0
         self._lengths: list[int] = []
-        self._rooms: dict[ComputeDevice, int] = {}
         self._new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @property
-    def counters(self) -> Counters:
-        """What was done."""
-        return self._held.owner.counters
 
     # Sequences
 
@@ -239,15 +226,19 @@ class PackedForward:
         with self.memory.lock:
             if self.memory.has_garbage:
                 self.memory.collect()
-            self.memory.clock += 1
             for device in self._devices():
                 self._admit(device, segments, 0)
+            # As a policy takes it, a step has as many tokens as its longest part.
+            tokens = max(each.tokens for each in segments)
+            self._begin_record(tokens)
             self.segments = segments
             self._short = len(short)
             self._bounds = [0, *(each.stop for each in segments)]
             self._lengths = [each.length for each in segments]
             for index, layer in self._layers().items():
                 layer.choose([each.sequence.tables[index] for each in segments])
+            for device in self._devices():
+                self._plan(device, tokens)
         self.counters.steps += 1
         return segments
 
@@ -272,6 +263,7 @@ class PackedForward:
             layer.layout.check(keys, values, index)
             layer.device.poll()
             layer.append_packed(keys, values, self._bounds)
+            self._record.layers += 1
         self._new[index] = (keys, values)
         return reader
 
@@ -289,8 +281,12 @@ class PackedForward:
             `[1, heads, tokens, v_dim]`.
         """
         self.check_view(reader, length, epoch)
-        layer = reader.layer
-        assert isinstance(layer, PackedLayerKV)
+        out = self._attend(reader, query, params)
+        if self._schedules:
+            self._advance(reader)
+        return out
+
+    def _attend(self, reader: LayerReader, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
         self.counters.views_attended += 1
         short, out = self._short, None
         rows = range(len(self.segments))
@@ -346,6 +342,7 @@ class PackedForward:
                 )
             pairs.append(own_kv(mine, segment.length))
         keys, values = (torch.cat(parts, 2) for parts in zip(*pairs, strict=True))
+        self._after(reader)
         self.counters.count_dense(operation, keys.nbytes + values.nbytes)
         return keys, values
 
@@ -387,6 +384,12 @@ class PackedForward:
         self.segments = []
         self._new.clear()
 
+    def _in_place(self, readers: Sequence[LayerReader], tokens: int) -> list[bool]:
+        """See `PlannedForward`. Of a step with a long part, all but that part is attended to where it is."""
+        if not self.options.host_attention or tokens > MAX_SHORT:
+            return [False] * len(readers)
+        return [split.can_attend(reader.layer) for reader in readers]
+
     # Layers, room
 
     def _new_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
@@ -397,6 +400,7 @@ class PackedForward:
         layer = PackedLayerKV(index, layout, device, memory.block_set(owner, device, layout, index), owner.counters)
         reader = LayerReader(layer, memory, owner, host_attention=self.options.host_attention)
         self._held.readers[index] = reader
+        self._schedules.pop(device, None)
         for sequence in self.sequences:
             self._enter(sequence, index, layer, BlockTable())
         layer.choose([each.sequence.tables[index] for each in self.segments])
@@ -460,7 +464,10 @@ class PackedForward:
         for device in self._devices():
             workspace = self._held.owner.workspaces.get(device)
             if workspace is not None:
-                workspace.plans.clear()
+                workspace.plans.clear()  # they refer to slabs that are given back
+            schedule = self._schedules.get(device)
+            if schedule is not None:
+                schedule.drop()
             claim = self._claim(device, [], 0, device.home.budget.limit)
             self._held.owner.claims[device] = replace(claim, room=self._rooms.get(device, 0))
         self.memory.trim()

@@ -1,0 +1,167 @@
+"""`PlannedForward`: what forwards of a cache and of an engine have in common: what they hold of a memory, and the plan
+and the record of the step under way."""
+
+from __future__ import annotations
+
+import operator
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+from kvtier import tracing
+from kvtier.attention.reader import LayerReader
+from kvtier.config import CacheOptions
+from kvtier.forward.held import Held
+from kvtier.forward.schedule import Schedule
+from kvtier.memory.device import ComputeDevice
+from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.step import StepRecord, StepState
+from kvtier.planning.trace import plan_args
+from kvtier.stats import Counters
+
+#: What a cache counts, and what a `StepRecord` calls that.
+_MEASURED = {
+    name: name
+    for name in (
+        *("bytes_up", "bytes_down", "seconds_up", "seconds_down", "stall_seconds"),
+        *("host_seconds", "host_blocks", "host_bytes"),
+    )
+} | {"block_fetches": "fetched", "evictions": "evicted"}
+_totals = operator.attrgetter(*_MEASURED)
+#: Steps of which what was expected and seen is kept.
+HISTORY = 64
+
+
+class PlannedForward:
+    """Steps that a policy plans, and learns from.
+
+    Args:
+        memory: that blocks are in.
+        options: checked options.
+
+    Attributes:
+        readers: the layers by index, as attention reads them.
+        history: the last steps, each with the seconds that were expected.
+    """
+
+    def __init__(self, memory: TieredMemory, options: CacheOptions) -> None:
+        self.memory = memory
+        self.options = options
+        self._held = Held(memory)
+        # Not this object: what it holds is given back when nobody uses it any more, layers and views included. Made
+        # before anything is held, for this may be cut short.
+        self._finalizer = weakref.finalize(self, memory.abandon, self._held.release)
+        self._finalizer.atexit = False  # the process gives its memory back anyway
+        self._held.join()
+        self.readers = self._held.readers
+        self._schedules: dict[ComputeDevice, Schedule] = {}
+        self._rooms: dict[ComputeDevice, int] = {}
+        self._record = StepRecord()
+        self._began = 0.0
+        self._last: StepRecord | None = None
+        #: What the policy expects of the step under way, by device.
+        self._expected: dict[ComputeDevice, float] = {}
+        self.history: deque[tuple[StepRecord, float | None]] = deque(maxlen=HISTORY)
+        #: The totals when the step under way began, from the first step on that a policy has planned.
+        self._before: tuple[float, ...] | None = None
+
+    @property
+    def counters(self) -> Counters:
+        """What was done for this cache."""
+        return self._held.owner.counters
+
+    @property
+    def number(self) -> int:
+        """Of the cache, for policies."""
+        return self._held.owner.number
+
+    # The plan and the record of a step
+
+    def _begin_record(self, tokens: int) -> None:
+        """A step begins: the last one is over, and its record is made."""
+        now = time.perf_counter()
+        self.memory.clock += 1
+        record = self._record
+        if self._before is not None:
+            self._observe(self._before, now)
+            record = self._record = StepRecord()  # the policy may keep that one
+        record.tokens, record.layers, record.cache = tokens, 0, self._held.owner.number
+        self._expected.clear()
+        self._began = now
+        self._before = _totals(self.counters) if self._schedules else None
+        if tracing.active is not None:
+            self._trace_step(tracing.active, tokens, now)
+
+    def _trace_step(self, tracer: tracing.Trace, tokens: int, now: float) -> None:
+        for reader in self.readers.values():
+            reader.repeat = None  # repeated calls tell nobody
+        device = next((reader.device.name for reader in self.readers.values()), "")
+        tracer.step(self.counters, tokens, now, device, self.memory)
+
+    def _observe(self, before: tuple[float, ...], now: float) -> None:
+        """Tell the policy what the last step took."""
+        record = self._record
+        if not record.tokens:
+            return
+        record.seconds = now - self._began
+        for name, was, total in zip(_MEASURED.values(), before, _totals(self.counters), strict=True):
+            setattr(record, name, total - was)
+        self._last = record
+        # Of some devices alone a prediction is not one of the step.
+        whole = bool(self._expected) and self._expected.keys() == self._rooms.keys()
+        self.history.append((record, sum(self._expected.values()) if whole else None))
+        self.memory.policy.observe(record)
+
+    def _plan(self, device: ComputeDevice, tokens: int) -> None:
+        """Let the policy plan the step on a device where anything is spilled."""
+        if not device.spilled:
+            return
+        if self._before is None:
+            self._before = _totals(self.counters)
+        schedule = self._schedules.get(device)
+        if schedule is None:
+            schedule = self._schedules[device] = Schedule(self._readers_on(device))
+        policy, state = self.memory.policy, self._state(schedule, device, tokens)
+        plan = policy.plan(state)
+        expected = policy.prediction(state.cache, state.device)
+        if expected is not None:
+            self._expected[device] = expected.seconds
+        if tracing.active is not None:
+            tracing.active.plan(self.counters, plan_args(plan, policy, state.cache, state.device))
+        schedule.begin(plan)
+
+    def _readers_on(self, device: ComputeDevice) -> list[LayerReader]:
+        return sorted((x for x in self.readers.values() if x.device is device), key=lambda x: x.layer.index)
+
+    def _state(self, schedule: Schedule, device: ComputeDevice, tokens: int) -> StepState:
+        """What a policy sees of a step on a device."""
+        state = schedule.state(
+            tokens, self._in_place(schedule.readers, tokens), self._last, by_rows=self.memory.policy.by_rows
+        )
+        state.cache, state.device, state.model_layers = self._held.owner.number, device.name, len(self.readers)
+        state.overlaps = device.engine.asynchronous
+        return state
+
+    def states(self) -> list[StepState]:
+        """What a policy would see of a step of one token, on each device that has a tier and layers."""
+        with self.memory.lock:
+            found = {device: self._readers_on(device) for device in self.memory.devices if device.slabs is not None}
+            return [self._state(Schedule(readers), device, 1) for device, readers in found.items() if readers]
+
+    def _in_place(self, readers: Sequence[LayerReader], tokens: int) -> list[bool]:
+        """For each layer, whether what is on the host need not be fetched: host threads attend to it, or nobody reads
+        it."""
+        raise NotImplementedError
+
+    def _advance(self, reader: LayerReader) -> None:
+        """A layer was attended to: do what its schedule has for that, if anything."""
+        schedule = self._schedules.get(reader.device)
+        if schedule is not None and (schedule.active or reader.fetched):
+            self._after(reader)
+
+    def _after(self, reader: LayerReader) -> None:
+        schedule = self._schedules.get(reader.device)
+        if schedule is not None:
+            with self.memory.lock:
+                schedule.after(reader)
