@@ -33,6 +33,8 @@ class Scheduler:
                 continue
             need = _more(job, 1, size)
             while need > free and (last := self._last(running, step)) is not None:
+                if last is job and len(running) == len(step.preempt) + 1:
+                    break  # alone
                 step.preempt.append(last)
                 free += last.blocks
                 if last is job:
@@ -44,23 +46,26 @@ class Scheduler:
             budget -= 1
         # Whoever runs and grows by a block next is not to be preempted for someone who is let in now.
         count = sum(job not in step.preempt for job in running)
+        closed, prompts = bool(step.preempt), 0
         for job in ranked:
             if budget <= 0:
                 break
             if job in step.tokens or job in step.preempt:
                 continue
-            if not job.running:
-                if step.preempt or count >= load.max_running:
-                    break
-                if _more(job, job.left, size) + count > free and (count or _more(job, job.left, size) > free):
-                    break  # and nobody behind it passes: else large ones would wait for ever
             tokens = min(job.left, budget) if load.chunked else job.left
-            if tokens > budget and step.tokens:
-                continue  # whole, in a step of its own
+            # A prompt that is not cut may be longer than any step: the first one of a step is computed in any case.
+            fits = tokens <= budget or not prompts
+            if not job.running:
+                full = count and (count >= load.max_running or _more(job, job.left, size) + count > free)
+                if closed or full or not fits:
+                    closed = True  # nobody behind it passes: else large ones would wait for ever
+                    continue
             need = _more(job, tokens, size)
-            if job.running and need > free:
+            # Whoever is alone is not kept waiting for room that nobody gives up: if there is none, the memory says so.
+            if job.running and (not fits or (need > free and count > 1)):
                 continue
             count += not job.running
+            prompts += 1
             step.tokens[job] = tokens
             # Its whole prompt has a place from now on.
             free -= _more(job, job.left, size) if not job.running else need
