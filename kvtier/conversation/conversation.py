@@ -257,6 +257,10 @@ class Conversation:
             self.store.ranked(self)
         except BaseException:
             self.rank = before
+            with contextlib.suppress(
+                Exception
+            ):  # what was refused has changed nothing; an interrupt may have come later
+                self.store.changed(self)
             raise
 
     def park(self) -> None:

@@ -115,7 +115,9 @@ class ConversationStore:
         self.model = model
         self.memory = memory
         self._options: dict[str, Any] = {"block_size": block_size, "host_attention": host_attention}
-        self._new_cache = functools.partial(JournalledCache, model.config, memory=memory, **self._options)
+        #: Those that are not garbage yet.
+        self._caches: weakref.WeakSet[JournalledCache] = weakref.WeakSet()
+        self._new_cache = functools.partial(_new_cache, self._caches, model.config, memory=memory, **self._options)
         self._new_cache().close()  # options that are wrong are an error here
         if loading not in ("auto", "always"):
             raise ConfigError(f"loading={loading!r}: give 'auto' or 'always'.")
@@ -158,7 +160,7 @@ class ConversationStore:
     def _ranked_before(self, chat: Conversation) -> None:
         """Let a conversation that was saved have its rank."""
         key = of.computed_as(self.model), chat.salt
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self._kept.ranks.follow(chat.name, key, packed(chat.ids[:-1]), chat.rank)
         if self._disk_tier is not None:
             self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
@@ -222,7 +224,7 @@ class ConversationStore:
         try:
             yield
         except BudgetError as error:
-            with self.memory.lock:
+            with self.memory.lock, self.memory.change:
                 names = self._kept.ranks.pinned
             if not names or error.pinned:
                 raise
@@ -248,7 +250,7 @@ class ConversationStore:
 
     def _report(self, out: Any, reuse: tuple[RowReuse, ...]) -> Any:
         self._last.reuse = reuse
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             self._count += 1
             self._prompt_tokens += sum(row.prompt for row in reuse)
             self._cached_tokens += sum(row.cached for row in reuse)
@@ -293,7 +295,7 @@ class ConversationStore:
         self._check_open()
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name={name!r}: a conversation has a name, a string that is not empty.")
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             found = self._conversations.get(name) or self._saved(name)
             if found is not None and new:
                 raise ConfigError(f"There is a conversation {name!r} already.")
@@ -331,12 +333,12 @@ class ConversationStore:
 
     def forget(self, name: str) -> None:
         """Forget the name of a conversation; see `Conversation.close`."""
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             known = name in self._conversations
             found = self._conversations.pop(name, None)
         if found is not None:
             found.closed = True
-            with self.memory.changing():
+            with self.memory.lock, self.memory.change:
                 self._kept.ranks.forget(name)
         if known and self._disk_tier is not None:
             self._disk_tier.disk.drop_conversation(name)
@@ -345,7 +347,7 @@ class ConversationStore:
         """A conversation went on: its history has its rank, and what it is is saved."""
         if not self.closed:
             key = (of.computed_as(self.model), chat.salt)
-            with self.memory.changing():
+            with self.memory.lock, self.memory.change:
                 self._kept.ranks.follow(chat.name, key, packed(chat.ids[:-1]), chat.rank)
         if self._disk_tier is not None and not self.closed:
             self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
@@ -355,7 +357,7 @@ class ConversationStore:
     def ranked(self, chat: Conversation) -> None:
         """A conversation has another rank. Raises BudgetError, see `Conversation.pinned`."""
         key = (of.computed_as(self.model), chat.salt)
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             self._kept.ranks.rank(chat.name, key, packed(chat.ids[:-1]), chat.rank)
         self.changed(chat)
@@ -363,14 +365,14 @@ class ConversationStore:
     @property
     def names(self) -> list[str]:
         """Of all conversations."""
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             return list(self._conversations)
 
     def park(self, ids: Sequence[int], *, salt: Hashable = None) -> None:
         """Let what is kept of these tokens leave the device, as far as the host has room."""
         self._check_open()
         key, wanted = (of.computed_as(self.model), salt), packed(ids)
-        with self.memory.changing(), contextlib.suppress(BudgetError):
+        with self.memory.lock, self.memory.change, contextlib.suppress(BudgetError):
             self.memory.collect()
             for _, entry in self._kept.pieces(key, wanted):
                 self._kept.parked.leave(entry.sequence)
@@ -388,7 +390,7 @@ class ConversationStore:
         self._check_open()
         if not 0 <= start < stop <= len(ids):
             raise ConfigError(f"start={start}, stop={stop}: the sequence has {len(ids)} tokens.")
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             self._kept.cut_out((of.computed_as(self.model), salt), packed(ids), start, stop)
 
@@ -406,12 +408,12 @@ class ConversationStore:
     def _in_use(self) -> Iterator[None]:
         call = object()
         try:
-            with self.memory.lock:
+            with self.memory.lock, self.memory.change:
                 self._check_open()
                 self._active[call] = threading.get_ident()
             yield
         finally:
-            with self.memory.lock:
+            with self.memory.lock, self.memory.change:
                 self._active.pop(call, None)
 
     def _check_weights(self) -> None:
@@ -445,7 +447,7 @@ class ConversationStore:
         compared = 0
         with self._in_use():
             self._check_weights()
-            with self.memory.lock:
+            with self.memory.lock, self.memory.change:
                 now = of.computed_as(self.model)
                 entries = [x for x in self._kept.entries.values() if x.key[0] == now and not x.sequence.start]  # type: ignore[index]
             for entry in random.sample(entries, min(sequences, len(entries))):
@@ -459,14 +461,14 @@ class ConversationStore:
                 return verify(self.model, cache, entry.ids, length)
             except CorruptionError as error:
                 self._reuse.problem = str(error)
-                with self.memory.changing():
+                with self.memory.lock, self.memory.change:
                     self._kept.drop_corrupt([entry])
                 raise
 
     def clear(self) -> None:
         """Drop all that is kept."""
         self._check_open()
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             self._kept.parked.clear()
 
@@ -474,7 +476,7 @@ class ConversationStore:
     def stats(self) -> StoreStats:
         """What is kept and what that was good for, now."""
         disk = None if self._disk_tier is None else self._disk_tier.disk
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             return StoreStats(
                 self._count,
                 self._prompt_tokens,
@@ -493,20 +495,23 @@ class ConversationStore:
         Raises:
             ConcurrentUseError: another thread is generating.
         """
-        if self.closed:
-            if self._own and not self.memory.closed:
-                self.memory.close()
-            return
-        self._waker.stop()
-        if not self._others_generate:
-            self.flush()
-        with self.memory.changing():
-            if self._others_generate:
-                raise ConcurrentUseError("Another thread is generating with this ConversationStore. Wait for its end.")
-            self.memory.collect()
-            self._hook.remove()
-            self._kept.parked.close()
-            self.closed = True
+        if not self.closed:
+            self._waker.stop()
+            if not self._others_generate:
+                self.flush()
+            with self.memory.lock, self.memory.change:
+                if self._others_generate:
+                    raise ConcurrentUseError(
+                        "Another thread is generating with this ConversationStore. Wait for its end."
+                    )
+                self.closed = True
+        # What follows may be done twice: whatever cuts it short, the next `close` goes on.
+        self._hook.remove()
+        for cache in list(self._caches):
+            cache.close()  # of a call that was interrupted
+        if self._finalizer.alive:
+            with self.memory.lock, self.memory.change:
+                self._kept.parked.close()
             self._finalizer.detach()
         self._waker.close()
         if self._disk_tier is not None:
@@ -534,8 +539,14 @@ class ConversationStore:
     def check_integrity(self) -> None:
         """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""
         self.memory.check_integrity()
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             self._kept.check_integrity()
+
+
+def _new_cache(caches: weakref.WeakSet[JournalledCache], *args: Any, **options: Any) -> JournalledCache:
+    made = JournalledCache(*args, **options)
+    caches.add(made)
+    return made
 
 
 def _stateful(new_cache: Callable[[], JournalledCache]) -> bool:

@@ -130,7 +130,7 @@ class Waker:
         with self._lock:
             mine = [x for x in self._queue if x._key == key and 2 * common(x._ids, ids) * WIDTH >= len(x._ids)]
         for wake in mine:
-            with self._memory.lock:
+            with self._memory.lock, self._memory.change:
                 loading = self._loading is wake
             if loading:
                 wake._was_loaded.wait()
@@ -171,7 +171,7 @@ class Waker:
         except Exception as error:  # nobody waits for it: the turn does what is not done
             self.problem = str(error)
             if isinstance(error, CorruptionError):
-                with self._memory.changing():
+                with self._memory.lock, self._memory.change:
                     self._kept.drop_corrupt(())
         if pause is None:
             with self._lock:
@@ -185,7 +185,7 @@ class Waker:
             if self._disk_tier is not None:
                 stateful = self._stateful()
                 nbytes = self._disk_tier.bytes_to_load(wake._key, wake._ids, stateful=stateful)
-                with self._memory.lock:
+                with self._memory.lock, self._memory.change:
                     if nbytes and not self._kept.parked.has_room(nbytes):
                         return _PAUSE
                     self._loading = wake
@@ -194,12 +194,12 @@ class Waker:
                         wake._key, wake._ids, stateful=stateful, go_on=lambda: not wake._cancelled
                     )
                 finally:
-                    with self._memory.lock:
+                    with self._memory.lock, self._memory.change:
                         self._loading = None
                         self._memory.readers.resume()  # whoever waits for what it claimed
             wake._was_loaded.set()
             return 0.0
-        with self._memory.changing():
+        with self._memory.lock, self._memory.change:
             if self._memory.has_garbage:
                 self._memory.collect()
             if any(device.copying for device in self._memory.devices):

@@ -197,7 +197,7 @@ def test_a_store_ends_in_the_midst_of_a_wake(how: str, tmp_path: Path, monkeypat
         deadline = time.monotonic() + 30
         while (gone() is not None or memory.owners) and time.monotonic() < deadline:
             time.sleep(0.01)
-            with memory.changing():
+            with memory.lock, memory.change:
                 memory.collect()
         assert gone() is None
     else:

@@ -100,7 +100,7 @@ MUTATIONS: dict[str, Mutation] = {
         Retention, "keep", "if name not in self._tree:", "if False:"
     ),
     "a sequence is released before it is held": edit(
-        Retention, "shortened", "if path.users and last in self._tree:", "if last in self._tree:"
+        Retention, "shortened", "if path.held and last in self._tree:", "if last in self._tree:"
     ),
     "copies of states are not counted": edit(Kept, "_add_states", "self.state_bytes += at.nbytes", "pass"),
     "copies of states have no budget": gone(Kept, "_bound_states"),
