@@ -331,17 +331,15 @@ class ConversationStore:
             del self._conversations[name]  # it is damaged
         return None
 
-    def forget(self, name: str) -> None:
-        """Forget the name of a conversation; see `Conversation.close`."""
+    def forget(self, chat: Conversation) -> None:
+        """Forget the name of a conversation; see `Conversation.close`. May be done again where it was cut short."""
         with self.memory.lock, self.memory.change:
-            known = name in self._conversations
-            found = self._conversations.pop(name, None)
-        if found is not None:
-            found.closed = True
-            with self.memory.lock, self.memory.change:
-                self._kept.ranks.forget(name)
-        if known and self._disk_tier is not None:
-            self._disk_tier.disk.drop_conversation(name)
+            if self._conversations.get(chat.name, chat) is not chat:
+                return  # another one has that name by now
+            self._conversations.pop(chat.name, None)
+            self._kept.ranks.forget(chat.name)
+        if self._disk_tier is not None and not self.closed:
+            self._disk_tier.disk.drop_conversation(chat.name)
 
     def changed(self, chat: Conversation) -> None:
         """A conversation went on: its history has its rank, and what it is is saved."""
@@ -394,13 +392,26 @@ class ConversationStore:
             self.memory.collect()
             self._kept.cut_out((of.computed_as(self.model), salt), packed(ids), start, stop)
 
-    def wake(self, ids: Sequence[int], *, salt: Hashable = None) -> Wake:
+    def wake(self, ids: Sequence[int], *, salt: Hashable = None, timeout: float | None = None) -> Wake:
         """Bring what is kept of these tokens nearer, for a turn is known to come: from the disk to the host, as a call
         would, and from the host to the device, as far as there is room besides what caches use. In the background, and
         in the way of no call; a call that begins with these tokens ends it, and so does `close`.
+
+        Args:
+            timeout: seconds after which it ends, whatever has come until then. Without one it ends too where it waits
+                for room, or for copies of others, for half a minute.
+
+        Raises:
+            ConfigError: a timeout that is none.
         """
         self._check_open()
-        return self._waker.submit((of.computed_as(self.model), salt), packed(ids))
+        if timeout is not None and (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, (int, float))
+            or not 0 <= timeout < threading.TIMEOUT_MAX
+        ):
+            raise ConfigError(f"timeout={timeout!r}: give seconds, or None.")
+        return self._waker.submit((of.computed_as(self.model), salt), packed(ids), timeout)
 
     # Life
 

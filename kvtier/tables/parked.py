@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvtier.errors import BudgetError, CorruptionError, MismatchError, TransferError
 from kvtier.memory import audit
@@ -381,6 +381,16 @@ class ParkedSequences:
                 found = layer.device.fetch(runs, count, None, evict=False)
                 came += sum([run.count for run in found]) * pools.layout.nbytes
         return came
+
+    def on_host(self, sequences: Iterable[ParkedSequence]) -> bool:
+        """Whether a block of these is on the host only, where there is a device tier."""
+        return any(
+            run.state is State.HOST
+            for sequence in sequences
+            for index, table in sequence.tables.items()
+            if self._layers[index].parked.pools.device is not None
+            for run in table.resolve()
+        )
 
     def _make_way(self, wanted: ParkedSequence, pools: Pools, count: int) -> None:
         """Let up to `count` blocks of others that no cache uses leave the device, without waiting."""

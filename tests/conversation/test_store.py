@@ -24,6 +24,7 @@ from kvtier import (
     TieredKVCache,
     TieredMemory,
 )
+from kvtier.conversation.conversation import Conversation
 from kvtier.hf import generation
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
@@ -644,6 +645,33 @@ def test_what_is_re_used_makes_no_call_fail_that_has_room_without(name: str) -> 
     assert why == {"", "no room for what is kept and the rest of the call"}
 
 
+def check_that_a_call_within_is_refused(chat: Conversation) -> None:
+    inputs = ones(some_ids(9))
+
+    class Within(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+            with pytest.raises(ConcurrentUseError, match="already") as refused:
+                chat.generate(**inputs, **GREEDY)
+            errors.append(refused.value)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    errors = list[ConcurrentUseError]()
+    out = chat.generate(**inputs, stopping_criteria=StoppingCriteriaList([Within()]), **GREEDY)
+    assert len(errors) == GREEDY["max_new_tokens"]
+    assert out.tolist() == [chat.ids], "a call that was refused within it has changed nothing"
+    assert chat.generate(**inputs, **GREEDY).tolist() == [chat.ids]
+
+
+@pytest.mark.parametrize("deep", [0, 300])
+def test_a_call_of_a_conversation_within_its_own_call_is_refused(deep: int) -> None:
+    def below(left: int) -> None:
+        below(left - 1) if left else check_that_a_call_within_is_refused(chat)
+
+    with store_of(tiny_model("llama")) as store:
+        chat = store.open("a")
+        below(deep)
+
+
 def test_an_interrupt_in_what_cleans_up_leaves_a_conversation_that_goes_on_and_a_store_that_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -669,6 +697,7 @@ def test_an_interrupt_in_what_cleans_up_leaves_a_conversation_that_goes_on_and_a
             (inside if where is chat else active).update(left)
             assert torch.equal(chat.generate(**inputs, **GREEDY), fresh(model, inputs))
         assert active, "it is listed still"
+        check_that_a_call_within_is_refused(chat)
         thread = threading.Thread(target=chat.generate, kwargs={**inputs, **GREEDY})
         thread.start()
         thread.join()
