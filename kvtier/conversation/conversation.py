@@ -54,8 +54,8 @@ class Store(Protocol):
     def forget(self, chat: Conversation) -> None:
         """Forget the name of a conversation."""
 
-    def changed(self, chat: Conversation) -> None:
-        """A conversation went on."""
+    def changed(self, chat: Conversation, *, generated: bool = False) -> None:
+        """A conversation went on, by this thread's last call or in another way."""
 
     def ranked(self, chat: Conversation) -> None:
         """A conversation has another rank."""
@@ -100,7 +100,7 @@ class Conversation:
                 stopping criterion of a call may not begin another one.
         """
         out = self._generate(inputs, **kwargs)
-        self.store.changed(self)
+        self.store.changed(self, generated=True)
         return out
 
     def _generate(self, inputs: torch.Tensor | None, **kwargs: Any) -> Any:
@@ -162,7 +162,7 @@ class Conversation:
         answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         self._ends[len(self.messages)] = len(self.ids)
-        self.store.changed(self)
+        self.store.changed(self, generated=True)
         return answer
 
     def regenerate(self, *, tokenizer: Any, **kwargs: Any) -> str:

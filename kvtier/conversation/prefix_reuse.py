@@ -400,7 +400,7 @@ class PrefixReuse:
             return  # the padding is part of a state
         if constant is not None and length > constant:
             return  # keys of a longer sequence are others than those of a shorter one
-        if call.depends != self._calls.depends():
+        if call.depends != of.depends(self._model):
             return  # the model was changed meanwhile
         if any(getattr(layer, "record_past", False) for layer in cache.layers):
             return  # assisted decoding: windows hold more than they show

@@ -203,8 +203,9 @@ class ConversationStore:
                 raise ConfigError(f"{name}: the store brings its own cache. Leave it out, or call model.generate.")
         ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         with self._in_use():
-            self._check_weights()
-            call, why = self._calls.read(ids, kwargs, salt)
+            depends = self._check_weights()
+            call, why = self._calls.read(ids, kwargs, salt, depends)
+            self._last.computed_as = depends.computed_as
             if call is None:
                 with self._naming_who_is_pinned():
                     return self._plain(ids, kwargs, why)
@@ -341,10 +342,11 @@ class ConversationStore:
         if self._disk_tier is not None and not self.closed:
             self._disk_tier.disk.drop_conversation(chat.name)
 
-    def changed(self, chat: Conversation) -> None:
-        """A conversation went on: its history has its rank, and what it is is saved."""
+    def changed(self, chat: Conversation, *, generated: bool = False) -> None:
+        """A conversation went on, by this thread's last call or in another way: its history has its rank, and what it
+        is is saved."""
         if not self.closed:
-            key = (of.computed_as(self.model), chat.salt)
+            key = (self._last.computed_as if generated else of.computed_as(self.model), chat.salt)
             with self.memory.lock, self.memory.change:
                 self._kept.ranks.follow(chat.name, key, packed(chat.ids[:-1]), chat.rank)
         if self._disk_tier is not None and not self.closed:
@@ -427,10 +429,11 @@ class ConversationStore:
             with self.memory.lock, self.memory.change:
                 self._active.pop(call, None)
 
-    def _check_weights(self) -> None:
+    def _check_weights(self) -> of.Depends:
         """Drop everything if the model was changed: other weights make other keys and values. What is saved is of the
-        weights that there were when the folder was opened: it is left alone from now on."""
-        now = of.weights_version(self.model)
+        weights that there were when the folder was opened: it is left alone from now on. What the model is now."""
+        depends = of.depends(self.model)
+        now = depends.weights
         if now != self._weights:
             if self._disk_tier is not None:
                 self._disk_tier.stopped = True
@@ -438,6 +441,7 @@ class ConversationStore:
                 self._reuse.problem = "the model was changed since the folder was opened: nothing is saved or loaded"
             self.clear()
             self._weights = now
+        return depends
 
     def verify(self, sequences: int = 1) -> int:
         """Compute some sequences that are kept again, chosen at random, and compare their keys and values.
@@ -457,9 +461,8 @@ class ConversationStore:
         self._check_open()
         compared = 0
         with self._in_use():
-            self._check_weights()
+            now = self._check_weights().computed_as
             with self.memory.lock, self.memory.change:
-                now = of.computed_as(self.model)
                 entries = [x for x in self._kept.entries.values() if x.key[0] == now and not x.sequence.start]  # type: ignore[index]
             for entry in random.sample(entries, min(sequences, len(entries))):
                 compared += self._verify(entry)

@@ -449,6 +449,27 @@ def test_what_cannot_be_is_said(wrong: dict[str, Any]) -> None:
         store.generate(**ones(some_ids(9)), **wrong)
 
 
+def test_a_call_looks_at_all_modules_when_it_begins_and_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes time in their number, which of a model with adapters is a thousand."""
+    model, looks, modules = tiny_model("llama"), list[int](), generation._modules
+
+    def counted(model: Any) -> list[Any]:
+        looks.append(1)
+        return modules(model)
+
+    monkeypatch.setattr(generation, "_modules", counted)
+    with store_of(model) as store:
+        chat, inputs = store.open("a"), ones(some_ids(20))
+        for _ in range(2):
+            looks.clear()
+            chat.generate(**inputs, **GREEDY)
+            assert len(looks) == 2
+            looks.clear()
+            store.generate(**inputs, **GREEDY)
+            assert len(looks) == 2
+    assert modules(model) == list(model.modules())
+
+
 class Breaks(StoppingCriteria):
     """Raises after some tokens."""
 

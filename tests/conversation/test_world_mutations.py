@@ -82,8 +82,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "an entry is not removed from the index": edit(Kept, "_forget", "self._index.remove(entry)", "pass"),
     "the index hears of no shortened sequence": edit(Kept, "_shortened", "elif entry in self._index:", "elif False:"),
-    "tenants share": edit(Calls, "read", "(of.computed_as(model), salt)", "(of.computed_as(model), None)"),
-    "adapters do not count": gone(generation, "adapters", ()),
+    "tenants share": edit(Calls, "read", "(depends.computed_as, salt)", "(depends.computed_as, None)"),
+    "adapters do not count": edit(generation, "_computed_as", "*_adapters(modules), ", ""),
     "weights do not count": gone(ConversationStore, "_check_weights"),
     "beams change rows and their ids do not": lambda patch: patch.delattr(JournalledCache, "reorder_cache"),
     "padding is kept": edit(Kept, "keep", ":, pad:stop]", ":, 0:length]"),
@@ -122,11 +122,11 @@ MUTATIONS: dict[str, Mutation] = {
     "a conversation that is closed keeps its rank": gone(Ranks, "forget"),
     "a rank is not saved": edit(Conversation, "state", "if rank != DEFAULT:", "if False:"),
     # wake
-    "a wake that was cancelled goes on": edit(Waker, "step", "if not wake._cancelled:", "if True:"),
-    "a wake loads nothing": edit(Waker, "_bring", "if self._disk_tier is not None:", "if False:"),
-    "a wake promotes nothing": edit(
-        Waker, "_bring", "self._kept.parked.promote([entry.sequence for _, entry in pieces], PIECE)", "0"
+    "a wake that was cancelled goes on": edit(
+        Waker, "step", 'if wake._goes_on(waits=wake._waits_for != ""):', "if True:"
     ),
+    "a wake loads nothing": edit(Waker, "_bring", "if self._disk_tier is not None:", "if False:"),
+    "a wake promotes nothing": edit(Waker, "_bring", "self._kept.parked.promote(sequences, PIECE)", "0"),
     "a wake gives way to nobody": gone(Waker, "_give_way", False),
     "a turn does not end the wake of its conversation": gone(Waker, "turn"),
     # what is saved
