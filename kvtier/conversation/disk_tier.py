@@ -90,7 +90,7 @@ class DiskTier:
     def flush(self) -> None:
         """Return when all is saved, or cannot be."""
         self._archive.flush()
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             prices = self._prices.as_json()
         if prices != self._saved_prices and not self.disk.closed:
             self.disk.save_prices(self._machine, prices)
@@ -115,7 +115,7 @@ class DiskTier:
         if name is None or self.stopped:
             return None
         length, chunk = self._archive.find(name, ids, stateful=stateful)
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             if stateful:
                 here = next((n for n, _ in self._kept.states_of(key, ids)), 0)
             else:
@@ -166,7 +166,7 @@ class DiskTier:
         if self._loads_all:
             return found.here if step is not None and found.here % step == 0 else 0
         more = len(ids) // WIDTH + 1 - found.length
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             return self._prices.choose(found.files, found.length, found.here, more, step)
 
     def _bring(
@@ -197,19 +197,19 @@ class DiskTier:
             else:
                 self._kept.keep(cache, key, 0, 0, ids, {until: states} if states is not None else {})
             nbytes = found.nbytes_from(start) * (until - start) // (found.length - start)
-            with self._memory.lock:
+            with self._memory.lock, self._memory.change:
                 learn = self._prices.loaded_beside if start > found.here else self._prices.loaded
                 learn(nbytes, time.perf_counter() - began)
         return until - start, ""
 
     def learn_beside(self, took: Took) -> None:
         """Learn from a forward what computing takes while a tail is loaded."""
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             self._prices.computed_beside(took.new, took.past, took.seconds)
 
     def learn(self, took: Iterable[Took]) -> None:
         """Learn from forwards what computing takes."""
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             for i, each in enumerate(took):
                 if each.new > 1 or i == 1:  # of forwards of one token one is enough
                     self._prices.computed(each.new, each.past, each.rows, each.seconds)
@@ -219,14 +219,14 @@ class DiskTier:
     def save(self, entry: Entry) -> None:
         """Save an entry soon."""
         name = _key(entry.key)
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             length = entry.sequence.length
             if name is not None and length and not self.disk.closed:
                 self._archive.submit(Saved(name, entry.ids[: length * WIDTH], entry.states.get(length), entry.key))
 
     def _open(self, saved: Saved) -> JournalledCache | None:
         """A cache with what is kept still of a sequence that is to be saved: of one with states, all or nothing."""
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             length, entry = self._kept.find(saved.place, saved.ids)
             length = 0 if entry is None else min(length, entry.sequence.length)
             whole = length == len(saved.ids) // WIDTH

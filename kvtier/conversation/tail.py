@@ -63,13 +63,13 @@ class Tail:
         self._pool.shutdown(cancel_futures=True)
 
     def _bring(self) -> tuple[int, str]:
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             self._thread = threading.current_thread()
             self._memory.yielding.append(self._give_way)
         try:
             return self._load(go_on=lambda: self._wanted)
         finally:
-            with self._memory.lock:
+            with self._memory.lock, self._memory.change:
                 self._thread = None
                 self._memory.yielding.remove(self._give_way)
                 self._memory.readers.resume()  # whoever waits for what it claimed

@@ -218,7 +218,7 @@ class Forward(PlannedForward):
     def _remove(self, index: int) -> None:
         reader = self.readers.pop(index, None)
         if reader is not None:
-            with self.memory.changing():
+            with self.memory.lock, self.memory.change:
                 self._drop(reader)
 
     def undo_first(self) -> None:
@@ -485,8 +485,19 @@ class Forward(PlannedForward):
 
     # Parked sequences
 
-    def park(self, parked: ParkedSequences, row: int, length: int, start: int = 0) -> ParkedSequence:
-        """Keep the first tokens of a row when the cache ends. The cache may go on. `start`: see `ParkedSequences.park`.
+    def park(
+        self,
+        parked: ParkedSequences,
+        row: int,
+        length: int,
+        start: int = 0,
+        then: Callable[[ParkedSequence], None] = lambda sequence: None,
+    ) -> ParkedSequence:
+        """Keep the first tokens of a row when the cache ends. The cache may go on.
+
+        Args:
+            parked, row, length, start: see `ParkedSequences.park`.
+            then: called with the sequence under the same lock: nobody sees it before.
 
         Raises:
             MismatchError: layers unlike those that were parked before; nothing was changed.
@@ -498,6 +509,7 @@ class Forward(PlannedForward):
                 sequence = parked.park({i: reader.layer for i, reader in self.readers.items()}, row, length, start)
                 for device in {reader.device: None for reader in self.readers.values()}:
                     self._changed(device)
+                then(sequence)
                 return sequence
 
     def follow(self, parked: ParkedSequences, rows: Sequence[ParkedSequence], length: int) -> int:
@@ -578,7 +590,7 @@ class Forward(PlannedForward):
         self.steps.reset()
 
     def _release(self) -> None:
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             self._held.release()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -120,7 +120,7 @@ class PackedForward(PlannedForward):
         def layer_of(index: int, _: ParkedLayer) -> LayerKV:
             return layers[index]
 
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             before = {index: len(layer.tables) for index, layer in layers.items()}
             self.sequences[made] = None
@@ -137,20 +137,27 @@ class PackedForward(PlannedForward):
             self._changed()
         return made if made.length else None
 
-    def park(self, parked: ParkedSequences, sequence: PackedSequence) -> ParkedSequence:
-        """Keep the tokens of a sequence, which may go on.
+    def park(
+        self,
+        parked: ParkedSequences,
+        then: Callable[[ParkedSequence], None] = lambda sequence: None,
+        *,
+        sequence: PackedSequence,
+    ) -> ParkedSequence:
+        """Keep the tokens of a sequence, which may go on. `then`: see `Forward.park`.
 
         Raises:
             MismatchError, CorruptionError: see `ParkedSequences.park`.
         """
         assert not self.segments, "a step is under way"
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             layers = self._layers()
             for index, layer in layers.items():
                 layer.choose([sequence.tables[index]])
             found = parked.park(layers, 0, sequence.length)
             self._changed()
+            then(found)
             return found
 
     def crop(self, sequence: PackedSequence, length: int) -> None:
@@ -478,7 +485,7 @@ class PackedForward(PlannedForward):
         """Give all memory back. Idempotent."""
         if self.closed:
             return
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             self._held.release()
         self.sequences.clear()

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, GenerationConfig
@@ -64,10 +64,43 @@ def keeps_positions(model: Any) -> bool:
     return any("rope_deltas" in vars(module) for module in model.modules())
 
 
+class Depends(NamedTuple):
+    """What keys and values depend on besides tokens.
+
+    Attributes:
+        computed_as: adapters, and the dtype of autocast.
+        weights: a number that changes when weights are written or replaced.
+    """
+
+    computed_as: tuple[Any, ...]
+    weights: int
+
+
+def depends(model: Any) -> Depends:
+    """What keys and values depend on now, by one walk over all modules."""
+    modules = _modules(model)
+    return Depends(_computed_as(model, modules), _weights(modules))
+
+
+def _modules(model: Any) -> list[Any]:
+    """As `model.modules()`, in the same order and in a fourth of the time."""
+    found, left = dict[Any, None](), [model]
+    while left:
+        module = left.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            left += reversed(module._modules.values())
+    return list(found)
+
+
 def adapters(model: Any) -> tuple[str, ...]:
     """Adapters that change what the model computes now, and how much."""
+    return _adapters(_modules(model))
+
+
+def _adapters(modules: list[Any]) -> tuple[str, ...]:
     found: dict[str, None] = {}
-    for module in model.modules():
+    for module in modules:
         if "base_layer" not in module._modules:  # most have none: to ask for what is not there is slow
             continue
         merged, scaling = getattr(module, "merged", False), getattr(module, "scaling", None) or {}
@@ -79,15 +112,25 @@ def adapters(model: Any) -> tuple[str, ...]:
 
 def computed_as(model: Any) -> tuple[Any, ...]:
     """What keys and values depend on now, tokens and weights aside: adapters, and the dtype of autocast."""
+    return _computed_as(model, _modules(model))
+
+
+def _computed_as(model: Any, modules: list[Any]) -> tuple[Any, ...]:
     device = torch.device(model.device).type
-    return (*adapters(model), torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+    return (*_adapters(modules), torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
 
 
 def weights_version(model: Any) -> int:
     """Changes when weights are written or replaced: through torch, not through `.data`, which torch does not count."""
+    return _weights(_modules(model))
+
+
+def _weights(modules: list[Any]) -> int:
     total = 0
-    for x in (*model.parameters(), *model.buffers()):
-        total = hash((total, x.data_ptr(), 0 if x.is_inference() else x._version))
+    for module in modules:
+        for x in (*module._parameters.values(), *module._buffers.values()):
+            if x is not None:
+                total = hash((total, x.data_ptr(), 0 if x.is_inference() else x._version))
     return total
 
 

@@ -29,6 +29,12 @@ class Parked(Protocol):
     def relax(self) -> None:
         """Claim no more than must stay now."""
 
+    def unlist(self) -> None:
+        """A change was cut short: list no blocks of what was being given up, or was not all there yet."""
+
+    def recover(self) -> None:
+        """A change was cut short, and all blocks that are listed are counted right: make everything else agree."""
+
 
 class HostTier:
     """Host memory under one budget.

@@ -111,7 +111,7 @@ class Prefixes:
             follower.job.reusable = self._find(follower.key, packed(follower.ids))
 
     def _find(self, key: Hashable, ids: bytes) -> int:
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             length, entry = self._kept.find(key, ids)
             if entry is None:
                 return 0
@@ -123,7 +123,7 @@ class Prefixes:
         """Let a request that has no blocks begin with what is kept of it. The tokens that are there then."""
         self._check_weights()
         ids = packed(request.ids)
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             self._memory.collect()
             length, entry = self._kept.find(request.key, ids)
             if entry is None:
@@ -135,17 +135,17 @@ class Prefixes:
         try:
             sequence = self._forward.follow(self._kept.parked, entry.sequence, length)
         except CorruptionError:
-            with self._memory.changing():
+            with self._memory.lock, self._memory.change:
                 self._kept.drop_corrupt([entry])
             sequence = None
         except BudgetError:
             sequence = None
         finally:
-            with self._memory.lock:
+            with self._memory.lock, self._memory.change:
                 self._kept.release([entry], request)
         if sequence is None:
             return 0
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             self._kept.use([entry], [sequence.length])
         request.sequence = sequence
         return sequence.length
@@ -176,18 +176,17 @@ class Prefixes:
 
     def clear(self) -> None:
         """Drop all that is kept."""
-        with self._memory.changing():
-            self._memory.collect()
+        with self._memory.lock, self._memory.change:
             self._kept.parked.clear()
 
     def close(self) -> None:
         """The runner is closed: drop what is the engine's own."""
         if self._store is None:
-            with self._memory.changing():
+            with self._memory.lock, self._memory.change:
                 self._memory.collect()
                 self._kept.parked.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             self._kept.check_integrity()

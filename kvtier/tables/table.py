@@ -84,12 +84,11 @@ class BlockTable:
         kept, self.length = 0, length
         for i, run in enumerate(self.resolve()):
             if kept + run.count > keep:
-                gone = self.runs[i:]
-                del self.runs[i:]
+                gone, rest = self.runs[i:], self.runs[:i]
                 if keep > kept:
-                    left, right = residency.cut(run, keep - kept)
-                    self.runs.append(left)
-                    gone[0] = right
+                    left, gone[0] = residency.cut(run, keep - kept)
+                    rest.append(left)
+                self.runs = rest  # at once: whatever cuts this short, it has all of these tokens
                 for each in gone:
                     release(each, free)
                 return True

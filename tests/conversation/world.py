@@ -949,7 +949,7 @@ class World:
         if row is None:
             row, salt = self.rng.choice(self.histories[-6:]), self.rng.choice((None, None, "a", ("b", 2)))
         self.note("wake:", row, salt)
-        self.wakes.append(self.store.wake(row, salt=salt))
+        self.wakes.append(self.store.wake(row, salt=salt, timeout=self.rng.choice((None, None, 0.0, 50.0))))
         self.let_come()
 
     def let_come(self) -> None:
@@ -994,7 +994,7 @@ class World:
         assert not cancelled or (each.done and came == before), "a wake that was cancelled goes on"
         assert all(run.state in RESIDENT for run in used), "a wake makes blocks leave that a cache uses"
         calm = not (self.tight or self.flipped or cancelled or self.disturbed or self.changed_weights)
-        if not calm or not self.plain or self.faults & {"transfers", "flips"} or key != each._key:
+        if not calm or not self.plain or each.why or self.faults & {"transfers", "flips"} or key != each._key:
             return
         with self.memory.lock:
             length, entry = store._kept.find(each._key, each._ids)

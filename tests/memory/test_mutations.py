@@ -353,7 +353,7 @@ def aside(memory: TieredMemory) -> None:
         cache.check_integrity()
         cache.explain()
         cache.layers[0].reset()
-    with memory.changing():
+    with memory.lock, memory.change:
         parked.close()
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=8)
