@@ -50,6 +50,11 @@ class Wake:
         """Whether it has ended: all is where it should be, or `why` says why not."""
         return self._ended.is_set()
 
+    @property
+    def reads(self) -> bool:
+        """Whether it reads from the disk still, or is about to."""
+        return not (self._was_loaded.is_set() or self._ended.is_set())
+
     def wait(self, timeout: float | None = None) -> bool:
         """Return when it has ended, or after so many seconds. Whether it has."""
         return self._ended.wait(timeout)

@@ -33,6 +33,8 @@ MAX_WAITING = 4096
 MAX_ENDED = 4096
 #: Tokens of a step from which on its time says how fast prompts are computed; and the weight of what was known.
 _TELLING, _KEEPS = 16, 0.8
+#: Seconds until it is looked again whether what a request waits for was loaded.
+_PAUSE = 0.001
 
 
 class Engine:
@@ -224,7 +226,7 @@ class Engine:
         """A request waits. Holds the lock."""
         self._waiting[request.job] = request
         if self._prefixes is not None:
-            self._prefixes.comes(request)
+            self._prefixes.comes(request, self._clock() + request.job.tokens / self._rate)
 
     def _check_fits(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what could never run, even alone."""
@@ -381,10 +383,11 @@ class Engine:
             total, used, size = self._runner.blocks()
             for job, request in self._running.items():
                 job.blocks = self._runner.held(request.sequence)
+            now = self._clock()
             load = Load(
-                self._clock(),
+                now,
                 list(self._running),
-                [job for job, request in self._waiting.items() if not self._waits_for_another(request)],
+                [job for job, request in self._waiting.items() if not self._waits_for_another(request, now)],
                 total - used,
                 size,
                 self._max_batch_tokens,
@@ -399,8 +402,11 @@ class Engine:
             for job, tokens in plan.tokens.items():
                 request = self._admit(job)
                 work.append((request, self._work(request, tokens)))
+            if not work and not plan.preempt:
+                # What somebody waits for is on its way from the disk.
+                self._lock.wait(_PAUSE)
         if not work:
-            return bool(plan.preempt)
+            return True
         self.steps += 1
         began = self._clock()
         for group in self._runner.forwards([each for _, each in work]):
@@ -413,8 +419,8 @@ class Engine:
             self._rate = _KEEPS * self._rate + (1 - _KEEPS) * tokens / took
         return True
 
-    def _waits_for_another(self, request: Request) -> bool:
-        return self._prefixes is not None and self._prefixes.waits(request)
+    def _waits_for_another(self, request: Request, now: float) -> bool:
+        return self._prefixes is not None and self._prefixes.waits(request, now)
 
     def _work(self, request: Request, tokens: int) -> Work:
         job = request.job

@@ -17,6 +17,7 @@ from typing import Any
 from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
 from kvtier.conversation.kept import Kept
 from kvtier.conversation.store import ConversationStore
+from kvtier.conversation.wake import Wake
 from kvtier.errors import BudgetError, ConfigError, CorruptionError, KVTierError
 from kvtier.eviction.names import policy_of
 from kvtier.hf import generation as of
@@ -69,6 +70,8 @@ class Prefixes:
         # Prompts that are being computed or wait to be.
         self._coming: PrefixIndex[Request] = PrefixIndex()
         self._waits_for: dict[Request, Request] = {}
+        # What is read from the disk, and until when a request waits for that.
+        self._wakes: dict[Request, tuple[Wake, float]] = {}
         self._followers: dict[Request, list[Request]] = {}
 
     def key(self, salt: Hashable) -> Hashable:
@@ -77,8 +80,13 @@ class Prefixes:
 
     # Coming
 
-    def comes(self, request: Request) -> None:
-        """A request was added: see whether what it begins with is kept, or is to be computed for another one."""
+    def comes(self, request: Request, until: float) -> None:
+        """A request was added: see whether what it begins with is kept, or is to be computed for another one, or is on
+        the disk.
+
+        Args:
+            until: when it would be computed, if it were not loaded. It waits for no longer than that.
+        """
         self._check_weights()
         ids = packed(request.ids)
         request.key = self.key(request.salt)
@@ -93,16 +101,27 @@ class Prefixes:
             self._followers.setdefault(other, []).append(request)
         self._coming.add(request.key, ids, request)
         if self._store is not None and self._store.saves:
-            self._store.wake(request.ids, salt=request.salt)
+            wake = self._store.wake(request.ids, salt=request.salt)
+            if wake.reads:
+                self._wakes[request] = wake, until
 
-    def waits(self, request: Request) -> bool:
-        """Whether another request is to compute what this one begins with."""
+    def waits(self, request: Request, now: float) -> bool:
+        """Whether another request is to compute what this one begins with, or it is being loaded."""
+        if request in self._wakes:
+            wake, until = self._wakes[request]
+            if wake.reads and now < until:
+                return True
+            del self._wakes[request]
+            request.job.reusable = self._find(request.key, packed(request.ids))
         return request in self._waits_for
 
     def there(self, request: Request) -> None:
         """A request's prompt is computed, or it has ended: nobody waits for it any more."""
         if request in self._coming:
             self._coming.remove(request)
+        wake, _ = self._wakes.pop(request, (None, 0.0))
+        if wake is not None:
+            wake.cancel()
         before = self._waits_for.pop(request, None)
         if before is not None and request in self._followers.get(before, ()):
             self._followers[before].remove(request)
