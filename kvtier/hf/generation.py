@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -179,6 +180,23 @@ def length_of_constant_positions(config: Any) -> int | None:
                     or part.max_position_embeddings
                 )
     return min(limits) if limits else None
+
+
+def scores_in_parts(
+    model: Any, ids: Sequence[int], parts: Sequence[int]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Scores `[vocabulary]` behind each part of a sequence: computed part by part on a `DynamicCache`, and those of one
+    forward without a cache."""
+    row = torch.tensor([list(ids)], device=model.device)
+    found, start = list[torch.Tensor](), 0
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        for count in parts:
+            new = row[:, start : start + count]
+            found.append(model(input_ids=new, past_key_values=cache, use_cache=True).logits[0, -1])
+            start += count
+        whole = model(input_ids=row[:, :start], use_cache=False).logits[0]
+    return found, [whole[stop - 1] for stop in itertools.accumulate(parts)]
 
 
 def states_go_on(model: Any) -> bool:
