@@ -62,9 +62,9 @@ class LoadOrCompute:
         if alone and seconds > 0:
             self._loads_beside.append(seconds / alone)
 
-    def computed_beside(self, new: int, past: int, seconds: float) -> None:
-        """A forward of one row, while something was read all the time."""
-        alone = self.seconds_to_compute(new, past, 0)
+    def computed_beside(self, new: int, past: int, batch: int, seconds: float) -> None:
+        """As `computed`, while something was read all the time."""
+        alone = self.seconds_to_compute(new, past, 0, batch)
         if alone and seconds > 0:
             self._computed_beside.append(seconds / alone)
 
@@ -104,19 +104,28 @@ class LoadOrCompute:
             self._load = fixed, per_byte
         return self._load[0] + self._load[1] * nbytes
 
-    def seconds_to_compute(self, tokens: int, past: int, more: int) -> float | None:
-        """What `tokens` on `past` cached ones add to a prefill of `more` tokens behind them. None: no prefill yet."""
+    def seconds_to_compute(self, tokens: int, past: int, more: int, batch: int = 1) -> float | None:
+        """What `tokens` on `past` cached ones, in each of `batch` rows, add to a prefill of `more` tokens behind them.
+        None: no prefill yet."""
         if not any(size.new > 1 for size, _ in self._prefills):
             return None
         if self._prefill is None:
             self._prefill = Prefill.fit(self._prefills)
         # Where a forward is mostly overhead, noise may make more tokens cheaper than fewer.
-        return max(self._prefill.seconds(tokens + more, past) - self._prefill.seconds(more, past + tokens), 0.0)
+        seconds = self._prefill.seconds
+        return max(seconds(tokens + more, past, batch) - seconds(more, past + tokens, batch), 0.0)
 
     # Choose
 
     def choose(
-        self, files: Sequence[tuple[int, int]], length: int, past: int, more: int, step: int | None = None
+        self,
+        files: Sequence[tuple[int, int]],
+        length: int,
+        past: int,
+        more: int,
+        step: int | None = None,
+        *,
+        batch: int = 1,
     ) -> int:
         """From which of the first `length` tokens on to load. 0: all of them; `length`: none; else the head before it,
         as far as it is not there, is computed meanwhile.
@@ -126,6 +135,7 @@ class LoadOrCompute:
             past: tokens that are there.
             more: tokens that are computed behind all of these.
             step: a tail begins at multiples of this, so that it is whole blocks; None: all is loaded, or none.
+            batch: rows that are computed, of these tokens each (beams): what is loaded is loaded once for all.
         """
         starts = [] if step is None else sorted({-(-max(first, past) // step) * step for first, _ in files})
         starts = [start for start in starts if 0 < start < length]
@@ -139,12 +149,12 @@ class LoadOrCompute:
             return self.seconds_to_load(below[-1] - below[first]) or 0.0
 
         def head(start: int) -> float:
-            return self.seconds_to_compute(start - past, past, 0) or 0.0
+            return self.seconds_to_compute(start - past, past, 0, batch) or 0.0
 
         def both(start: int) -> float:
             return max(head(start) * computed_beside, tail(start) * loads_beside)
 
-        compute = self.seconds_to_compute(length - past, past, more)
+        compute = self.seconds_to_compute(length - past, past, more, batch)
         if not self._loads or compute is None:
             return whole  # nobody knows, so it is tried
         computed_beside, loads_beside = map(statistics.median, (self._computed_beside, self._loads_beside))

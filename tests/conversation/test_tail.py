@@ -41,7 +41,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def choosing(monkeypatch: pytest.MonkeyPatch, choose: Callable[[int, int], int]) -> None:
     """Let tails begin where `choose` says, given the length of what is saved and the tokens that are in memory."""
 
-    def chosen(self: Any, files: Any, length: int, past: int, more: int, step: int | None = None) -> int:
+    def chosen(self: Any, files: Any, length: int, past: int, more: int, step: int | None = None, **_: Any) -> int:
         return 0 if step is None else choose(length, past)
 
     monkeypatch.setattr(LoadOrCompute, "choose", chosen)

@@ -1406,7 +1406,14 @@ def archive_of(store: ConversationStore | None) -> Archive | None:
 
 
 def _choose(
-    _: LoadOrCompute, files: Sequence[tuple[int, int]], length: int, past: int, more: int, step: int | None = None
+    _: LoadOrCompute,
+    files: Sequence[tuple[int, int]],
+    length: int,
+    past: int,
+    more: int,
+    step: int | None = None,
+    *,
+    batch: int = 1,
 ) -> int:
     """What is expected to be soonest: anything."""
     ways = [0, length]
