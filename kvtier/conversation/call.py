@@ -106,7 +106,7 @@ class Calls:
         return Call(ids, mask, pads, rows, expand, longest, key, depends, [0] * len(rows)), ""
 
     def _default_mask(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """The mask that `generate` infers: padding is what is a padding token and no end of a text."""
+        """The mask that `generate` infers: what is a padding token, and no token that ends a sequence."""
         pad, ends = (of.setting(name, self._model, kwargs) for name in ("pad_token_id", "eos_token_id"))
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
         if isinstance(pad, int) and pad not in ends and bool((ids == pad).any()):

@@ -200,14 +200,14 @@ class DiskTier:
                 self._kept.keep(cache, key, 0, 0, ids, {until: states} if states is not None else {})
             nbytes = found.nbytes_from(start) * (until - start) // (found.length - start)
             with self._memory.lock, self._memory.change:
-                learn = self._prices.loaded_beside if start > found.here else self._prices.loaded
+                learn = self._prices.loaded_overlapped if start > found.here else self._prices.loaded
                 learn(nbytes, time.perf_counter() - began)
         return until - start, ""
 
-    def learn_beside(self, took: Took) -> None:
+    def learn_overlapped(self, took: Took) -> None:
         """Learn from a forward what computing takes while a tail is loaded."""
         with self._memory.lock, self._memory.change:
-            self._prices.computed_beside(took.new, took.past, took.rows, took.seconds)
+            self._prices.computed_overlapped(took.new, took.past, took.rows, took.seconds)
 
     def learn(self, took: Iterable[Took]) -> None:
         """Learn from forwards what computing takes."""

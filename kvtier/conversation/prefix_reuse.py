@@ -247,7 +247,7 @@ class PrefixReuse:
         of.synchronize(self._model)
         if self._disk_tier is not None:
             took = Took(tail.start - columns, columns, call.expand, time.perf_counter() - began)
-            self._disk_tier.learn_beside(took)
+            self._disk_tier.learn_overlapped(took)
         call.loaded[0], why = tail.wait()
         columns = self._fill(run, tail.start)
         if columns == call.filled:

@@ -371,10 +371,10 @@ class ConversationStore:
     def park(self, ids: Sequence[int], *, salt: Hashable = None) -> None:
         """Let what is kept of these tokens leave the device, as far as the host has room."""
         self._check_open()
-        key, wanted = (of.computed_as(self.model), salt), packed(ids)
+        key, row = (of.computed_as(self.model), salt), packed(ids)
         with self.memory.lock, self.memory.change, contextlib.suppress(BudgetError):
             self.memory.collect()
-            for _, entry in self._kept.pieces(key, wanted):
+            for _, entry in self._kept.pieces(key, row):
                 self._kept.parked.leave(entry.sequence)
 
     def drop(self, ids: Sequence[int], start: int, stop: int, *, salt: Hashable = None) -> None:

@@ -5,7 +5,7 @@ Both are learned from what they took: a load as an overhead and a rate, a prefil
 computed while the tail is loaded (published as Cake), which takes as long as the longer of the two. The later the tail
 begins, the longer the head takes and the shorter the tail: the best beginning is where they cross.
 
-What both take beside each other is learned too: where they share cores or memory, both are slower.
+What both take when they overlap is learned too: where they share cores or memory, both are slower.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class LoadOrCompute:
         self._load: tuple[float, float] | None = None
         self._prefill: Prefill | None = None
         # As multiples of what they take alone.
-        self._loads_beside: deque[float] = deque([1.0], maxlen=_WINDOW // 2)
-        self._computed_beside: deque[float] = deque([1.0], maxlen=_WINDOW // 2)
+        self._loads_overlapped: deque[float] = deque([1.0], maxlen=_WINDOW // 2)
+        self._computed_overlapped: deque[float] = deque([1.0], maxlen=_WINDOW // 2)
         self._computed = 0
 
     # Learn
@@ -56,25 +56,25 @@ class LoadOrCompute:
             self._prefills.append((PrefillSize(new, past, batch), seconds))
             self._prefill = None
 
-    def loaded_beside(self, nbytes: int, seconds: float) -> None:
+    def loaded_overlapped(self, nbytes: int, seconds: float) -> None:
         """So many bytes were read while the model computed all the time."""
         alone = self.seconds_to_load(nbytes)
         if alone and seconds > 0:
-            self._loads_beside.append(seconds / alone)
+            self._loads_overlapped.append(seconds / alone)
 
-    def computed_beside(self, new: int, past: int, batch: int, seconds: float) -> None:
+    def computed_overlapped(self, new: int, past: int, batch: int, seconds: float) -> None:
         """As `computed`, while something was read all the time."""
         alone = self.seconds_to_compute(new, past, 0, batch)
         if alone and seconds > 0:
-            self._computed_beside.append(seconds / alone)
+            self._computed_overlapped.append(seconds / alone)
 
     def as_json(self) -> dict[str, Any]:
         """What was learned; see `from_json`."""
         return {
             "loads": [list(x) for x in self._loads],
             "prefills": [[size.new, size.past, size.batch, seconds] for size, seconds in self._prefills],
-            "loads_beside": list(self._loads_beside),
-            "computed_beside": list(self._computed_beside),
+            "loads_overlapped": list(self._loads_overlapped),
+            "computed_overlapped": list(self._computed_overlapped),
         }
 
     @classmethod
@@ -87,7 +87,10 @@ class LoadOrCompute:
             if int(past) < 0:
                 raise ValueError("tokens are not negative")
             made.computed(int(_positive(new)), int(past), int(_positive(batch)), _positive(seconds))
-        for beside, those in ((made._loads_beside, "loads_beside"), (made._computed_beside, "computed_beside")):
+        for beside, those in (
+            (made._loads_overlapped, "loads_overlapped"),
+            (made._computed_overlapped, "computed_overlapped"),
+        ):
             found = [_positive(x) for x in value[those]]
             beside.clear()
             beside.extend(found or [1.0])
@@ -152,14 +155,16 @@ class LoadOrCompute:
             return self.seconds_to_compute(start - past, past, 0, batch) or 0.0
 
         def both(start: int) -> float:
-            return max(head(start) * computed_beside, tail(start) * loads_beside)
+            return max(head(start) * computed_overlapped, tail(start) * loads_overlapped)
 
         compute = self.seconds_to_compute(length - past, past, more, batch)
         if not self._loads or compute is None:
             return whole  # nobody knows, so it is tried
-        computed_beside, loads_beside = map(statistics.median, (self._computed_beside, self._loads_beside))
+        computed_overlapped, loads_overlapped = map(
+            statistics.median, (self._computed_overlapped, self._loads_overlapped)
+        )
         crossing = bisect.bisect_left(
-            starts, True, key=lambda start: head(start) * computed_beside >= tail(start) * loads_beside
+            starts, True, key=lambda start: head(start) * computed_overlapped >= tail(start) * loads_overlapped
         )
         load = tail(whole)
         split = min(
