@@ -145,7 +145,7 @@ class Conversation:
         self.store.changed(self)
 
     def send(self, message: str | Message, *, tokenizer: Any, system: str | None = None, **kwargs: Any) -> str:
-        """Say something and get the answer, by the tokenizer's chat template; without one, texts follow each other.
+        """Say something and get the answer, by the tokenizer's chat template; without one, contents are joined.
 
         Args:
             message: of the user, or a message with a role of its own (of a tool).

@@ -123,11 +123,12 @@ class DiskTier:
         return _Longer(chunk, length, here) if chunk is not None and length > here else None
 
     def load(
-        self, key: Hashable, ids: bytes, *, stateful: bool, go_on: Callable[[], bool] = lambda: True
+        self, key: Hashable, ids: bytes, *, stateful: bool, rows: int = 1, go_on: Callable[[], bool] = lambda: True
     ) -> tuple[int, str]:
         """Load what is longer there than in memory, all of it, unless it is expected to be computed sooner.
 
         Args:
+            rows: that would compute it, for each is a row of a cache (beams).
             go_on: asked before each chunk; what was read until it says no is kept.
 
         Returns:
@@ -136,16 +137,17 @@ class DiskTier:
         found = self._longer(key, ids, stateful)
         if found is None:
             return 0, ""
-        if self._choose(found, ids, None) == found.length:
+        if self._choose(found, ids, None, rows) == found.length:
             return 0, _SOONER
         return self._bring(found, 0, key, ids, stateful=stateful, go_on=go_on)
 
-    def load_some(self, key: Hashable, ids: bytes, step: int) -> tuple[int, str, Tail | None]:
+    def load_some(self, key: Hashable, ids: bytes, step: int, rows: int) -> tuple[int, str, Tail | None]:
         """Load what is missing in memory, for a model without states: all of it, its tail, or nothing, as is expected
         to be soonest.
 
         Args:
             step: tokens that are whole blocks in every layer.
+            rows: as for `load`.
 
         Returns:
             As `load`; and the tail that is to be loaded while what precedes it is computed, if there is one.
@@ -153,7 +155,7 @@ class DiskTier:
         found = self._longer(key, ids, stateful=False)
         if found is None:
             return 0, "", None
-        start = self._choose(found, ids, step)
+        start = self._choose(found, ids, step, rows)
         if start == found.length:
             return 0, _SOONER, None
         if start <= found.here:
@@ -161,13 +163,13 @@ class DiskTier:
         bring = functools.partial(self._bring, found, start, key, ids, stateful=False)
         return 0, "", Tail(self._memory, start, bring)
 
-    def _choose(self, found: _Longer, ids: bytes, step: int | None) -> int:
+    def _choose(self, found: _Longer, ids: bytes, step: int | None, rows: int) -> int:
         """From which token on to load, see `LoadOrCompute.choose`."""
         if self._loads_all:
             return found.here if step is not None and found.here % step == 0 else 0
         more = len(ids) // WIDTH + 1 - found.length
         with self._memory.lock, self._memory.change:
-            return self._prices.choose(found.files, found.length, found.here, more, step)
+            return self._prices.choose(found.files, found.length, found.here, more, step, batch=rows)
 
     def _bring(
         self,
@@ -198,14 +200,14 @@ class DiskTier:
                 self._kept.keep(cache, key, 0, 0, ids, {until: states} if states is not None else {})
             nbytes = found.nbytes_from(start) * (until - start) // (found.length - start)
             with self._memory.lock, self._memory.change:
-                learn = self._prices.loaded_beside if start > found.here else self._prices.loaded
+                learn = self._prices.loaded_overlapped if start > found.here else self._prices.loaded
                 learn(nbytes, time.perf_counter() - began)
         return until - start, ""
 
-    def learn_beside(self, took: Took) -> None:
+    def learn_overlapped(self, took: Took) -> None:
         """Learn from a forward what computing takes while a tail is loaded."""
         with self._memory.lock, self._memory.change:
-            self._prices.computed_beside(took.new, took.past, took.seconds)
+            self._prices.computed_overlapped(took.new, took.past, took.rows, took.seconds)
 
     def learn(self, took: Iterable[Took]) -> None:
         """Learn from forwards what computing takes."""

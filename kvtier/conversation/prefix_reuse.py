@@ -245,8 +245,9 @@ class PrefixReuse:
         if not self._compute(run, columns, tail.start):
             return columns
         of.synchronize(self._model)
-        if call.expand == 1 and self._disk_tier is not None:
-            self._disk_tier.learn_beside(Took(tail.start - columns, columns, 1, time.perf_counter() - began))
+        if self._disk_tier is not None:
+            took = Took(tail.start - columns, columns, call.expand, time.perf_counter() - began)
+            self._disk_tier.learn_overlapped(took)
         call.loaded[0], why = tail.wait()
         columns = self._fill(run, tail.start)
         if columns == call.filled:
@@ -324,11 +325,14 @@ class PrefixReuse:
             return why
         if len(call.rows) == 1 and not run.stateful and not any(call.pads):
             step = run.cache._forward.options.whole_blocks
-            call.loaded[0], why, call.tail = self._disk_tier.load_some(call.key, call.rows[0][:-WIDTH], step)
+            found = self._disk_tier.load_some(call.key, call.rows[0][:-WIDTH], step, call.expand)
+            call.loaded[0], why, call.tail = found
             return why
         for number, row in enumerate(call.rows):
-            call.loaded[number], found = self._disk_tier.load(call.key, row[:-WIDTH], stateful=run.stateful)
-            why = why or found
+            call.loaded[number], not_loaded = self._disk_tier.load(
+                call.key, row[:-WIDTH], stateful=run.stateful, rows=call.expand
+            )
+            why = why or not_loaded
         return why
 
     def _copy_rows(self, cache: JournalledCache, call: Call, entries: Sequence[Entry], columns: int) -> int:

@@ -19,6 +19,7 @@ from kvtier.conversation.call import Calls
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.disk_tier import DiskTier
+from kvtier.conversation.encoder import EncoderOutputs, reuse_of
 from kvtier.conversation.index import packed
 from kvtier.conversation.journal import JournalledCache, note_forward
 from kvtier.conversation.kept import Entry, Kept
@@ -63,7 +64,8 @@ class ConversationStore:
     budget of their own.
 
     Args:
-        model: of Transformers, a decoder. An encoder-decoder generates as ever, and re-uses nothing.
+        model: of Transformers. Of an encoder-decoder, what the encoder gave is used again where a call has the same
+            inputs; its keys and values are Transformers' own.
         memory: a `kvtier.TieredMemory` that others may use too; without it, one is made with these budgets.
         device_budget, host_budget, policy, audit: as for `TieredMemory`.
         block_size, host_attention: as for `TieredKVCache`.
@@ -129,6 +131,7 @@ class ConversationStore:
         self._conversations: dict[str, Conversation | None] = {}  # None: it is saved, and was not opened yet
         self._last = threading.local()
         self._calls = Calls(model)
+        self._encoder = EncoderOutputs(model, self._calls, _bytes("state_budget", state_budget))
         self._count = self._prompt_tokens = self._cached_tokens = 0
         # Calls under way, and the thread of each.
         self._active: dict[object, int] = {}
@@ -206,6 +209,8 @@ class ConversationStore:
             depends = self._check_weights()
             call, why = self._calls.read(ids, kwargs, salt, depends)
             self._last.computed_as = depends.computed_as
+            if call is None and self.model.config.is_encoder_decoder:
+                return self._report(*self._encoded(ids, kwargs, salt, depends))
             if call is None:
                 with self._naming_who_is_pinned():
                     return self._plain(ids, kwargs, why)
@@ -244,10 +249,31 @@ class ConversationStore:
         tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
         reuse = tuple(RowReuse(tokens, 0, tokens, why) for _ in range(rows))
         with contextlib.ExitStack() as stack:
-            if not self.model.config.is_encoder_decoder and of.setting("use_cache", self.model, kwargs) is not False:
+            if of.setting("use_cache", self.model, kwargs) is not False:
                 cache = TieredKVCache(self.model.config, memory=self.memory, **self._options)
                 kwargs["past_key_values"] = stack.enter_context(cache)
             return self._report(self.model.generate(ids, **kwargs), reuse)
+
+    def _encoded(
+        self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends
+    ) -> tuple[Any, tuple[RowReuse, ...]]:
+        """A call of an encoder-decoder: what the encoder gave for the same inputs before is used again."""
+        inputs, mask, why = self._encoder.inputs(ids, kwargs, salt, depends)
+        if inputs is None or mask is None:
+            rows, tokens = (*ids.shape, 0)[:2] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (1, 0)
+            return self.model.generate(ids, **kwargs), (RowReuse(tokens, 0, tokens, why),) * rows
+        with self.memory.lock, self.memory.change:
+            found = self._encoder.find(inputs)
+        if found is None:
+            why = "no call before had the same inputs"
+            outputs = self._encoder.encode(ids, mask)
+            if of.depends(self.model) == depends:
+                with self.memory.lock, self.memory.change:
+                    self._encoder.keep(inputs, outputs)
+        else:
+            outputs = of.encoder_output(found.clone())
+        kwargs |= {"attention_mask": mask, "encoder_outputs": outputs}
+        return self.model.generate(ids, **kwargs), reuse_of(mask, why)
 
     def _report(self, out: Any, reuse: tuple[RowReuse, ...]) -> Any:
         self._last.reuse = reuse
@@ -371,10 +397,10 @@ class ConversationStore:
     def park(self, ids: Sequence[int], *, salt: Hashable = None) -> None:
         """Let what is kept of these tokens leave the device, as far as the host has room."""
         self._check_open()
-        key, wanted = (of.computed_as(self.model), salt), packed(ids)
+        key, row = (of.computed_as(self.model), salt), packed(ids)
         with self.memory.lock, self.memory.change, contextlib.suppress(BudgetError):
             self.memory.collect()
-            for _, entry in self._kept.pieces(key, wanted):
+            for _, entry in self._kept.pieces(key, row):
                 self._kept.parked.leave(entry.sequence)
 
     def drop(self, ids: Sequence[int], start: int, stop: int, *, salt: Hashable = None) -> None:
@@ -517,6 +543,7 @@ class ConversationStore:
         with self.memory.lock, self.memory.change:
             self.memory.collect()
             self._kept.parked.clear()
+            self._encoder.clear()
 
     @property
     def stats(self) -> StoreStats:
@@ -529,7 +556,7 @@ class ConversationStore:
                 self._cached_tokens,
                 len(self._kept.entries),
                 sum(x.sequence.length for x in self._kept.entries.values()),
-                self._kept.state_bytes,
+                self._kept.state_bytes + self._encoder.nbytes,
                 self._kept.dropped,
                 *((0, 0) if disk is None else (disk.nbytes, disk.damaged)),
                 self._reuse.problem or self._waker.problem or ("" if disk is None else disk.problem),
@@ -553,6 +580,7 @@ class ConversationStore:
                 self.closed = True
         # What follows may be done twice: whatever cuts it short, the next `close` goes on.
         self._hook.remove()
+        self._encoder.clear()
         for cache in list(self._caches):
             cache.close()  # of a call that was interrupted
         if self._finalizer.alive:

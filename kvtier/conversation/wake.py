@@ -127,14 +127,14 @@ class Waker:
         self._thread: threading.Thread | None = None
         # That reads from the disk now. Changed under the memory's lock.
         self._loading: Wake | None = None
-        weak = weakref.WeakMethod(self._give_way)
+        weak = weakref.WeakMethod(self._concede)
 
-        def give_way() -> bool:
+        def concede() -> bool:
             method = weak()
             return method is not None and method()
 
-        memory.yielding.append(give_way)
-        self._finalizer = weakref.finalize(self, memory.yielding.remove, give_way)
+        memory.conceding.append(concede)
+        self._finalizer = weakref.finalize(self, memory.conceding.remove, concede)
         self._finalizer.atexit = False
         _wakers.add(self)
 
@@ -254,7 +254,7 @@ class Waker:
                 wake.why = wake.why or _NO_ROOM
             return None
 
-    def _give_way(self) -> bool:
+    def _concede(self) -> bool:
         """Somebody was refused: a load that is under way ends, and what it claims is free. Whether one is."""
         loading = self._loading
         if loading is None or threading.current_thread() is self._thread:

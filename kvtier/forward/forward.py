@@ -153,7 +153,7 @@ class Forward(PlannedForward):
                 if keys.shape[2]:
                     groups, _ = new.layer.group(keys, values)
                     others = [reader.layer for reader in self.readers.values() if reader.device is new.device]
-                    self._admit_beside(others, new.layer, groups, keys.shape[2])
+                    self._admit_new(others, new.layer, groups, keys.shape[2])
                     new.layer.append(keys, values, groups)
             except Exception:
                 self._drop(new)
@@ -186,7 +186,7 @@ class Forward(PlannedForward):
         finally:
             self._dense = dense
 
-    def _admit_beside(self, others: list[LayerKV], layer: LayerKV, groups: Sequence[Group], tokens: int) -> None:
+    def _admit_new(self, others: list[LayerKV], layer: LayerKV, groups: Sequence[Group], tokens: int) -> None:
         """Refuse, before anything changes, a new layer that does not fit in addition to all that there is."""
         refused = self.memory.admit(
             self._held.owner,

@@ -456,7 +456,7 @@ class TieredKVCache(RecurrentFace):
     def explain(self) -> Explanation:
         """What is where and why; what steps were predicted to take and took; what binds them, and what would change it.
 
-        Printing it gives a text. It measures nothing: where `kvtier.calibrate` did not, and steps have not shown a rate
+        Printed, it is a report. It measures nothing: where `kvtier.calibrate` did not, and steps have not shown a rate
         yet, it reckons with an estimate, and says so.
         """
         forward = self._forward

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput
 
 from kvtier.cpu.checksum import checksums
 from kvtier.hf.model_config import transformers_layers
@@ -53,6 +54,16 @@ def assisted(model: Any, arguments: dict[str, Any]) -> bool:
     """Whether `generate` decodes with candidates: it then gives the model the whole prompt, whatever is cached."""
     names = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
     return any(setting(name, model, arguments) is not None for name in names)
+
+
+def generates_as_usual(model: Any) -> bool:
+    """Whether a model's `generate` is that of Transformers, and no other."""
+    return type(model).generate is GenerationMixin.generate
+
+
+def encoder_output(states: torch.Tensor) -> Any:
+    """What an encoder gives, as `generate` takes it."""
+    return BaseModelOutput(last_hidden_state=states)
 
 
 def reads_positions(model: Any) -> bool:

@@ -110,9 +110,9 @@ class TieredMemory:
         self.private = False
         #: Blocks that nobody is promised, which go where room is needed.
         self.parked: list[Parked] = []
-        #: Who claims what it can do without: asked, under the lock, before anybody else is refused. Says whether it is
-        #: about to give that up; it wakes those that wait for readers then.
-        self.yielding: list[Callable[[], bool]] = []
+        #: Who claims what it can do without: asked, under the lock, before anybody else is refused. Says whether it
+        #: concedes that; it wakes those that wait for readers then.
+        self.conceding: list[Callable[[], bool]] = []
         #: Rises with every forward: for policies, see `BlockSet.last_used`.
         self.clock = 0
         self._engine = engine
@@ -353,7 +353,7 @@ class TieredMemory:
                 each.relax()
             refused = self._admit(owner, device, claim)
             # Without an owner it is asked what is promised already.
-            if refused is None or owner.number < 0 or not any([ask() for ask in self.yielding]):
+            if refused is None or owner.number < 0 or not any([ask() for ask in self.conceding]):
                 break
             self.readers.pause()
             refused = self._admit(owner, device, claim)
@@ -366,12 +366,12 @@ class TieredMemory:
         if device.slabs is not None:
             device.slabs.recover()
 
-        def wanted(limit: int) -> int:
+        def demanded(limit: int) -> int:
             return self._demand(owner, device, claim(limit), limit)[device.slabs is None]
 
         limit = home.budget.lasting
-        if wanted(limit) > limit:
-            needed = _fixed_point(wanted, limit)
+        if demanded(limit) > limit:
+            needed = _fixed_point(demanded, limit)
             goal = home.budget.goal
             if device.slabs is None or (goal is not None and needed > goal) or not device.slabs.allow(needed):
                 return home, needed
@@ -684,10 +684,10 @@ def _tier(slabs: list[SlabAllocator], pools: list[BlockPool], workspace: int, io
     )
 
 
-def _fixed_point(wanted: Callable[[int], int], limit: int) -> int:
-    """The smallest number above `limit`, for which too much is wanted, for which no more is wanted than itself."""
-    # What is wanted never falls with the limit, so that no smaller number is passed over.
-    while (needed := wanted(limit)) > limit:
+def _fixed_point(demanded: Callable[[int], int], limit: int) -> int:
+    """The smallest number above `limit`, for which too much is demanded, for which no more is demanded than itself."""
+    # What is demanded never falls with the limit, so that no smaller number is passed over.
+    while (needed := demanded(limit)) > limit:
         limit = needed
     return limit
 

@@ -376,7 +376,7 @@ class ParkedSequences:
             count = min(share, sum([run.count for run in runs]))
             missing = count - layer.device.obtainable(pools, ordered=True)
             if missing > 0:
-                self._make_way(sequence, pools, missing)
+                self._evict_others(sequence, pools, missing)
             with contextlib.suppress(BudgetError, TransferError):
                 found = layer.device.fetch(runs, count, None, evict=False)
                 came += sum([run.count for run in found]) * pools.layout.nbytes
@@ -392,10 +392,10 @@ class ParkedSequences:
             for run in table.resolve()
         )
 
-    def _make_way(self, wanted: ParkedSequence, pools: Pools, count: int) -> None:
+    def _evict_others(self, but: ParkedSequence, pools: Pools, count: int) -> None:
         """Let up to `count` blocks of others that no cache uses leave the device, without waiting."""
         for sequence in list(self._on_device):
-            if sequence is wanted:
+            if sequence is but:
                 return  # what is behind it was woken later
             if sequence.users:
                 continue

@@ -231,14 +231,6 @@ def test_what_is_not_of_token_ids_alone_re_uses_nothing_and_says_so(change: Any,
         assert store.stats.sequences == 1
 
 
-def test_an_encoder_decoder_generates_as_ever() -> None:
-    model = tiny_model("t5")
-    with store_of(model) as store:
-        inputs = ones(some_ids(20))
-        assert torch.equal(store.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
-        assert store.reuse[0].why == "an encoder-decoder"
-
-
 def test_other_weights_find_nothing() -> None:
     model = build_model("llama", "sdpa")
     with store_of(model) as store:

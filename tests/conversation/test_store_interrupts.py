@@ -111,7 +111,7 @@ class Scene:
         stats = memory.stats
         assert (stats.device.used_blocks, stats.host.used_blocks) == (0, 0)
         assert (stats.device.bytes, stats.host.bytes) == (0, 0)
-        assert not memory.yielding
+        assert not memory.conceding
         assert not self.toy._forward_pre_hooks, "the model is as it was"
         memory.close()
 

@@ -256,7 +256,7 @@ def test_a_store_ends_in_the_midst_of_a_wake(how: str, tmp_path: Path, monkeypat
         store.close()
     for wake in wakes:
         assert wake.done
-    assert not memory.yielding
+    assert not memory.conceding
     memory.close()
     assert not [x for x in threading.enumerate() if x.name == "kvtier-waking"]
 

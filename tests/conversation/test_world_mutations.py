@@ -69,7 +69,7 @@ MUTATIONS: dict[str, Mutation] = {
     "blocks that hold other bytes are read": gone(Audit, "_compare"),
     "nothing is repaired after an interrupt": gone(TieredMemory, "_recover"),
     "a store makes nothing again after an interrupt": gone(Kept, "_recover"),
-    "a budget admits everything": edit(TieredMemory, "_admit", "if wanted(limit) > limit:", "if False:"),
+    "a budget admits everything": edit(TieredMemory, "_admit", "if demanded(limit) > limit:", "if False:"),
     "what a cache continues is not cropped": edit(
         ParkedSequences, "follow", "table.crop(length, kv.layout.block_size, layer.device.free)", "pass"
     ),
@@ -127,7 +127,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a wake loads nothing": edit(Waker, "_bring", "if self._disk_tier is not None:", "if False:"),
     "a wake promotes nothing": edit(Waker, "_bring", "self._kept.parked.promote(sequences, PIECE)", "0"),
-    "a wake gives way to nobody": gone(Waker, "_give_way", False),
+    "a wake gives way to nobody": gone(Waker, "_concede", False),
     "a turn does not end the wake of its conversation": gone(Waker, "turn"),
     # what is saved
     "another slice is saved": edit(

@@ -920,8 +920,8 @@ class World:
         self.disturbed = True
         self.note("while a wake reads")
         # Who is refused asks a wake to end, and waits for that: in one thread it would wait for ever.
-        asked = list(self.memory.yielding)
-        self.memory.yielding.clear()
+        asked = list(self.memory.conceding)
+        self.memory.conceding.clear()
         self.depth += 1
         try:
             if what == self.turn:
@@ -933,7 +933,7 @@ class World:
             raise
         finally:
             self.depth -= 1
-            self.memory.yielding[:] = asked
+            self.memory.conceding[:] = asked
 
     def _unlocked(self) -> bool:
         """Whether another thread could do something now: nobody here has a lock that it needs."""
@@ -968,7 +968,7 @@ class World:
         waker = self.store._waker
         loading = waker._loading
         with self.memory.lock:
-            assert waker._give_way() == (loading is not None), "a wake keeps what it claims"
+            assert waker._concede() == (loading is not None), "a wake keeps what it claims"
         assert loading is None or loading._cancelled
 
     def waken(self) -> None:
@@ -1406,7 +1406,14 @@ def archive_of(store: ConversationStore | None) -> Archive | None:
 
 
 def _choose(
-    _: LoadOrCompute, files: Sequence[tuple[int, int]], length: int, past: int, more: int, step: int | None = None
+    _: LoadOrCompute,
+    files: Sequence[tuple[int, int]],
+    length: int,
+    past: int,
+    more: int,
+    step: int | None = None,
+    *,
+    batch: int = 1,
 ) -> int:
     """What is expected to be soonest: anything."""
     ways = [0, length]
