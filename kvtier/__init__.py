@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvtier.hf.attention import register_attention
     from kvtier.hf.cache import TieredKVCache
     from kvtier.hf.enable import Enabled, disable, enable
+    from kvtier.hf.tiering import Tiered, tier, tiered, untier
     from kvtier.hf.view import KVView
     from kvtier.memory.tiered import TieredMemory
     from kvtier.planning.explain import Explanation
@@ -71,6 +72,7 @@ _HOME = {
     "StoreStats": "conversation.reuse",
     "Tier": "stats",
     "TierStats": "stats",
+    "Tiered": "hf.tiering",
     "TieredKVCache": "hf.cache",
     "TieredMemory": "memory.tiered",
     "TransferError": "errors",
@@ -79,7 +81,10 @@ _HOME = {
     "disable": "hf.enable",
     "enable": "hf.enable",
     "register_attention": "hf.attention",
+    "tier": "hf.tiering",
+    "tiered": "hf.tiering",
     "trace": "tracing",
+    "untier": "hf.tiering",
 }
 
 __all__ = [
@@ -110,6 +115,7 @@ __all__ = [
     "StoreStats",
     "Tier",
     "TierStats",
+    "Tiered",
     "TieredKVCache",
     "TieredMemory",
     "TransferError",
@@ -118,7 +124,10 @@ __all__ = [
     "disable",
     "enable",
     "register_attention",
+    "tier",
+    "tiered",
     "trace",
+    "untier",
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from kvtier.config import format_size
 
@@ -99,7 +99,7 @@ class Counters:
             value = getattr(other, each.name)
             if isinstance(value, dict):
                 mine = getattr(self, each.name)
-                for name, count in value.items():
+                for name, count in list(value.items()):
                     mine[name] = mine.get(name, 0) + count
             else:
                 setattr(self, each.name, getattr(self, each.name) + value)
@@ -129,6 +129,14 @@ class TierStats:
     page_locked_bytes: int
     used_blocks: int
     free_blocks: int
+
+    def with_peak(self, peak_bytes: int) -> TierStats:
+        """The same, with a peak of at least this."""
+        return self if peak_bytes <= self.peak_bytes else replace(self, peak_bytes=peak_bytes)
+
+    def empty(self) -> TierStats:
+        """The same tier when nothing is in it any more."""
+        return TierStats(self.budget, 0, self.peak_bytes, 0, 0, 0, 0, 0)
 
 
 NO_TIER = TierStats(0, 0, 0, 0, 0, 0, 0, 0)

@@ -62,6 +62,49 @@ class _GrowingLayers(list[Any]):
             ) from None
 
 
+def memory_of(
+    memory: TieredMemory | None,
+    *,
+    device_budget: Size | Mapping[str, Size] | None,
+    host_budget: Size | None,
+    write_through: float | None,
+    policy: Policy | str | None,
+    audit: Literal["off", "sampled", "full"] | None,
+) -> TieredMemory:
+    """The memory that these options of a `TieredKVCache` are about: the one that is given, or one of the cache's own.
+
+    Raises:
+        ConfigError: an option that is malformed, or that goes with no memory that is given.
+    """
+    if memory is None:
+        budgets = MemoryOptions.parse(
+            device_budget, "auto" if host_budget is None else host_budget, "sampled" if audit is None else audit
+        )
+        share = None if write_through is None else parse_share("write_through", write_through)
+        return TieredMemory.of_one_cache(budgets, policy_of(policy, share))
+    if not isinstance(memory, TieredMemory):
+        raise ConfigError(
+            f"memory={memory!r} is not a TieredMemory. Make one with kvtier.TieredMemory(device_budget=...), "
+            "or leave it out: the cache then has a memory of its own."
+        )
+    given = {
+        "device_budget": device_budget,
+        "host_budget": host_budget,
+        "write_through": write_through,
+        "policy": policy,
+        "audit": audit,
+    }
+    twice = [name for name, value in given.items() if value is not None]
+    if twice:
+        its_own = " and ".join(twice)
+        policy_of_it = ", in its policy" if "write_through" in twice else ""
+        raise ConfigError(
+            f"{its_own}: the cache is given a memory, and what applies is what that has. Set it "
+            f"there{policy_of_it}: kvtier.TieredMemory(device_budget=..., policy=kvtier.Policy(...))."
+        )
+    return memory
+
+
 class TieredKVCache(RecurrentFace):
     """A KV cache whose blocks are on the device and in host memory, each where there is room, with the tokens of
     `DynamicCache`.
@@ -132,34 +175,16 @@ class TieredKVCache(RecurrentFace):
         self._config = config
         self._options = CacheOptions.parse(block_size, host_attention, max_tokens)
         loader.check_environment()
-        if memory is None:
-            budgets = MemoryOptions.parse(
-                device_budget, "auto" if host_budget is None else host_budget, "sampled" if audit is None else audit
+        self._setup(
+            memory_of(
+                memory,
+                device_budget=device_budget,
+                host_budget=host_budget,
+                write_through=write_through,
+                policy=policy,
+                audit=audit,
             )
-            share = None if write_through is None else parse_share("write_through", write_through)
-            memory = TieredMemory.of_one_cache(budgets, policy_of(policy, share))
-        else:
-            if not isinstance(memory, TieredMemory):
-                raise ConfigError(
-                    f"memory={memory!r} is not a TieredMemory. Make one with kvtier.TieredMemory(device_budget=...), "
-                    "or leave it out: the cache then has a memory of its own."
-                )
-            given = {
-                "device_budget": device_budget,
-                "host_budget": host_budget,
-                "write_through": write_through,
-                "policy": policy,
-                "audit": audit,
-            }
-            twice = [name for name, value in given.items() if value is not None]
-            if twice:
-                its_own = " and ".join(twice)
-                policy_of_it = ", in its policy" if "write_through" in twice else ""
-                raise ConfigError(
-                    f"{its_own}: the cache is given a memory, and what applies is what that has. Set it "
-                    f"there{policy_of_it}: kvtier.TieredMemory(device_budget=..., policy=kvtier.Policy(...))."
-                )
-        self._setup(memory)
+        )
 
     def _setup(self, memory: TieredMemory) -> None:
         dynamo.keep_out()
