@@ -30,6 +30,8 @@ from kvtier.stats import CacheStats, Counters
 _GENERATE, _PREPARE = "generate", "_prepare_cache_for_generation"
 #: What `generate` keeps its cache under; models with recurrent layers only have another name for it, and are left.
 _CACHE = "past_key_values"
+#: Why a call had a tiered cache and was not tiered.
+_UNUSED = "the model put another cache in its place"
 
 #: Guards what follows. Re-entrant: a model may be collected while it is held.
 _lock = threading.RLock()
@@ -240,15 +242,20 @@ class Tiered:
             memory = self._memory
             if memory is None:  # it has just ended
                 return None
-            cache = TieredKVCache(config, memory=memory, **self._cache_options)
+            cache = self._made(config, memory)
             mine = [DynamicLayer if isinstance(x, TieredLayer) else type(x) for x in cache.layers]
             if any(a is not b for a, b in zip(mine, kinds, strict=False)):  # of T5, Transformers counts other layers
                 # The model made a cache of its own kind: cross-attention, say, where its decoder has windows.
                 cache.close()
                 if any(x is not DynamicLayer for x in kinds):
                     return None
-                cache = TieredKVCache(memory=memory, **self._cache_options)
+                cache = self._made(None, memory)
             return cache
+
+    def _made(self, config: Any, memory: TieredMemory) -> TieredKVCache:
+        cache = TieredKVCache(config, memory=memory, **self._cache_options)
+        cache._was_used = True  # `left` says where it was not
+        return cache
 
     def begin_call(self, call: _Call) -> None:
         """A call has caches."""
@@ -284,14 +291,14 @@ class Tiered:
         while self._over:
             call = self._over.popleft()
             found = None
-            if call.counters:
+            if any(x.steps for x in call.counters):
                 found = CacheStats()
                 for counters in call.counters:
                     found.add(counters)
                 if self._memory is not None:
                     now = self._memory.stats
                     found.device, found.host = now.device, now.host
-            self._count(call, found, call.reason)
+            self._count(call, found, call.reason or _UNUSED)
 
 
 class _Call:
@@ -357,7 +364,8 @@ class _Call:
                 cache.close()
         del caches
         if found is not None or not failed:
-            self.tiered.end_call(self, found, self.reason)
+            used = found is not None and (failed or found.steps > 0)
+            self.tiered.end_call(self, found if used else None, self.reason or _UNUSED)
 
     def let_go(self) -> None:
         """The call is over, and garbage may be collected just now: no lock is taken."""
