@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -83,9 +84,8 @@ def environment() -> dict[str, Any]:
 
 
 def _versions(problems: list[str], notes: list[str]) -> dict[str, str | None]:
-    from kvtier import __version__
-
-    found: dict[str, str | None] = {"kvtier": __version__}
+    # A plain source tree has no metadata.
+    found: dict[str, str | None] = {"kvtier": sys.modules["kvtier"].__version__}
     for name in ("torch", "transformers", "accelerate", "safetensors", "triton"):
         try:
             found[name] = importlib.metadata.version(name)
