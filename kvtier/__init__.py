@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvtier.hf.attention import register_attention
     from kvtier.hf.cache import TieredKVCache
     from kvtier.hf.enable import Enabled, disable, enable
+    from kvtier.hf.tiering import Tiered, tier, tiered, untier
     from kvtier.hf.view import KVView
     from kvtier.memory.tiered import TieredMemory
     from kvtier.planning.explain import Explanation
@@ -79,6 +80,7 @@ _HOME = {
     "StoreStats": "conversation.reuse",
     "Tier": "stats",
     "TierStats": "stats",
+    "Tiered": "hf.tiering",
     "TieredKVCache": "hf.cache",
     "TieredMemory": "memory.tiered",
     "TransferError": "errors",
@@ -87,7 +89,10 @@ _HOME = {
     "disable": "hf.enable",
     "enable": "hf.enable",
     "register_attention": "hf.attention",
+    "tier": "hf.tiering",
+    "tiered": "hf.tiering",
     "trace": "tracing",
+    "untier": "hf.tiering",
 }
 
 __all__ = [
@@ -122,6 +127,7 @@ __all__ = [
     "StoreStats",
     "Tier",
     "TierStats",
+    "Tiered",
     "TieredKVCache",
     "TieredMemory",
     "TransferError",
@@ -130,7 +136,10 @@ __all__ = [
     "disable",
     "enable",
     "register_attention",
+    "tier",
+    "tiered",
     "trace",
+    "untier",
 ]
 
 
