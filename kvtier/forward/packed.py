@@ -420,7 +420,14 @@ class PackedForward(PlannedForward):
     def _admit(self, device: ComputeDevice, segments: Sequence[Segment], to_come: int) -> None:
         """Refuse, before anything changes, a step that will not fit."""
         owner = self._held.owner
-        refused = self.memory.admit(owner, device, lambda limit: self._claim(device, segments, to_come, limit))
+        claims: dict[int, Claim] = {}
+
+        def claim(limit: int) -> Claim:
+            if limit not in claims:
+                claims[limit] = self._claim(device, segments, to_come, limit)
+            return claims[limit]
+
+        refused = self.memory.admit(owner, device, claim)
         if refused is not None:
             tokens = sum(each.tokens for each in segments)
             raise too_small(*refused, f"A step of {tokens} tokens of {len(segments)} sequences needs")
@@ -431,40 +438,44 @@ class PackedForward(PlannedForward):
         layers = [reader.layer for reader in self._held.readers.values() if reader.device is device]
         held = filling = room = slot = largest = 0
         smallest = layers[0].layout.nbytes if layers else 0
-        new = {id(each.sequence): each.tokens for each in segments}
         for layer in layers:
             size, nbytes = layer.layout.block_size, layer.layout.nbytes
             coming, opened = 0, layer.blocks.counts[State.FILLING]
             if layer.index not in self._new:
-                now = 0
-                for sequence in self.sequences:
-                    table = sequence.tables[layer.index]
-                    tokens = new.get(id(sequence), 0)
-                    coming += _blocks(table, tokens, size, layer)
-                    now += bool((table.length + tokens) % size)
-                opened = max(opened, now)
+                # Those of other sequences stay as they are.
+                then = opened
+                for each in segments:
+                    table = each.sequence.tables[layer.index]
+                    before, after = table.length % size, (table.length + each.tokens) % size
+                    own = not before or _is_own(table, layer)
+                    coming += -(-(table.length + each.tokens) // size) - -(-table.length // size) + (not own)
+                    then += bool(after) - (before > 0 and own and table.last().state is State.FILLING)
+                opened = max(opened, then)
             held += (layer.blocks.blocks + coming) * nbytes
             filling += opened * nbytes
             slot, smallest, largest = max(slot, nbytes), min(smallest, nbytes), max(largest, nbytes)
+            in_place = self.options.host_attention and split.can_attend(layer)
             for each in segments:
-                room = max(
-                    room,
-                    dispatch.room_for(
-                        layer,
-                        each.tokens,
-                        each.length,
-                        1,
-                        host_attention=self.options.host_attention,
-                        dense=True,
-                        limit=limit,
-                    ),
-                )
+                if each.tokens > MAX_SHORT or not in_place:
+                    room = max(room, self._room_for(layer, each, limit))
         if to_come and layers:
             last = layers[-1]
             size, nbytes = last.layout.block_size, last.layout.nbytes
             held += to_come * sum(-(-each.length // size) for each in segments) * nbytes
             filling += to_come * sum(bool(each.length % size) for each in segments) * nbytes
         return Claim(held, filling, room, slot, smallest, largest)
+
+    def _room_for(self, layer: LayerKV, segment: Segment, limit: int) -> int:
+        """Bytes of workspace through which one segment is attended to."""
+        return dispatch.room_for(
+            layer,
+            segment.tokens,
+            segment.length,
+            1,
+            host_attention=self.options.host_attention,
+            dense=True,
+            limit=limit,
+        )
 
     def _changed(self) -> None:
         """Fewer blocks are held: claim no more, and give back what is free and much."""
@@ -511,12 +522,7 @@ class PackedForward(PlannedForward):
                     assert all(x.tables[index].length == x.length for x in self.sequences)
 
 
-def _blocks(table: BlockTable, tokens: int, size: int, layer: LayerKV) -> int:
-    """New blocks that tokens take, a copy of a last block that others hold too included."""
-    if not tokens:
-        return 0
-    count = -(-(table.length + tokens) // size) - -(-table.length // size)
-    if table.length % size:
-        last = table.resolve()[-1]
-        count += last.refs > 1 or last.blocks is not layer.blocks
-    return count
+def _is_own(table: BlockTable, layer: LayerKV) -> bool:
+    """Whether a sequence's last block is written to as it is, and not copied first."""
+    last = table.last()
+    return last.refs == 1 and last.blocks is layer.blocks

@@ -59,7 +59,7 @@ class Engine:
             the engine keeps that itself, until it is closed.
         device_budget, host_budget: as of `TieredMemory`.
         memory: a `TieredMemory` that others use too; budgets are then its own.
-        block_size, host_attention: as of `TieredKVCache`; the default block is 16 tokens, for short requests.
+        block_size, host_attention: as of `TieredKVCache`; the default block is 64 tokens, for many short requests.
         max_batch_tokens: computed in one step, at the most.
         max_running: requests that run at a time.
         max_waiting: requests that wait, beyond which `add_request` refuses.
@@ -82,7 +82,7 @@ class Engine:
         device_budget: Size | Mapping[str, Size] | None = None,
         host_budget: Size | None = None,
         memory: TieredMemory | None = None,
-        block_size: int | Literal["auto"] = 16,
+        block_size: int | Literal["auto"] = 64,
         host_attention: bool = True,
         max_batch_tokens: int = 2048,
         max_running: int = 256,

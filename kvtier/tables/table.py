@@ -43,6 +43,11 @@ class BlockTable:
                 break
         return runs
 
+    def last(self) -> Run:
+        """The run that has the last block."""
+        last = self.runs[-1]
+        return last if last.parts is None else self.resolve()[-1]
+
     def fork(self) -> BlockTable:
         """A second table with the same blocks."""
         runs = list(self.resolve())
