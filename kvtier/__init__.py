@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvtier.planning.explain import Explanation
     from kvtier.planning.policy import Policy
     from kvtier.planning.profile import HardwareProfile
-    from kvtier.stats import CacheStats, LayerResidency, Residency, Tier, TierStats
+    from kvtier.stats import CacheStats, LayerResidency, Progress, Residency, Tier, TierStats
     from kvtier.tracing import trace
 
 __version__ = "0.1.0"
@@ -65,6 +65,7 @@ _HOME = {
     "MemoryInUseError": "errors",
     "MismatchError": "errors",
     "Policy": "planning.policy",
+    "Progress": "stats",
     "Residency": "stats",
     "RowReuse": "conversation.reuse",
     "StaleViewError": "errors",
@@ -108,6 +109,7 @@ __all__ = [
     "MemoryInUseError",
     "MismatchError",
     "Policy",
+    "Progress",
     "Residency",
     "RowReuse",
     "StaleViewError",
