@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvtier.scheduling.scheduler import Scheduler
     from kvtier.serving.engine import Engine
     from kvtier.serving.request import RequestOutput
-    from kvtier.stats import CacheStats, LayerResidency, Residency, Tier, TierStats
+    from kvtier.stats import CacheStats, LayerResidency, Progress, Residency, Tier, TierStats
     from kvtier.tracing import trace
 
 __version__ = "0.1.0"
@@ -70,6 +70,7 @@ _HOME = {
     "MemoryInUseError": "errors",
     "MismatchError": "errors",
     "Policy": "planning.policy",
+    "Progress": "stats",
     "QueueFullError": "errors",
     "RequestOutput": "serving.request",
     "Residency": "stats",
@@ -117,6 +118,7 @@ __all__ = [
     "MemoryInUseError",
     "MismatchError",
     "Policy",
+    "Progress",
     "QueueFullError",
     "RequestOutput",
     "Residency",

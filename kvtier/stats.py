@@ -345,6 +345,25 @@ def _value(value: Any, unit: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a long forward is, for a hook: `TieredKVCache(progress=...)`.
+
+    Attributes:
+        tokens: new tokens of each row in this forward.
+        past: tokens before it.
+        layer: tiered layers that have these tokens, from 1 on. A device may still be computing them.
+        layers: of all; 0 where nobody knows yet, in the first forward of a cache without a config.
+        seconds: since its first layer.
+    """
+
+    tokens: int
+    past: int
+    layer: int
+    layers: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerResidency:
     """Where the KV of one layer is at one moment.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +18,7 @@ from kvtier.attention.repeat import Repeat
 from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
 from kvtier.errors import ClosedError, StaleViewError
 from kvtier.forward import admission
-from kvtier.forward.planned import PlannedForward
+from kvtier.forward.planned import LONG_PROMPT, PlannedForward
 from kvtier.forward.steps import Steps
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory import system
@@ -27,7 +29,7 @@ from kvtier.memory.layout import BlockLayout, in_one_dtype
 from kvtier.memory.tiered import TieredMemory, too_small
 from kvtier.planning.admission import Claim
 from kvtier.planning.step import StepRecord
-from kvtier.stats import CacheStats, LayerResidency
+from kvtier.stats import CacheStats, LayerResidency, Progress
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
@@ -43,6 +45,7 @@ class Forward(PlannedForward):
         expected: the layers that a forward updates, where that is known in advance.
         tiered: how many tiered layers there will be, where that is known in advance.
         dense: whether attention is expected to ask for one layer's KV as tensors, now.
+        progress: called behind each layer of a forward of at least `LONG_PROMPT` tokens.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Forward(PlannedForward):
         expected: frozenset[int] | None = None,
         tiered: int = 0,
         dense: Callable[[], bool] = lambda: True,
+        progress: Callable[[Progress], object] | None = None,
     ) -> None:
         super().__init__(memory, options)
         self.steps = Steps(
@@ -70,6 +74,9 @@ class Forward(PlannedForward):
         self._groups: Sequence[Group] | None = None
         #: What views of a step have in common, by layout, kept for those who make them.
         self.blanks: dict[Pools, Any] = {}
+        if progress is not None:  # who has no hook does not ask for one in every layer
+            # Not by a reference to itself: what it holds is given back as soon as nobody uses it.
+            self.append = partial(_append_and_tell, weakref.ref(self), progress)  # type: ignore[method-assign]
 
     def layer(self, index: int) -> LayerKV | None:
         """A layer's KV; None before its first update."""
@@ -109,6 +116,14 @@ class Forward(PlannedForward):
                 self._plan(layer.device, 1)
             self._record.layers += 1
         return reader
+
+    def tell(self, past: int, progress: Callable[[Progress], object]) -> None:
+        """A layer has the new tokens behind `past` ones: tell the hook, if they are many."""
+        tokens = self._record.tokens
+        if tokens >= LONG_PROMPT:
+            # Without a config, nobody knows in a first forward how many layers come.
+            layers = self._tiered or len(self.steps.expected or ())
+            progress(Progress(tokens, past, self._record.layers, layers, time.perf_counter() - self._began))
 
     def _append(self, layer: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         layer.check(keys, values)
@@ -592,6 +607,8 @@ class Forward(PlannedForward):
     def _release(self) -> None:
         with self.memory.lock, self.memory.change:
             self.memory.collect()
+            if self._record.tokens >= LONG_PROMPT:
+                self._tell_of_prompt(time.perf_counter(), "the end")
             self._held.release()
 
     def close(self) -> None:
@@ -641,3 +658,18 @@ class Forward(PlannedForward):
         with self.memory.lock:
             for reader in self.readers.values():
                 reader.check_integrity()
+
+
+def _append_and_tell(
+    forward: weakref.ref[Forward],
+    progress: Callable[[Progress], object],
+    index: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> LayerReader:
+    """`Forward.append` where there is a hook."""
+    this = forward()
+    assert this is not None, "whoever calls holds it"
+    reader = Forward.append(this, index, keys, values)
+    this.tell(reader.layer.length - keys.shape[2], progress)
+    return reader

@@ -3,6 +3,7 @@ and the record of the step under way."""
 
 from __future__ import annotations
 
+import logging
 import operator
 import time
 import weakref
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 from kvtier import tracing
 from kvtier.attention.reader import LayerReader
-from kvtier.config import CacheOptions
+from kvtier.config import CacheOptions, format_size
 from kvtier.forward.held import Held
 from kvtier.forward.schedule import Schedule
 from kvtier.memory.device import ComputeDevice
@@ -31,6 +32,11 @@ _MEASURED = {
 _totals = operator.attrgetter(*_MEASURED)
 #: Steps of which what was expected and seen is kept.
 HISTORY = 64
+#: New tokens of a forward from which on it is told of: by a line in the log, and to a progress hook.
+LONG_PROMPT = 1024
+
+#: Plans of steps at DEBUG, long prompts at INFO. Looked at once for each step.
+log = logging.getLogger("kvtier.forward")
 
 
 class PlannedForward:
@@ -83,6 +89,8 @@ class PlannedForward:
         now = time.perf_counter()
         self.memory.clock += 1
         record = self._record
+        if record.tokens >= LONG_PROMPT:
+            self._tell_of_prompt(now, "the next forward")
         if self._before is not None:
             self._observe(self._before, now)
             record = self._record = StepRecord()  # the policy may keep that one
@@ -92,6 +100,23 @@ class PlannedForward:
         self._before = _totals(self.counters) if self._schedules else None
         if tracing.active is not None:
             self._trace_step(tracing.active, tokens, now)
+
+    def _tell_of_prompt(self, now: float, until: str) -> None:
+        """The last forward was long: a line in the log. The caller holds the lock."""
+        tokens = self._record.tokens
+        if not log.isEnabledFor(logging.INFO):
+            return
+        seconds, stats = now - self._began, self.memory.snapshot(self.counters)
+        total = max((reader.layer.length for reader in self.readers.values()), default=tokens)
+        tiers = ", ".join(
+            f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
+            for name, tier in (("device", stats.device), ("host", stats.host))
+            if tier.budget
+        )
+        log.info(
+            "cache %d: %d tokens behind %d, %.3g s until %s; %s; waited %.3g s for copies so far",
+            *(self.number, tokens, max(total - tokens, 0), seconds, until, tiers, stats.stall_seconds),
+        )
 
     def _trace_step(self, tracer: tracing.Trace, tokens: int, now: float) -> None:
         for reader in self.readers.values():
@@ -129,6 +154,13 @@ class PlannedForward:
             self._expected[device] = expected.seconds
         if tracing.active is not None:
             tracing.active.plan(self.counters, plan_args(plan, policy, state.cache, state.device))
+        if log.isEnabledFor(logging.DEBUG):
+            said = plan_args(plan, policy, state.cache, state.device)
+            log.debug(
+                "cache %d, step %d on %s, %d new tokens: %s",
+                *(state.cache, self.counters.steps, state.device, tokens),
+                ", ".join(f"{name} {value}" for name, value in said.items()),
+            )
         schedule.begin(plan)
 
     def _readers_on(self, device: ComputeDevice) -> list[LayerReader]:

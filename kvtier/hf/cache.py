@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any, Literal
@@ -41,7 +41,7 @@ from kvtier.planning.analysis import analyse
 from kvtier.planning.explain import Explanation
 from kvtier.planning.names import policy_of
 from kvtier.planning.policy import Policy
-from kvtier.stats import CacheStats, LayerResidency, Residency
+from kvtier.stats import CacheStats, LayerResidency, Progress, Residency
 
 
 class _NoHalf(UnsupportedError, AttributeError):
@@ -63,6 +63,12 @@ class _GrowingLayers(list[Any]):
                 f"Layer {index} is not there yet: without a config, layers are made when a model updates keys and "
                 f"values, and {len(self)} were. Make the cache with TieredKVCache(model.config)."
             ) from None
+
+
+def check_hook(progress: object) -> None:
+    """Raise `ConfigError` unless a progress hook can be called, or is none."""
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"progress={progress!r}: give a function that takes a kvtier.Progress.")
 
 
 def _croppable(layer: Any) -> bool:
@@ -151,6 +157,9 @@ class TieredKVCache(RecurrentFace):
         audit: whether blocks in host memory are compared with what was written there: "sampled" (the default), "full"
             or "off"; see `kvtier.TieredMemory`.
         memory: a `kvtier.TieredMemory` that other caches may use too; budgets, policy and audit are set there.
+        progress: called with a `kvtier.Progress` behind each tiered layer of a forward of at least 1024 new tokens, as
+            a long prompt is; an exception that it raises ends the forward, as any in a model does. Copies of the cache
+            have none.
 
     Raises:
         ConfigError: an option that is malformed; a `config` of a model that does not generate; KVTIER_CPU names an
@@ -177,6 +186,7 @@ class TieredKVCache(RecurrentFace):
         policy: Policy | str | None = None,
         audit: Literal["off", "sampled", "full"] | None = None,
         memory: TieredMemory | None = None,
+        progress: Callable[[Progress], object] | None = None,
     ) -> None:
         if config is not None and not isinstance(config, PretrainedConfig):
             what = (
@@ -187,6 +197,7 @@ class TieredKVCache(RecurrentFace):
             )
         self._config = config
         self._options = CacheOptions.parse(block_size, host_attention, max_tokens)
+        check_hook(progress)
         loader.check_environment()
         self._setup(
             memory_of(
@@ -196,10 +207,11 @@ class TieredKVCache(RecurrentFace):
                 write_through=write_through,
                 policy=policy,
                 audit=audit,
-            )
+            ),
+            progress,
         )
 
-    def _setup(self, memory: TieredMemory) -> None:
+    def _setup(self, memory: TieredMemory, progress: Callable[[Progress], object] | None = None) -> None:
         dynamo.keep_out()
         layers = transformers_layers(self._config)
         config = None if self._config is None else own_config(self._config)
@@ -213,6 +225,7 @@ class TieredKVCache(RecurrentFace):
             expected=updated_by_every_forward(layers),
             tiered=len(tiered),
             dense=self._caller.reads_workspace,
+            progress=progress,
         )
         steps = self._forward.steps
         steps.inside = self._caller.places.in_forward

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import logging
 import threading
 import warnings
 import weakref
@@ -20,11 +21,11 @@ from transformers.generation import GenerationMixin
 from kvtier.config import CacheOptions, Size
 from kvtier.cpu import loader
 from kvtier.errors import ConfigError, MemoryInUseError
-from kvtier.hf.cache import TieredKVCache, memory_of
+from kvtier.hf.cache import TieredKVCache, check_hook, memory_of
 from kvtier.hf.layer import TieredLayer
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
-from kvtier.stats import CacheStats, Counters
+from kvtier.stats import CacheStats, Counters, Progress
 
 #: What of Transformers is wrapped while a model is tiered; see docs/design/wrapper.md.
 _GENERATE, _PREPARE = "generate", "_prepare_cache_for_generation"
@@ -32,6 +33,9 @@ _GENERATE, _PREPARE = "generate", "_prepare_cache_for_generation"
 _CACHE = "past_key_values"
 #: Why a call had a tiered cache and was not tiered.
 _UNUSED = "the model put another cache in its place"
+
+#: Calls at DEBUG.
+log = logging.getLogger("kvtier.tiered")
 
 #: Guards what follows. Re-entrant: a model may be collected while it is held.
 _lock = threading.RLock()
@@ -59,6 +63,7 @@ class Tiered:
         cache_options: Mapping[str, Any],
         memory_options: Mapping[str, Any],
         memory: TieredMemory | None,
+        progress: Callable[[Progress], object] | None,
     ) -> None:
         if not isinstance(model, nn.Module):
             what = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
@@ -70,10 +75,11 @@ class Tiered:
         if not models:
             raise ConfigError(f"{type(model).__name__} holds no Transformers model that generates.")
         CacheOptions.parse(**cache_options)
+        check_hook(progress)
         loader.check_environment()
         self._name = type(models[0]).__name__
         self._models = [weakref.ref(x) for x in models]
-        self._cache_options = dict(cache_options)
+        self._cache_options = {**cache_options, "progress": progress}
         self._memory_options = dict(memory_options)
         self._given = memory
         self._memory: TieredMemory | None = self._new_memory()
@@ -274,9 +280,12 @@ class Tiered:
     def _count(self, call: _Call, found: CacheStats | None, reason: str) -> None:
         self._running = [x for x in self._running if x is not call]
         if found is None:
+            log.debug("a generate of %s is left: %s", self._name, reason)
             self._left[reason] = self._left.get(reason, 0) + 1
             return
         self._calls += 1
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("a generate of %s has ended: %s", self._name, found.summary())
         self._last, ended = found, self._ended
         ended.add(found)
         ended.device = found.device.with_peak(ended.device.peak_bytes)
@@ -476,6 +485,7 @@ def tiered(
     policy: Policy | str | None = None,
     audit: Literal["off", "sampled", "full"] | None = None,
     memory: TieredMemory | None = None,
+    progress: Callable[[Progress], object] | None = None,
 ) -> Tiered:
     """Give every `generate` of a model within a `with` block a tiered cache: for code that one does not write.
 
@@ -491,9 +501,9 @@ def tiered(
     Args:
         model: a loaded Transformers model, or a module that holds some: one with adapters (peft), compiled, parallel.
             Neither it nor its class changes, so that it is copied and saved as ever; a copy is not tiered.
-        device_budget, host_budget, block_size, write_through, host_attention, max_tokens, policy, audit, memory: as
-            those of `TieredKVCache`, for all calls together. A budget that depends on what is free is found out again
-            at each call that finds no other under way.
+        device_budget, host_budget, block_size, write_through, host_attention, max_tokens, policy, audit, memory,
+            progress: as those of `TieredKVCache`, for all calls together. A budget that depends on what is free is
+            found out again at each call that finds no other under way.
 
     Blocks may be nested, the innermost serves; they may end in any order, and in other threads.
 
@@ -511,6 +521,7 @@ def tiered(
             "audit": audit,
         },
         memory,
+        progress,
     )
 
 

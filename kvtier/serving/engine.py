@@ -184,6 +184,33 @@ class Engine:
             ConfigError: no tokens, a name in use, an option that `generate` does not know.
             UnsupportedError: beams, and other ways to decode that are not token by token.
         """
+        first, *_ = self._add(
+            ids,
+            generation_config,
+            request_id=request_id,
+            priority=priority,
+            seed=seed,
+            logprobs=logprobs,
+            salt=salt,
+            conversation=conversation,
+            **options,
+        )
+        return first.name
+
+    def _add(
+        self,
+        ids: Any,
+        generation_config: Any = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        seed: int | None = None,
+        logprobs: bool = False,
+        salt: Hashable = None,
+        conversation: str | None = None,
+        **options: Any,
+    ) -> list[Request]:
+        """The same; a request for each sequence of the prompt."""
         prompt = prompt_of(ids)
         if not prompt:
             raise ConfigError("A request needs at least one token.")
@@ -220,7 +247,7 @@ class Engine:
             made[0].samples = made[1:]
             self._wait(made[0])
             self._lock.notify_all()
-        return name
+        return made
 
     def _wait(self, request: Request) -> None:
         """A request waits. Holds the lock."""
@@ -334,7 +361,7 @@ class Engine:
             while pending:
                 i, ids = pending[0]
                 try:
-                    name = self.add_request(ids, generation_config, **options)
+                    made = self._add(ids, generation_config, **options)
                 except QueueFullError:
                     break
                 except (BudgetError, ConfigError) as error:
@@ -342,11 +369,8 @@ class Engine:
                     output = RequestOutput(name, prompt_of(ids), finish_reason="error", error=error)
                     found[name] = output
                 else:
-                    with self._lock:
-                        first = self._requests[name]
-                    for each in (first, *first.samples):
-                        added.append(each)
-                        found[each.name] = each.output
+                    added += made
+                    found |= {each.name: each.output for each in made}
                 pending.pop(0)
             if self._thread is None:
                 self.step()
