@@ -19,6 +19,7 @@ from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout, in_one_dtype
 from kvtier.memory.tiered import TieredMemory, too_small
 from kvtier.planning.admission import Claim
+from kvtier.planning.step import StepRecord
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.packed import PackedLayerKV
 from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
@@ -93,7 +94,7 @@ class PackedForward(PlannedForward):
     def add(self) -> PackedSequence:
         """A sequence without tokens."""
         made = PackedSequence()
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             self.sequences[made] = None
             for index, layer in self._layers().items():
                 self._enter(made, index, layer, BlockTable())
@@ -101,7 +102,7 @@ class PackedForward(PlannedForward):
 
     def fork(self, sequence: PackedSequence) -> PackedSequence:
         """A second sequence with the same tokens, which share their blocks."""
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             made = PackedSequence(sequence.length)
             self.sequences[made] = None
             for index, layer in self._layers().items():
@@ -133,7 +134,7 @@ class PackedForward(PlannedForward):
                     else:  # it was cut short, or is empty
                         self._enter(made, index, layer, BlockTable())
                 if not made.length:
-                    self.remove(made)
+                    self._remove(made)
             self._changed()
         return made if made.length else None
 
@@ -162,7 +163,7 @@ class PackedForward(PlannedForward):
 
     def crop(self, sequence: PackedSequence, length: int) -> None:
         """Keep its first tokens."""
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             for index, layer in self._layers().items():
                 layer.crop_table(sequence.tables[index], length)
             sequence.length = min(sequence.length, length)
@@ -170,14 +171,18 @@ class PackedForward(PlannedForward):
 
     def remove(self, sequence: PackedSequence) -> None:
         """It ends. Nothing, if it has ended."""
-        with self.memory.lock:
-            if sequence not in self.sequences:
-                return
-            del self.sequences[sequence]
-            for index, layer in self._layers().items():
-                layer.leave(sequence.tables.pop(index))
-            sequence.length = 0
-            self._changed()
+        with self.memory.lock, self.memory.change:
+            self._remove(sequence)
+
+    def _remove(self, sequence: PackedSequence) -> None:
+        """The same. Holds the lock."""
+        if sequence not in self.sequences:
+            return
+        del self.sequences[sequence]
+        for index, layer in self._layers().items():
+            layer.leave(sequence.tables.pop(index))
+        sequence.length = 0
+        self._changed()
 
     def _enter(self, sequence: PackedSequence, index: int, layer: PackedLayerKV, table: BlockTable) -> None:
         sequence.tables[index] = table
@@ -195,7 +200,7 @@ class PackedForward(PlannedForward):
 
         What others were promised is not to be had. It is an estimate where layers differ in size: `begin` knows.
         """
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             layers = list(self._layers().values())
             if not layers:
                 return 0, 0, 1
@@ -230,7 +235,7 @@ class PackedForward(PlannedForward):
         segments: list[Segment] = []
         for sequence, tokens in [*short, *(each for each in batch if each[1] > MAX_SHORT)]:
             segments.append(Segment(sequence, tokens, segments[-1].stop if segments else 0))
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             if self.memory.has_garbage:
                 self.memory.collect()
             for device in self._devices():
@@ -261,7 +266,7 @@ class PackedForward(PlannedForward):
         """
         assert self.segments, "no step is under way"
         keys, values = in_one_dtype(keys.detach(), values.detach())
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             reader = self._held.readers.get(index)
             if reader is None:
                 reader = self._new_layer(index, keys, values)
@@ -328,7 +333,7 @@ class PackedForward(PlannedForward):
             return dispatch.attend_dense(query, keys, values, params)
         layer = reader.layer
         assert isinstance(layer, PackedLayerKV)
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             mine = LayerReader(
                 layer.row(row), self.memory, self._held.owner, host_attention=self.options.host_attention
             )
@@ -343,7 +348,7 @@ class PackedForward(PlannedForward):
         assert isinstance(layer, PackedLayerKV)
         pairs = []
         for row, segment in enumerate(self.segments):
-            with self.memory.lock:
+            with self.memory.lock, self.memory.change:
                 mine = LayerReader(
                     layer.row(row), self.memory, self._held.owner, host_attention=self.options.host_attention
                 )
@@ -380,7 +385,7 @@ class PackedForward(PlannedForward):
 
     def undo(self) -> None:
         """The step did not happen. Nothing, where none is under way."""
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             for index, layer in self._layers().items():
                 for segment in self.segments:
                     layer.crop_table(segment.sequence.tables[index], segment.sequence.length)
@@ -492,6 +497,19 @@ class PackedForward(PlannedForward):
 
     # Life
 
+    def reset(self) -> None:
+        """Drop every sequence, and whatever step is under way. After an interrupt, too."""
+        with self.memory.lock, self.memory.change:
+            self.memory.collect()
+            self._held.release()
+            self.sequences.clear()
+            self._clear()
+            self._schedules.clear()
+            self._rooms.clear()
+            self._record, self._last, self._before = StepRecord(), None, None
+            self._expected.clear()
+        self._held.renew()
+
     def close(self) -> None:
         """Give all memory back. Idempotent."""
         if self.closed:
@@ -514,7 +532,7 @@ class PackedForward(PlannedForward):
     def check_integrity(self) -> None:
         """Raise AssertionError unless every count agrees with every other. For tests and debugging."""
         self.memory.check_integrity()
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             for index, layer in self._layers().items():
                 layer.check_integrity()
                 assert {id(t) for t in layer.tables} == {id(x.tables[index]) for x in self.sequences}

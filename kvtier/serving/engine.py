@@ -16,6 +16,7 @@ from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, QueueFullError, UnsupportedError
 from kvtier.hf import generation as of
 from kvtier.hf.sampling import Sampling, choose, log_probabilities
+from kvtier.memory.change import Change
 from kvtier.memory.tiered import TieredMemory
 from kvtier.scheduling.job import Job, Load
 from kvtier.scheduling.names import scheduler_of
@@ -35,6 +36,15 @@ MAX_ENDED = 4096
 _TELLING, _KEEPS = 16, 0.8
 #: Seconds until it is looked again whether what a request waits for was loaded.
 _PAUSE = 0.001
+
+
+class _Books:
+    """Which requests there are, and where: whether a change of that was cut short. A step repairs it."""
+
+    interrupted = has_garbage = False
+
+    def collect(self) -> None:
+        """Nothing: the next step does."""
 
 
 class Engine:
@@ -129,7 +139,9 @@ class Engine:
             raise
         self._store = store
         self._lock = threading.Condition()
-        self._stepping = threading.Lock()
+        self._stepping = threading.RLock()
+        self._books = _Books()
+        self._change = Change(self._books)
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._waiting: dict[Job, Request] = {}
@@ -224,7 +236,7 @@ class Engine:
                 f"The prompt has {len(prompt)} tokens, and max_length={sampling.max_length} leaves none to generate."
             )
         now = self._clock()
-        with self._lock:
+        with self._lock, self._change:
             self._check_open()
             self._check_fits(prompt, sampling)
             if len(self._waiting) + sampling.count > self._max_waiting:
@@ -273,7 +285,7 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Let a request end at the next step; its output says "cancelled". Nothing, if it has ended."""
-        with self._lock:
+        with self._lock, self._change:
             request = self._requests.get(request_id)
             if request is not None:
                 request.cancelled = True
@@ -395,12 +407,20 @@ class Engine:
             raise ConcurrentUseError("Another thread runs this engine's steps.")
         try:
             return self._step()
+        except Exception:
+            raise
+        except BaseException:
+            self._books.interrupted = True
+            self.memory.cut_short()
+            raise
         finally:
             self._stepping.release()
 
     def _step(self) -> bool:
-        with self._lock:
+        with self._lock, self._change:
             self._check_open()
+            if self._books.interrupted:
+                self._recover()
             self._end_cancelled()
             if not self._running and not self._waiting:
                 return False
@@ -442,6 +462,26 @@ class Engine:
         if tokens >= _TELLING and took > 0:
             self._rate = _KEEPS * self._rate + (1 - _KEEPS) * tokens / took
         return True
+
+    def _recover(self) -> None:
+        """After an interrupt, which may have come between any two lines: every request that has not ended begins again
+        with the tokens that it has. Holds the lock."""
+        self._runner.reset()
+        if self._prefixes is not None:
+            self._prefixes.reset(self._requests.values())
+        self._running.clear()
+        self._waiting.clear()
+        later = {sample.name for request in self._requests.values() for sample in request.samples}
+        for request in list(self._requests.values()):
+            request.again()
+            if request.done.is_set():
+                del self._requests[request.name]
+                self._ended[request.name] = request.output
+            elif request.output.generated_tokens and (reason := request.sampling.ends(request.ids)):
+                self._end(request, reason)
+            elif request.name not in later:
+                self._wait(request)
+        self._books.interrupted = False
 
     def _waits_for_another(self, request: Request, now: float) -> bool:
         return self._prefixes is not None and self._prefixes.waits(request, now)
@@ -508,7 +548,7 @@ class Engine:
         prompts = [i for i, (_, each) in enumerate(work) if each.tokens > 1]
         if prompts and len(work) > 1:
             return [each for i, each in enumerate(work) if i != prompts[-1]]
-        with self._lock:
+        with self._lock, self._change:
             first = work[0][0]
             others = [job for job in self._running if job is not first.job]
             if others:
@@ -529,7 +569,7 @@ class Engine:
     def _deliver(self, work: list[tuple[Request, Work]], scores: Sequence[Any]) -> None:
         """Give each sequence that has its prompt a new token."""
         now = self._clock()
-        with self._lock:
+        with self._lock, self._change:
             asking: list[tuple[Request, Any]] = []
             for (request, each), row in zip(work, scores, strict=True):
                 request.job.cached += each.tokens
@@ -549,7 +589,7 @@ class Engine:
             self._deliver_alone(asking, now)
             return
         logs = log_probabilities(rows) if any(x.output.logprobs is not None for x, _ in asking) else None
-        with self._lock:
+        with self._lock, self._change:
             for i, ((request, _), token) in enumerate(zip(asking, tokens, strict=True)):
                 self._give(request, token, None if logs is None else float(logs[i, token]), now)
             self._lock.notify_all()
@@ -563,7 +603,7 @@ class Engine:
             except Exception as error:
                 self._fail(request, error)
                 continue
-            with self._lock:
+            with self._lock, self._change:
                 self._give(request, token, log, now)
                 self._lock.notify_all()
 
@@ -609,7 +649,7 @@ class Engine:
             self._end(request, "cancelled")
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        with self._lock:
+        with self._lock, self._change:
             self._end(request, "error", error)
             self._lock.notify_all()
 
@@ -670,7 +710,7 @@ class Engine:
             except Exception as error:
                 # A fault of the engine's own: whoever waits is told, and the loop goes on with whatever comes.
                 _LOG.exception("A step failed.")
-                with self._lock:
+                with self._lock, self._change:
                     for request in list(self._requests.values()):
                         self._end(request, "error", error)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
@@ -182,6 +182,19 @@ class Prefixes:
             )
             if entry is not None and self._store is not None:
                 self._store.save(entry)
+
+    def reset(self, requests: Iterable[Request]) -> None:
+        """After an interrupt: no request is known, and what is the engine's own is dropped."""
+        self._coming = PrefixIndex()
+        self._waits_for.clear()
+        self._wakes.clear()
+        self._followers.clear()
+        with self._memory.lock, self._memory.change:
+            for entry in list(self._kept.entries.values()):
+                for request in requests:
+                    self._kept.release([entry], request)
+        if self._store is None:
+            self.clear()
 
     def _check_weights(self) -> None:
         """Drop everything if the model was changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,17 @@ class Request:
         """A new token."""
         self.ids.append(token)
         self.output.generated_tokens.append(token)
+
+    def again(self) -> None:
+        """After an interrupt: it has no sequence, and its output and its job have the tokens that it has."""
+        output, job = self.output, self.job
+        output.generated_tokens[:] = self.ids[len(output.prompt_ids) :]
+        if output.logprobs is not None:
+            count = len(output.generated_tokens)
+            output.logprobs[:] = (output.logprobs + [math.nan] * count)[:count]
+        self.sequence = None
+        job.tokens, job.running = len(self.ids), False
+        job.cached = job.blocks = job.reusable = 0
 
     def end(self, reason: str, now: float, error: BaseException | None = None) -> None:
         """It is over. Nothing, if it is over already."""
