@@ -27,12 +27,12 @@ LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 
 
 def blocks(page: Path, kind: str) -> Iterator[tuple[int, str, str]]:
-    """Line, options behind the language, and text of each fenced block of a language."""
+    """Line, the heading above, and text of each fenced block of a language."""
     text = page.read_text("utf-8")
     for found in FENCE.finditer(text):
-        language, _, options = found["kind"].partition(" ")
-        if language == kind:
-            yield text.count("\n", 0, found.start()) + 2, options, found["text"]
+        if found["kind"] == kind:
+            headings = re.findall(r"^##? (.*)$", text[: found.start()], re.MULTILINE)
+            yield text.count("\n", 0, found.start()) + 2, headings[-1], found["text"]
 
 
 def missing(code: ast.AST) -> list[str]:
@@ -58,21 +58,21 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if any(blocks(p, "python"))], ids=named)
 def test_every_python_block_runs(page: Path, prepared: dict[str, Any]) -> None:
-    whole = page.name != "troubleshooting.md"  # its blocks are fragments
-    namespace: dict[str, Any] = {"__name__": "page"} if whole else dict(prepared)
-    for line, options, text in blocks(page, "python"):
+    # Blocks of a page go on from one another. Those of troubleshooting are fragments, each of which ends in its error.
+    whole = page.name != "troubleshooting.md"
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for line, heading, text in blocks(page, "python"):
         code = ast.parse(text)
         if missing(code):  # an optional package: it has to be Python, no more
             continue
         ast.increment_lineno(code, line - 1)
         run = compile(code, str(page), "exec")
-        if options.startswith("error="):
-            with pytest.raises(getattr(kvtier, options.removeprefix("error="))):
-                exec(run, dict(namespace))
-            kvtier.disable(prepared["model"])
-        else:
-            assert not options, f"{page.name}:{line}: {options} is not known"
+        if whole:
             exec(run, namespace)
+        else:
+            with pytest.raises(getattr(kvtier, heading)):
+                exec(run, dict(prepared))
+            kvtier.disable(prepared["model"])
 
 
 class Parsed(Exception):
