@@ -154,7 +154,7 @@ class Conversation:
             kwargs: as `generate` takes them: `streamer`, `max_new_tokens`, ...
 
         Raises:
-            As `generate`; the conversation is as it was.
+            KVTierError: as of `generate`; the conversation is as it was.
         """
         self._check_open()
         messages = list(self.messages)

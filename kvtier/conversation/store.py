@@ -186,8 +186,9 @@ class ConversationStore:
             does `store.reuse` until this thread's next call.
 
         Raises:
-            ConfigError: a cache was given. BudgetError and whatever `TieredKVCache` and `model.generate` raise; what
-            was kept before is kept.
+            ConfigError: a cache was given.
+            BudgetError: as of `TieredKVCache`; whatever else `model.generate` raises passes. What was kept before is
+                kept.
         """
         self._check_open()
         if generation_config is not None:
