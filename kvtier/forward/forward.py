@@ -113,6 +113,8 @@ class Forward:
         self.history: deque[tuple[StepRecord, float | None]] = deque(maxlen=HISTORY)
         #: The totals when the step under way began, from the first step on that a policy has planned.
         self._before: tuple[float, ...] | None = None
+        #: Plans that the log has not been told of.
+        self._planned: list[tuple[int, str, int, Any]] = []
         #: What views of a step have in common, by layout, kept for those who make them.
         self.blanks: dict[Pools, Any] = {}
         if progress is not None:  # who has no hook does not ask for one in every layer
@@ -346,14 +348,39 @@ class Forward:
 
     # A step
 
+    def count_step(self) -> None:
+        """A forward begins: count it, and tell the log of the last one."""
+        self.counters.steps += 1
+        if self._planned or self._record.tokens >= LONG_PROMPT:
+            self._log("the next forward")
+
+    def _log(self, until: str) -> None:
+        """Tell the log of the last step. Nothing is locked: handlers have locks of their own, and may ask for this."""
+        planned, self._planned = self._planned, []
+        for step, device, tokens, said in planned:
+            what = ", ".join(f"{name} {value}" for name, value in said)
+            log.debug("cache %d, step %d on %s, %d new tokens: %s", self.number, step, device, tokens, what)
+        tokens = self._record.tokens
+        if tokens < LONG_PROMPT or not log.isEnabledFor(logging.INFO):
+            return
+        seconds, stats = time.perf_counter() - self._began, self.stats(0)
+        total = max((reader.layer.length for reader in self.readers.values()), default=tokens)
+        tiers = ", ".join(
+            f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
+            for name, tier in (("device", stats.device), ("host", stats.host))
+            if tier.budget
+        )
+        log.info(
+            "cache %d: %d tokens behind %d, %.3g s until %s; %s; waited %.3g s for copies so far",
+            *(self.number, tokens, max(total - tokens, 0), seconds, until, tiers, stats.stall_seconds),
+        )
+
     def _begin_step(self, tokens: int) -> None:
         """A forward begins: the last one is over and its record is made."""
         self._step = self.steps.count
         now = time.perf_counter()
         self.memory.clock += 1
         record = self._record
-        if record.tokens >= LONG_PROMPT:
-            self._tell_of_prompt(now, "the next forward")
         self._decoding = record.tokens == tokens == 1
         if self._before is not None:
             self._observe(self._before, now)
@@ -366,23 +393,6 @@ class Forward:
         self._before = _totals(self.counters) if self._schedules else None
         if tracing.active is not None:
             self._trace_step(tracing.active, tokens, now)
-
-    def _tell_of_prompt(self, now: float, until: str) -> None:
-        """The last forward was long: a line in the log. The caller holds the lock."""
-        tokens = self._record.tokens
-        if not log.isEnabledFor(logging.INFO):
-            return
-        seconds, stats = now - self._began, self.memory.snapshot(self.counters)
-        total = max((reader.layer.length for reader in self.readers.values()), default=tokens)
-        tiers = ", ".join(
-            f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
-            for name, tier in (("device", stats.device), ("host", stats.host))
-            if tier.budget
-        )
-        log.info(
-            "cache %d: %d tokens behind %d, %.3g s until %s; %s; waited %.3g s for copies so far",
-            *(self.number, tokens, max(total - tokens, 0), seconds, until, tiers, stats.stall_seconds),
-        )
 
     def _trace_step(self, tracer: tracing.Trace, tokens: int, now: float) -> None:
         for reader in self.readers.values():
@@ -487,12 +497,8 @@ class Forward:
         if tracing.active is not None:
             tracing.active.plan(self.counters, plan_args(plan, policy, state.cache, state.device))
         if log.isEnabledFor(logging.DEBUG):
-            said = plan_args(plan, policy, state.cache, state.device)
-            log.debug(
-                "cache %d, step %d on %s, %d new tokens: %s",
-                *(state.cache, self.steps.count, state.device, tokens),
-                ", ".join(f"{name} {value}" for name, value in said.items()),
-            )
+            said = plan_args(plan, policy, state.cache, state.device).items()
+            self._planned.append((self.steps.count, state.device, tokens, said))
         schedule.begin(plan)
 
     def _readers_on(self, device: ComputeDevice) -> list[LayerReader]:
@@ -736,6 +742,7 @@ class Forward:
 
     def clear(self) -> None:
         """Drop everything and give all memory back; counters begin at 0."""
+        self._log("the end")
         self.steps.break_off()  # until all of this is done
         self._release()
         self._held.renew()
@@ -751,14 +758,13 @@ class Forward:
     def _release(self) -> None:
         with self.memory.changing():
             self.memory.collect()
-            if self._record.tokens >= LONG_PROMPT:
-                self._tell_of_prompt(time.perf_counter(), "the end")
             self._held.release()
 
     def close(self) -> None:
         """Give all memory, streams and registrations back. Idempotent."""
         if self.closed:
             return
+        self._log("the end")
         self.steps.break_off()  # until all of this is done
         self._release()
         self._finalizer.detach()
