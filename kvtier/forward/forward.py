@@ -29,7 +29,7 @@ from kvtier.memory.layout import BlockLayout, in_one_dtype
 from kvtier.memory.tiered import TieredMemory, too_small
 from kvtier.planning.admission import Claim
 from kvtier.planning.step import StepRecord
-from kvtier.stats import CacheStats, LayerResidency, Progress
+from kvtier.stats import LayerResidency, Progress
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
@@ -592,6 +592,7 @@ class Forward(PlannedForward):
 
     def clear(self) -> None:
         """Drop everything and give all memory back; counters begin at 0."""
+        self._log("the end")
         self.steps.break_off()  # until all of this is done
         self._release()
         self._held.renew()
@@ -607,14 +608,13 @@ class Forward(PlannedForward):
     def _release(self) -> None:
         with self.memory.lock, self.memory.change:
             self.memory.collect()
-            if self._record.tokens >= LONG_PROMPT:
-                self._tell_of_prompt(time.perf_counter(), "the end")
             self._held.release()
 
     def close(self) -> None:
         """Give all memory, streams and registrations back. Idempotent."""
         if self.closed:
             return
+        self._log("the end")
         self.steps.break_off()  # until all of this is done
         self._release()
         self._finalizer.detach()
@@ -633,11 +633,6 @@ class Forward(PlannedForward):
             self.memory.check_open()
 
     # What a user sees
-
-    def stats(self, resident_bytes: int) -> CacheStats:
-        """A snapshot of all counters, and of the memory's tiers."""
-        with self.memory.lock:
-            return self.memory.snapshot(self.counters, resident_bytes)
 
     def residency(self, index: int) -> LayerResidency | None:
         """Where the blocks of a layer are; None before its first update."""

@@ -231,6 +231,7 @@ class PackedForward(PlannedForward):
         """
         assert not self.segments, "a step is under way"
         self.check_open()
+        self.count_step()
         short = [each for each in batch if each[1] <= MAX_SHORT]
         segments: list[Segment] = []
         for sequence, tokens in [*short, *(each for each in batch if each[1] > MAX_SHORT)]:
@@ -251,7 +252,6 @@ class PackedForward(PlannedForward):
                 layer.choose([each.sequence.tables[index] for each in segments])
             for device in self._devices():
                 self._plan(device, tokens)
-        self.counters.steps += 1
         return segments
 
     def append(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from kvtier import tracing
 from kvtier.attention.reader import LayerReader
@@ -19,7 +20,7 @@ from kvtier.memory.device import ComputeDevice
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.step import StepRecord, StepState
 from kvtier.planning.trace import plan_args
-from kvtier.stats import Counters
+from kvtier.stats import CacheStats, Counters
 
 #: What a cache counts, and what a `StepRecord` calls that.
 _MEASURED = {
@@ -71,6 +72,8 @@ class PlannedForward:
         self.history: deque[tuple[StepRecord, float | None]] = deque(maxlen=HISTORY)
         #: The totals when the step under way began, from the first step on that a policy has planned.
         self._before: tuple[float, ...] | None = None
+        #: Plans that the log has not been told of.
+        self._planned: list[tuple[int, str, int, Any]] = []
 
     @property
     def counters(self) -> Counters:
@@ -82,31 +85,29 @@ class PlannedForward:
         """Of the cache, for policies."""
         return self._held.owner.number
 
+    def stats(self, resident_bytes: int) -> CacheStats:
+        """A snapshot of all counters, and of the memory's tiers."""
+        with self.memory.lock, self.memory.change:
+            return self.memory.snapshot(self.counters, resident_bytes)
+
     # The plan and the record of a step
 
-    def _begin_record(self, tokens: int) -> None:
-        """A step begins: the last one is over, and its record is made."""
-        now = time.perf_counter()
-        self.memory.clock += 1
-        record = self._record
-        if record.tokens >= LONG_PROMPT:
-            self._tell_of_prompt(now, "the next forward")
-        if self._before is not None:
-            self._observe(self._before, now)
-            record = self._record = StepRecord()  # the policy may keep that one
-        record.tokens, record.layers, record.cache = tokens, 0, self._held.owner.number
-        self._expected.clear()
-        self._began = now
-        self._before = _totals(self.counters) if self._schedules else None
-        if tracing.active is not None:
-            self._trace_step(tracing.active, tokens, now)
+    def count_step(self) -> None:
+        """A forward begins: count it, and tell the log of the last one."""
+        self.counters.steps += 1
+        if self._planned or self._record.tokens >= LONG_PROMPT:
+            self._log("the next forward")
 
-    def _tell_of_prompt(self, now: float, until: str) -> None:
-        """The last forward was long: a line in the log. The caller holds the lock."""
+    def _log(self, until: str) -> None:
+        """Tell the log of the last step. Nothing is locked: handlers have locks of their own, and may ask for this."""
+        planned, self._planned = self._planned, []
+        for step, device, tokens, said in planned:
+            what = ", ".join(f"{name} {value}" for name, value in said)
+            log.debug("cache %d, step %d on %s, %d new tokens: %s", self.number, step, device, tokens, what)
         tokens = self._record.tokens
-        if not log.isEnabledFor(logging.INFO):
+        if tokens < LONG_PROMPT or not log.isEnabledFor(logging.INFO):
             return
-        seconds, stats = now - self._began, self.memory.snapshot(self.counters)
+        seconds, stats = time.perf_counter() - self._began, self.stats(0)
         total = max((reader.layer.length for reader in self.readers.values()), default=tokens)
         tiers = ", ".join(
             f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
@@ -117,6 +118,21 @@ class PlannedForward:
             "cache %d: %d tokens behind %d, %.3g s until %s; %s; waited %.3g s for copies so far",
             *(self.number, tokens, max(total - tokens, 0), seconds, until, tiers, stats.stall_seconds),
         )
+
+    def _begin_record(self, tokens: int) -> None:
+        """A step begins: the last one is over, and its record is made."""
+        now = time.perf_counter()
+        self.memory.clock += 1
+        record = self._record
+        if self._before is not None:
+            self._observe(self._before, now)
+            record = self._record = StepRecord()  # the policy may keep that one
+        record.tokens, record.layers, record.cache = tokens, 0, self._held.owner.number
+        self._expected.clear()
+        self._began = now
+        self._before = _totals(self.counters) if self._schedules else None
+        if tracing.active is not None:
+            self._trace_step(tracing.active, tokens, now)
 
     def _trace_step(self, tracer: tracing.Trace, tokens: int, now: float) -> None:
         for reader in self.readers.values():
@@ -155,12 +171,8 @@ class PlannedForward:
         if tracing.active is not None:
             tracing.active.plan(self.counters, plan_args(plan, policy, state.cache, state.device))
         if log.isEnabledFor(logging.DEBUG):
-            said = plan_args(plan, policy, state.cache, state.device)
-            log.debug(
-                "cache %d, step %d on %s, %d new tokens: %s",
-                *(state.cache, self.counters.steps, state.device, tokens),
-                ", ".join(f"{name} {value}" for name, value in said.items()),
-            )
+            said = plan_args(plan, policy, state.cache, state.device).items()
+            self._planned.append((self.counters.steps, state.device, tokens, said))
         schedule.begin(plan)
 
     def _readers_on(self, device: ComputeDevice) -> list[LayerReader]:

@@ -300,7 +300,8 @@ class TieredKVCache(RecurrentFace):
             before = {name: vars(layer)[name] for name in WINDOW if name in vars(layer)}
             length = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
             begins = steps.update(layer_idx, length)
-            self._forward.counters.steps += begins
+            if begins:
+                self._forward.count_step()
             try:
                 if begins:
                     self._windows.clear()

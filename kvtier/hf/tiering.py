@@ -276,16 +276,18 @@ class Tiered:
             self._count(call, found, reason)
             if self._memory is not None and self._given is None:
                 self._memory.reset_if_unused()
+        # Nothing is locked: handlers have locks of their own, and may ask for this.
+        if found is None:
+            log.debug("a generate of %s is left: %s", self._name, reason)
+        elif log.isEnabledFor(logging.DEBUG):
+            log.debug("a generate of %s has ended: %s", self._name, found.summary())
 
     def _count(self, call: _Call, found: CacheStats | None, reason: str) -> None:
         self._running = [x for x in self._running if x is not call]
         if found is None:
-            log.debug("a generate of %s is left: %s", self._name, reason)
             self._left[reason] = self._left.get(reason, 0) + 1
             return
         self._calls += 1
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("a generate of %s has ended: %s", self._name, found.summary())
         self._last, ended = found, self._ended
         ended.add(found)
         ended.device = found.device.with_peak(ended.device.peak_bytes)

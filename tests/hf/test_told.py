@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -48,6 +49,18 @@ def test_a_long_prompt_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) 
     with TieredKVCache(tiny_model("llama").config) as cache:
         tiny_model("llama")(prompt_ids(length=LONG), past_key_values=cache)
     assert "until the end" in lines(caplog, logging.INFO)[2]
+
+
+def test_a_long_prompt_of_a_model_that_begins_with_a_recurrent_layer_is_told_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "kvtier")
+    model = tiny_model("qwen3_next")
+    with TieredKVCache(model.config) as cache:
+        model.generate(prompt_ids(length=LONG), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    told = lines(caplog, logging.INFO)
+    assert len(told) == 1
+    assert f"{LONG} tokens behind 0" in told[0]
 
 
 def test_plans_are_in_the_log_once_for_each_step_with_spilled_blocks(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,3 +156,37 @@ def test_what_cannot_be_called_is_no_hook() -> None:
         TieredKVCache(progress=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="progress"):
         kvtier.tiered(tiny_model("llama"), progress="bar")  # type: ignore[arg-type]
+
+
+def test_nothing_is_locked_while_the_log_is_told() -> None:
+    """A handler may print the cache, also while other threads work with it."""
+    said: list[str] = []
+    model = tiny_model("llama")
+    asked: list[Any] = []
+
+    class Asking(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            thread = threading.Thread(
+                target=lambda: said.append(f"{record.getMessage()} {asked[0].stats}"), daemon=True
+            )
+            thread.start()
+            thread.join(30)
+            assert not thread.is_alive(), "it waits for a lock"
+
+    logger, handler = logging.getLogger("kvtier"), Asking()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        with kvtier.tiered(model, device_budget="80KiB", block_size=4, policy="all-fetch") as used:
+            asked[:] = [used]
+            model.generate(prompt_ids(length=80), max_new_tokens=4)
+        with TieredKVCache(model.config, device_budget="80KiB", block_size=4, policy="all-fetch") as cache:
+            asked[:] = [cache]
+            run(cache, 80)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    assert any("new tokens: policy" in x for x in said)
+    assert any("has ended" in x for x in said)
+    assert any("80 tokens behind 0" in x for x in said)
