@@ -78,7 +78,7 @@ if-native:
 	@$(NATIVE) --quiet || true
 
 # ---------------------------------------------------------------------------------------- targets
-.PHONY: help setup demo test test-newest test-oldest soak check sanitize format figures docs bench calibrate gpu clean distclean
+.PHONY: help setup demo test test-newest test-oldest integrations soak check sanitize format figures docs bench calibrate gpu clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -114,6 +114,9 @@ test-newest: $(NEWEST)/.ready if-native ## run the tests on the newest supported
 
 test-oldest: $(OLDEST)/.ready if-native ## run the tests on the oldest supported Transformers
 	$(call RUN_TESTS,$(OLDEST))
+
+integrations: $(NEWEST)/.ready if-native ## run the scripts for other libraries, each in an environment of its own (ARGS="peft trl ...")
+	@$(NEWEST)/bin/python integrations/run.py $(ARGS)
 
 soak: $(NEWEST)/.ready if-native ## slow tests, and random walks and searches for longer than in the tests, about an hour, seeded
 	KVTIER_TEST_OPERATIONS=100000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 KVTIER_TEST_TURNS=2000 KVTIER_TEST_FLIPS=1000 KVTIER_TEST_WORLDS=10000 \
@@ -162,4 +165,4 @@ clean: ## remove build outputs and caches
 	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## also remove the environments
-	rm -rf $(NEWEST) $(OLDEST) $(DOCS) .setup.lock
+	rm -rf $(NEWEST) $(OLDEST) $(DOCS) .venv-integrations .setup.lock

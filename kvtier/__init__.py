@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from kvtier.hf.attention import register_attention
     from kvtier.hf.cache import TieredKVCache
     from kvtier.hf.enable import Enabled, disable, enable
+    from kvtier.hf.tiering import Tiered, tier, tiered, untier
     from kvtier.hf.view import KVView
     from kvtier.memory.tiered import TieredMemory
     from kvtier.planning.explain import Explanation
     from kvtier.planning.policy import Policy
     from kvtier.planning.profile import HardwareProfile
-    from kvtier.stats import CacheStats, LayerResidency, Residency, Tier, TierStats
+    from kvtier.stats import CacheStats, LayerResidency, Progress, Residency, Tier, TierStats
     from kvtier.tracing import trace
 
 __version__ = "0.1.0"
@@ -64,6 +65,7 @@ _HOME = {
     "MemoryInUseError": "errors",
     "MismatchError": "errors",
     "Policy": "planning.policy",
+    "Progress": "stats",
     "Residency": "stats",
     "RowReuse": "conversation.reuse",
     "StaleViewError": "errors",
@@ -71,6 +73,7 @@ _HOME = {
     "StoreStats": "conversation.reuse",
     "Tier": "stats",
     "TierStats": "stats",
+    "Tiered": "hf.tiering",
     "TieredKVCache": "hf.cache",
     "TieredMemory": "memory.tiered",
     "TransferError": "errors",
@@ -79,7 +82,10 @@ _HOME = {
     "disable": "hf.enable",
     "enable": "hf.enable",
     "register_attention": "hf.attention",
+    "tier": "hf.tiering",
+    "tiered": "hf.tiering",
     "trace": "tracing",
+    "untier": "hf.tiering",
 }
 
 __all__ = [
@@ -103,6 +109,7 @@ __all__ = [
     "MemoryInUseError",
     "MismatchError",
     "Policy",
+    "Progress",
     "Residency",
     "RowReuse",
     "StaleViewError",
@@ -110,6 +117,7 @@ __all__ = [
     "StoreStats",
     "Tier",
     "TierStats",
+    "Tiered",
     "TieredKVCache",
     "TieredMemory",
     "TransferError",
@@ -118,7 +126,10 @@ __all__ = [
     "disable",
     "enable",
     "register_attention",
+    "tier",
+    "tiered",
     "trace",
+    "untier",
 ]
 
 

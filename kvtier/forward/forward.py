@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import time
 import weakref
@@ -17,7 +18,7 @@ from kvtier.attention import dispatch, split
 from kvtier.attention.dense import own_kv
 from kvtier.attention.reader import LayerReader
 from kvtier.attention.repeat import Repeat
-from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
+from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions, format_size
 from kvtier.errors import ClosedError, StaleViewError
 from kvtier.forward import admission
 from kvtier.forward.held import Held
@@ -33,7 +34,7 @@ from kvtier.memory.tiered import TieredMemory, too_small
 from kvtier.planning.admission import Claim
 from kvtier.planning.step import StepRecord, StepState
 from kvtier.planning.trace import plan_args
-from kvtier.stats import CacheStats, Counters, LayerResidency
+from kvtier.stats import CacheStats, Counters, LayerResidency, Progress
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
@@ -50,6 +51,11 @@ _MEASURED = {
 _totals = operator.attrgetter(*_MEASURED)
 #: Steps of which what was expected and seen is kept.
 HISTORY = 64
+#: New tokens of a forward from which on it is told of: by a line in the log, and to a progress hook.
+LONG_PROMPT = 1024
+
+#: Plans of steps at DEBUG, long prompts at INFO. Looked at once for each step.
+log = logging.getLogger("kvtier.forward")
 
 
 class Forward:
@@ -61,6 +67,7 @@ class Forward:
         expected: the layers that a forward updates, where that is known in advance.
         tiered: how many tiered layers there will be, where that is known in advance.
         dense: whether attention is expected to ask for one layer's KV as tensors, now.
+        progress: called behind each layer of a forward of at least `LONG_PROMPT` tokens.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class Forward:
         expected: frozenset[int] | None = None,
         tiered: int = 0,
         dense: Callable[[], bool] = lambda: True,
+        progress: Callable[[Progress], object] | None = None,
     ) -> None:
         self.memory = memory
         self.options = options
@@ -107,6 +115,9 @@ class Forward:
         self._before: tuple[float, ...] | None = None
         #: What views of a step have in common, by layout, kept for those who make them.
         self.blanks: dict[Pools, Any] = {}
+        if progress is not None:  # who has no hook does not ask for one in every layer
+            # Not by a reference to itself: what it holds is given back as soon as nobody uses it.
+            self.append = partial(_append_and_tell, weakref.ref(self), progress)  # type: ignore[method-assign]
 
     @property
     def counters(self) -> Counters:
@@ -156,6 +167,14 @@ class Forward:
                 self._plan(layer.device, 1)
             self._record.layers += 1
         return reader
+
+    def tell(self, past: int, progress: Callable[[Progress], object]) -> None:
+        """A layer has the new tokens behind `past` ones: tell the hook, if they are many."""
+        tokens = self._record.tokens
+        if tokens >= LONG_PROMPT:
+            # Without a config, nobody knows in a first forward how many layers come.
+            layers = self._tiered or len(self.steps.expected or ())
+            progress(Progress(tokens, past, self._record.layers, layers, time.perf_counter() - self._began))
 
     def _append(self, layer: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         layer.check(keys, values)
@@ -333,6 +352,8 @@ class Forward:
         now = time.perf_counter()
         self.memory.clock += 1
         record = self._record
+        if record.tokens >= LONG_PROMPT:
+            self._tell_of_prompt(now, "the next forward")
         self._decoding = record.tokens == tokens == 1
         if self._before is not None:
             self._observe(self._before, now)
@@ -345,6 +366,23 @@ class Forward:
         self._before = _totals(self.counters) if self._schedules else None
         if tracing.active is not None:
             self._trace_step(tracing.active, tokens, now)
+
+    def _tell_of_prompt(self, now: float, until: str) -> None:
+        """The last forward was long: a line in the log. The caller holds the lock."""
+        tokens = self._record.tokens
+        if not log.isEnabledFor(logging.INFO):
+            return
+        seconds, stats = now - self._began, self.memory.snapshot(self.counters)
+        total = max((reader.layer.length for reader in self.readers.values()), default=tokens)
+        tiers = ", ".join(
+            f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
+            for name, tier in (("device", stats.device), ("host", stats.host))
+            if tier.budget
+        )
+        log.info(
+            "cache %d: %d tokens behind %d, %.3g s until %s; %s; waited %.3g s for copies so far",
+            *(self.number, tokens, max(total - tokens, 0), seconds, until, tiers, stats.stall_seconds),
+        )
 
     def _trace_step(self, tracer: tracing.Trace, tokens: int, now: float) -> None:
         for reader in self.readers.values():
@@ -448,6 +486,13 @@ class Forward:
             self._expected[device] = expected.seconds
         if tracing.active is not None:
             tracing.active.plan(self.counters, plan_args(plan, policy, state.cache, state.device))
+        if log.isEnabledFor(logging.DEBUG):
+            said = plan_args(plan, policy, state.cache, state.device)
+            log.debug(
+                "cache %d, step %d on %s, %d new tokens: %s",
+                *(state.cache, self.steps.count, state.device, tokens),
+                ", ".join(f"{name} {value}" for name, value in said.items()),
+            )
         schedule.begin(plan)
 
     def _readers_on(self, device: ComputeDevice) -> list[LayerReader]:
@@ -706,6 +751,8 @@ class Forward:
     def _release(self) -> None:
         with self.memory.changing():
             self.memory.collect()
+            if self._record.tokens >= LONG_PROMPT:
+                self._tell_of_prompt(time.perf_counter(), "the end")
             self._held.release()
 
     def close(self) -> None:
@@ -755,3 +802,18 @@ class Forward:
         with self.memory.lock:
             for reader in self.readers.values():
                 reader.check_integrity()
+
+
+def _append_and_tell(
+    forward: weakref.ref[Forward],
+    progress: Callable[[Progress], object],
+    index: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> LayerReader:
+    """`Forward.append` where there is a hook."""
+    this = forward()
+    assert this is not None, "whoever calls holds it"
+    reader = Forward.append(this, index, keys, values)
+    this.tell(reader.layer.length - keys.shape[2], progress)
+    return reader
