@@ -182,7 +182,8 @@ class ConversationStore:
 
         Raises:
             ConfigError: a cache was given.
-            BudgetError: as of `TieredKVCache`; whatever else `model.generate` raises passes. What was kept before is kept.
+            BudgetError: as of `TieredKVCache`. Whatever else `model.generate` raises passes. What was kept before is
+                kept.
         """
         self._check_open()
         if generation_config is not None:
