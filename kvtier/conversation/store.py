@@ -187,7 +187,7 @@ class ConversationStore:
 
         Raises:
             ConfigError: a cache was given.
-            BudgetError: as of `TieredKVCache`; whatever else `model.generate` raises passes. What was kept before is
+            BudgetError: as of `TieredKVCache`. Whatever else `model.generate` raises passes. What was kept before is
                 kept.
         """
         self._check_open()

@@ -503,9 +503,10 @@ def tiered(
     Args:
         model: a loaded Transformers model, or a module that holds some: one with adapters (peft), compiled, parallel.
             Neither it nor its class changes, so that it is copied and saved as ever; a copy is not tiered.
-        device_budget, host_budget, block_size, write_through, host_attention, max_tokens, policy, audit, memory,
-            progress: as those of `TieredKVCache`, for all calls together. A budget that depends on what is free is
-            found out again at each call that finds no other under way.
+        device_budget, host_budget, block_size, write_through, host_attention, max_tokens, policy: as those of
+            `TieredKVCache`, for all calls together. A budget that depends on what is free is found out again at each
+            call that finds no other under way.
+        audit, memory, progress: likewise.
 
     Blocks may be nested, the innermost serves; they may end in any order, and in other threads.
 
