@@ -168,7 +168,8 @@ class Kept:
         tokens, nearest = 0, (0, 0)
         for start, stop, entry in self._overlapping(call.key, row[:-WIDTH]):  # the last token's logits are wanted
             begins = max(start, columns)
-            if entry not in passed and stop - begins >= LEAST_BEHIND and (found is None or (begins, -stop) < nearest):
+            worth = stop - begins >= (1 if start <= columns else LEAST_BEHIND)  # where nothing is missing, any is
+            if entry not in passed and worth and (found is None or (begins, -stop) < nearest):
                 tokens, found, nearest = stop - start, entry, (begins, -stop)
         return tokens, found
 
