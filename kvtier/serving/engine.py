@@ -21,6 +21,7 @@ from kvtier.memory.tiered import TieredMemory
 from kvtier.scheduling.job import Job, Load
 from kvtier.scheduling.names import scheduler_of
 from kvtier.scheduling.scheduler import Scheduler
+from kvtier.scheduling.shares import Shares
 from kvtier.serving.choice import choose_runner
 from kvtier.serving.prefixes import prefixes_of
 from kvtier.serving.request import Request, RequestOutput, prompt_of
@@ -140,6 +141,7 @@ class Engine:
         self._store = store
         self._lock = threading.Condition()
         self._stepping = threading.RLock()
+        self._shares = Shares()
         self._books = _Books()
         self._change = Change(self._books)
         self._numbers = itertools.count()
@@ -171,6 +173,7 @@ class Engine:
         logprobs: bool = False,
         salt: Hashable = None,
         conversation: str | None = None,
+        tenant: str = "",
         **options: Any,
     ) -> str:
         """Add a request to the queue.
@@ -184,6 +187,7 @@ class Engine:
             logprobs: whether the log-probability of each token is kept.
             salt: what is kept of a request is found by those with an equal salt only, so that tenants share nothing.
             conversation: of the store, whose history prompt and answer become when the request has ended.
+            tenant: whose it is: under the fair scheduler, the tenant that was served least goes next.
             options: settings of `generate`, `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`. With
                 `num_return_sequences` there are more sequences of the prompt, named `NAME#1`, `NAME#2` and so on, which
                 share its blocks.
@@ -205,6 +209,7 @@ class Engine:
             logprobs=logprobs,
             salt=salt,
             conversation=conversation,
+            tenant=tenant,
             **options,
         )
         return first.name
@@ -220,6 +225,7 @@ class Engine:
         logprobs: bool = False,
         salt: Hashable = None,
         conversation: str | None = None,
+        tenant: str = "",
         **options: Any,
     ) -> list[Request]:
         """The same; a request for each sequence of the prompt."""
@@ -239,6 +245,9 @@ class Engine:
         with self._lock, self._change:
             self._check_open()
             self._check_fits(prompt, sampling)
+            active = {each.job.tenant for each in self._requests.values()}
+            if tenant not in active:
+                self._shares.arrives(tenant, active)
             if len(self._waiting) + sampling.count > self._max_waiting:
                 raise QueueFullError(f"{len(self._waiting)} requests wait, and max_waiting is {self._max_waiting}.")
             number = next(self._numbers)
@@ -253,7 +262,7 @@ class Engine:
                 output = RequestOutput(each, list(prompt), arrived=now, logprobs=[] if logprobs else None)
                 own = sampling if not i else sampling.again(i)
                 number = number if not i else next(self._numbers)
-                job = Job(number, now, len(prompt), own.max_length, priority=priority)
+                job = Job(number, now, len(prompt), own.max_length, priority=priority, tenant=tenant)
                 made.append(Request(output, own, job, salt=salt, conversation=None if i else conversation))
                 self._requests[each] = made[-1]
             made[0].samples = made[1:]
@@ -438,6 +447,7 @@ class Engine:
                 self._max_running,
                 self._runner.chunked,
                 self._rate,
+                served=self._shares.served,
             )
             plan = self._scheduler.plan(load)
             for job in plan.preempt:
@@ -573,6 +583,7 @@ class Engine:
             asking: list[tuple[Request, Any]] = []
             for (request, each), row in zip(work, scores, strict=True):
                 request.job.cached += each.tokens
+                self._shares.serve(request.job.tenant, each.tokens, int(row is not None))
                 request.job.last_ran = now
                 if row is not None and request.output.first_token is None and self._prefixes is not None:
                     self._prefixes.keep(request)

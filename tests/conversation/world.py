@@ -1294,11 +1294,13 @@ class World:
             place = disk_key(found.key)
             if archive is not None and not self.rough_disk and place is not None:
                 saved, _ = archive.disk.find(place, found.ids)
+            # What is behind a gap may begin within what precedes it.
+            here = len({i for x, tokens in found.has.items() for i in range(x.start, x.start + tokens)})
             before = self.pinned.get(name)
             if before is not None and before[0] == where and not self.flipped:
-                assert found.tokens >= before[1], "what is pinned has left the memory"
+                assert here >= before[1], "what is pinned has left the memory"
                 assert saved >= before[2] or self.rough_disk, "what is pinned has left the disk"
-            self.pinned[name] = where, found.tokens, saved
+            self.pinned[name] = where, here, saved
 
     # The end
 
