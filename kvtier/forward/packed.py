@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -480,6 +481,39 @@ class PackedForward(PlannedForward):
             host_attention=self.options.host_attention,
             dense=True,
             limit=limit,
+        )
+
+    def check_fits(self, length: int) -> None:
+        """Raise `BudgetError`, which names the smallest budget, where a sequence of so many tokens would not fit, were
+        it alone and computed token by token."""
+        with self.memory.lock, self.memory.change:
+            for device in self._devices():
+                claims = self._held.owner.claims
+                before = claims.get(device)
+                refused = self.memory.admit(
+                    self._held.owner, device, functools.partial(self._claim_of_one, device, length)
+                )
+                if refused is not None:
+                    raise too_small(*refused, f"A sequence of {length} tokens needs")
+                claims.pop(device)
+                if before is not None:
+                    claims[device] = before
+
+    def _claim_of_one(self, device: ComputeDevice, length: int, limit: int) -> Claim:
+        """What the layers of one device need for a sequence that is alone, at the most until it has so many tokens."""
+        layers = [reader.layer for reader in self._held.readers.values() if reader.device is device]
+        sizes = [layer.layout.nbytes for layer in layers]
+        options = self.options
+        return Claim(
+            held=sum(-(-length // layer.layout.block_size) * layer.layout.nbytes for layer in layers),
+            filling=sum(layer.layout.nbytes for layer in layers if layer.layout.block_size > 1),
+            room=max(
+                dispatch.room_for(layer, 1, length, 1, host_attention=options.host_attention, dense=True, limit=limit)
+                for layer in layers
+            ),
+            slot=max(sizes),
+            smallest=min(sizes),
+            largest=max(sizes),
         )
 
     def _changed(self) -> None:

@@ -140,6 +140,8 @@ class Prefixes:
 
     def begin(self, request: Request) -> int:
         """Let a request that has no blocks begin with what is kept of it. The tokens that are there then."""
+        if request.alone:
+            return 0
         self._check_weights()
         ids = packed(request.ids)
         with self._memory.lock, self._memory.change:
@@ -172,7 +174,7 @@ class Prefixes:
     def keep(self, request: Request) -> None:
         """Keep what a request has computed so far."""
         sequence = request.sequence
-        if sequence is None or not sequence.length:
+        if sequence is None or not sequence.length or request.alone:
             return
         self._check_weights()
         ids = packed(request.ids[: sequence.length])

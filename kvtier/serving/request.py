@@ -55,6 +55,7 @@ class Request:
         sequence: of the runner, while it runs.
         salt, key: who may share what it computes, and all else that this depends on.
         conversation: that it is a turn of; None: of none.
+        alone: there was no room for it and for what is kept of it: it begins with nothing, and nothing of it is kept.
         cancelled: it is to end at the next step.
         samples: other sequences of its prompt, which begin when that is computed.
         done: set when it has ended.
@@ -77,6 +78,7 @@ class Request:
         self.job = job
         self.ids = list(output.prompt_ids)
         self.sequence: Any = None
+        self.alone = False
         self.cancelled = False
         self.samples: list[Request] = []
         self.done = threading.Event()
