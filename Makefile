@@ -94,7 +94,7 @@ RUN_TESTS = $(call RUN_PYTEST,$(1),-m "not slow" $(2))
 # What does not depend on the version of Transformers runs in one of the two.
 NOT_IN_NEWEST = $(addprefix --ignore=tests/,memory transfer tables forward cpu) \
 	--ignore-glob='tests/test_benchmarks*'
-NOT_IN_OLDEST = $(addprefix --ignore=tests/,kernels attention cuda planning calibration) \
+NOT_IN_OLDEST = $(addprefix --ignore=tests/,kernels attention cuda planning calibration scheduling) \
 	$(addprefix --ignore=tests/test_,imports.py packaging.py documents.py figures.py demo.py) \
 	$(addprefix --ignore=tests/hf/test_,trained.py half_precision.py interrupted_hybrids.py needed.py) \
 	$(addprefix --ignore=tests/conversation/test_,disk.py disk_faults.py disk_rows.py store.py index.py)
