@@ -51,7 +51,7 @@ class Store(Protocol):
     def wake(self, ids: Sequence[int], *, salt: Any = None, timeout: float | None = None) -> Wake:
         """Bring what is kept of these tokens nearer."""
 
-    def forget(self, chat: Conversation) -> None:
+    def remove(self, chat: Conversation) -> None:
         """Forget the name of a conversation."""
 
     def changed(self, chat: Conversation, *, generated: bool = False) -> None:
@@ -317,7 +317,7 @@ class Conversation:
     def close(self) -> None:
         """Forget the name. What is kept of its tokens stays as long as there is room."""
         if not self.closed:
-            self.store.forget(self)
+            self.store.remove(self)
             self.closed = True  # last: what is cut short is done again
 
     # For the disk

@@ -359,8 +359,24 @@ class ConversationStore:
             del self._conversations[name]  # it is damaged
         return None
 
-    def forget(self, chat: Conversation) -> None:
-        """Forget the name of a conversation; see `Conversation.close`. May be done again where it was cut short."""
+    def forget(self, name: str) -> None:
+        """Forget the name of a conversation, whether it was opened or not; see `Conversation.close`. Nothing, if there
+        is none."""
+        self._check_open()
+        with self.memory.lock, self.memory.change:
+            found = self._conversations.get(name)
+            known = name in self._conversations
+        if found is not None:
+            found.close()
+        elif known:
+            if self._disk_tier is not None:
+                self._disk_tier.disk.drop_conversation(name)
+            with self.memory.lock, self.memory.change:
+                self._conversations.pop(name, None)
+                self._kept.ranks.forget(name)
+
+    def remove(self, chat: Conversation) -> None:
+        """A conversation is closed: its name is free. May be done again where it was cut short."""
         with self.memory.lock, self.memory.change:
             if self._conversations.get(chat.name, chat) is not chat:
                 return  # another one has that name by now

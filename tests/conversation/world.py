@@ -922,6 +922,9 @@ class World:
         # Who is refused asks a wake to end, and waits for that: in one thread it would wait for ever.
         asked = list(self.memory.conceding)
         self.memory.conceding.clear()
+        waker = self.store._waker if self.store is not None else None
+        if waker is not None:
+            waker._thread = None  # this is another one
         self.depth += 1
         try:
             if what == self.turn:
@@ -934,6 +937,8 @@ class World:
         finally:
             self.depth -= 1
             self.memory.conceding[:] = asked
+            if waker is not None:
+                waker._thread = threading.current_thread()
 
     def _unlocked(self) -> bool:
         """Whether another thread could do something now: nobody here has a lock that it needs."""
@@ -983,9 +988,11 @@ class World:
         sure = self._sure(self.key(key[1]), row) if key == each._key else 0
         before, used = (each.loaded, each.promoted), self._in_use() if loaded else []
         self.waking, self.disturbed = True, False
+        waker._thread = threading.current_thread()  # refused, it does not wait for itself
         try:
             waker.step()
         finally:
+            waker._thread = None
             self.waking = False
         self.note("waken:", each, waker.problem)
         came = each.loaded, each.promoted
