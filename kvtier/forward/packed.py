@@ -459,6 +459,41 @@ class PackedForward(PlannedForward):
             filling += to_come * sum(bool(each.length % size) for each in segments) * nbytes
         return Claim(held, filling, room, slot, smallest, largest)
 
+    def check_fits(self, length: int) -> None:
+        """Raise `BudgetError`, which names the smallest budget, where a sequence of so many tokens would not fit, were
+        it alone and computed token by token."""
+        with self.memory.lock:
+            for device in self._devices():
+                claims = self._held.owner.claims
+                before = claims.get(device)
+                refused = self.memory.admit(
+                    self._held.owner, device, lambda limit, device=device: self._claim_of_one(device, length, limit)
+                )
+                if refused is not None:
+                    raise too_small(*refused, f"A sequence of {length} tokens needs")
+                claims.pop(device)
+                if before is not None:
+                    claims[device] = before
+
+    def _claim_of_one(self, device: ComputeDevice, length: int, limit: int) -> Claim:
+        """What the layers of one device need for a sequence that is alone, at the most until it has so many tokens."""
+        layers = [reader.layer for reader in self._held.readers.values() if reader.device is device]
+        sizes = [layer.layout.nbytes for layer in layers]
+        options = self.options
+        return Claim(
+            held=sum(-(-length // layer.layout.block_size) * layer.layout.nbytes for layer in layers),
+            filling=sum(layer.layout.nbytes for layer in layers if layer.layout.block_size > 1),
+            room=max(
+                dispatch.room_for(
+                    layer, 1, length, 1, host_attention=options.host_attention, dense=True, limit=limit
+                )
+                for layer in layers
+            ),
+            slot=max(sizes),
+            smallest=min(sizes),
+            largest=max(sizes),
+        )
+
     def _changed(self) -> None:
         """Fewer blocks are held: claim no more, and give back what is free and much."""
         for device in self._devices():

@@ -228,19 +228,15 @@ class Engine:
 
     def _check_fits(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what could never run, even alone."""
-        total, _, size = self._runner.blocks()
-        # The last token is never attended to.
-        needed = -(-(sampling.max_length - 1) // size)
-        if needed > total:
-            budget = self.memory.host.slabs.budget
-            per_block = budget.limit // max(total, 1) if total else budget.limit
+        try:
+            self._runner.check_fits(sampling.max_length - 1)  # the last token is never attended to
+        except BudgetError as error:
             raise BudgetError(
-                f"A prompt of {len(prompt)} tokens that may grow to {sampling.max_length} needs {needed} blocks of "
-                f"{size} tokens, and the budgets hold {total}.",
-                tier="host",
-                needed=budget.limit + (needed - total) * per_block,
-                budget=budget.limit,
-            )
+                f"A prompt of {len(prompt)} tokens that may grow to {sampling.max_length} does not fit. {error}",
+                tier=error.tier,
+                needed=error.needed,
+                budget=error.budget,
+            ) from None
 
     def cancel(self, request_id: str) -> None:
         """Let a request end at the next step; its output says "cancelled". Nothing, if it has ended."""

@@ -79,6 +79,10 @@ class Runner(abc.ABC):
         """Blocks that may be had, blocks that are held, and tokens of one; a block is of all layers."""
 
     @abc.abstractmethod
+    def check_fits(self, length: int) -> None:
+        """Raise `BudgetError` where a sequence of so many tokens would not fit, were it alone."""
+
+    @abc.abstractmethod
     def cached(self, sequence: Any) -> int:
         """Tokens of a sequence whose keys and values are there."""
 
@@ -167,6 +171,10 @@ class PackedRunner(Runner):
     def blocks(self) -> tuple[int, int, int]:
         """See `Runner`."""
         return self.forward.blocks()
+
+    def check_fits(self, length: int) -> None:
+        """See `Runner`."""
+        self.forward.check_fits(length)
 
     def cached(self, sequence: Any) -> int:
         """See `Runner`."""
@@ -276,6 +284,10 @@ class RaggedRunner(Runner):
         """See `Runner`."""
         return self.forward.blocks()
 
+    def check_fits(self, length: int) -> None:
+        """See `Runner`."""
+        self.forward.check_fits(length)
+
     def cached(self, sequence: Any) -> int:
         """See `Runner`."""
         length: int = sequence.kv.length
@@ -373,6 +385,9 @@ class SingleRunner(Runner):
         """See `Runner`. Layers of other kinds take what they take: only the memory itself can refuse."""
         size = self._options.block_size or 1
         return 1 << 40, 0, size
+
+    def check_fits(self, length: int) -> None:
+        """See `Runner`: not known before it is tried."""
 
     def cached(self, sequence: Any) -> int:
         """See `Runner`."""
