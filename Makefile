@@ -16,6 +16,7 @@ PYTEST_ARGS ?=
 # Two environments: the newest and the oldest supported Transformers.
 NEWEST := .venv
 OLDEST := .venv-5.17
+DOCS := .venv-docs
 LINTED := $(wildcard kvtier integrations examples benchmarks tests setup.py)
 
 # ----------------------------------------------------------------------------------------- set-up
@@ -77,7 +78,7 @@ if-native:
 	@$(NATIVE) --quiet || true
 
 # ---------------------------------------------------------------------------------------- targets
-.PHONY: help setup demo test test-newest test-oldest soak check sanitize format bench calibrate gpu clean distclean
+.PHONY: help setup demo test test-newest test-oldest integrations soak check sanitize format figures docs bench calibrate gpu clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -93,7 +94,8 @@ RUN_TESTS = $(call RUN_PYTEST,$(1),-m "not slow" $(2))
 # What does not depend on the version of Transformers runs in one of the two.
 NOT_IN_NEWEST = $(addprefix --ignore=tests/,memory transfer tables forward cpu) \
 	--ignore-glob='tests/test_benchmarks*'
-NOT_IN_OLDEST = $(addprefix --ignore=tests/,kernels attention cuda planning calibration test_imports.py test_packaging.py) \
+NOT_IN_OLDEST = $(addprefix --ignore=tests/,kernels attention cuda planning calibration scheduling) \
+	$(addprefix --ignore=tests/test_,imports.py packaging.py documents.py figures.py demo.py) \
 	$(addprefix --ignore=tests/hf/test_,trained.py half_precision.py interrupted_hybrids.py needed.py) \
 	$(addprefix --ignore=tests/conversation/test_,disk.py disk_faults.py disk_rows.py store.py index.py)
 
@@ -112,6 +114,9 @@ test-newest: $(NEWEST)/.ready if-native ## run the tests on the newest supported
 
 test-oldest: $(OLDEST)/.ready if-native ## run the tests on the oldest supported Transformers
 	$(call RUN_TESTS,$(OLDEST))
+
+integrations: $(NEWEST)/.ready if-native ## run the scripts for other libraries, each in an environment of its own (ARGS="peft trl ...")
+	@$(NEWEST)/bin/python integrations/run.py $(ARGS)
 
 soak: $(NEWEST)/.ready if-native ## slow tests, and random walks and searches for longer than in the tests, about an hour, seeded
 	KVTIER_TEST_OPERATIONS=100000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 KVTIER_TEST_TURNS=2000 KVTIER_TEST_FLIPS=1000 KVTIER_TEST_WORLDS=10000 \
@@ -132,6 +137,18 @@ format: $(NEWEST)/.ready ## format the code and apply safe lint fixes
 	$(NEWEST)/bin/ruff check --fix-only $(LINTED)
 	$(NEWEST)/bin/ruff format $(LINTED)
 
+figures: $(NEWEST)/.ready ## make the tables and plots of README and docs from the committed records
+	$(NEWEST)/bin/python -m benchmarks.figures $(ARGS)
+
+# The site has an environment of its own: nothing that tests need is among what builds it.
+$(DOCS)/.ready: constraints-docs.txt
+	@rm -rf $(DOCS) && $(or $(PYTHON),python3) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -r constraints-docs.txt
+	@echo "$(CURDIR)" >$@
+
+docs: $(DOCS)/.ready ## build the documents as a site in site/, with the API reference; a warning is an error
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
+
 bench: $(NEWEST)/.ready if-native ## run benchmarks (ARGS="SCENARIO ... --against OTHER_CHECKOUT")
 	$(NEWEST)/bin/python -m benchmarks $(ARGS)
 
@@ -143,9 +160,9 @@ gpu: ## test and measure on a GPU, from the plain source tree (GPU_PYTHON=python
 	@PYTHONPATH=. exec $(or $(GPU_PYTHON),$(NO_GPU_PYTHON)) -m benchmarks.gpu $(ARGS)
 
 clean: ## remove build outputs and caches
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	rm -f kvtier/cpu/*.so kvtier/cpu/.*.so.*
 	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## also remove both environments
-	rm -rf $(NEWEST) $(OLDEST) .setup.lock
+distclean: clean ## also remove the environments
+	rm -rf $(NEWEST) $(OLDEST) $(DOCS) .venv-integrations .setup.lock

@@ -124,7 +124,9 @@ def parse_args(argv: Sequence[str] | None, known: Mapping[str, ModuleType]) -> t
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder, or one .jsonl file")
-    parser.add_argument("--trace", type=Path, metavar="PATH", help="eviction: a Mooncake trace, a .jsonl file")
+    parser.add_argument(
+        "--trace", type=Path, metavar="PATH", help="eviction, serving_simulated: a Mooncake trace, a .jsonl file"
+    )
     parser.add_argument("--time-limit", type=float, metavar="S", help="begin no further case after S seconds")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -1,20 +1,28 @@
-"""A long context in a small device budget: `generate` with `TieredKVCache`, compared with `DynamicCache`.
+"""A context that does not fit the device budget: what `TieredKVCache` takes for it, next to the other ways.
 
     python examples/demo.py
+    python examples/demo.py --plot demo.png
     python examples/demo.py --model NAME --context 8000 --budget 10%
 
-The model reads the beginning of a long text and continues it greedily, once with each cache. The tiered
-cache gets a part of the device memory that the keys and values need; what does not fit is in host
-memory. On a machine without an accelerator the device tier is emulated in RAM.
+The model reads the beginning of a long text and continues it greedily, in four ways:
 
-Exit status: 0 if both caches gave the same tokens, 1 if not, 2 for an option or a budget that does not
+- with `DynamicCache`, for which all keys and values have to fit the device;
+- with `TieredKVCache`, which gets a part of that memory, while CPU threads attend to the rest in host memory;
+- with the same budget, but fetching the rest at each token;
+- without a cache, computing all again at each token.
+
+On a machine without an accelerator the device tier is emulated in RAM, so that both tiers are equally fast.
+
+Exit status: 0 if all ways gave the same tokens, 1 if not, 2 for an option or a budget that does not
 work, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import platform
+import statistics
 import sys
 import sysconfig
 import time
@@ -32,6 +40,8 @@ EXAMPLE_MODEL = Path(__file__).resolve().parent / "pylm"
 #: Modules of the standard library that make up the text, in this order, as many as the context needs.
 MODULES = ("argparse", "tarfile", "inspect", "typing", "subprocess", "zipfile", "datetime", "shutil")
 FEWEST_TOKENS = 16
+#: Without a cache so many tokens are enough: each takes as long as the prefill.
+TOKENS_WITHOUT_CACHE = 2
 #: Of the prompt, so much is shown before the continuation; marks stand around what was generated.
 PROMPT_TOKENS_SHOWN = 64
 MARK = "\u25ae"
@@ -73,8 +83,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or the name of a hub model (default: the example model)")
-    parser.add_argument("--context", type=count, default=2048, help="tokens of text to read (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=count, default=64, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--context", type=count, default=4032, help="tokens of text to read (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=count, default=48, help="tokens to generate (default: %(default)s)")
     parser.add_argument(
         "--budget",
         default="25%",
@@ -82,6 +92,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--block-size", type=count, default=64, help="tokens per block (default: %(default)s)")
     parser.add_argument("--text", type=Path, help="a text file to read (default: Python's own sources)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time and memory (needs matplotlib)")
     args = parser.parse_args(argv)
     if args.context < FEWEST_TOKENS:
         parser.error(f"argument --context: at least {FEWEST_TOKENS} tokens")
@@ -234,14 +245,48 @@ class Task:
         )
         return progress
 
-    def warm_up(self) -> None:
-        """The first calls of any kernel are slow: let neither cache pay for them."""
-        self.model.generate(
-            self.prompt[:, :FEWEST_TOKENS],
-            attention_mask=torch.ones_like(self.prompt[:, :FEWEST_TOKENS]),
-            max_new_tokens=4,
-            do_sample=False,
-        )
+    def warm_up(self) -> float:
+        """The first calls of any kernel are slow: let no way pay for them. Returns seconds of a step without a past."""
+        prompt = self.prompt[:, :FEWEST_TOKENS]
+        self.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+        cache = DynamicCache(config=self.model.config)
+        took = []
+        for _ in range(9):
+            began = time.perf_counter()
+            self.model(prompt[:, :1], past_key_values=cache)
+            took.append(time.perf_counter() - began)
+        return statistics.median(took)
+
+    def without_cache(self, expected: list[int]) -> Way:
+        """Compute all again at each token."""
+        say(f"  {TOKENS_WITHOUT_CACHE} tokens ... ", end="")
+        tokens: list[int] = []
+        began = time.perf_counter()
+        for _ in range(min(TOKENS_WITHOUT_CACHE, self.new_tokens)):
+            more = torch.tensor([tokens], dtype=self.prompt.dtype, device=self.prompt.device)
+            ids = torch.cat([self.prompt, more], dim=1)
+            logits = self.model(ids, use_cache=False, logits_to_keep=1).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        seconds = (time.perf_counter() - began) / len(tokens)
+        say(f"{1 / seconds:.1f} tokens/s")
+        return Way("no cache (first tokens)", 0, seconds, tokens == expected[: len(tokens)])
+
+
+@dataclass(frozen=True)
+class Way:
+    """What one way to decode took.
+
+    Attributes:
+        name: for the table.
+        device_bytes: of keys and values on the device, at most.
+        seconds: of a generated token.
+        equal: whether the tokens are those of `DynamicCache`.
+    """
+
+    name: str
+    device_bytes: int
+    seconds: float
+    equal: bool
 
 
 def kv_bytes(cache: DynamicCache) -> int:
@@ -253,43 +298,67 @@ def kv_bytes(cache: DynamicCache) -> int:
 # ---------------------------------------------------------------------------------------- the report
 
 
-def report(stats: CacheStats, kv: int, expected: Progress, got: Progress) -> bool:
-    """Print what the tiered cache did. Returns whether the tokens are equal."""
-    fetched = f"{stats.bytes_up / MIB:.2f} MiB in {stats.copies_up:,} copies"
-    if stats.bytes_up:
-        fetched += f", {stats.bytes_up / max(len(got.tokens) - 1, 1) / MIB:.2f} per generated token"
-    rows = [
-        ("keys and values", f"{kv / MIB:.2f} MiB"),
-        ("device budget", f"{stats.device.budget / MIB:.2f} MiB, at most {stats.device.peak_bytes / MIB:.2f} used"),
-        ("host", f"{stats.host.bytes / MIB:.2f} MiB used"),
-        ("device -> host", f"{stats.bytes_down / MIB:.2f} MiB in {stats.copies_down:,} copies"),
-        ("host -> device", fetched),
-        (
-            "blocks read",
-            f"{stats.block_hits:,} on the device, {stats.host_blocks:,} on the host, {stats.block_fetches:,} fetched",
-        ),
-        ("dense fallbacks", f"{stats.dense_fallbacks}"),
-        ("decode, tiered", f"{got.rate:.1f} tokens/s"),
-        ("decode, DynamicCache", f"{expected.rate:.1f} tokens/s ({got.rate / expected.rate:.2f} times that)"),
-    ]
-    if stats.resident_bytes:
-        rows.insert(3, ("never tiered", f"{stats.resident_bytes / MIB:.2f} MiB in layers that keep no whole context"))
+def report(stats: CacheStats, ways: list[Way], empty_step: float, context: int) -> bool:
+    """Print what each way took, and why. Returns whether all tokens are equal."""
+    dynamic, tiered, fetching, computing = ways
     say(bold("What it took"))
-    for name, value in rows:
-        say(f"  {name:<22}{value}")
+    say(f"  {'':<32}{'on the device':>14}{'ms per token':>14}   tokens")
+    for way in ways:
+        equal = "equal" if way.equal else "DIFFERENT"
+        say(f"  {way.name:<32}{way.device_bytes / MIB:>10.2f} MiB{way.seconds * 1000:>14.2f}   {equal}")
     say()
-    equal = got.tokens == expected.tokens
-    if equal:
-        say(bold(f"All {len(got.tokens)} tokens equal those of DynamicCache."))
-    else:
-        pairs = zip(got.tokens, expected.tokens, strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got.tokens), len(expected.tokens)))
-        say(bold(f"The tokens DIFFER from those of DynamicCache, first at token {first + 1}."))
-    return equal
+    saved = 1 - tiered.device_bytes / dynamic.device_bytes
+    say(f"  Device memory: {saved:.0%} less than with DynamicCache; {stats.host.bytes / MIB:.2f} MiB in host memory.")
+    fetched = f"{fetching.seconds / tiered.seconds:.1f} times as fast as fetching alone"
+    say(f"  Time: {fetched}, {computing.seconds / tiered.seconds:,.0f} times as fast as computing all again,")
+    say(f"  {dynamic.seconds / tiered.seconds:.2f} times as fast as DynamicCache with room for everything.")
+    say(f"  Blocks read: {stats.block_hits:,} on the device, {stats.host_blocks:,} on the host.")
+    if stats.dense_fallbacks:
+        say(f"  {stats.dense_fallbacks} dense fallbacks: {stats.dense_fallback_ops}")
+    if stats.resident_bytes:
+        say(f"  {stats.resident_bytes / MIB:.2f} MiB more are in layers that keep no whole context and are not tiered.")
+    if tiered.seconds > dynamic.seconds:
+        step, own = dynamic.seconds * 1000, empty_step * 1000
+        say(f"  It is slower than DynamicCache here: of {step:.1f} ms per token {own:.1f} ms are weights and Python,")
+        say("  which no cache makes faster, and kvtier adds its bookkeeping to each layer. The keys and values of")
+        say(f"  {context:,} tokens are too few to win that back: give a longer --context or a larger --model.")
+    say()
+    good = all(way.equal for way in ways)
+    say(bold("All tokens equal those of DynamicCache." if good else "Tokens DIFFER from those of DynamicCache."))
+    return good
+
+
+def plot(file: Path, ways: list[Way], title: str) -> None:
+    """Time of a token and device memory of each way, side by side."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (time_axes, memory_axes) = pyplot.subplots(1, 2, figsize=(10, 3.2), sharey=True, layout="constrained")
+    names, colours = [way.name for way in ways], ["#868e96", "#0b7285", "#868e96", "#868e96"]
+    bars = time_axes.barh(names, [way.seconds * 1000 for way in ways], color=colours)
+    time_axes.bar_label(bars, fmt="%.1f", padding=3)
+    time_axes.set(xscale="log", xlabel="ms per token", title=title)
+    bars = memory_axes.barh(names, [way.device_bytes / MIB for way in ways], color=colours)
+    memory_axes.bar_label(bars, fmt="%.1f", padding=3)
+    memory_axes.set(xlabel="keys and values on the device, MiB")
+    time_axes.set_xlim(left=min(way.seconds for way in ways) * 1000 / 10)
+    time_axes.invert_yaxis()
+    for axes in (time_axes, memory_axes):
+        axes.margins(x=0.2)
+        axes.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--plot {file}: {error}") from error
+    say(f"  plot: {file}")
 
 
 def demo(args: argparse.Namespace) -> bool:
     """The whole demo. Returns whether the tokens are equal."""
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install 'kvtier[plot]'.")
     say(bold("kvtier demo"))
     say("  loading ... ", end="")
     model, tokenizer = load(args.model)
@@ -310,25 +379,41 @@ def demo(args: argparse.Namespace) -> bool:
         say(f"  note     the model was made for {limit:,} tokens: the text may be poor, the comparison holds")
     say()
     with torch.inference_mode():
-        task.warm_up()
-        say(bold("DynamicCache"))
+        empty_step = task.warm_up()
+        say(bold("DynamicCache: all keys and values on the device"))
         cache = DynamicCache(config=model.config)
         expected = task.run(cache, text=False)
         kv = kv_bytes(cache)
         del cache
+        ways = [Way("DynamicCache", kv, 1 / expected.rate, True)]
         say()
         budget = budget_for(args.budget, kv)
         share = f", {budget / kv:.0%} of the {kv / MIB:.2f} MiB of keys and values" if isinstance(budget, int) else ""
         size = f"{budget / MIB:.2f} MiB" if isinstance(budget, int) else budget
+        say(bold("TieredKVCache: the host attends to what does not fit"))
+        emulated = "" if model.device.type == "cuda" else "; the device tier is emulated in RAM"
+        say(f"  device budget {size}{share}{emulated}")
         with TieredKVCache(model.config, device_budget=budget, block_size=args.block_size) as tiered:
-            emulated = "" if model.device.type == "cuda" else "; the device tier is emulated in RAM"
-            say(bold("TieredKVCache"))
-            say(f"  device budget {size}{share}{emulated}")
             got = task.run(tiered, text=True)
-            say(bold("What is where, in blocks"))
-            say(str(tiered.residency()))
-            say()
-            return report(tiered.stats, kv, expected, got)
+            stats = tiered.stats
+        ways.append(Way("TieredKVCache", stats.device.peak_bytes, 1 / got.rate, got.tokens == expected.tokens))
+        say(bold("The same budget, fetching alone"))
+        with TieredKVCache(
+            model.config, device_budget=budget, block_size=args.block_size, policy="all-fetch"
+        ) as fetching:
+            fetched = task.run(fetching, text=False)
+            peak = fetching.stats.device.peak_bytes
+            per_token = fetching.stats.bytes_up / max(len(fetched.tokens) - 1, 1)
+            say(f"  {per_token / MIB:.2f} MiB fetched per token")
+        ways.append(Way("fetching alone, same budget", peak, 1 / fetched.rate, fetched.tokens == expected.tokens))
+        say()
+        say(bold("No cache: all computed again at each token"))
+        ways.append(task.without_cache(expected.tokens))
+        say()
+    equal = report(stats, ways, empty_step, args.context)
+    if args.plot is not None:
+        plot(args.plot, ways, f"{name}, {args.context:,} tokens, on {where}")
+    return equal
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvtier.hf.attention import register_attention
     from kvtier.hf.cache import TieredKVCache
     from kvtier.hf.enable import Enabled, disable, enable
+    from kvtier.hf.tiering import Tiered, tier, tiered, untier
     from kvtier.hf.view import KVView
     from kvtier.memory.tiered import TieredMemory
     from kvtier.planning.explain import Explanation
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from kvtier.scheduling.scheduler import Scheduler
     from kvtier.serving.engine import Engine
     from kvtier.serving.request import RequestOutput
-    from kvtier.stats import CacheStats, LayerResidency, Residency, Tier, TierStats
+    from kvtier.stats import CacheStats, LayerResidency, Progress, Residency, Tier, TierStats
     from kvtier.tracing import trace
 
 __version__ = "0.1.0"
@@ -69,6 +70,7 @@ _HOME = {
     "MemoryInUseError": "errors",
     "MismatchError": "errors",
     "Policy": "planning.policy",
+    "Progress": "stats",
     "QueueFullError": "errors",
     "RequestOutput": "serving.request",
     "Residency": "stats",
@@ -79,6 +81,7 @@ _HOME = {
     "StoreStats": "conversation.reuse",
     "Tier": "stats",
     "TierStats": "stats",
+    "Tiered": "hf.tiering",
     "TieredKVCache": "hf.cache",
     "TieredMemory": "memory.tiered",
     "TransferError": "errors",
@@ -87,7 +90,10 @@ _HOME = {
     "disable": "hf.enable",
     "enable": "hf.enable",
     "register_attention": "hf.attention",
+    "tier": "hf.tiering",
+    "tiered": "hf.tiering",
     "trace": "tracing",
+    "untier": "hf.tiering",
 }
 
 __all__ = [
@@ -112,6 +118,7 @@ __all__ = [
     "MemoryInUseError",
     "MismatchError",
     "Policy",
+    "Progress",
     "QueueFullError",
     "RequestOutput",
     "Residency",
@@ -122,6 +129,7 @@ __all__ = [
     "StoreStats",
     "Tier",
     "TierStats",
+    "Tiered",
     "TieredKVCache",
     "TieredMemory",
     "TransferError",
@@ -130,7 +138,10 @@ __all__ = [
     "disable",
     "enable",
     "register_attention",
+    "tier",
+    "tiered",
     "trace",
+    "untier",
 ]
 
 

@@ -100,6 +100,11 @@ def folder() -> Path:
         raise ConfigError(f"There is no home folder for the profile: set {VARIABLE} to a folder.") from error
 
 
+def names(machine: str) -> list[str]:
+    """The names of what is stored of a machine; whether the values are valid, who looks them up finds out."""
+    return sorted(_read(machine)) if enabled() else []
+
+
 def file_of(machine: str) -> Path:
     """The file of a machine's values. Raises ConfigError as `folder` does."""
     return folder() / _file_name(machine)

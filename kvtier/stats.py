@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, fields
+import html
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from kvtier.config import format_size
 
@@ -99,7 +101,7 @@ class Counters:
             value = getattr(other, each.name)
             if isinstance(value, dict):
                 mine = getattr(self, each.name)
-                for name, count in value.items():
+                for name, count in list(value.items()):
                     mine[name] = mine.get(name, 0) + count
             else:
                 setattr(self, each.name, getattr(self, each.name) + value)
@@ -130,13 +132,79 @@ class TierStats:
     used_blocks: int
     free_blocks: int
 
+    def with_peak(self, peak_bytes: int) -> TierStats:
+        """The same, with a peak of at least this."""
+        return self if peak_bytes <= self.peak_bytes else replace(self, peak_bytes=peak_bytes)
+
+    def empty(self) -> TierStats:
+        """The same tier when nothing is in it any more."""
+        return TierStats(self.budget, 0, self.peak_bytes, 0, 0, 0, 0, 0)
+
 
 NO_TIER = TierStats(0, 0, 0, 0, 0, 0, 0, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the table that `print(cache.stats)` gives.
+
+    Attributes:
+        name: of the counter.
+        value: for a reader, with its unit.
+        meaning: what is counted.
+        mark: "+" the more the better, "-" takes time or memory, "!" should be 0, "" neither.
+    """
+
+    name: str
+    value: str
+    meaning: str
+    mark: str = ""
+
+
+#: What is shown of each counter: unit, meaning, mark.
+_SHOWN = {
+    "steps": ("", "forwards", ""),
+    "views_attended": ("calls", "attention over what the cache holds, without a dense tensor of it", "+"),
+    "host_attended": ("calls", "of these, served by host threads, wholly or in part", ""),
+    "host_blocks": ("blocks", "read in place by host threads", ""),
+    "host_bytes": ("bytes", "of these blocks", ""),
+    "host_seconds": ("s", "in which host threads attended", "-"),
+    "attention_bytes": ("bytes", "queries and results, copied for attention on the host", "-"),
+    "io_buffer_misses": ("calls", "had no room in host_budget for their buffer: a larger one is faster", "!"),
+    "dense_reads": ("layers", "returned as tensors by design: the model's attention reads no views", "-"),
+    "dense_read_bytes": ("bytes", "of these tensors", "-"),
+    "dense_fallbacks": ("views", "made dense by an operation that views do not know", "!"),
+    "dense_fallback_bytes": ("bytes", "of these tensors", "!"),
+    "dense_fallback_ops": ("", "the operations", "!"),
+    "bytes_down": ("bytes", "of blocks, copied from the device to the host, once each", ""),
+    "bytes_up": ("bytes", "of blocks, fetched from the host to the device", "-"),
+    "copies_down": ("copies", "that this took", ""),
+    "copies_up": ("copies", "that this took", ""),
+    "seconds_down": ("s", "in which these copies ran", ""),
+    "seconds_up": ("s", "in which these copies ran", ""),
+    "block_hits": ("blocks", "read where they were, without a copy", "+"),
+    "block_fetches": ("blocks", "fetched", "-"),
+    "prefetched": ("blocks", "of these, ahead of the layer that reads them", "+"),
+    "evictions": ("blocks", "left the device", ""),
+    "promotions": ("blocks", "fetched and kept on the device", "+"),
+    "moved_blocks": ("blocks", "moved within a tier, to bring free room together", "-"),
+    "failed_transfers": ("copies", "failed; their sources are intact", "!"),
+    "stall_seconds": ("s", "in which attention, or room for tokens, waited for copies", "-"),
+    "audited_blocks": ("blocks", "compared with what was written", ""),
+    "corrupt_blocks": ("blocks", "of these held other bytes", "!"),
+}
+_MARKS = "+ the more the better   - takes time or memory   ! should be 0"
+_TIERS = ("in use", "budget", "peak", "blocks", "free blocks")
+#: Characters of a column of tiers.
+_COLUMN = 13
+
+
 @dataclass(slots=True)
 class CacheStats(Counters):
-    """A snapshot of a cache, `cache.stats`, or of a memory, `memory.stats`. Prints what is not 0, a line each.
+    """A snapshot of a cache, `cache.stats`, or of a memory, `memory.stats`.
+
+    Prints as a line that sums up, a table of the tiers, and one of the counters that are not 0, with what each means;
+    in notebooks as HTML.
 
     Attributes:
         device: the device tier of the memory that the cache uses.
@@ -149,21 +217,150 @@ class CacheStats(Counters):
     host: TierStats = NO_TIER
     resident_bytes: int = 0
 
-    def __str__(self) -> str:
-        lines = [
-            f"{name:<22}{format_size(x.bytes)} of {format_size(x.budget)}, {format_size(x.peak_bytes)} at the most; "
-            f"blocks: {x.used_blocks} in use, {x.free_blocks} free"
+    def summary(self) -> str:
+        """Where attention ran, what moved, what it cost, and what looks wrong, in a line."""
+        return f"{_count(self.steps, 'forward')}: {self._where()}; {self._moved()}; {self._cost()}; {self._wrong()}."
+
+    def _where(self) -> str:
+        calls, host = self.views_attended, self.host_attended
+        if not calls:
+            if self.dense_reads or self.dense_fallbacks:
+                return "all attention by the model's own code, over dense tensors"
+            return "no attention over a past yet" if self.steps else "nothing attended to yet"
+        if not host:
+            return (
+                "all attention on the device"
+                if self.device.budget
+                else "all attention by torch, over a layer laid out in full"
+            )
+        if not self.device.budget or host == calls:
+            return "all attention on the host" if host == calls else f"{host / calls:.0%} of attention on the host"
+        return f"host threads took part in {host / calls:.0%} of attention, the device alone did the rest"
+
+    def _moved(self) -> str:
+        if not (self.bytes_up or self.bytes_down):
+            return "no block moved"
+        both = ((self.bytes_up, "fetched"), (self.bytes_down, "copied to the host"))
+        return ", ".join(f"{format_size(size)} {where}" for size, where in both if size)
+
+    def _cost(self) -> str:
+        parts = [f"waited {_seconds(self.stall_seconds)} for copies"] if self.stall_seconds else ["no wait for copies"]
+        if self.host_seconds:
+            parts.append(f"host threads attended for {_seconds(self.host_seconds)}")
+        return ", ".join(parts)
+
+    def _wrong(self) -> str:
+        found = []
+        if self.dense_fallbacks:
+            ops = ", ".join(sorted(self.dense_fallback_ops)[:3])
+            found.append(f"{_count(self.dense_fallbacks, 'dense fallback')} ({ops}; see kvtier.enable)")
+        if self.io_buffer_misses:
+            found.append(f"{_count(self.io_buffer_misses, 'call')} without room for a buffer (host_budget is small)")
+        if self.failed_transfers:
+            found.append(_count(self.failed_transfers, "failed copy").replace("copys", "copies"))
+        if self.corrupt_blocks:
+            found.append(_count(self.corrupt_blocks, "corrupt block"))
+        late = self.block_fetches - self.prefetched
+        if self.stall_seconds and late > self.block_fetches // 2:
+            found.append(f"{late} of {_count(self.block_fetches, 'fetch').replace('fetchs', 'fetches')} were late")
+        return f"look at: {', '.join(found)}" if found else "nothing looks wrong"
+
+    def lines(self) -> list[Line]:
+        """The counters that are not 0, for a reader; `steps` in any case."""
+        found = []
+        for name, (unit, meaning, mark) in _SHOWN.items():
+            value = getattr(self, name)
+            if value or name == "steps":
+                found.append(Line(name, _value(value, unit), meaning, mark))
+        if self.resident_bytes:
+            meaning = "in layers that are not tiered, outside the budgets"
+            found.append(Line("resident_bytes", format_size(self.resident_bytes), meaning))
+        return found
+
+    def _tiers(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                name,
+                *(format_size(size) for size in (x.bytes, x.budget, x.peak_bytes)),
+                f"{x.used_blocks:,}",
+                f"{x.free_blocks:,}",
+            )
             for name, x in (("device", self.device), ("host", self.host))
             if x.budget
         ]
-        for each in fields(Counters):
-            value = getattr(self, each.name)
-            if value or each.name == "steps":
-                size = f" ({format_size(value)})" if "bytes" in each.name and value >= 1024 else ""
-                lines.append(f"{each.name:<22}{round(value, 4) if isinstance(value, float) else value}{size}")
-        if self.resident_bytes:
-            lines.append(f"{'resident_bytes':<22}{self.resident_bytes} ({format_size(self.resident_bytes)})")
-        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        text = [self.summary()]
+        tiers = self._tiers()
+        if tiers:
+            rows = [("tier", *_TIERS), *tiers]
+            text += ["", *(f"  {row[0]:<8}{''.join(f'{x:>{_COLUMN}}' for x in row[1:])}" for row in rows)]
+        lines = self.lines()
+        width = max([len(line.value) for line in lines])
+        text += ["", *(f"{x.mark or ' '} {x.name:<22}{x.value:>{width}}  {x.meaning}" for x in lines)]
+        if any(x.mark for x in lines):
+            text += ["", _MARKS]
+        return "\n".join(text)
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        tiers = self._tiers()
+        parts = [f"<p>{html.escape(self.summary())}</p>"]
+        if tiers:
+            rows = [_row("th", "tier", *_TIERS), *(_row("td", *x) for x in tiers)]
+            parts.append(f"<table>{''.join(rows)}</table>")
+        rows = [_row("th", "", "value", "counter", "meaning")]
+        rows += [_row("td", x.mark, x.value, x.name, x.meaning) for x in self.lines()]
+        parts.append(f"<table>{''.join(rows)}</table><p>{html.escape(_MARKS)}</p>")
+        return f"<div>{''.join(parts)}</div>"
+
+
+def _row(tag: str, *cells: str) -> str:
+    """Numbers are right of their column, words left."""
+    return f"<tr>{''.join(_cell(tag, x) for x in cells)}</tr>"
+
+
+def _cell(tag: str, text: str) -> str:
+    align = "right" if text[:1].isdigit() else "left"
+    return f'<{tag} style="text-align:{align};padding:0 .6em">{html.escape(text)}</{tag}>'
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _seconds(seconds: float) -> str:
+    """Seconds for a reader, three digits: `"12.3 s"`, `"4.56 ms"`."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _value(value: Any, unit: str) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{count} x {name}" for name, count in sorted(value.items()))
+    if unit == "bytes":
+        return format_size(value)
+    if unit == "s":
+        return _seconds(value)
+    return f"{value:,} {unit.removesuffix('s') if value == 1 else unit}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a long forward is, for a hook: `TieredKVCache(progress=...)`.
+
+    Attributes:
+        tokens: new tokens of each row in this forward.
+        past: tokens before it.
+        layer: tiered layers that have these tokens, from 1 on. A device may still be computing them.
+        layers: of all; 0 where nobody knows yet, in the first forward of a cache without a config.
+        seconds: since its first layer.
+    """
+
+    tokens: int
+    past: int
+    layer: int
+    layers: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

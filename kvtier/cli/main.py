@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvtier.cli import chat, plan, store
+from kvtier.cli import bench, chat, env, plan, store
 from kvtier.errors import KVTierError
 
 
@@ -21,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add(commands)
     chat.add(commands)
     store.add(commands)
+    env.add(commands)
+    bench.add(commands)
     _add_calibrate(commands)
     _add_replay(commands)
     args = parser.parse_args(argv)

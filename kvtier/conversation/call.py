@@ -41,7 +41,7 @@ class Call:
     expand: int
     longest: int
     key: Hashable
-    depends: Hashable
+    depends: of.Depends
     loaded: list[int] = field(default_factory=list)
     tail: Tail | None = None
     filled: int = 0
@@ -73,9 +73,9 @@ class Calls:
         """Whether keys and values depend on more than a model's weights and tokens."""
         return self._keeps_positions or self.constant is not None
 
-    def read(self, ids: Any, kwargs: dict[str, Any], salt: Hashable) -> tuple[Call | None, str]:
+    def read(self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends) -> tuple[Call | None, str]:
         """The call, whose mask is taken out of the arguments; or None, and why it re-uses nothing and is of no use to
-        others."""
+        others. `depends` is what the model is now."""
         model = self._model
         others = of.model_inputs(kwargs)
         if model.config.is_encoder_decoder:
@@ -96,7 +96,7 @@ class Calls:
             return None, "no layer of the model counts tokens"
         mask = kwargs.pop("attention_mask", None)
         if mask is None:
-            mask = self._default_mask(ids, kwargs)
+            mask = self.default_mask(ids, kwargs)
         here = mask.to("cpu", torch.bool) if mask.dim() == 2 else torch.zeros(1, 0)
         if here.shape != ids.shape or not bool((here[:, 1:] >= here[:, :-1]).all()) or not bool(here[:, -1].all()):
             kwargs["attention_mask"] = mask
@@ -107,15 +107,11 @@ class Calls:
             kwargs["attention_mask"] = mask
             return None, "positions of the model count the padding"
         rows = [packed(row[pad:]) for row, pad in zip(ids.tolist(), pads, strict=True)]
-        key, longest = (of.computed_as(model), salt), self._longest(ids, kwargs)
-        return Call(ids, mask, pads, rows, expand, longest, key, self.depends(), [0] * len(rows)), ""
+        key, longest = (depends.computed_as, salt), self._longest(ids, kwargs)
+        return Call(ids, mask, pads, rows, expand, longest, key, depends, [0] * len(rows)), ""
 
-    def depends(self) -> Hashable:
-        """What keys and values depend on besides tokens, now."""
-        return of.computed_as(self._model), of.weights_version(self._model)
-
-    def _default_mask(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """The mask that `generate` infers: padding is what is a padding token and no end of a text."""
+    def default_mask(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The mask that `generate` infers: what is a padding token, and no token that ends a sequence."""
         pad, ends = (of.setting(name, self._model, kwargs) for name in ("pad_token_id", "eos_token_id"))
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
         if isinstance(pad, int) and pad not in ends and bool((ids == pad).any()):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -46,14 +48,14 @@ class Store(Protocol):
     def drop(self, ids: Sequence[int], start: int, stop: int, *, salt: Any = None) -> None:
         """Give up what is kept of some of these tokens."""
 
-    def wake(self, ids: Sequence[int], *, salt: Any = None) -> Wake:
+    def wake(self, ids: Sequence[int], *, salt: Any = None, timeout: float | None = None) -> Wake:
         """Bring what is kept of these tokens nearer."""
 
-    def forget(self, name: str) -> None:
+    def forget(self, chat: Conversation) -> None:
         """Forget the name of a conversation."""
 
-    def changed(self, chat: Conversation) -> None:
-        """A conversation went on."""
+    def changed(self, chat: Conversation, *, generated: bool = False) -> None:
+        """A conversation went on, by this thread's last call or in another way."""
 
     def ranked(self, chat: Conversation) -> None:
         """A conversation has another rank."""
@@ -85,18 +87,20 @@ class Conversation:
         self.used = time.time()
         # Tokens of the history after so many messages: what a rewound chat still refers to.
         self._ends: dict[int, int] = {}
-        # Under 0, the thread that generates: taken and signed in one step, so that an interrupt leaves nobody else's.
-        self._inside: dict[int, int] = {}
+        # Under 0, the thread that generates and its frame: taken and signed in one step, so that an interrupt leaves
+        # nobody else's.
+        self._inside: dict[int, tuple[int, FrameType]] = {}
 
     def generate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """As `ConversationStore.generate`, of one row: the whole history, or an edited one.
 
         Raises:
             ConfigError: more than one row, or several sequences.
-            ConcurrentUseError: another thread is generating with this conversation.
+            ConcurrentUseError: another thread is generating with this conversation, or this one is: a streamer or a
+                stopping criterion of a call may not begin another one.
         """
         out = self._generate(inputs, **kwargs)
-        self.store.changed(self)
+        self.store.changed(self, generated=True)
         return out
 
     def _generate(self, inputs: torch.Tensor | None, **kwargs: Any) -> Any:
@@ -108,11 +112,19 @@ class Conversation:
             )
         if (kwargs.get("num_return_sequences") or 1) > 1:
             raise ConfigError("A conversation has one answer: use store.generate for several.")
-        me = threading.get_ident()
-        if self._inside.setdefault(0, me) != me:
+        me = threading.get_ident(), sys._getframe()
+        other = self._inside.setdefault(0, me)
+        if other[0] != me[0]:
             raise ConcurrentUseError(
                 f"Another thread is generating with conversation {self.name!r}. Wait for its end, or `fork` it."
             )
+        if other is not me:
+            if _is_running(other[1]):
+                raise ConcurrentUseError(
+                    f"This thread is generating with conversation {self.name!r} already: what is called from within "
+                    "that, as a streamer or a stopping criterion is, may go on with a `fork` only."
+                )
+            self._inside[0] = me  # that call was interrupted, before it could say that it ends
         try:
             with self.store.going_on(self):
                 out = self.store.generate(inputs, salt=self.salt, **kwargs)
@@ -133,7 +145,7 @@ class Conversation:
         self.store.changed(self)
 
     def send(self, message: str | Message, *, tokenizer: Any, system: str | None = None, **kwargs: Any) -> str:
-        """Say something and get the answer, by the tokenizer's chat template; without one, texts follow each other.
+        """Say something and get the answer, by the tokenizer's chat template; without one, contents are joined.
 
         Args:
             message: of the user, or a message with a role of its own (of a tool).
@@ -142,7 +154,7 @@ class Conversation:
             kwargs: as `generate` takes them: `streamer`, `max_new_tokens`, ...
 
         Raises:
-            As `generate`; the conversation is as it was.
+            KVTierError: as of `generate`; the conversation is as it was.
         """
         self._check_open()
         messages = list(self.messages)
@@ -157,7 +169,7 @@ class Conversation:
         answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         self._ends[len(self.messages)] = len(self.ids)
-        self.store.changed(self)
+        self.store.changed(self, generated=True)
         return answer
 
     def regenerate(self, *, tokenizer: Any, **kwargs: Any) -> str:
@@ -264,6 +276,10 @@ class Conversation:
             self.store.ranked(self)
         except BaseException:
             self.rank = before
+            with contextlib.suppress(
+                Exception
+            ):  # what was refused has changed nothing; an interrupt may have come later
+                self.store.changed(self)
             raise
 
     def park(self) -> None:
@@ -281,20 +297,28 @@ class Conversation:
         self._check_open()
         self.store.drop(self.ids, start, stop, salt=self.salt)
 
-    def wake(self, *, wait: bool = False) -> Wake:
+    def wake(self, *, wait: bool = False, timeout: float | None = None) -> Wake:
         """A turn is known to come (a tool call returns, a user types): bring what is kept nearer in the background; see
-        `ConversationStore.wake`. Returns at once, or, with `wait`, when that has ended."""
+        `ConversationStore.wake`.
+
+        Args:
+            wait: return when that has ended, not at once. Its `why` says why not all was brought nearer.
+            timeout: seconds after which it ends, whatever has come until then.
+
+        Raises:
+            ConfigError: a timeout that is none.
+        """
         self._check_open()
-        wake = self.store.wake(self.ids, salt=self.salt)
-        if wait:
-            wake.wait()
+        wake = self.store.wake(self.ids, salt=self.salt, timeout=timeout)
+        if wait and not wake.wait(timeout):
+            wake.expire()
         return wake
 
     def close(self) -> None:
         """Forget the name. What is kept of its tokens stays as long as there is room."""
         if not self.closed:
-            self.closed = True
-            self.store.forget(self.name)
+            self.store.forget(self)
+            self.closed = True  # last: what is cut short is done again
 
     # For the disk
 
@@ -344,3 +368,11 @@ class Conversation:
 
     def __repr__(self) -> str:
         return f"Conversation({self.name!r}, {len(self.ids)} tokens, {len(self.messages)} messages)"
+
+
+def _is_running(call: FrameType) -> bool:
+    """Whether this thread is in the midst of a call. One that was interrupted is on no stack, wherever that was."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is call

@@ -90,7 +90,7 @@ class DiskTier:
     def flush(self) -> None:
         """Return when all is saved, or cannot be."""
         self._archive.flush()
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             prices = self._prices.as_json()
         if prices != self._saved_prices and not self.disk.closed:
             self.disk.save_prices(self._machine, prices)
@@ -115,7 +115,7 @@ class DiskTier:
         if name is None or self.stopped:
             return None
         length, chunk = self._archive.find(name, ids, stateful=stateful)
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             if stateful:
                 here = next((n for n, _ in self._kept.states_of(key, ids)), 0)
             else:
@@ -123,11 +123,12 @@ class DiskTier:
         return _Longer(chunk, length, here) if chunk is not None and length > here else None
 
     def load(
-        self, key: Hashable, ids: bytes, *, stateful: bool, go_on: Callable[[], bool] = lambda: True
+        self, key: Hashable, ids: bytes, *, stateful: bool, rows: int = 1, go_on: Callable[[], bool] = lambda: True
     ) -> tuple[int, str]:
         """Load what is longer there than in memory, all of it, unless it is expected to be computed sooner.
 
         Args:
+            rows: that would compute it, for each is a row of a cache (beams).
             go_on: asked before each chunk; what was read until it says no is kept.
 
         Returns:
@@ -136,16 +137,17 @@ class DiskTier:
         found = self._longer(key, ids, stateful)
         if found is None:
             return 0, ""
-        if self._choose(found, ids, None) == found.length:
+        if self._choose(found, ids, None, rows) == found.length:
             return 0, _SOONER
         return self._bring(found, 0, key, ids, stateful=stateful, go_on=go_on)
 
-    def load_some(self, key: Hashable, ids: bytes, step: int) -> tuple[int, str, Tail | None]:
+    def load_some(self, key: Hashable, ids: bytes, step: int, rows: int) -> tuple[int, str, Tail | None]:
         """Load what is missing in memory, for a model without states: all of it, its tail, or nothing, as is expected
         to be soonest.
 
         Args:
             step: tokens that are whole blocks in every layer.
+            rows: as for `load`.
 
         Returns:
             As `load`; and the tail that is to be loaded while what precedes it is computed, if there is one.
@@ -153,7 +155,7 @@ class DiskTier:
         found = self._longer(key, ids, stateful=False)
         if found is None:
             return 0, "", None
-        start = self._choose(found, ids, step)
+        start = self._choose(found, ids, step, rows)
         if start == found.length:
             return 0, _SOONER, None
         if start <= found.here:
@@ -161,13 +163,13 @@ class DiskTier:
         bring = functools.partial(self._bring, found, start, key, ids, stateful=False)
         return 0, "", Tail(self._memory, start, bring)
 
-    def _choose(self, found: _Longer, ids: bytes, step: int | None) -> int:
+    def _choose(self, found: _Longer, ids: bytes, step: int | None, rows: int) -> int:
         """From which token on to load, see `LoadOrCompute.choose`."""
         if self._loads_all:
             return found.here if step is not None and found.here % step == 0 else 0
         more = len(ids) // WIDTH + 1 - found.length
-        with self._memory.lock:
-            return self._prices.choose(found.files, found.length, found.here, more, step)
+        with self._memory.lock, self._memory.change:
+            return self._prices.choose(found.files, found.length, found.here, more, step, batch=rows)
 
     def _bring(
         self,
@@ -197,19 +199,19 @@ class DiskTier:
             else:
                 self._kept.keep(cache, key, 0, 0, ids, {until: states} if states is not None else {})
             nbytes = found.nbytes_from(start) * (until - start) // (found.length - start)
-            with self._memory.lock:
-                learn = self._prices.loaded_beside if start > found.here else self._prices.loaded
+            with self._memory.lock, self._memory.change:
+                learn = self._prices.loaded_overlapped if start > found.here else self._prices.loaded
                 learn(nbytes, time.perf_counter() - began)
         return until - start, ""
 
-    def learn_beside(self, took: Took) -> None:
+    def learn_overlapped(self, took: Took) -> None:
         """Learn from a forward what computing takes while a tail is loaded."""
-        with self._memory.lock:
-            self._prices.computed_beside(took.new, took.past, took.seconds)
+        with self._memory.lock, self._memory.change:
+            self._prices.computed_overlapped(took.new, took.past, took.rows, took.seconds)
 
     def learn(self, took: Iterable[Took]) -> None:
         """Learn from forwards what computing takes."""
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             for i, each in enumerate(took):
                 if each.new > 1 or i == 1:  # of forwards of one token one is enough
                     self._prices.computed(each.new, each.past, each.rows, each.seconds)
@@ -219,14 +221,14 @@ class DiskTier:
     def save(self, entry: Entry) -> None:
         """Save an entry soon."""
         name = _key(entry.key)
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             length = entry.sequence.length
             if name is not None and length and not self.disk.closed:
                 self._archive.submit(Saved(name, entry.ids[: length * WIDTH], entry.states.get(length), entry.key))
 
     def _open(self, saved: Saved) -> JournalledCache | None:
         """A cache with what is kept still of a sequence that is to be saved: of one with states, all or nothing."""
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             length, entry = self._kept.find(saved.place, saved.ids)
             length = 0 if entry is None else min(length, entry.sequence.length)
             whole = length == len(saved.ids) // WIDTH

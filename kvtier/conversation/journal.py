@@ -46,6 +46,7 @@ class JournalledCache(TieredKVCache):
     prompt: int | None = None
     took: list[Took]
     _began: tuple[int, int, int, float] | None = None
+    _tells_unused = False  # a store makes some that it only looks at
 
     def begin(self, ids: torch.Tensor) -> None:
         """The cache holds the keys and values of `ids`, `[rows, tokens]`, and no others."""

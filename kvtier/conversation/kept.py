@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvtier.conversation.call import Call
@@ -33,16 +33,24 @@ class Entry:
     Attributes:
         key, ids: what it is of, what precedes its first token included.
         sequence: its keys and values.
-        states: for models that keep states, copies by position.
+        stateful: whether it is continued at copies of states only.
+        states: of such a one, these copies by position.
     """
 
-    __slots__ = ("ids", "key", "sequence", "states")
+    __slots__ = ("ids", "key", "sequence", "stateful", "states")
 
-    def __init__(self, key: Hashable, ids: bytes, sequence: ParkedSequence) -> None:
+    def __init__(self, key: Hashable, ids: bytes, sequence: ParkedSequence, stateful: bool = False) -> None:
         self.key = key
         self.ids = ids
         self.sequence = sequence
+        self.stateful = stateful
         self.states: dict[int, States] = {}
+
+    @property
+    def place(self) -> Hashable:
+        """Its key for retention: what is behind a gap stays, or goes, whatever becomes of what precedes it."""
+        start = self.sequence.start
+        return (self.key, start) if start else self.key
 
 
 class _At:
@@ -63,6 +71,9 @@ class _At:
 class Kept:
     """What a store keeps in memory. Its methods, `keep` aside, are called under the memory's lock: what is parked may
     go whenever somebody needs room.
+
+    What is kept is what `parked` and `entries` say, and which conversations have which ranks. All else follows from
+    that, and is made again where an interrupt has cut a change short at whatever line (`_recover`).
 
     Args:
         memory: where the keys and values are.
@@ -85,10 +96,11 @@ class Kept:
         self._memory = memory
         self._new_cache = new_cache
         self.retention: Retention[ParkedSequence] = Retention(policy, _CAPACITY)
-        with memory.lock:
+        with memory.lock, memory.change:
             self.parked = ParkedSequences(memory)
         self.parked.shortened = _weakly(self._shortened, None)
         self.parked.victims = _weakly(self._victims, [])
+        self.parked.recovered = _weakly(self._recover, None)
         self.entries: dict[ParkedSequence, Entry] = {}
         self._index: PrefixIndex[Entry | _At] = PrefixIndex()
         # Entries behind a gap, by the ids before their first token.
@@ -145,9 +157,10 @@ class Kept:
             entries.append(found)
         return (columns, entries) if columns > max(call.pads) else (0, [])
 
-    def behind(self, call: Call, columns: int) -> tuple[int, Entry | None]:
+    def behind(self, call: Call, columns: int, passed: Collection[Entry] = ()) -> tuple[int, Entry | None]:
         """What a call of one row can go on with, once it has computed what is missing behind so many columns: tokens
-        that are kept there, and the entry. The nearest one that is worth it; it may begin within these columns."""
+        that are kept there, and the entry. The nearest one that is worth it, but for some; it may begin within these
+        columns."""
         if len(call.rows) > 1 or any(call.pads):
             return 0, None
         (row,) = call.rows
@@ -156,7 +169,7 @@ class Kept:
         for start, stop, entry in self._overlapping(call.key, row[:-WIDTH]):  # the last token's logits are wanted
             begins = max(start, columns)
             least = LEAST_BEHIND if start > columns else 1
-            if stop - begins >= least and (found is None or (begins, -stop) < nearest):
+            if entry not in passed and stop - begins >= least and (found is None or (begins, -stop) < nearest):
                 tokens, found, nearest = stop - start, entry, (begins, -stop)
         return tokens, found
 
@@ -191,7 +204,8 @@ class Kept:
         """The opposite of `hold`."""
         for entry in entries:
             entry.sequence.users.discard(user)
-            self.retention.release(entry.sequence)
+            if not entry.sequence.users:
+                self.retention.release(entry.sequence)
 
     def use(self, entries: Sequence[Entry], tokens: Sequence[int]) -> None:
         """A call begins with so many first tokens of each."""
@@ -222,8 +236,7 @@ class Kept:
         made = Entry(key, ids, sequence)
         self.entries[sequence], self._at[made] = made, {}
         self._behind.add(key, ids[: sequence.start * WIDTH], made)
-        # Under a key of its own: it stays, or goes, whatever becomes of what precedes it.
-        self.retention.keep(sequence, (key, sequence.start), ids[sequence.start * WIDTH :])
+        self.retention.keep(sequence, made.place, ids[sequence.start * WIDTH :])
 
     # Keep
 
@@ -242,13 +255,17 @@ class Kept:
         Args:
             name: of the conversation that goes on with this: its rank is that of these tokens from now on.
         """
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             if name is not None:  # before the cache gives up its claim
                 self.ranks.follow(name, key, ids)
             entry = self._known(key, ids, states)
         if entry is not None:
             return entry
-        length = len(ids) // WIDTH
+        length, found = len(ids) // WIDTH, list[Entry | None]()
+
+        def then(sequence: ParkedSequence) -> None:
+            found.append(self._add(key, ids, sequence, states))
+
         try:
             if pad:
                 with self._new_cache() as plain:
@@ -257,43 +274,44 @@ class Kept:
                         stop = pad + length
                         plain._forward.restore(i, keys[row : row + 1, :, pad:stop], values[row : row + 1, :, pad:stop])
                     plain._forward.steps.end()
-                    sequence = plain._forward.park(self.parked, 0, length)
+                    plain._forward.park(self.parked, 0, length, then=then)
             else:
-                sequence = cache._forward.park(self.parked, row, length)
+                cache._forward.park(self.parked, row, length, then=then)
         except BudgetError:
             return None  # no room for a copy: nothing is lost but the time to compute it again
-        with self._memory.lock:
-            return self._add(key, ids, sequence, states)
+        return found[0]
 
     def add(
         self,
         key: Hashable,
         ids: bytes,
-        park: Callable[[ParkedSequences], ParkedSequence],
+        park: Callable[[ParkedSequences, Callable[[ParkedSequence], None]], object],
         name: str | None = None,
     ) -> Entry | None:
-        """Keep what `park` parks, the tokens `ids`, unless they are kept already. As `keep`."""
-        with self._memory.lock:
+        """Keep what `park` parks, the tokens `ids`, unless they are kept already. As `keep`. `park` calls its second
+        argument with the sequence, under the lock under which it has made it."""
+        with self._memory.lock, self._memory.change:
             if name is not None:
                 self.ranks.follow(name, key, ids)
             entry = self._known(key, ids, {})
         if entry is not None:
             return entry
+        found = list[Entry | None]()
         try:
-            sequence = park(self.parked)
+            park(self.parked, lambda sequence: found.append(self._add(key, ids, sequence, {})))
         except BudgetError:
             return None
-        with self._memory.lock:
-            return self._add(key, ids, sequence, {})
+        return found[0]
 
     def keep_behind(self, cache: JournalledCache, key: Hashable, start: int, ids: bytes) -> None:
         """Keep what a cache of one row holds, the tokens of a sequence from `start` on, whatever is kept before them.
         `ids` are those of the whole sequence."""
-        sequence = cache._forward.park(self.parked, 0, len(ids) // WIDTH - start, start)
-        with self._memory.lock:
-            if sequence.length:  # else it is gone already
-                self._add_behind(key, ids[: (start + sequence.length) * WIDTH], sequence)
-                self.ranks.kept(key, ids)
+
+        def then(sequence: ParkedSequence) -> None:
+            self._add_behind(key, ids, sequence)
+            self.ranks.kept(key, ids)
+
+        cache._forward.park(self.parked, 0, len(ids) // WIDTH - start, start, then)
 
     def _known(self, key: Hashable, ids: bytes, states: dict[int, States]) -> Entry | None:
         """The entry that has all of these tokens already. It takes over copies of states that it lacks."""
@@ -305,12 +323,11 @@ class Kept:
         return entry
 
     def _add(self, key: Hashable, ids: bytes, sequence: ParkedSequence, states: dict[int, States]) -> Entry | None:
-        """Keep a sequence that was parked, in place of those that are its beginning. None: it is gone already, or what
-        is left of it is of no use."""
-        entry = Entry(key, ids[: sequence.length * WIDTH], sequence)
-        if sequence.length:
-            # Before older ones go: what both have stays known.
-            self.retention.keep(sequence, key, entry.ids)
+        """Keep a sequence that was parked just now, in place of those that are its beginning. None: there is no room
+        for its states."""
+        entry = Entry(key, ids, sequence, bool(states))
+        # Before older ones go: what both have stays known.
+        self.retention.keep(sequence, entry.place, entry.ids)
         for old in [x.entry if isinstance(x, _At) else x for _, x in self._index.prefixes(key, ids)]:
             if len(old.ids) <= len(ids) and old.ids == ids[: len(old.ids)] and old in self._at:
                 states = {**old.states, **states}
@@ -320,19 +337,11 @@ class Kept:
             self.parked.drop(old.sequence)
         self.entries[sequence] = entry
         self._at[entry] = {}
-        if not sequence.length:  # gone already
-            self._forget(entry)
-            self.ranks.refresh()
-            return None
         self._add_states(entry, states)
         if not states:
             self._index.add(key, entry.ids, entry)
-        elif not entry.states:  # it gave up its end meanwhile, and nobody could continue the rest
-            self.parked.drop(sequence)
-            self.ranks.refresh()
-            return None
         self.ranks.kept(key, entry.ids)
-        return entry
+        return entry if sequence.length else None
 
     def _add_states(self, entry: Entry, states: dict[int, States]) -> None:
         for length, each in states.items():
@@ -364,8 +373,7 @@ class Kept:
     # Give up
 
     def drop_lost(self) -> None:
-        """Drop what was parked and is in no index, for its call was cut short; a call of another thread that is about
-        to list what it has parked keeps nothing."""
+        """Drop what was parked and is in no index, for that was cut short."""
         for sequence in [x for x in self.parked.sequences if x not in self.entries]:
             self.parked.drop(sequence)
 
@@ -398,10 +406,9 @@ class Kept:
         if entry is None:
             return
         self.dropped += 1
-        stateful = bool(entry.states)
         for length in [n for n in entry.states if n > sequence.length]:
             self._drop_states(entry, length)
-        if stateful and sequence.length > (useful := max(entry.states, default=0)):
+        if entry.stateful and sequence.length > (useful := max(entry.states, default=0)):
             self.parked.shorten(sequence, useful)  # nobody can continue behind the last copy
         elif not sequence.length:
             self._forget(entry)
@@ -417,6 +424,38 @@ class Kept:
         self.retention.full()
         return self.retention.evict()
 
+    def _recover(self) -> None:
+        """A change was cut short. Index, order and ranks follow from what is parked; see the class."""
+        self._index, self._behind, self._at = PrefixIndex(), PrefixIndex(), {}
+        self.state_bytes = 0
+        self.retention.clear()
+        self.ranks.clear()
+        found = {sequence: self.entries[sequence] for sequence in self.parked.sequences if sequence in self.entries}
+        self.entries = found
+        for sequence, entry in found.items():
+            until = (sequence.start + sequence.length) * WIDTH
+            entry.ids = entry.ids[:until]
+            entry.states = {n: x for n, x in entry.states.items() if n <= sequence.length}
+            self._at[entry] = {n: _At(entry, nbytes(x)) for n, x in entry.states.items()}
+            self.state_bytes += sum(at.nbytes for at in self._at[entry].values())
+            for n, at in self._at[entry].items():
+                self._index.add(entry.key, entry.ids[: n * WIDTH], at)
+            if sequence.start:
+                self._behind.add(entry.key, entry.ids[: sequence.start * WIDTH], entry)
+            elif not entry.stateful:
+                self._index.add(entry.key, entry.ids, entry)
+            self.retention.keep(sequence, entry.place, entry.ids[sequence.start * WIDTH :])
+            if sequence.users:
+                self.retention.hold(sequence)
+        # All agrees again: the rest is as ever.
+        self.drop_lost()
+        for entry in list(found.values()):
+            if entry.stateful and entry.sequence.length > (useful := max(entry.states, default=0)):
+                self.parked.shorten(entry.sequence, useful)
+        for entry in [x for x in self.entries.values() if x.states][-1:]:
+            self._bound_states(entry)
+        self.ranks.refresh()
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""
         self.parked.check_integrity()
@@ -428,7 +467,7 @@ class Kept:
         assert len(self._behind) == sum(1 for x in self.entries if x.start), "an entry behind a gap that is gone"
         for sequence, entry in self.entries.items():
             assert max(entry.states, default=0) <= sequence.length, "states of tokens that are gone"
-            if not entry.states:
+            if not entry.stateful:
                 assert len(entry.ids) == (sequence.start + sequence.length) * WIDTH, "ids of tokens that are gone"
                 assert entry in (self._behind if sequence.start else self._index), "a sequence that nobody finds"
             for length, at in self._at[entry].items():

@@ -16,12 +16,35 @@ from kvtier.conversation.journal import GivenAgain, JournalledCache, Took
 from kvtier.conversation.kept import MOST_STATES, Entry, Kept
 from kvtier.conversation.reuse import RowReuse
 from kvtier.conversation.states import States, copied, has_states, joined
+from kvtier.conversation.tail import Tail
 from kvtier.errors import BudgetError, CorruptionError, KVTierError
 from kvtier.hf import generation as of
 from kvtier.memory.tiered import TieredMemory
 
 #: Tokens between two positions of a prompt at which states are copied.
 SPACING = 512
+#: Times that a call looks for what is kept, where what it finds is damaged, or goes before it is continued.
+_TRIES = 3
+_NO_ROOM = "no room for what is kept and the rest of the call"
+
+
+class _Run:
+    """A call, and the cache that computes it.
+
+    Attributes:
+        stateful: whether layers of the model keep states.
+        used: entries that it holds, or is about to.
+        cached: columns that it began with.
+        prefilled: whether the store computes its prompt.
+    """
+
+    def __init__(self, call: Call, cache: JournalledCache) -> None:
+        self.call = call
+        self.cache = cache
+        self.stateful = has_states(cache.layers)
+        self.used: list[Entry] = []
+        self.cached = 0
+        self.prefilled = False
 
 
 class PrefixReuse:
@@ -53,7 +76,7 @@ class PrefixReuse:
         self._kept = kept
         self._new_cache = new_cache
         self._disk_tier = disk_tier
-        self._go_on: bool | None = None
+        self._states_go_on: bool | None = None
 
     def generate(self, call: Call, kwargs: dict[str, Any]) -> tuple[Any, tuple[RowReuse, ...]]:
         """What `model.generate` gives, and what each row began with."""
@@ -68,189 +91,248 @@ class PrefixReuse:
             # To read what was there takes room too, that a prompt which is computed whole does not need.
             if not call.refused:
                 raise
-            call.why = "no room for what is kept and the rest of the call"
+            call.why = _NO_ROOM
         return self._generate(call, kwargs)
 
     def _generate(self, call: Call, kwargs: dict[str, Any]) -> tuple[Any, tuple[RowReuse, ...]]:
         """Generate, from what is there but where `call.why` says that nothing may be."""
-        cache = self._new_cache()
-        used: list[Entry] = []
-        stateful, whole, cached = has_states(cache.layers), bool(call.why), 0
+        run = _Run(call, self._new_cache())
         try:
-            cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
-            cached = 0 if whole else self._begin(cache, call, stateful, used)
-            reuse, states = call.reuse(cached), dict[int, list[States]]()
-            try:
-                if stateful and not any(call.pads) and not whole:
-                    states = self._prefill(cache, call, cached)
-                cache.prompt = call.ids.shape[1] if cache.get_seq_length() else None
-                out = self._model.generate(call.ids, attention_mask=call.mask, past_key_values=cache, **kwargs)
-            except BaseException:
-                # What is whole is kept: the next call continues it.
-                with contextlib.suppress(KVTierError):
-                    if not stateful:
-                        cache.crop(0)
-                        self._keep(cache, call, stateful, states)
-                raise
-            try:
-                self._keep(cache, call, stateful, states, call.name)
-            except KVTierError as error:
-                self.problem = str(error)  # what was generated is not lost for it
-            self._learn(cache, stateful)
-            return out, reuse
+            return self._run(run, kwargs)
         except BaseException as error:
-            if isinstance(error, BudgetError) and (cached or (stateful and not whole)):
-                with contextlib.suppress(KVTierError):
-                    call.refused = cache.get_seq_length() < call.ids.shape[1]
-            with self._memory.changing():
-                self._kept.drop_lost()
-                if isinstance(error, CorruptionError):
-                    self._kept.drop_corrupt(used)
+            self._failed(run, error)
             raise
         finally:
             try:
-                if call.tail is not None:
-                    call.tail.end()
-                cache.close()
+                self._end(run)
             finally:
-                with self._memory.lock:
-                    self._kept.release(used, cache)
+                self._end(run)  # again: an interrupt may have cut the first one short, wherever it came
+
+    def _run(self, run: _Run, kwargs: dict[str, Any]) -> tuple[Any, tuple[RowReuse, ...]]:
+        """Begin, compute, keep."""
+        call, cache = run.call, run.cache
+        whole, states = bool(call.why), dict[int, list[States]]()
+        cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
+        run.cached = 0 if whole else self._begin(run)
+        reuse = call.reuse(run.cached)
+        try:
+            if run.stateful and not any(call.pads) and not whole:
+                run.prefilled = True
+                states = self._prefill(cache, call, run.cached)
+            cache.prompt = call.ids.shape[1] if cache.get_seq_length() else None
+            out = self._model.generate(call.ids, attention_mask=call.mask, past_key_values=cache, **kwargs)
+        except BaseException:
+            # What is whole is kept: the next call continues it.
+            with contextlib.suppress(KVTierError):
+                if not run.stateful:
+                    cache.crop(0)
+                    self._keep(run, states)
+            raise
+        try:
+            self._keep(run, states, call.name)
+        except KVTierError as error:
+            self.problem = str(error)  # what was generated is not lost for it
+        self._learn(run)
+        return out, reuse
+
+    def _failed(self, run: _Run, error: BaseException) -> None:
+        """A call ends with an error."""
+        if isinstance(error, BudgetError) and (run.cached or run.prefilled):
+            with contextlib.suppress(KVTierError):
+                run.call.refused = run.cache.get_seq_length() < run.call.ids.shape[1]
+        if isinstance(error, CorruptionError):
+            self._drop_corrupt(run.used, error)
+
+    def _end(self, run: _Run) -> None:
+        """A call holds nothing any more. Idempotent."""
+        try:
+            if run.call.tail is not None:
+                run.call.tail.end()
+            run.cache.close()
+        finally:
+            with self._memory.lock, self._memory.change:
+                self._kept.release(run.used, run.cache)
+
+    def _drop_corrupt(self, entries: Sequence[Entry], error: CorruptionError) -> None:
+        """Some of these do not hold what was written: none of them is kept."""
+        self.problem = str(error)
+        with self._memory.lock, self._memory.change:
+            self._kept.drop_corrupt(entries)
 
     # Begin
 
-    def _begin(self, cache: JournalledCache, call: Call, stateful: bool, used: list[Entry]) -> int:
+    def _begin(self, run: _Run) -> int:
         """Let a cache begin with what is there of its rows: columns, the padding included. `call.why` says why there
         are none."""
-        constant = self._calls.constant
+        call, constant = run.call, self._calls.constant
         if constant is not None and call.longest > constant:
             call.why = f"beyond {constant} tokens, positions depend on the length"
             return 0
-        not_loaded = self._load(cache, call, stateful)
-        with self._memory.lock:
-            if self._memory.has_garbage:
-                self._memory.collect()
-            columns, entries = self._kept.columns_with_states(call) if stateful else self._kept.columns_of(call)
-            used += entries
-            self._kept.hold(entries, cache)
-            states = [entry.states[columns] for entry in entries] if stateful and columns else []
+        not_loaded = self._load(run)
+        columns, why = self._follow_first(run)
+        if columns or why != _NO_ROOM:
+            columns = self._go_on(run, columns)
         if not columns:
-            got = 0 if stateful else self._go_on_behind(cache, call, 0, used)
-            if not got:
-                call.why = call.why or not_loaded or "nothing that is kept begins the same"
-            return got
-        rows = [entry.sequence for entry in entries for _ in range(call.expand)]
-        try:
-            if any(call.pads):
-                got = self._copy_rows(cache, call, entries, columns)
+            call.why = call.why or why or not_loaded or "nothing that is kept begins the same"
+        return columns
+
+    def _follow_first(self, run: _Run) -> tuple[int, str]:
+        """Let a cache continue what is kept of its rows from their first tokens on. Columns, and why there are none
+        although some were kept."""
+        why = ""
+        for _ in range(_TRIES):  # what goes meanwhile, or is damaged, leaves what is shorter
+            columns, entries, states = self._find(run)
+            if not columns:
+                return 0, why
+            try:
+                got = self._follow(run, entries, columns)
+            except BudgetError:
+                run.cache.reset()
+                return 0, _NO_ROOM
+            except CorruptionError as error:
+                self._drop_corrupt(entries, error)
+                got, why = 0, "what was kept does not hold what was written"
             else:
-                got = cache._forward.follow(self._kept.parked, rows, columns)
-        except BudgetError:
-            cache.reset()
-            call.why = "no room for what is kept and the rest of the call"
-            return 0
-        except CorruptionError as error:
-            self.problem = str(error)
-            cache.reset()
-            with self._memory.changing():
-                self._kept.drop_corrupt(entries)
-            call.why = "what was kept does not hold what was written"
-            return 0
-        if not got or (stateful and got != columns):
-            cache.reset()
-            call.why = "what was kept was dropped meanwhile"
-            return 0
-        if stateful:
+                why = "what was kept was dropped meanwhile"
+            if got and (not run.stateful or got == columns):
+                self._began(run, entries, states, got)
+                return got, ""
+            run.cache.reset()
+        return 0, why
+
+    def _find(self, run: _Run) -> tuple[int, list[Entry], list[States]]:
+        """Columns that are kept of every row from its first token on, what has them, and their states there. They are
+        held from now on."""
+        with self._memory.lock, self._memory.change:
+            found = self._kept.columns_with_states if run.stateful else self._kept.columns_of
+            columns, entries = found(run.call)
+            run.used += entries
+            self._kept.hold(entries, run.cache)
+            return columns, entries, [entry.states[columns] for entry in entries] if run.stateful and columns else []
+
+    def _follow(self, run: _Run, entries: Sequence[Entry], columns: int) -> int:
+        """Let an empty cache continue these. The columns that it has then. Raises as `ParkedSequences.follow`."""
+        if any(run.call.pads):
+            return self._copy_rows(run.cache, run.call, entries, columns)
+        rows = [entry.sequence for entry in entries for _ in range(run.call.expand)]
+        return run.cache._forward.follow(self._kept.parked, rows, columns)
+
+    def _began(self, run: _Run, entries: Sequence[Entry], states: Sequence[States], columns: int) -> None:
+        """A cache continues so many columns of these, and has their states."""
+        call, cache = run.call, run.cache
+        if run.stateful:
             for i, layer in joined([state for state in states for _ in range(call.expand)]).items():
                 cache.layers[i] = layer
             cache._recurrent.watch(cache.layers)
-        with self._memory.lock:
-            self._kept.use(entries, [got - pad for pad in call.pads])
-        cache.begin(call.ids[:, :got].repeat_interleave(call.expand, 0))
-        if not stateful and got == columns:
-            got = self._go_on_behind(cache, call, got, used)
-        return got
+        with self._memory.lock, self._memory.change:
+            self._kept.use(entries, [columns - pad for pad in call.pads])
+        cache.begin(call.ids[:, :columns].repeat_interleave(call.expand, 0))
 
-    def _go_on_behind(self, cache: JournalledCache, call: Call, columns: int, used: list[Entry]) -> int:
+    def _go_on(self, run: _Run, columns: int) -> int:
         """Go on from the columns that are there with what is kept further on, and with what is loaded while the columns
         before it are computed. Columns that are there then."""
-        columns = self._fill(cache, call, columns, used)
-        if call.tail is None or self._disk_tier is None or columns >= call.tail.start:
+        if run.stateful:
             return columns
-        call.tail.begin()
-        began, start = time.perf_counter(), call.tail.start
-        try:
-            self._forward(cache, call, columns, start)
-        except BudgetError:
-            cache.crop(0)  # what a forward did not finish
+        columns = self._fill(run, columns)
+        tail = run.call.tail
+        return columns if tail is None or columns >= tail.start else self._fill_to_tail(run, tail, columns)
+
+    def _fill_to_tail(self, run: _Run, tail: Tail, columns: int) -> int:
+        """Compute what is missing before a tail while that is loaded, and go on with it."""
+        call = run.call
+        tail.begin()
+        began = time.perf_counter()
+        if not self._compute(run, columns, tail.start):
             return columns
         of.synchronize(self._model)
-        if call.expand == 1:
-            self._disk_tier.learn_beside(Took(start - columns, columns, 1, time.perf_counter() - began))
-        call.filled += start - columns
-        call.loaded[0], why = call.tail.wait()
-        columns = self._fill(cache, call, start, used)
+        if self._disk_tier is not None:
+            took = Took(tail.start - columns, columns, call.expand, time.perf_counter() - began)
+            self._disk_tier.learn_overlapped(took)
+        call.loaded[0], why = tail.wait()
+        columns = self._fill(run, tail.start)
         if columns == call.filled:
             call.why = call.why or why
         return columns
 
-    def _fill(self, cache: JournalledCache, call: Call, columns: int, used: list[Entry]) -> int:
+    def _fill(self, run: _Run, columns: int) -> int:
         """Compute what is missing before tokens that are kept further on, and go on with these, gap by gap. Columns
         that are there then.
 
         Pensieve (section 4.3) does it within the prefill, by a kernel; a forward for each gap computes no more tokens
         than that, and needs nothing of a model.
         """
-        while True:
-            with self._memory.lock:
-                tokens, entry = self._kept.behind(call, columns)
-                if entry is None:
-                    return columns
-                used.append(entry)
-                self._kept.hold([entry], cache)
-                start = entry.sequence.start
-            got = 0
+        call, passed = run.call, list[Entry]()
+        while (piece := self._find_behind(run, columns, passed)) is not None:
+            tokens, entry, start = piece
+            if start < columns:
+                run.cache.crop(start - columns)  # it has these tokens too
+            elif start > columns and not self._compute(run, columns, start):
+                break  # what is further on needs more room
+            columns = start
             try:
-                if start > columns:
-                    self._forward(cache, call, columns, start)
-                    call.filled += start - columns
-                elif start < columns:
-                    cache.crop(start - columns)  # it has these tokens too
-                columns = start
+                got = self._follow_on(run, entry, tokens)
             except BudgetError:
-                cache.crop(0)  # what the forward did not finish
-            else:
-                got = self._follow_on(cache, entry, tokens)
+                break
             if not got:
-                if columns == call.filled:
-                    call.why = "what was kept behind a gap was dropped meanwhile, or there is no room for it"
-                return columns
-            with self._memory.lock:
-                self._kept.use([entry], [got])
+                passed.append(entry)  # what is further on may be whole
+                continue
             columns += got
-            cache.begin(call.ids[:, :columns].repeat_interleave(call.expand, 0))
+            run.cache.begin(call.ids[:, :columns].repeat_interleave(call.expand, 0))
+        if (piece is not None or passed) and columns == call.filled:
+            call.why = "what was kept behind a gap was dropped meanwhile, or there is no room for it"
+        return columns
 
-    def _follow_on(self, cache: JournalledCache, entry: Entry, tokens: int) -> int:
-        """Go on with what is kept from where a cache ends. The tokens that are there of it; 0: none is."""
+    def _find_behind(self, run: _Run, columns: int, passed: Sequence[Entry]) -> tuple[int, Entry, int] | None:
+        """The next tokens that are kept behind some columns: how many, what has them, and where they begin. They are
+        held from now on."""
+        with self._memory.lock, self._memory.change:
+            tokens, entry = self._kept.behind(run.call, columns, passed)
+            if entry is None:
+                return None
+            run.used.append(entry)
+            self._kept.hold([entry], run.cache)
+            return tokens, entry, entry.sequence.start
+
+    def _follow_on(self, run: _Run, entry: Entry, tokens: int) -> int:
+        """Go on with what is kept from where a cache ends. The tokens that are there of it; 0: none is any more.
+
+        Raises:
+            BudgetError: there is no room for what others use besides.
+        """
         try:
-            return cache._forward.follow_on(self._kept.parked, entry.sequence, tokens)
-        except BudgetError:
-            return 0
+            got = run.cache._forward.follow_on(self._kept.parked, entry.sequence, tokens)
         except CorruptionError as error:
-            self.problem = str(error)
-            with self._memory.changing():
-                self._kept.drop_corrupt([entry])
+            self._drop_corrupt([entry], error)
             return 0
+        with self._memory.lock, self._memory.change:
+            self._kept.use([entry], [got])
+        return got
 
-    def _load(self, cache: JournalledCache, call: Call, stateful: bool) -> str:
+    def _compute(self, run: _Run, start: int, stop: int) -> bool:
+        """Compute columns that are missing. False: there is no room for them."""
+        try:
+            self._forward(run.cache, run.call, start, stop)
+        except BudgetError:
+            run.cache.crop(0)  # what the forward did not finish
+            return False
+        run.call.filled += stop - start
+        return True
+
+    def _load(self, run: _Run) -> str:
         """Load what is saved of the rows. Why some of it was not."""
-        why = ""
-        if self._disk_tier is not None and len(call.rows) == 1 and not stateful and not any(call.pads):
-            step = cache._forward.options.whole_blocks
-            call.loaded[0], why, call.tail = self._disk_tier.load_some(call.key, call.rows[0][:-WIDTH], step)
-        elif self._disk_tier is not None:
-            for number, row in enumerate(call.rows):
-                call.loaded[number], found = self._disk_tier.load(call.key, row[:-WIDTH], stateful=stateful)
-                why = why or found
+        call, why = run.call, ""
+        if self._disk_tier is None:
+            return why
+        if len(call.rows) == 1 and not run.stateful and not any(call.pads):
+            step = run.cache._forward.options.whole_blocks
+            found = self._disk_tier.load_some(call.key, call.rows[0][:-WIDTH], step, call.expand)
+            call.loaded[0], why, call.tail = found
+            return why
+        for number, row in enumerate(call.rows):
+            call.loaded[number], not_loaded = self._disk_tier.load(
+                call.key, row[:-WIDTH], stateful=run.stateful, rows=call.expand
+            )
+            why = why or not_loaded
         return why
 
     def _copy_rows(self, cache: JournalledCache, call: Call, entries: Sequence[Entry], columns: int) -> int:
@@ -277,12 +359,12 @@ class PrefixReuse:
 
     def _prefill(self, cache: JournalledCache, call: Call, cached: int) -> dict[int, list[States]]:
         """Compute the prompt but for its last token, and copy states on the way: by position, those of each row."""
-        if self._go_on is None:
-            self._go_on = of.states_go_on(of.inner(self._model))
+        if self._states_go_on is None:
+            self._states_go_on = of.states_go_on(of.inner(self._model))
         last, found = call.ids.shape[1] - 1, dict[int, list[States]]()
         while cached < last:
             stop = min(last, (cached // SPACING + 1) * SPACING)
-            if cached and not self._go_on:
+            if cached and not self._states_go_on:
                 stop = cached + 1
             self._forward(cache, call, cached, stop)
             cached = stop
@@ -304,23 +386,17 @@ class PrefixReuse:
                 **({"logits_to_keep": 1} if of.takes_logits_to_keep(model) else {}),
             )
 
-    def _learn(self, cache: JournalledCache, stateful: bool) -> None:
+    def _learn(self, run: _Run) -> None:
         """Learn what a prefill takes. Where work goes on behind the CPU's back, what a forward takes is known if its
         token is chosen before the next one."""
-        if self._disk_tier is not None and (not stateful or torch.device(self._model.device).type == "cpu"):
-            self._disk_tier.learn(cache.took)
+        if self._disk_tier is not None and (not run.stateful or torch.device(self._model.device).type == "cpu"):
+            self._disk_tier.learn(run.cache.took)
 
     # Keep
 
-    def _keep(
-        self,
-        cache: JournalledCache,
-        call: Call,
-        stateful: bool,
-        states: dict[int, list[States]],
-        name: str | None = None,
-    ) -> None:
+    def _keep(self, run: _Run, states: dict[int, list[States]], name: str | None = None) -> None:
         """Keep what a cache holds; as the history of a conversation, where it has one row and there is a name."""
+        cache, call, stateful = run.cache, run.call, run.stateful
         length, constant = cache.get_seq_length(), self._calls.constant
         if cache.unknown or cache.ids.shape[1] < length or not length:
             return
@@ -328,7 +404,7 @@ class PrefixReuse:
             return  # the padding is part of a state
         if constant is not None and length > constant:
             return  # keys of a longer sequence are others than those of a shorter one
-        if call.depends != self._calls.depends():
+        if call.depends != of.depends(self._model):
             return  # the model was changed meanwhile
         if any(getattr(layer, "record_past", False) for layer in cache.layers):
             return  # assisted decoding: windows hold more than they show

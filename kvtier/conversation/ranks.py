@@ -140,6 +140,16 @@ class Ranks:
             self._stale.pop(name, None)
             self._claim()
 
+    def clear(self) -> None:
+        """A change was cut short, at any line: where tokens are, and what is pinned, is not known. `refresh` looks."""
+        for sequence in list(self._parked.sequences):
+            self._parked.pin(sequence, 0)
+        for found in self._ranked.values():
+            found.has = {}
+        self._on = {}
+        self._stale = dict.fromkeys(self._ranked)
+        self._changed = True
+
     # What happens to sequences
 
     def kept(self, key: Hashable, ids: bytes) -> None:

@@ -7,6 +7,7 @@ policy's tree. The tree hears what is kept, used and gone; its victim is always 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -31,29 +32,33 @@ class _Path:
     Attributes:
         names: of its blocks, in order.
         ends: tokens up to the end of each.
-        users: who hold it.
+        held: whether a cache continues it.
     """
 
-    __slots__ = ("ends", "names", "users")
+    __slots__ = ("ends", "held", "names")
 
     def __init__(self, names: list[bytes], ends: list[int]) -> None:
         self.names = names
         self.ends = ends
-        self.users = 0
+        self.held = False
 
 
 class Retention(Generic[T]):
     """Orders sequences by an eviction policy. Plain Python; one thread at a time.
 
     Args:
-        policy: of which this is the only user.
+        policy: of which this is the only user. It can be copied.
         capacity: tokens that may be kept, about; corrected as the memory is full.
         clock: seconds; None: `time.monotonic`, as it is then.
     """
 
     def __init__(self, policy: EvictionPolicy, capacity: int, clock: Callable[[], float] | None = None) -> None:
-        self._tree = PrefixTree(policy, max(capacity, 1))
+        self._new_policy = copy.deepcopy(policy)
         self._clock = time.monotonic if clock is None else clock
+        self._begin(policy, capacity)
+
+    def _begin(self, policy: EvictionPolicy, capacity: int) -> None:
+        self._tree = PrefixTree(policy, max(capacity, 1))
         self._paths: dict[T, _Path] = {}
         self._refs: dict[bytes, int] = {}
         # Sequences by their last block: those that end with a leaf are its only ones.
@@ -62,6 +67,10 @@ class Retention(Generic[T]):
         self._ranks: dict[bytes, dict[Hashable, Rank]] = {}
         self._ranked: dict[Hashable, list[bytes]] = {}
         self._pinned: set[bytes] = set()
+
+    def clear(self) -> None:
+        """Nothing is kept, and a new policy has heard of nothing: a change was cut short, at any line."""
+        self._begin(copy.deepcopy(self._new_policy), self._tree.capacity)
 
     # Events
 
@@ -99,17 +108,17 @@ class Retention(Generic[T]):
     def hold(self, sequence: T) -> None:
         """A cache continues a sequence: it goes last."""
         path = self._paths.get(sequence)
-        if path is not None:
-            path.users += 1
-            if path.users == 1 and path.names:
+        if path is not None and not path.held:
+            path.held = True
+            if path.names:
                 self._tree.hold(path.names[-1])
 
     def release(self, sequence: T) -> None:
-        """The opposite of `hold`; nothing, if it is not kept any more."""
+        """No cache continues it any more; nothing, if it is not kept or not held."""
         path = self._paths.get(sequence)
-        if path is not None and path.users:
-            path.users -= 1
-            if not path.users and path.names:
+        if path is not None and path.held:
+            path.held = False
+            if path.names:
                 self._tree.release(path.names[-1])
 
     def shortened(self, sequence: T, tokens: int) -> None:
@@ -119,7 +128,7 @@ class Retention(Generic[T]):
             return
         if path.names:
             last = path.names[-1]
-            if path.users and last in self._tree:
+            if path.held and last in self._tree:
                 self._tree.release(last)
             self._ends[last].pop(sequence)
             if not self._ends[last]:
@@ -138,7 +147,7 @@ class Retention(Generic[T]):
             del self._paths[sequence]
         elif path.names:
             self._ends.setdefault(path.names[-1], {})[sequence] = None
-            if path.users:
+            if path.held:
                 self._tree.hold(path.names[-1])
 
     # Ranks

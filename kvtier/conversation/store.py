@@ -19,6 +19,7 @@ from kvtier.conversation.call import Calls
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.disk_tier import DiskTier
+from kvtier.conversation.encoder import EncoderOutputs, reuse_of
 from kvtier.conversation.index import packed
 from kvtier.conversation.journal import JournalledCache, note_forward
 from kvtier.conversation.kept import Entry, Kept
@@ -63,7 +64,8 @@ class ConversationStore:
     budget of their own.
 
     Args:
-        model: of Transformers, a decoder. An encoder-decoder generates as ever, and re-uses nothing.
+        model: of Transformers. Of an encoder-decoder, what the encoder gave is used again where a call has the same
+            inputs; its keys and values are Transformers' own.
         memory: a `kvtier.TieredMemory` that others may use too; without it, one is made with these budgets.
         device_budget, host_budget, policy, audit: as for `TieredMemory`.
         block_size, host_attention: as for `TieredKVCache`.
@@ -115,7 +117,9 @@ class ConversationStore:
         self.model = model
         self.memory = memory
         self._options: dict[str, Any] = {"block_size": block_size, "host_attention": host_attention}
-        self._new_cache = functools.partial(JournalledCache, model.config, memory=memory, **self._options)
+        #: Those that are not garbage yet.
+        self._caches: weakref.WeakSet[JournalledCache] = weakref.WeakSet()
+        self._new_cache = functools.partial(_new_cache, self._caches, model.config, memory=memory, **self._options)
         self._new_cache().close()  # options that are wrong are an error here
         if loading not in ("auto", "always"):
             raise ConfigError(f"loading={loading!r}: give 'auto' or 'always'.")
@@ -127,6 +131,7 @@ class ConversationStore:
         self._conversations: dict[str, Conversation | None] = {}  # None: it is saved, and was not opened yet
         self._last = threading.local()
         self._calls = Calls(model)
+        self._encoder = EncoderOutputs(model, self._calls, _bytes("state_budget", state_budget))
         self._count = self._prompt_tokens = self._cached_tokens = 0
         # Calls under way, and the thread of each.
         self._active: dict[object, int] = {}
@@ -158,7 +163,7 @@ class ConversationStore:
     def _ranked_before(self, chat: Conversation) -> None:
         """Let a conversation that was saved have its rank."""
         key = of.computed_as(self.model), chat.salt
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self._kept.ranks.follow(chat.name, key, packed(chat.ids[:-1]), chat.rank)
         if self._disk_tier is not None:
             self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
@@ -181,8 +186,9 @@ class ConversationStore:
             does `store.reuse` until this thread's next call.
 
         Raises:
-            ConfigError: a cache was given. BudgetError and whatever `TieredKVCache` and `model.generate` raise; what
-            was kept before is kept.
+            ConfigError: a cache was given.
+            BudgetError: as of `TieredKVCache`. Whatever else `model.generate` raises passes. What was kept before is
+                kept.
         """
         self._check_open()
         if generation_config is not None:
@@ -201,8 +207,11 @@ class ConversationStore:
                 raise ConfigError(f"{name}: the store brings its own cache. Leave it out, or call model.generate.")
         ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         with self._in_use():
-            self._check_weights()
-            call, why = self._calls.read(ids, kwargs, salt)
+            depends = self._check_weights()
+            call, why = self._calls.read(ids, kwargs, salt, depends)
+            self._last.computed_as = depends.computed_as
+            if call is None and self.model.config.is_encoder_decoder:
+                return self._report(*self._encoded(ids, kwargs, salt, depends))
             if call is None:
                 with self._naming_who_is_pinned():
                     return self._plain(ids, kwargs, why)
@@ -222,7 +231,7 @@ class ConversationStore:
         try:
             yield
         except BudgetError as error:
-            with self.memory.lock:
+            with self.memory.lock, self.memory.change:
                 names = self._kept.ranks.pinned
             if not names or error.pinned:
                 raise
@@ -241,14 +250,35 @@ class ConversationStore:
         tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
         reuse = tuple(RowReuse(tokens, 0, tokens, why) for _ in range(rows))
         with contextlib.ExitStack() as stack:
-            if not self.model.config.is_encoder_decoder and of.setting("use_cache", self.model, kwargs) is not False:
+            if of.setting("use_cache", self.model, kwargs) is not False:
                 cache = TieredKVCache(self.model.config, memory=self.memory, **self._options)
                 kwargs["past_key_values"] = stack.enter_context(cache)
             return self._report(self.model.generate(ids, **kwargs), reuse)
 
+    def _encoded(
+        self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends
+    ) -> tuple[Any, tuple[RowReuse, ...]]:
+        """A call of an encoder-decoder: what the encoder gave for the same inputs before is used again."""
+        inputs, mask, why = self._encoder.inputs(ids, kwargs, salt, depends)
+        if inputs is None or mask is None:
+            rows, tokens = (*ids.shape, 0)[:2] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (1, 0)
+            return self.model.generate(ids, **kwargs), (RowReuse(tokens, 0, tokens, why),) * rows
+        with self.memory.lock, self.memory.change:
+            found = self._encoder.find(inputs)
+        if found is None:
+            why = "no call before had the same inputs"
+            outputs = self._encoder.encode(ids, mask)
+            if of.depends(self.model) == depends:
+                with self.memory.lock, self.memory.change:
+                    self._encoder.keep(inputs, outputs)
+        else:
+            outputs = of.encoder_output(found.clone())
+        kwargs |= {"attention_mask": mask, "encoder_outputs": outputs}
+        return self.model.generate(ids, **kwargs), reuse_of(mask, why)
+
     def _report(self, out: Any, reuse: tuple[RowReuse, ...]) -> Any:
         self._last.reuse = reuse
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             self._count += 1
             self._prompt_tokens += sum(row.prompt for row in reuse)
             self._cached_tokens += sum(row.cached for row in reuse)
@@ -293,7 +323,7 @@ class ConversationStore:
         self._check_open()
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name={name!r}: a conversation has a name, a string that is not empty.")
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             found = self._conversations.get(name) or self._saved(name)
             if found is not None and new:
                 raise ConfigError(f"There is a conversation {name!r} already.")
@@ -329,23 +359,22 @@ class ConversationStore:
             del self._conversations[name]  # it is damaged
         return None
 
-    def forget(self, name: str) -> None:
-        """Forget the name of a conversation; see `Conversation.close`."""
-        with self.memory.lock:
-            known = name in self._conversations
-            found = self._conversations.pop(name, None)
-        if found is not None:
-            found.closed = True
-            with self.memory.changing():
-                self._kept.ranks.forget(name)
-        if known and self._disk_tier is not None:
-            self._disk_tier.disk.drop_conversation(name)
+    def forget(self, chat: Conversation) -> None:
+        """Forget the name of a conversation; see `Conversation.close`. May be done again where it was cut short."""
+        with self.memory.lock, self.memory.change:
+            if self._conversations.get(chat.name, chat) is not chat:
+                return  # another one has that name by now
+            self._conversations.pop(chat.name, None)
+            self._kept.ranks.forget(chat.name)
+        if self._disk_tier is not None and not self.closed:
+            self._disk_tier.disk.drop_conversation(chat.name)
 
-    def changed(self, chat: Conversation) -> None:
-        """A conversation went on: its history has its rank, and what it is is saved."""
+    def changed(self, chat: Conversation, *, generated: bool = False) -> None:
+        """A conversation went on, by this thread's last call or in another way: its history has its rank, and what it
+        is is saved."""
         if not self.closed:
-            key = (of.computed_as(self.model), chat.salt)
-            with self.memory.changing():
+            key = (self._last.computed_as if generated else of.computed_as(self.model), chat.salt)
+            with self.memory.lock, self.memory.change:
                 self._kept.ranks.follow(chat.name, key, packed(chat.ids[:-1]), chat.rank)
         if self._disk_tier is not None and not self.closed:
             self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
@@ -355,7 +384,7 @@ class ConversationStore:
     def ranked(self, chat: Conversation) -> None:
         """A conversation has another rank. Raises BudgetError, see `Conversation.pinned`."""
         key = (of.computed_as(self.model), chat.salt)
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             self._kept.ranks.rank(chat.name, key, packed(chat.ids[:-1]), chat.rank)
         self.changed(chat)
@@ -363,16 +392,16 @@ class ConversationStore:
     @property
     def names(self) -> list[str]:
         """Of all conversations."""
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             return list(self._conversations)
 
     def park(self, ids: Sequence[int], *, salt: Hashable = None) -> None:
         """Let what is kept of these tokens leave the device, as far as the host has room."""
         self._check_open()
-        key, wanted = (of.computed_as(self.model), salt), packed(ids)
-        with self.memory.changing(), contextlib.suppress(BudgetError):
+        key, row = (of.computed_as(self.model), salt), packed(ids)
+        with self.memory.lock, self.memory.change, contextlib.suppress(BudgetError):
             self.memory.collect()
-            for _, entry in self._kept.pieces(key, wanted):
+            for _, entry in self._kept.pieces(key, row):
                 self._kept.parked.leave(entry.sequence)
 
     def drop(self, ids: Sequence[int], start: int, stop: int, *, salt: Hashable = None) -> None:
@@ -388,17 +417,30 @@ class ConversationStore:
         self._check_open()
         if not 0 <= start < stop <= len(ids):
             raise ConfigError(f"start={start}, stop={stop}: the sequence has {len(ids)} tokens.")
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             self._kept.cut_out((of.computed_as(self.model), salt), packed(ids), start, stop)
 
-    def wake(self, ids: Sequence[int], *, salt: Hashable = None) -> Wake:
+    def wake(self, ids: Sequence[int], *, salt: Hashable = None, timeout: float | None = None) -> Wake:
         """Bring what is kept of these tokens nearer, for a turn is known to come: from the disk to the host, as a call
         would, and from the host to the device, as far as there is room besides what caches use. In the background, and
         in the way of no call; a call that begins with these tokens ends it, and so does `close`.
+
+        Args:
+            timeout: seconds after which it ends, whatever has come until then. Without one it ends too where it waits
+                for room, or for copies of others, for half a minute.
+
+        Raises:
+            ConfigError: a timeout that is none.
         """
         self._check_open()
-        return self._waker.submit((of.computed_as(self.model), salt), packed(ids))
+        if timeout is not None and (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, (int, float))
+            or not 0 <= timeout < threading.TIMEOUT_MAX
+        ):
+            raise ConfigError(f"timeout={timeout!r}: give seconds, or None.")
+        return self._waker.submit((of.computed_as(self.model), salt), packed(ids), timeout)
 
     # Life
 
@@ -406,18 +448,19 @@ class ConversationStore:
     def _in_use(self) -> Iterator[None]:
         call = object()
         try:
-            with self.memory.lock:
+            with self.memory.lock, self.memory.change:
                 self._check_open()
                 self._active[call] = threading.get_ident()
             yield
         finally:
-            with self.memory.lock:
+            with self.memory.lock, self.memory.change:
                 self._active.pop(call, None)
 
-    def _check_weights(self) -> None:
+    def _check_weights(self) -> of.Depends:
         """Drop everything if the model was changed: other weights make other keys and values. What is saved is of the
-        weights that there were when the folder was opened: it is left alone from now on."""
-        now = of.weights_version(self.model)
+        weights that there were when the folder was opened: it is left alone from now on. What the model is now."""
+        depends = of.depends(self.model)
+        now = depends.weights
         if now != self._weights:
             if self._disk_tier is not None:
                 self._disk_tier.stopped = True
@@ -425,6 +468,7 @@ class ConversationStore:
                 self._reuse.problem = "the model was changed since the folder was opened: nothing is saved or loaded"
             self.clear()
             self._weights = now
+        return depends
 
     def verify(self, sequences: int = 1) -> int:
         """Compute some sequences that are kept again, chosen at random, and compare their keys and values.
@@ -444,9 +488,8 @@ class ConversationStore:
         self._check_open()
         compared = 0
         with self._in_use():
-            self._check_weights()
-            with self.memory.lock:
-                now = of.computed_as(self.model)
+            now = self._check_weights().computed_as
+            with self.memory.lock, self.memory.change:
                 entries = [x for x in self._kept.entries.values() if x.key[0] == now and not x.sequence.start]  # type: ignore[index]
             for entry in random.sample(entries, min(sequences, len(entries))):
                 compared += self._verify(entry)
@@ -459,7 +502,7 @@ class ConversationStore:
                 return verify(self.model, cache, entry.ids, length)
             except CorruptionError as error:
                 self._reuse.problem = str(error)
-                with self.memory.changing():
+                with self.memory.lock, self.memory.change:
                     self._kept.drop_corrupt([entry])
                 raise
 
@@ -498,22 +541,23 @@ class ConversationStore:
     def clear(self) -> None:
         """Drop all that is kept."""
         self._check_open()
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             self._kept.parked.clear()
+            self._encoder.clear()
 
     @property
     def stats(self) -> StoreStats:
         """What is kept and what that was good for, now."""
         disk = None if self._disk_tier is None else self._disk_tier.disk
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             return StoreStats(
                 self._count,
                 self._prompt_tokens,
                 self._cached_tokens,
                 len(self._kept.entries),
                 sum(x.sequence.length for x in self._kept.entries.values()),
-                self._kept.state_bytes,
+                self._kept.state_bytes + self._encoder.nbytes,
                 self._kept.dropped,
                 *((0, 0) if disk is None else (disk.nbytes, disk.damaged)),
                 self._reuse.problem or self._waker.problem or ("" if disk is None else disk.problem),
@@ -525,20 +569,24 @@ class ConversationStore:
         Raises:
             ConcurrentUseError: another thread is generating.
         """
-        if self.closed:
-            if self._own and not self.memory.closed:
-                self.memory.close()
-            return
-        self._waker.stop()
-        if not self._others_generate:
-            self.flush()
-        with self.memory.changing():
-            if self._others_generate:
-                raise ConcurrentUseError("Another thread is generating with this ConversationStore. Wait for its end.")
-            self.memory.collect()
-            self._hook.remove()
-            self._kept.parked.close()
-            self.closed = True
+        if not self.closed:
+            self._waker.stop()
+            if not self._others_generate:
+                self.flush()
+            with self.memory.lock, self.memory.change:
+                if self._others_generate:
+                    raise ConcurrentUseError(
+                        "Another thread is generating with this ConversationStore. Wait for its end."
+                    )
+                self.closed = True
+        # What follows may be done twice: whatever cuts it short, the next `close` goes on.
+        self._hook.remove()
+        self._encoder.clear()
+        for cache in list(self._caches):
+            cache.close()  # of a call that was interrupted
+        if self._finalizer.alive:
+            with self.memory.lock, self.memory.change:
+                self._kept.parked.close()
             self._finalizer.detach()
         self._waker.close()
         if self._disk_tier is not None:
@@ -566,8 +614,14 @@ class ConversationStore:
     def check_integrity(self) -> None:
         """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""
         self.memory.check_integrity()
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             self._kept.check_integrity()
+
+
+def _new_cache(caches: weakref.WeakSet[JournalledCache], *args: Any, **options: Any) -> JournalledCache:
+    made = JournalledCache(*args, **options)
+    caches.add(made)
+    return made
 
 
 def _stateful(new_cache: Callable[[], JournalledCache]) -> bool:

@@ -36,7 +36,7 @@ class Tail:
         self.start = start
         self._memory = memory
         self._load = bring
-        self._wanted = True
+        self._goes_on = True
         # That loads now. Changed under the memory's lock.
         self._thread: threading.Thread | None = None
         # At the end of the process it is waited for. A thread that Python ends within torch's code would abort it.
@@ -59,24 +59,24 @@ class Tail:
 
     def end(self) -> None:
         """Return when nothing is loaded any more. What was read is kept. Idempotent."""
-        self._wanted = False
+        self._goes_on = False
         self._pool.shutdown(cancel_futures=True)
 
     def _bring(self) -> tuple[int, str]:
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             self._thread = threading.current_thread()
-            self._memory.yielding.append(self._give_way)
+            self._memory.conceding.append(self._concede)
         try:
-            return self._load(go_on=lambda: self._wanted)
+            return self._load(go_on=lambda: self._goes_on)
         finally:
-            with self._memory.lock:
+            with self._memory.lock, self._memory.change:
                 self._thread = None
-                self._memory.yielding.remove(self._give_way)
+                self._memory.conceding.remove(self._concede)
                 self._memory.readers.resume()  # whoever waits for what it claimed
 
-    def _give_way(self) -> bool:
-        """Somebody was refused: see `TieredMemory.yielding`."""
+    def _concede(self) -> bool:
+        """Somebody was refused: see `TieredMemory.conceding`."""
         if threading.current_thread() is self._thread:
             return False
-        self._wanted = False
+        self._goes_on = False
         return True

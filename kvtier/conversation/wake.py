@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 import weakref
@@ -19,6 +20,9 @@ from kvtier.memory.tiered import TieredMemory
 PIECE = 8 << 20
 #: Seconds until it is looked again whether a wake is in nobody's way.
 _PAUSE = 0.002
+#: Seconds without room, or behind the copies of others, after which a wake ends.
+STALLED = 30.0
+_NO_ROOM = "no room on the device besides what open caches use"
 
 
 class Wake:
@@ -27,18 +31,29 @@ class Wake:
     Attributes:
         loaded: tokens that were read from the disk.
         promoted: bytes that were brought from the host to the device.
+        why: why not all was brought nearer that is kept; "": it was, or is being.
     """
 
-    def __init__(self, key: Hashable, ids: bytes) -> None:
+    def __init__(self, key: Hashable, ids: bytes, timeout: float | None = None) -> None:
         self.loaded = self.promoted = 0
+        self.why = ""
         self._key, self._ids = key, ids
+        self._timeout = timeout
+        self._progress = began = time.monotonic()
+        self._deadline = math.inf if timeout is None else began + timeout
+        self._waits_for = ""
         self._cancelled = False
         self._was_loaded, self._ended = threading.Event(), threading.Event()
 
     @property
     def done(self) -> bool:
-        """Whether it has ended: all is where it should be, there was no room for more, or it was cancelled."""
+        """Whether it has ended: all is where it should be, or `why` says why not."""
         return self._ended.is_set()
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads from the disk still, or is about to."""
+        return not (self._was_loaded.is_set() or self._ended.is_set())
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return when it has ended, or after so many seconds. Whether it has."""
@@ -46,10 +61,32 @@ class Wake:
 
     def cancel(self) -> None:
         """Let it end soon. What has come stays."""
-        self._cancelled = True
+        self._end_soon("cancelled")
+
+    def expire(self) -> None:
+        """The same, for its time is over."""
+        reason = f": {self._waits_for}" if self._waits_for else ""
+        self._end_soon(f"{self._timeout} seconds have passed{reason}")
+
+    def _end_soon(self, why: str) -> None:
+        if not self.done and not self._cancelled:
+            self.why = self.why or why
+            self._cancelled = True
+
+    def _goes_on(self, waits: bool = False) -> bool:
+        """Whether it does; it waits, or it has made some progress."""
+        now = time.monotonic()
+        if not waits:
+            self._progress, self._waits_for = now, ""
+        if now >= self._deadline:
+            self.expire()
+        elif now - self._progress >= STALLED:
+            self._end_soon(self._waits_for)
+        return not self._cancelled
 
     def __repr__(self) -> str:
-        return f"Wake({'done' if self.done else 'under way'}, loaded={self.loaded}, promoted={self.promoted})"
+        state = "done" if self.done else "under way"
+        return f"Wake({state}, loaded={self.loaded}, promoted={self.promoted}, why={self.why!r})"
 
 
 class Waker:
@@ -90,20 +127,20 @@ class Waker:
         self._thread: threading.Thread | None = None
         # That reads from the disk now. Changed under the memory's lock.
         self._loading: Wake | None = None
-        weak = weakref.WeakMethod(self._give_way)
+        weak = weakref.WeakMethod(self._concede)
 
-        def give_way() -> bool:
+        def concede() -> bool:
             method = weak()
             return method is not None and method()
 
-        memory.yielding.append(give_way)
-        self._finalizer = weakref.finalize(self, memory.yielding.remove, give_way)
+        memory.conceding.append(concede)
+        self._finalizer = weakref.finalize(self, memory.conceding.remove, concede)
         self._finalizer.atexit = False
         _wakers.add(self)
 
-    def submit(self, key: Hashable, ids: bytes) -> Wake:
-        """Bring what is kept of these tokens nearer, soon."""
-        wake = Wake(key, ids)
+    def submit(self, key: Hashable, ids: bytes, timeout: float | None = None) -> Wake:
+        """Bring what is kept of these tokens nearer, soon, in so many seconds."""
+        wake = Wake(key, ids, timeout)
         if self._disk_tier is None and not any(device.slabs is not None for device in self._memory.devices):
             self._end(wake)
             return wake
@@ -118,8 +155,8 @@ class Waker:
                     self._thread.start()
                 except RuntimeError as error:  # the turn does without
                     self._queue.remove(wake)
+                    self.problem = wake.why = f"{error}: a conversation was not woken"
                     self._end(wake)
-                    self.problem = f"{error}: a conversation was not woken"
         return wake
 
     def turn(self, key: Hashable, ids: bytes) -> None:
@@ -130,7 +167,7 @@ class Waker:
         with self._lock:
             mine = [x for x in self._queue if x._key == key and 2 * common(x._ids, ids) * WIDTH >= len(x._ids)]
         for wake in mine:
-            with self._memory.lock:
+            with self._memory.lock, self._memory.change:
                 loading = self._loading is wake
             if loading:
                 wake._was_loaded.wait()
@@ -166,12 +203,14 @@ class Waker:
             wake = self._queue[0]
         pause: float | None = None
         try:
-            if not wake._cancelled:
+            if wake._goes_on(waits=wake._waits_for != ""):
                 pause = self._bring(wake)
+                if pause is not None and not wake._goes_on(waits=pause > 0):
+                    pause = None
         except Exception as error:  # nobody waits for it: the turn does what is not done
-            self.problem = str(error)
+            self.problem = wake.why = str(error)
             if isinstance(error, CorruptionError):
-                with self._memory.changing():
+                with self._memory.lock, self._memory.change:
                     self._kept.drop_corrupt(())
         if pause is None:
             with self._lock:
@@ -185,32 +224,37 @@ class Waker:
             if self._disk_tier is not None:
                 stateful = self._stateful()
                 nbytes = self._disk_tier.bytes_to_load(wake._key, wake._ids, stateful=stateful)
-                with self._memory.lock:
+                with self._memory.lock, self._memory.change:
                     if nbytes and not self._kept.parked.has_room(nbytes):
+                        wake._waits_for = _NO_ROOM
                         return _PAUSE
                     self._loading = wake
                 try:
-                    wake.loaded, _ = self._disk_tier.load(
-                        wake._key, wake._ids, stateful=stateful, go_on=lambda: not wake._cancelled
+                    wake.loaded, why = self._disk_tier.load(
+                        wake._key, wake._ids, stateful=stateful, go_on=wake._goes_on
                     )
+                    wake.why = wake.why or why
                 finally:
-                    with self._memory.lock:
+                    with self._memory.lock, self._memory.change:
                         self._loading = None
                         self._memory.readers.resume()  # whoever waits for what it claimed
             wake._was_loaded.set()
             return 0.0
-        with self._memory.changing():
-            if self._memory.has_garbage:
-                self._memory.collect()
+        with self._memory.lock, self._memory.change:
             if any(device.copying for device in self._memory.devices):
+                wake._waits_for = "copies of others are under way"
                 return _PAUSE
-            pieces = self._kept.pieces(wake._key, wake._ids)
-            came = self._kept.parked.promote([entry.sequence for _, entry in pieces], PIECE)
+            sequences = [entry.sequence for _, entry in self._kept.pieces(wake._key, wake._ids)]
+            came = self._kept.parked.promote(sequences, PIECE)
             wake.promoted += came
             # Where others' blocks are being copied to make room, there is some then.
-            return 0.0 if came or any(device.copying for device in self._memory.devices) else None
+            if came or any(device.copying for device in self._memory.devices):
+                return 0.0
+            if self._kept.parked.on_host(sequences):
+                wake.why = wake.why or _NO_ROOM
+            return None
 
-    def _give_way(self) -> bool:
+    def _concede(self) -> bool:
         """Somebody was refused: a load that is under way ends, and what it claims is free. Whether one is."""
         loading = self._loading
         if loading is None or threading.current_thread() is self._thread:

@@ -75,7 +75,8 @@ class Node:
 
 
 class EvictionPolicy:
-    """The order in which blocks are evicted. One object serves one tree.
+    """The order in which blocks are evicted. One object serves one tree. `copy.deepcopy` copies it: where an interrupt
+    has cut a change short, a copy of how it was at the beginning takes its place.
 
     The tree calls these; all but `victim` are allowed to do nothing. Insertion and re-use are two events: blocks that a
     prefill has just computed were not asked for again.

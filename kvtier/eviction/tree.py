@@ -286,7 +286,7 @@ class PrefixTree:
         """Count everything again.
 
         Raises:
-            AssertionError: what is kept beside the blocks does not agree with them.
+            AssertionError: what is counted does not agree with the blocks.
         """
         children: dict[Key, int] = {}
         for node in self._nodes.values():

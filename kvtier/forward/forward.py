@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +18,7 @@ from kvtier.attention.repeat import Repeat
 from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
 from kvtier.errors import ClosedError, StaleViewError
 from kvtier.forward import admission
-from kvtier.forward.planned import PlannedForward
+from kvtier.forward.planned import LONG_PROMPT, PlannedForward
 from kvtier.forward.steps import Steps
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory import system
@@ -27,7 +29,7 @@ from kvtier.memory.layout import BlockLayout, in_one_dtype
 from kvtier.memory.tiered import TieredMemory, too_small
 from kvtier.planning.admission import Claim
 from kvtier.planning.step import StepRecord
-from kvtier.stats import CacheStats, LayerResidency
+from kvtier.stats import LayerResidency, Progress
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
@@ -43,6 +45,7 @@ class Forward(PlannedForward):
         expected: the layers that a forward updates, where that is known in advance.
         tiered: how many tiered layers there will be, where that is known in advance.
         dense: whether attention is expected to ask for one layer's KV as tensors, now.
+        progress: called behind each layer of a forward of at least `LONG_PROMPT` tokens.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Forward(PlannedForward):
         expected: frozenset[int] | None = None,
         tiered: int = 0,
         dense: Callable[[], bool] = lambda: True,
+        progress: Callable[[Progress], object] | None = None,
     ) -> None:
         super().__init__(memory, options)
         self.steps = Steps(
@@ -70,6 +74,9 @@ class Forward(PlannedForward):
         self._groups: Sequence[Group] | None = None
         #: What views of a step have in common, by layout, kept for those who make them.
         self.blanks: dict[Pools, Any] = {}
+        if progress is not None:  # who has no hook does not ask for one in every layer
+            # Not by a reference to itself: what it holds is given back as soon as nobody uses it.
+            self.append = partial(_append_and_tell, weakref.ref(self), progress)  # type: ignore[method-assign]
 
     def layer(self, index: int) -> LayerKV | None:
         """A layer's KV; None before its first update."""
@@ -109,6 +116,14 @@ class Forward(PlannedForward):
                 self._plan(layer.device, 1)
             self._record.layers += 1
         return reader
+
+    def tell(self, past: int, progress: Callable[[Progress], object]) -> None:
+        """A layer has the new tokens behind `past` ones: tell the hook, if they are many."""
+        tokens = self._record.tokens
+        if tokens >= LONG_PROMPT:
+            # Without a config, nobody knows in a first forward how many layers come.
+            layers = self._tiered or len(self.steps.expected or ())
+            progress(Progress(tokens, past, self._record.layers, layers, time.perf_counter() - self._began))
 
     def _append(self, layer: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         layer.check(keys, values)
@@ -153,7 +168,7 @@ class Forward(PlannedForward):
                 if keys.shape[2]:
                     groups, _ = new.layer.group(keys, values)
                     others = [reader.layer for reader in self.readers.values() if reader.device is new.device]
-                    self._admit_beside(others, new.layer, groups, keys.shape[2])
+                    self._admit_new(others, new.layer, groups, keys.shape[2])
                     new.layer.append(keys, values, groups)
             except Exception:
                 self._drop(new)
@@ -186,7 +201,7 @@ class Forward(PlannedForward):
         finally:
             self._dense = dense
 
-    def _admit_beside(self, others: list[LayerKV], layer: LayerKV, groups: Sequence[Group], tokens: int) -> None:
+    def _admit_new(self, others: list[LayerKV], layer: LayerKV, groups: Sequence[Group], tokens: int) -> None:
         """Refuse, before anything changes, a new layer that does not fit in addition to all that there is."""
         refused = self.memory.admit(
             self._held.owner,
@@ -218,7 +233,7 @@ class Forward(PlannedForward):
     def _remove(self, index: int) -> None:
         reader = self.readers.pop(index, None)
         if reader is not None:
-            with self.memory.changing():
+            with self.memory.lock, self.memory.change:
                 self._drop(reader)
 
     def undo_first(self) -> None:
@@ -485,8 +500,19 @@ class Forward(PlannedForward):
 
     # Parked sequences
 
-    def park(self, parked: ParkedSequences, row: int, length: int, start: int = 0) -> ParkedSequence:
-        """Keep the first tokens of a row when the cache ends. The cache may go on. `start`: see `ParkedSequences.park`.
+    def park(
+        self,
+        parked: ParkedSequences,
+        row: int,
+        length: int,
+        start: int = 0,
+        then: Callable[[ParkedSequence], None] = lambda sequence: None,
+    ) -> ParkedSequence:
+        """Keep the first tokens of a row when the cache ends. The cache may go on.
+
+        Args:
+            parked, row, length, start: see `ParkedSequences.park`.
+            then: called with the sequence under the same lock: nobody sees it before.
 
         Raises:
             MismatchError: layers unlike those that were parked before; nothing was changed.
@@ -498,6 +524,7 @@ class Forward(PlannedForward):
                 sequence = parked.park({i: reader.layer for i, reader in self.readers.items()}, row, length, start)
                 for device in {reader.device: None for reader in self.readers.values()}:
                     self._changed(device)
+                then(sequence)
                 return sequence
 
     def follow(self, parked: ParkedSequences, rows: Sequence[ParkedSequence], length: int) -> int:
@@ -565,6 +592,7 @@ class Forward(PlannedForward):
 
     def clear(self) -> None:
         """Drop everything and give all memory back; counters begin at 0."""
+        self._log("the end")
         self.steps.break_off()  # until all of this is done
         self._release()
         self._held.renew()
@@ -578,7 +606,7 @@ class Forward(PlannedForward):
         self.steps.reset()
 
     def _release(self) -> None:
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             self._held.release()
 
@@ -586,6 +614,7 @@ class Forward(PlannedForward):
         """Give all memory, streams and registrations back. Idempotent."""
         if self.closed:
             return
+        self._log("the end")
         self.steps.break_off()  # until all of this is done
         self._release()
         self._finalizer.detach()
@@ -604,11 +633,6 @@ class Forward(PlannedForward):
             self.memory.check_open()
 
     # What a user sees
-
-    def stats(self, resident_bytes: int) -> CacheStats:
-        """A snapshot of all counters, and of the memory's tiers."""
-        with self.memory.lock:
-            return self.memory.snapshot(self.counters, resident_bytes)
 
     def residency(self, index: int) -> LayerResidency | None:
         """Where the blocks of a layer are; None before its first update."""
@@ -629,3 +653,18 @@ class Forward(PlannedForward):
         with self.memory.lock:
             for reader in self.readers.values():
                 reader.check_integrity()
+
+
+def _append_and_tell(
+    forward: weakref.ref[Forward],
+    progress: Callable[[Progress], object],
+    index: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> LayerReader:
+    """`Forward.append` where there is a hook."""
+    this = forward()
+    assert this is not None, "whoever calls holds it"
+    reader = Forward.append(this, index, keys, values)
+    this.tell(reader.layer.length - keys.shape[2], progress)
+    return reader

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout, in_one_dtype
 from kvtier.memory.tiered import TieredMemory, too_small
 from kvtier.planning.admission import Claim
+from kvtier.planning.step import StepRecord
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.packed import PackedLayerKV
 from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
@@ -93,7 +95,7 @@ class PackedForward(PlannedForward):
     def add(self) -> PackedSequence:
         """A sequence without tokens."""
         made = PackedSequence()
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             self.sequences[made] = None
             for index, layer in self._layers().items():
                 self._enter(made, index, layer, BlockTable())
@@ -101,7 +103,7 @@ class PackedForward(PlannedForward):
 
     def fork(self, sequence: PackedSequence) -> PackedSequence:
         """A second sequence with the same tokens, which share their blocks."""
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             made = PackedSequence(sequence.length)
             self.sequences[made] = None
             for index, layer in self._layers().items():
@@ -120,7 +122,7 @@ class PackedForward(PlannedForward):
         def layer_of(index: int, _: ParkedLayer) -> LayerKV:
             return layers[index]
 
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             before = {index: len(layer.tables) for index, layer in layers.items()}
             self.sequences[made] = None
@@ -133,29 +135,36 @@ class PackedForward(PlannedForward):
                     else:  # it was cut short, or is empty
                         self._enter(made, index, layer, BlockTable())
                 if not made.length:
-                    self.remove(made)
+                    self._remove(made)
             self._changed()
         return made if made.length else None
 
-    def park(self, parked: ParkedSequences, sequence: PackedSequence) -> ParkedSequence:
-        """Keep the tokens of a sequence, which may go on.
+    def park(
+        self,
+        parked: ParkedSequences,
+        then: Callable[[ParkedSequence], None] = lambda sequence: None,
+        *,
+        sequence: PackedSequence,
+    ) -> ParkedSequence:
+        """Keep the tokens of a sequence, which may go on. `then`: see `Forward.park`.
 
         Raises:
             MismatchError, CorruptionError: see `ParkedSequences.park`.
         """
         assert not self.segments, "a step is under way"
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             layers = self._layers()
             for index, layer in layers.items():
                 layer.choose([sequence.tables[index]])
             found = parked.park(layers, 0, sequence.length)
             self._changed()
+            then(found)
             return found
 
     def crop(self, sequence: PackedSequence, length: int) -> None:
         """Keep its first tokens."""
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             for index, layer in self._layers().items():
                 layer.crop_table(sequence.tables[index], length)
             sequence.length = min(sequence.length, length)
@@ -163,14 +172,18 @@ class PackedForward(PlannedForward):
 
     def remove(self, sequence: PackedSequence) -> None:
         """It ends. Nothing, if it has ended."""
-        with self.memory.lock:
-            if sequence not in self.sequences:
-                return
-            del self.sequences[sequence]
-            for index, layer in self._layers().items():
-                layer.leave(sequence.tables.pop(index))
-            sequence.length = 0
-            self._changed()
+        with self.memory.lock, self.memory.change:
+            self._remove(sequence)
+
+    def _remove(self, sequence: PackedSequence) -> None:
+        """The same. Holds the lock."""
+        if sequence not in self.sequences:
+            return
+        del self.sequences[sequence]
+        for index, layer in self._layers().items():
+            layer.leave(sequence.tables.pop(index))
+        sequence.length = 0
+        self._changed()
 
     def _enter(self, sequence: PackedSequence, index: int, layer: PackedLayerKV, table: BlockTable) -> None:
         sequence.tables[index] = table
@@ -188,7 +201,7 @@ class PackedForward(PlannedForward):
 
         What others were promised is not to be had. It is an estimate where layers differ in size: `begin` knows.
         """
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             layers = list(self._layers().values())
             if not layers:
                 return 0, 0, 1
@@ -219,11 +232,12 @@ class PackedForward(PlannedForward):
         """
         assert not self.segments, "a step is under way"
         self.check_open()
+        self.count_step()
         short = [each for each in batch if each[1] <= MAX_SHORT]
         segments: list[Segment] = []
         for sequence, tokens in [*short, *(each for each in batch if each[1] > MAX_SHORT)]:
             segments.append(Segment(sequence, tokens, segments[-1].stop if segments else 0))
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             if self.memory.has_garbage:
                 self.memory.collect()
             for device in self._devices():
@@ -239,7 +253,6 @@ class PackedForward(PlannedForward):
                 layer.choose([each.sequence.tables[index] for each in segments])
             for device in self._devices():
                 self._plan(device, tokens)
-        self.counters.steps += 1
         return segments
 
     def append(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
@@ -254,7 +267,7 @@ class PackedForward(PlannedForward):
         """
         assert self.segments, "no step is under way"
         keys, values = in_one_dtype(keys.detach(), values.detach())
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             reader = self._held.readers.get(index)
             if reader is None:
                 reader = self._new_layer(index, keys, values)
@@ -321,7 +334,7 @@ class PackedForward(PlannedForward):
             return dispatch.attend_dense(query, keys, values, params)
         layer = reader.layer
         assert isinstance(layer, PackedLayerKV)
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             mine = LayerReader(
                 layer.row(row), self.memory, self._held.owner, host_attention=self.options.host_attention
             )
@@ -336,7 +349,7 @@ class PackedForward(PlannedForward):
         assert isinstance(layer, PackedLayerKV)
         pairs = []
         for row, segment in enumerate(self.segments):
-            with self.memory.lock:
+            with self.memory.lock, self.memory.change:
                 mine = LayerReader(
                     layer.row(row), self.memory, self._held.owner, host_attention=self.options.host_attention
                 )
@@ -373,7 +386,7 @@ class PackedForward(PlannedForward):
 
     def undo(self) -> None:
         """The step did not happen. Nothing, where none is under way."""
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             for index, layer in self._layers().items():
                 for segment in self.segments:
                     layer.crop_table(segment.sequence.tables[index], segment.sequence.length)
@@ -413,7 +426,14 @@ class PackedForward(PlannedForward):
     def _admit(self, device: ComputeDevice, segments: Sequence[Segment], to_come: int) -> None:
         """Refuse, before anything changes, a step that will not fit."""
         owner = self._held.owner
-        refused = self.memory.admit(owner, device, lambda limit: self._claim(device, segments, to_come, limit))
+        claims: dict[int, Claim] = {}
+
+        def claim(limit: int) -> Claim:
+            if limit not in claims:
+                claims[limit] = self._claim(device, segments, to_come, limit)
+            return claims[limit]
+
+        refused = self.memory.admit(owner, device, claim)
         if refused is not None:
             tokens = sum(each.tokens for each in segments)
             raise too_small(*refused, f"A step of {tokens} tokens of {len(segments)} sequences needs")
@@ -424,34 +444,26 @@ class PackedForward(PlannedForward):
         layers = [reader.layer for reader in self._held.readers.values() if reader.device is device]
         held = filling = room = slot = largest = 0
         smallest = layers[0].layout.nbytes if layers else 0
-        new = {id(each.sequence): each.tokens for each in segments}
         for layer in layers:
             size, nbytes = layer.layout.block_size, layer.layout.nbytes
             coming, opened = 0, layer.blocks.counts[State.FILLING]
             if layer.index not in self._new:
-                now = 0
-                for sequence in self.sequences:
-                    table = sequence.tables[layer.index]
-                    tokens = new.get(id(sequence), 0)
-                    coming += _blocks(table, tokens, size, layer)
-                    now += bool((table.length + tokens) % size)
-                opened = max(opened, now)
+                # Those of other sequences stay as they are.
+                then = opened
+                for each in segments:
+                    table = each.sequence.tables[layer.index]
+                    before, after = table.length % size, (table.length + each.tokens) % size
+                    own = not before or _is_own(table, layer)
+                    coming += -(-(table.length + each.tokens) // size) - -(-table.length // size) + (not own)
+                    then += bool(after) - (before > 0 and own and table.last().state is State.FILLING)
+                opened = max(opened, then)
             held += (layer.blocks.blocks + coming) * nbytes
             filling += opened * nbytes
             slot, smallest, largest = max(slot, nbytes), min(smallest, nbytes), max(largest, nbytes)
+            in_place = self.options.host_attention and split.can_attend(layer)
             for each in segments:
-                room = max(
-                    room,
-                    dispatch.room_for(
-                        layer,
-                        each.tokens,
-                        each.length,
-                        1,
-                        host_attention=self.options.host_attention,
-                        dense=True,
-                        limit=limit,
-                    ),
-                )
+                if each.tokens > MAX_SHORT or not in_place:
+                    room = max(room, self._room_for(layer, each, limit))
         if to_come and layers:
             last = layers[-1]
             size, nbytes = last.layout.block_size, last.layout.nbytes
@@ -459,15 +471,27 @@ class PackedForward(PlannedForward):
             filling += to_come * sum(bool(each.length % size) for each in segments) * nbytes
         return Claim(held, filling, room, slot, smallest, largest)
 
+    def _room_for(self, layer: LayerKV, segment: Segment, limit: int) -> int:
+        """Bytes of workspace through which one segment is attended to."""
+        return dispatch.room_for(
+            layer,
+            segment.tokens,
+            segment.length,
+            1,
+            host_attention=self.options.host_attention,
+            dense=True,
+            limit=limit,
+        )
+
     def check_fits(self, length: int) -> None:
         """Raise `BudgetError`, which names the smallest budget, where a sequence of so many tokens would not fit, were
         it alone and computed token by token."""
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             for device in self._devices():
                 claims = self._held.owner.claims
                 before = claims.get(device)
                 refused = self.memory.admit(
-                    self._held.owner, device, lambda limit, device=device: self._claim_of_one(device, length, limit)
+                    self._held.owner, device, functools.partial(self._claim_of_one, device, length)
                 )
                 if refused is not None:
                     raise too_small(*refused, f"A sequence of {length} tokens needs")
@@ -484,9 +508,7 @@ class PackedForward(PlannedForward):
             held=sum(-(-length // layer.layout.block_size) * layer.layout.nbytes for layer in layers),
             filling=sum(layer.layout.nbytes for layer in layers if layer.layout.block_size > 1),
             room=max(
-                dispatch.room_for(
-                    layer, 1, length, 1, host_attention=options.host_attention, dense=True, limit=limit
-                )
+                dispatch.room_for(layer, 1, length, 1, host_attention=options.host_attention, dense=True, limit=limit)
                 for layer in layers
             ),
             slot=max(sizes),
@@ -509,11 +531,24 @@ class PackedForward(PlannedForward):
 
     # Life
 
+    def reset(self) -> None:
+        """Drop every sequence, and whatever step is under way. After an interrupt, too."""
+        with self.memory.lock, self.memory.change:
+            self.memory.collect()
+            self._held.release()
+            self.sequences.clear()
+            self._clear()
+            self._schedules.clear()
+            self._rooms.clear()
+            self._record, self._last, self._before = StepRecord(), None, None
+            self._expected.clear()
+        self._held.renew()
+
     def close(self) -> None:
         """Give all memory back. Idempotent."""
         if self.closed:
             return
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             self._held.release()
         self.sequences.clear()
@@ -531,7 +566,7 @@ class PackedForward(PlannedForward):
     def check_integrity(self) -> None:
         """Raise AssertionError unless every count agrees with every other. For tests and debugging."""
         self.memory.check_integrity()
-        with self.memory.lock:
+        with self.memory.lock, self.memory.change:
             for index, layer in self._layers().items():
                 layer.check_integrity()
                 assert {id(t) for t in layer.tables} == {id(x.tables[index]) for x in self.sequences}
@@ -539,12 +574,7 @@ class PackedForward(PlannedForward):
                     assert all(x.tables[index].length == x.length for x in self.sequences)
 
 
-def _blocks(table: BlockTable, tokens: int, size: int, layer: LayerKV) -> int:
-    """New blocks that tokens take, a copy of a last block that others hold too included."""
-    if not tokens:
-        return 0
-    count = -(-(table.length + tokens) // size) - -(-table.length // size)
-    if table.length % size:
-        last = table.resolve()[-1]
-        count += last.refs > 1 or last.blocks is not layer.blocks
-    return count
+def _is_own(table: BlockTable, layer: LayerKV) -> bool:
+    """Whether a sequence's last block is written to as it is, and not copied first."""
+    last = table.last()
+    return last.refs == 1 and last.blocks is layer.blocks

@@ -3,22 +3,24 @@ and the record of the step under way."""
 
 from __future__ import annotations
 
+import logging
 import operator
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from kvtier import tracing
 from kvtier.attention.reader import LayerReader
-from kvtier.config import CacheOptions
+from kvtier.config import CacheOptions, format_size
 from kvtier.forward.held import Held
 from kvtier.forward.schedule import Schedule
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.step import StepRecord, StepState
 from kvtier.planning.trace import plan_args
-from kvtier.stats import Counters
+from kvtier.stats import CacheStats, Counters
 
 #: What a cache counts, and what a `StepRecord` calls that.
 _MEASURED = {
@@ -31,6 +33,11 @@ _MEASURED = {
 _totals = operator.attrgetter(*_MEASURED)
 #: Steps of which what was expected and seen is kept.
 HISTORY = 64
+#: New tokens of a forward from which on it is told of: by a line in the log, and to a progress hook.
+LONG_PROMPT = 1024
+
+#: Plans of steps at DEBUG, long prompts at INFO. Looked at once for each step.
+log = logging.getLogger("kvtier.forward")
 
 
 class PlannedForward:
@@ -65,6 +72,8 @@ class PlannedForward:
         self.history: deque[tuple[StepRecord, float | None]] = deque(maxlen=HISTORY)
         #: The totals when the step under way began, from the first step on that a policy has planned.
         self._before: tuple[float, ...] | None = None
+        #: Plans that the log has not been told of.
+        self._planned: list[tuple[int, str, int, Any]] = []
 
     @property
     def counters(self) -> Counters:
@@ -76,7 +85,39 @@ class PlannedForward:
         """Of the cache, for policies."""
         return self._held.owner.number
 
+    def stats(self, resident_bytes: int) -> CacheStats:
+        """A snapshot of all counters, and of the memory's tiers."""
+        with self.memory.lock, self.memory.change:
+            return self.memory.snapshot(self.counters, resident_bytes)
+
     # The plan and the record of a step
+
+    def count_step(self) -> None:
+        """A forward begins: count it, and tell the log of the last one."""
+        self.counters.steps += 1
+        if self._planned or self._record.tokens >= LONG_PROMPT:
+            self._log("the next forward")
+
+    def _log(self, until: str) -> None:
+        """Tell the log of the last step. Nothing is locked: handlers have locks of their own, and may ask for this."""
+        planned, self._planned = self._planned, []
+        for step, device, tokens, said in planned:
+            what = ", ".join(f"{name} {value}" for name, value in said)
+            log.debug("cache %d, step %d on %s, %d new tokens: %s", self.number, step, device, tokens, what)
+        tokens = self._record.tokens
+        if tokens < LONG_PROMPT or not log.isEnabledFor(logging.INFO):
+            return
+        seconds, stats = time.perf_counter() - self._began, self.stats(0)
+        total = max((reader.layer.length for reader in self.readers.values()), default=tokens)
+        tiers = ", ".join(
+            f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
+            for name, tier in (("device", stats.device), ("host", stats.host))
+            if tier.budget
+        )
+        log.info(
+            "cache %d: %d tokens behind %d, %.3g s until %s; %s; waited %.3g s for copies so far",
+            *(self.number, tokens, max(total - tokens, 0), seconds, until, tiers, stats.stall_seconds),
+        )
 
     def _begin_record(self, tokens: int) -> None:
         """A step begins: the last one is over, and its record is made."""
@@ -129,6 +170,9 @@ class PlannedForward:
             self._expected[device] = expected.seconds
         if tracing.active is not None:
             tracing.active.plan(self.counters, plan_args(plan, policy, state.cache, state.device))
+        if log.isEnabledFor(logging.DEBUG):
+            said = plan_args(plan, policy, state.cache, state.device).items()
+            self._planned.append((self.counters.steps, state.device, tokens, said))
         schedule.begin(plan)
 
     def _readers_on(self, device: ComputeDevice) -> list[LayerReader]:

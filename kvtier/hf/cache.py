@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -18,10 +20,11 @@ from transformers.configuration_utils import PretrainedConfig
 
 from kvtier.config import CacheOptions, MemoryOptions, Size, format_size, parse_share
 from kvtier.cpu import loader
-from kvtier.errors import BudgetError, ConfigError, MismatchError, UnsupportedError
+from kvtier.errors import BudgetError, ConfigError, KVTierError, MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
 from kvtier.hf import dynamo, rows
 from kvtier.hf.caller import Caller
+from kvtier.hf.histories import check_longer, common_prefix
 from kvtier.hf.layer import TieredLayer
 from kvtier.hf.model_config import (
     check_model,
@@ -38,7 +41,7 @@ from kvtier.planning.analysis import analyse
 from kvtier.planning.explain import Explanation
 from kvtier.planning.names import policy_of
 from kvtier.planning.policy import Policy
-from kvtier.stats import CacheStats, LayerResidency, Residency
+from kvtier.stats import CacheStats, LayerResidency, Progress, Residency
 
 
 class _NoHalf(UnsupportedError, AttributeError):
@@ -60,6 +63,62 @@ class _GrowingLayers(list[Any]):
                 f"Layer {index} is not there yet: without a config, layers are made when a model updates keys and "
                 f"values, and {len(self)} were. Make the cache with TieredKVCache(model.config)."
             ) from None
+
+
+def check_hook(progress: object) -> None:
+    """Raise `ConfigError` unless a progress hook can be called, or is none."""
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"progress={progress!r}: give a function that takes a kvtier.Progress.")
+
+
+def _croppable(layer: Any) -> bool:
+    """Whether a layer can take back any of its tokens."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return False
+    return not isinstance(layer, DynamicSlidingWindowLayer) or layer.get_seq_length() < layer.sliding_window
+
+
+def memory_of(
+    memory: TieredMemory | None,
+    *,
+    device_budget: Size | Mapping[str, Size] | None,
+    host_budget: Size | None,
+    write_through: float | None,
+    policy: Policy | str | None,
+    audit: Literal["off", "sampled", "full"] | None,
+) -> TieredMemory:
+    """The memory that these options of a `TieredKVCache` are about: the one that is given, or one of the cache's own.
+
+    Raises:
+        ConfigError: an option that is malformed, or that goes with no memory that is given.
+    """
+    if memory is None:
+        budgets = MemoryOptions.parse(
+            device_budget, "auto" if host_budget is None else host_budget, "sampled" if audit is None else audit
+        )
+        share = None if write_through is None else parse_share("write_through", write_through)
+        return TieredMemory.of_one_cache(budgets, policy_of(policy, share))
+    if not isinstance(memory, TieredMemory):
+        raise ConfigError(
+            f"memory={memory!r} is not a TieredMemory. Make one with kvtier.TieredMemory(device_budget=...), "
+            "or leave it out: the cache then has a memory of its own."
+        )
+    given = {
+        "device_budget": device_budget,
+        "host_budget": host_budget,
+        "write_through": write_through,
+        "policy": policy,
+        "audit": audit,
+    }
+    twice = [name for name, value in given.items() if value is not None]
+    if twice:
+        its_own = " and ".join(twice)
+        policy_of_it = ", in its policy" if "write_through" in twice else ""
+        raise ConfigError(
+            f"{its_own}: the cache is given a memory, and what applies is what that has. Set it "
+            f"there{policy_of_it}: kvtier.TieredMemory(device_budget=..., policy=kvtier.Policy(...))."
+        )
+    return memory
 
 
 class TieredKVCache(RecurrentFace):
@@ -98,6 +157,9 @@ class TieredKVCache(RecurrentFace):
         audit: whether blocks in host memory are compared with what was written there: "sampled" (the default), "full"
             or "off"; see `kvtier.TieredMemory`.
         memory: a `kvtier.TieredMemory` that other caches may use too; budgets, policy and audit are set there.
+        progress: called with a `kvtier.Progress` behind each tiered layer of a forward of at least 1024 new tokens, as
+            a long prompt is; an exception that it raises ends the forward, as any in a model does. Copies of the cache
+            have none.
 
     Raises:
         ConfigError: an option that is malformed; a `config` of a model that does not generate; KVTIER_CPU names an
@@ -107,6 +169,9 @@ class TieredKVCache(RecurrentFace):
     `batch_select_indices` and `reset` are those of Transformers; `close`, or leaving a `with` block, gives all memory
     back.
     """
+
+    #: Whether it warns if no forward used it.
+    _tells_unused = True
 
     def __init__(
         self,
@@ -121,6 +186,7 @@ class TieredKVCache(RecurrentFace):
         policy: Policy | str | None = None,
         audit: Literal["off", "sampled", "full"] | None = None,
         memory: TieredMemory | None = None,
+        progress: Callable[[Progress], object] | None = None,
     ) -> None:
         if config is not None and not isinstance(config, PretrainedConfig):
             what = (
@@ -131,37 +197,21 @@ class TieredKVCache(RecurrentFace):
             )
         self._config = config
         self._options = CacheOptions.parse(block_size, host_attention, max_tokens)
+        check_hook(progress)
         loader.check_environment()
-        if memory is None:
-            budgets = MemoryOptions.parse(
-                device_budget, "auto" if host_budget is None else host_budget, "sampled" if audit is None else audit
-            )
-            share = None if write_through is None else parse_share("write_through", write_through)
-            memory = TieredMemory.of_one_cache(budgets, policy_of(policy, share))
-        else:
-            if not isinstance(memory, TieredMemory):
-                raise ConfigError(
-                    f"memory={memory!r} is not a TieredMemory. Make one with kvtier.TieredMemory(device_budget=...), "
-                    "or leave it out: the cache then has a memory of its own."
-                )
-            given = {
-                "device_budget": device_budget,
-                "host_budget": host_budget,
-                "write_through": write_through,
-                "policy": policy,
-                "audit": audit,
-            }
-            twice = [name for name, value in given.items() if value is not None]
-            if twice:
-                its_own = " and ".join(twice)
-                policy_of_it = ", in its policy" if "write_through" in twice else ""
-                raise ConfigError(
-                    f"{its_own}: the cache is given a memory, and what applies is what that has. Set it "
-                    f"there{policy_of_it}: kvtier.TieredMemory(device_budget=..., policy=kvtier.Policy(...))."
-                )
-        self._setup(memory)
+        self._setup(
+            memory_of(
+                memory,
+                device_budget=device_budget,
+                host_budget=host_budget,
+                write_through=write_through,
+                policy=policy,
+                audit=audit,
+            ),
+            progress,
+        )
 
-    def _setup(self, memory: TieredMemory) -> None:
+    def _setup(self, memory: TieredMemory, progress: Callable[[Progress], object] | None = None) -> None:
         dynamo.keep_out()
         layers = transformers_layers(self._config)
         config = None if self._config is None else own_config(self._config)
@@ -175,6 +225,7 @@ class TieredKVCache(RecurrentFace):
             expected=updated_by_every_forward(layers),
             tiered=len(tiered),
             dense=self._caller.reads_workspace,
+            progress=progress,
         )
         steps = self._forward.steps
         steps.inside = self._caller.places.in_forward
@@ -185,6 +236,8 @@ class TieredKVCache(RecurrentFace):
         self._recurrent = RecurrentStates(self._forward, self.layers)
         self._windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.layer_class_to_replicate = TieredLayer if not layers else None
+        #: A forward used it, or nobody needs to be told that none did.
+        self._was_used = False
         self.offloading = False
 
     def __getattr__(self, name: str) -> Any:
@@ -225,6 +278,7 @@ class TieredKVCache(RecurrentFace):
                 return layer.update(key_states, value_states, *args, **kwargs)
             return self._update_resident(layer_idx, layer, key_states, value_states, *args, **kwargs)
         except BudgetError:
+            self._was_used = True
             self._roll_back()
             raise
 
@@ -246,7 +300,8 @@ class TieredKVCache(RecurrentFace):
             before = {name: vars(layer)[name] for name in WINDOW if name in vars(layer)}
             length = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
             begins = steps.update(layer_idx, length)
-            self._forward.counters.steps += begins
+            if begins:
+                self._forward.count_step()
             try:
                 if begins:
                     self._windows.clear()
@@ -315,6 +370,38 @@ class TieredKVCache(RecurrentFace):
             if not past_gone or layer.record_past:
                 layer.crop(0)
         self._end_step()
+
+    def keep_prefix(self, new_ids: Any, held_ids: Any) -> int:
+        """Crop to what a new prompt has in common with what the cache holds. Then `generate` continues rightly.
+
+            cache.keep_prefix(inputs.input_ids, held_ids)
+            held_ids = model.generate(**inputs, past_key_values=cache)
+
+        For who keeps token ids; `kvtier.ConversationStore` does that by itself, for any number of histories.
+
+        Args:
+            new_ids: the next prompt, `[rows, tokens]`, or one row of numbers. Padded as what is held, if at all.
+            held_ids: what the cache was given, answers included, the same way: what the last `generate` returned.
+
+        Returns:
+            Tokens that are kept, fewer than the prompt has: at least its last one is computed. 0, and the cache is
+            empty, where a layer cannot take tokens back: behind a full sliding window, or with recurrent states.
+
+        Raises:
+            ConfigError, MismatchError: not the ids of this cache; nothing was changed.
+            InterruptedStepError: the last forward did not finish.
+        """
+        self._check_whole()
+        held = self.get_seq_length()
+        kept = common_prefix(new_ids, held_ids, held, self._batch() if held else None)
+        if kept == held:
+            return kept
+        if kept and all(map(_croppable, self.layers)):
+            self.crop(kept - held)
+            return kept
+        self._was_used = True  # `reset` begins to count again
+        self.reset()
+        return 0
 
     def _drop_unfinished(self) -> None:
         steps = self._forward.steps
@@ -398,6 +485,7 @@ class TieredKVCache(RecurrentFace):
     def reset(self) -> None:
         """Empty the cache and give its memory back, whatever state it is in. Options stay, counters begin at 0."""
         self._check_ours()
+        self._was_used = self._was_used or self._forward.counters.steps > 0  # they begin again
         self._forward.clear()
         self._caller.forget()
         self._windows.clear()
@@ -428,7 +516,18 @@ class TieredKVCache(RecurrentFace):
         config = getattr(model, "config", None)
         if isinstance(config, PretrainedConfig) and config.is_encoder_decoder:
             raise encoder_decoder(self._config is not None)
+        if value:
+            self._check_longer(sys._getframe(1))
         self._given = value
+
+    def _check_longer(self, frame: FrameType) -> None:
+        """Raise `MismatchError` where the prompt of a `generate` is covered whole; other errors are for its forward."""
+        self._caller.check_alone()
+        try:
+            self._check_whole()
+        except KVTierError:
+            return
+        check_longer(frame, self.get_seq_length())
 
     @property
     def is_compileable(self) -> bool:
@@ -437,7 +536,7 @@ class TieredKVCache(RecurrentFace):
 
     @property
     def stats(self) -> CacheStats:
-        """Bytes and blocks per tier, bytes moved, hits, stalls, fallbacks: a snapshot. Prints what is not 0."""
+        """Bytes and blocks per tier, bytes moved, hits, stalls, fallbacks: a snapshot. Prints as a table."""
         return self._forward.stats(sum(resident_bytes(layer) for layer in self.layers))
 
     def residency(self) -> Residency:
@@ -456,7 +555,7 @@ class TieredKVCache(RecurrentFace):
     def explain(self) -> Explanation:
         """What is where and why; what steps were predicted to take and took; what binds them, and what would change it.
 
-        Printing it gives a text. It measures nothing: where `kvtier.calibrate` did not, and steps have not shown a rate
+        Printed, it is a report. It measures nothing: where `kvtier.calibrate` did not, and steps have not shown a rate
         yet, it reckons with an estimate, and says so.
         """
         forward = self._forward
@@ -532,15 +631,41 @@ class TieredKVCache(RecurrentFace):
         memory.resize(device_budget=device_budget, host_budget=host_budget)
 
     def close(self) -> None:
-        """Give back what the cache holds, with its own memory all of that. The cache cannot be used afterwards."""
+        """Give back what the cache holds, with its own memory all of that. The cache cannot be used afterwards.
+
+        Warns, if no forward ever used it.
+        """
+        self._warn_if_unused("closed", 3)
         self._forward.close()
 
     def __enter__(self) -> TieredKVCache:
         self._forward.check_open()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None:
+            self._warn_if_unused("closed", 3)
+        self._forward.close()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and "_was_used" in vars(self):  # else it was not made
+            self._warn_if_unused("dropped", 2)
+
+    def _warn_if_unused(self, how: str, stacklevel: int) -> None:
+        forward = self._forward
+        if self._was_used or not self._tells_unused or forward.closed or forward.counters.steps or forward.readers:
+            return
+        self._was_used = True  # once is enough
+        if any(isinstance(x, CacheLayerMixin) and x.get_seq_length() for x in self.layers):
+            return
+        warnings.warn(
+            f"A TieredKVCache was {how}, and no forward had used it. Whoever called the model may have left it behind: "
+            "trainers drop options that they do not know, `generate` ignores one in a GenerationConfig, prefix tuning "
+            "and Whisper put their own in its place, and use_cache=False needs none. Give it to `generate` itself, "
+            "past_key_values=cache, or let `with kvtier.tiered(model):` give every call one.",
+            RuntimeWarning,
+            stacklevel=stacklevel,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_whole()
@@ -566,6 +691,7 @@ class TieredKVCache(RecurrentFace):
         """What is unpickled has a memory of its own, with the same budgets."""
         self._config, self._options = state["config"], state["options"]
         self._setup(TieredMemory.of_one_cache(state["budgets"], state["policy"]) if memory is None else memory)
+        self._was_used = True  # who copies caches may copy more than are used
         for i, content in enumerate(state["layers"]):
             if content is not None and not isinstance(content, tuple):
                 self.layers[i] = content

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput
 
 from kvtier.cpu.checksum import checksums
 from kvtier.hf.model_config import transformers_layers
@@ -54,6 +56,16 @@ def assisted(model: Any, arguments: dict[str, Any]) -> bool:
     return any(setting(name, model, arguments) is not None for name in names)
 
 
+def generates_as_usual(model: Any) -> bool:
+    """Whether a model's `generate` is that of Transformers, and no other."""
+    return type(model).generate is GenerationMixin.generate
+
+
+def encoder_output(states: torch.Tensor) -> Any:
+    """What an encoder gives, as `generate` takes it."""
+    return BaseModelOutput(last_hidden_state=states)
+
+
 def reads_positions(model: Any) -> bool:
     """Whether positions come from the mask, so that padding does not shift them."""
     return "position_ids" in inspect.signature(inner(model).forward).parameters
@@ -64,10 +76,43 @@ def keeps_positions(model: Any) -> bool:
     return any("rope_deltas" in vars(module) for module in model.modules())
 
 
+class Depends(NamedTuple):
+    """What keys and values depend on besides tokens.
+
+    Attributes:
+        computed_as: adapters, and the dtype of autocast.
+        weights: a number that changes when weights are written or replaced.
+    """
+
+    computed_as: tuple[Any, ...]
+    weights: int
+
+
+def depends(model: Any) -> Depends:
+    """What keys and values depend on now, by one walk over all modules."""
+    modules = _modules(model)
+    return Depends(_computed_as(model, modules), _weights(modules))
+
+
+def _modules(model: Any) -> list[Any]:
+    """As `model.modules()`, in the same order and in a fourth of the time."""
+    found, left = dict[Any, None](), [model]
+    while left:
+        module = left.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            left += reversed(module._modules.values())
+    return list(found)
+
+
 def adapters(model: Any) -> tuple[str, ...]:
     """Adapters that change what the model computes now, and how much."""
+    return _adapters(_modules(model))
+
+
+def _adapters(modules: list[Any]) -> tuple[str, ...]:
     found: dict[str, None] = {}
-    for module in model.modules():
+    for module in modules:
         if "base_layer" not in module._modules:  # most have none: to ask for what is not there is slow
             continue
         merged, scaling = getattr(module, "merged", False), getattr(module, "scaling", None) or {}
@@ -79,15 +124,25 @@ def adapters(model: Any) -> tuple[str, ...]:
 
 def computed_as(model: Any) -> tuple[Any, ...]:
     """What keys and values depend on now, tokens and weights aside: adapters, and the dtype of autocast."""
+    return _computed_as(model, _modules(model))
+
+
+def _computed_as(model: Any, modules: list[Any]) -> tuple[Any, ...]:
     device = torch.device(model.device).type
-    return (*adapters(model), torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+    return (*_adapters(modules), torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
 
 
 def weights_version(model: Any) -> int:
     """Changes when weights are written or replaced: through torch, not through `.data`, which torch does not count."""
+    return _weights(_modules(model))
+
+
+def _weights(modules: list[Any]) -> int:
     total = 0
-    for x in (*model.parameters(), *model.buffers()):
-        total = hash((total, x.data_ptr(), 0 if x.is_inference() else x._version))
+    for module in modules:
+        for x in (*module._parameters.values(), *module._buffers.values()):
+            if x is not None:
+                total = hash((total, x.data_ptr(), 0 if x.is_inference() else x._version))
     return total
 
 
@@ -136,6 +191,23 @@ def length_of_constant_positions(config: Any) -> int | None:
                     or part.max_position_embeddings
                 )
     return min(limits) if limits else None
+
+
+def scores_in_parts(
+    model: Any, ids: Sequence[int], parts: Sequence[int]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Scores `[vocabulary]` behind each part of a sequence: computed part by part on a `DynamicCache`, and those of one
+    forward without a cache."""
+    row = torch.tensor([list(ids)], device=model.device)
+    found, start = list[torch.Tensor](), 0
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        for count in parts:
+            new = row[:, start : start + count]
+            found.append(model(input_ids=new, past_key_values=cache, use_cache=True).logits[0, -1])
+            start += count
+        whole = model(input_ids=row[:, :start], use_cache=False).logits[0]
+    return found, [whole[stop - 1] for stop in itertools.accumulate(parts)]
 
 
 def states_go_on(model: Any) -> bool:

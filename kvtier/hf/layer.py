@@ -144,7 +144,7 @@ class TieredLayer(DynamicLayer):
             found = forward.readers.get(index)
             before = 0 if found is None else found.layer.length
             if steps.update(index, before):  # which may count a step that a recurrent layer began
-                forward.counters.steps += 1
+                forward.count_step()
             try:
                 if launch.captured(key_states):
                     raise UnsupportedError(

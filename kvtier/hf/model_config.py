@@ -28,7 +28,7 @@ def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
         return []
     try:
         decoder_layers = getattr(config, "num_decoder_layers", None)
-        if config.is_encoder_decoder and decoder_layers not in (None, config.num_hidden_layers):
+        if config.is_encoder_decoder and decoder_layers not in (None, getattr(config, "num_hidden_layers", None)):
             # T5 and its like: Transformers counts the layers of the encoder.
             config = copy.copy(config)
             config.num_hidden_layers = decoder_layers

@@ -276,14 +276,15 @@ class RecurrentStates:
             if state.changed:
                 state.mark()
                 self._counted.add(state.kind)
-                if self._assumed.pop(part, None) is None:
-                    self._forward.counters.steps += self._forward.steps.saw(part, by)
+                if self._assumed.pop(part, None) is None and self._forward.steps.saw(part, by):
+                    self._forward.count_step()
 
     def _uncounted(self, state: _State) -> bool:
         return state.kind not in self._counted and state.opaque
 
     def _touch(self, part: RecurrentPart) -> None:
-        self._forward.counters.steps += self._forward.steps.touch(part)
+        if self._forward.steps.touch(part):
+            self._forward.count_step()
 
 
 class RecurrentFace(DynamicCache):

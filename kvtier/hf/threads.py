@@ -75,7 +75,7 @@ class Place:
             return False
         outer = frame.f_back
         for _ in range(end - at - 1):  # as deep as before, and yet another `generate` or `forward` may be between
-            if outer is None or outer.f_code.co_name == "forward" or _generates(outer.f_code):
+            if outer is None or outer.f_code.co_name == "forward" or generates(outer.f_code):
                 return False
             outer = outer.f_back
         self.forward = (id(frame), forward[1])
@@ -126,7 +126,8 @@ def _mark(frame: FrameType | None) -> _Mark | None:
     return None if frame is None else (id(frame), frame.f_code)
 
 
-def _generates(code: CodeType) -> bool:
+def generates(code: CodeType) -> bool:
+    """Whether a frame's code is that of `generate`."""
     return code.co_name == "generate" and code.co_filename.endswith(_GENERATION)
 
 
@@ -138,7 +139,7 @@ def _look(frame: FrameType, before: Place | None) -> Place:
         code = frame.f_code
         if code.co_name == "forward":
             forward, depths = frame, (depth, depth)
-        elif _generates(code):
+        elif generates(code):
             generate = frame
         if generate is not None or frame.f_back is None or depth + 1 == _MOST_FRAMES:
             break

@@ -111,9 +111,9 @@ def machine(device: torch.device) -> str:
     """The device and the versions that a value measured on `device` depends on, for `kvtier.profile`."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        name = f"{torch.cuda.get_device_name(device)}, capability {major}.{minor}, {_processor()}"
+        name = f"{torch.cuda.get_device_name(device)}, capability {major}.{minor}, {processor()}"
     else:
-        name = f"{device.type}, {_processor()}"
+        name = f"{device.type}, {processor()}"
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -122,7 +122,7 @@ def machine(device: torch.device) -> str:
     return f"{name}; kvtier {sys.modules['kvtier'].__version__}, torch {torch.__version__}, triton {triton}"
 
 
-def _processor() -> str:
+def processor() -> str:
     """What launches and copies are issued by: their cost is part of what is measured."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:

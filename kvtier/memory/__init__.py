@@ -7,6 +7,7 @@ pool.py       slots of one layout in one tier, in ranges
 block.py      states of blocks, the runs in which they move, the sets in which they are counted
 residency.py  the one place that moves a block, and its transition table
 reclaim.py    defragmentation: slabs become free bytes, free slots become neighbours
+change.py     a change under the lock that was cut short is known to be
 buffers.py    workspaces and pinned I/O buffers of attention
 readers.py    attention calls that read outside the lock
 host.py, device.py   the host tier; a compute device with its tier: making room, eviction, fetches

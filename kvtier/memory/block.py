@@ -137,7 +137,8 @@ class BlockSet:
 
     def recount(self) -> None:
         """After a change was cut short: count again how many tables hold each run of a set of parked blocks."""
-        refs = dict.fromkeys(self.runs, 0)
+        # Of a run that was being cut, the parts count, whether they are listed already or not.
+        refs = dict.fromkeys([leaf for run in self.runs for leaf in run.leaves()], 0)
         for each in self.holders:
             for run in each.parked_runs():
                 if run in refs:

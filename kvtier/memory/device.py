@@ -210,10 +210,10 @@ class ComputeDevice:
         """Have slots for `nbytes` free, if blocks may leave for it: so that fetching evicts nobody later."""
         # What leaves may bring blocks back from a full host: more than there is would be asked for without end.
         nbytes = min(nbytes, self.home.budget.limit)
-        wanted = nbytes // pools.layout.nbytes - self.obtainable(pools, ordered=True)
-        if wanted > 0:
+        missing = nbytes // pools.layout.nbytes - self.obtainable(pools, ordered=True)
+        if missing > 0:
             with contextlib.suppress(BudgetError, TransferError):  # no room below: fetches make do with less
-                self.evict(pools, wanted)
+                self.evict(pools, missing)
 
     def write_back(self, blocks: BlockSet, count: int) -> None:
         """Copy up to `count` of the blocks that are on the device only to the host, in the background: the oldest, as
@@ -246,7 +246,7 @@ class ComputeDevice:
         """Let blocks of one layout leave the device, as the policy says. Returns how many left.
 
         Args:
-            count: slots wanted.
+            count: slots needed.
             keep: blocks that stay, for they are being read.
 
         Raises:
@@ -496,10 +496,10 @@ class ComputeDevice:
             self._grow(pool, count - pool.free)
         return pool.take(count, after, behind=behind)
 
-    def _grow(self, pool: BlockPool, wanted: int = 1) -> bool:
-        """Allocate a slab for at least some of `wanted` slots, if the budget allows it. Whether it did."""
+    def _grow(self, pool: BlockPool, needed: int = 1) -> bool:
+        """Allocate a slab for at least some of `needed` slots, if the budget allows it. Whether it did."""
         budget, nbytes = self.home.budget, pool.layout.nbytes
-        slots = sizing.slab_slots(budget.limit, nbytes, pool.nbytes, wanted)
+        slots = sizing.slab_slots(budget.limit, nbytes, pool.nbytes, needed)
         if self.slabs is not None and self.slabs.in_segments:
             slots = sizing.in_whole_segments(slots, nbytes, pool.nbytes, budget.free)
         if not pool.grow(slots):
@@ -562,20 +562,20 @@ class ComputeDevice:
 
     def _reclaim(self, nbytes: int, keep: BlockSet | None) -> bool:
         """Give slabs of the device back until `nbytes` of its budget are free; False if that many cannot be had."""
-        pools, wanted = self.device_pools, nbytes
+        pools, goal = self.device_pools, nbytes
         self._reclaiming += 1
         try:
             while True:
-                missing = wanted - reclaim.free_bytes(pools)
+                missing = goal - reclaim.free_bytes(pools)
                 if missing > 0:
                     try:
                         left = any(self.evict(x, -(-missing // x.layout.nbytes), keep) for x in self._pools.values())
                     except BudgetError:
                         # As in `_make_slots`.
-                        if not self._cancel() and wanted - reclaim.free_bytes(pools) >= missing:
+                        if not self._cancel() and goal - reclaim.free_bytes(pools) >= missing:
                             raise
                         left = True
-                    if not left and not self._cancel() and wanted - reclaim.free_bytes(pools) >= missing:
+                    if not left and not self._cancel() and goal - reclaim.free_bytes(pools) >= missing:
                         return False  # nor has a device come by what held some
                     self._settle()
                 elif not self._readers.wait():  # while it waits, others may take what was free
@@ -587,7 +587,7 @@ class ComputeDevice:
                     if enough:
                         return True
                     # Slabs that cannot be cut may go when they hold fewer blocks.
-                    wanted = reclaim.free_bytes(pools) + 1
+                    goal = reclaim.free_bytes(pools) + 1
         finally:
             self._reclaiming = max(self._reclaiming - 1, 0)
 

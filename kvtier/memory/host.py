@@ -29,6 +29,12 @@ class Parked(Protocol):
     def relax(self) -> None:
         """Claim no more than must stay now."""
 
+    def unlist(self) -> None:
+        """A change was cut short: list no blocks of what was being given up, or was not all there yet."""
+
+    def recover(self) -> None:
+        """A change was cut short, and all blocks that are listed are counted right: make everything else agree."""
+
 
 class HostTier:
     """Host memory under one budget.
@@ -71,7 +77,7 @@ class HostTier:
 
         Args:
             pool: of which layout.
-            count: slots wanted.
+            count: slots needed.
             after: prefer those behind this slot.
             required: for one slot, give up what can be had elsewhere: idle buffers, copies of blocks that are on a
                 device too, slabs of other layouts. Otherwise only what is free or may be allocated.
@@ -84,9 +90,9 @@ class HostTier:
             found = pool.take(count, after)
         return found
 
-    def grow(self, pool: BlockPool, wanted: int = 1) -> bool:
-        """Allocate a slab for at least some of `wanted` slots, if the budget allows it. Whether it did."""
-        return pool.grow(sizing.slab_slots(self.slabs.budget.limit, pool.layout.nbytes, pool.nbytes, wanted)) > 0
+    def grow(self, pool: BlockPool, needed: int = 1) -> bool:
+        """Allocate a slab for at least some of `needed` slots, if the budget allows it. Whether it did."""
+        return pool.grow(sizing.slab_slots(self.slabs.budget.limit, pool.layout.nbytes, pool.nbytes, needed)) > 0
 
     def make_room(self, nbytes: int) -> bool:
         """Free so many bytes of the budget, for what is not blocks. Whether they are free."""

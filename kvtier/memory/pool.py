@@ -166,7 +166,7 @@ class BlockPool:
         """Take at least one and at most `count` neighbouring slots.
 
         Args:
-            count: slots wanted.
+            count: slots needed.
             after: prefer those behind this slot.
             avoid: a slab whose slots are not handed out, for it is about to be given back.
             behind: the caller orders its writes behind points of the compute stream: where nothing is free, slots held

@@ -42,7 +42,7 @@ def reclaim(pools: Collection[BlockPool], placed: Placing, nbytes: int) -> bool:
     Args:
         pools: of one budget.
         placed: gives the runs with slots in a pool.
-        nbytes: wanted.
+        nbytes: needed.
     """
     if not pools:
         return False

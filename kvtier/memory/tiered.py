@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -28,6 +27,7 @@ from kvtier.memory import integrity, measured, residency, system
 from kvtier.memory.audit import Audit
 from kvtier.memory.block import BlockSet, State
 from kvtier.memory.buffers import IoBuffers, Workspace
+from kvtier.memory.change import Change
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.host import HostTier, Parked
 from kvtier.memory.layout import BlockLayout
@@ -99,6 +99,8 @@ class TieredMemory:
         self.options = options
         self.policy = policy
         self.lock = threading.Lock()
+        #: Around a change that no `Guard` is around, within the lock; it collects first.
+        self.change = Change(self)
         self.readers = Readers(self.lock)
         #: Compares blocks in host memory with what was written; None: nobody does.
         self.audit = Audit(options.audit) if options.audit else None
@@ -108,9 +110,9 @@ class TieredMemory:
         self.private = False
         #: Blocks that nobody is promised, which go where room is needed.
         self.parked: list[Parked] = []
-        #: Who claims what it can do without: asked, under the lock, before anybody else is refused. Says whether it is
-        #: about to give that up; it wakes those that wait for readers then.
-        self.yielding: list[Callable[[], bool]] = []
+        #: Who claims what it can do without: asked, under the lock, before anybody else is refused. Says whether it
+        #: concedes that; it wakes those that wait for readers then.
+        self.conceding: list[Callable[[], bool]] = []
         #: Rises with every forward: for policies, see `BlockSet.last_used`.
         self.clock = 0
         self._engine = engine
@@ -201,18 +203,6 @@ class TieredMemory:
         while self._abandoned:
             self._abandoned[0]()
             self._abandoned.popleft()
-
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Hold the lock for a change that no `Guard` is around: one that is cut short is repaired by `collect`."""
-        with self.lock:
-            try:
-                yield
-            except Exception:
-                raise
-            except BaseException:
-                self.interrupted = True
-                raise
 
     def cut_short(self) -> None:
         """A change of a cache was cut short by what is not an `Exception`, in this thread."""
@@ -363,7 +353,7 @@ class TieredMemory:
                 each.relax()
             refused = self._admit(owner, device, claim)
             # Without an owner it is asked what is promised already.
-            if refused is None or owner.number < 0 or not any([ask() for ask in self.yielding]):
+            if refused is None or owner.number < 0 or not any([ask() for ask in self.conceding]):
                 break
             self.readers.pause()
             refused = self._admit(owner, device, claim)
@@ -376,12 +366,12 @@ class TieredMemory:
         if device.slabs is not None:
             device.slabs.recover()
 
-        def wanted(limit: int) -> int:
+        def demanded(limit: int) -> int:
             return self._demand(owner, device, claim(limit), limit)[device.slabs is None]
 
         limit = home.budget.lasting
-        if wanted(limit) > limit:
-            needed = _fixed_point(wanted, limit)
+        if demanded(limit) > limit:
+            needed = _fixed_point(demanded, limit)
             goal = home.budget.goal
             if device.slabs is None or (goal is not None and needed > goal) or not device.slabs.allow(needed):
                 return home, needed
@@ -421,7 +411,7 @@ class TieredMemory:
             BudgetError: what the caches hold does not fit; names the smallest that works. Nothing was changed.
         """
         options = self.options.with_budgets(device_budget, host_budget)
-        with self.changing():
+        with self.lock, self.change:
             while any(slabs.budget.goal is not None for slabs in self._tier_slabs()):
                 self.readers.pause()  # another thread gives budgets, and waits for readers
             self.check_open()
@@ -516,10 +506,9 @@ class TieredMemory:
         Raises:
             MemoryInUseError: caches use it: close them first.
         """
-        with self.changing():
+        with self.lock, self.change:
             if self.closed:
                 return
-            self.collect()
             if self._owners:
                 raise MemoryInUseError(
                     f"{len(self._owners)} caches use this TieredMemory. Close them first: `cache.close()`, or a `with` "
@@ -540,6 +529,13 @@ class TieredMemory:
                 pool.close()
         self._host = None
 
+    def reset_if_unused(self) -> None:
+        """Give everything back, as `reset` does, if no cache uses it. For an owner that makes caches one by one."""
+        with self.lock, self.change:
+            self.collect()
+            if not (self.closed or self._owners or self.parked):
+                self.reset()
+
     def __enter__(self) -> TieredMemory:
         self.check_open()
         return self
@@ -553,6 +549,8 @@ class TieredMemory:
         while self.readers.wait():
             pass  # other threads read slots that nobody owns any more
         self._drain()
+        for each in self.parked:
+            each.unlist()
         self._list_again()
         used: dict[BlockPool, list[tuple[int, int]]] = {}
         for device in self._devices.values():
@@ -580,6 +578,8 @@ class TieredMemory:
             pool.reset(used.get(pool, []))
         for device in self._devices.values():
             device.recount()
+        for each in self.parked:
+            each.recover()
         self.interrupted = False
 
     def _list_again(self) -> None:
@@ -603,7 +603,7 @@ class TieredMemory:
 
     def drain(self) -> None:
         """Block until no copy is under way."""
-        with self.changing():
+        with self.lock, self.change:
             self._drain()
 
     def _drain(self) -> None:
@@ -674,8 +674,7 @@ class TieredMemory:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. For tests and debugging; walks every run."""
-        with self.changing():
-            self.collect()
+        with self.lock, self.change:
             integrity.check(self._host, list(self._devices.values()), self._owners, self.readers)
 
 
@@ -692,10 +691,10 @@ def _tier(slabs: list[SlabAllocator], pools: list[BlockPool], workspace: int, io
     )
 
 
-def _fixed_point(wanted: Callable[[int], int], limit: int) -> int:
-    """The smallest number above `limit`, for which too much is wanted, for which no more is wanted than itself."""
-    # What is wanted never falls with the limit, so that no smaller number is passed over.
-    while (needed := wanted(limit)) > limit:
+def _fixed_point(demanded: Callable[[int], int], limit: int) -> int:
+    """The smallest number above `limit`, for which too much is demanded, for which no more is demanded than itself."""
+    # What is demanded never falls with the limit, so that no smaller number is passed over.
+    while (needed := demanded(limit)) > limit:
         limit = needed
     return limit
 

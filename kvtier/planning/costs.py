@@ -159,7 +159,7 @@ class CostModel:
         #: What the host is known to attend to in a second, before any step has shown it.
         self._known = self.rates.host if self.rates.measured else None
         # What the host attends to in a second with the link idle; with the link busy; and what that costs it.
-        self._alone, self._beside, self._lost = Median(), Median(), Median()
+        self._alone, self._overlapped, self._lost = Median(), Median(), Median()
         #: Relative errors of the predictions of steps, the last ones.
         self.errors: deque[float] = deque(maxlen=64)
 
@@ -174,7 +174,7 @@ class CostModel:
         shown = {
             "up": self._up.value,
             "down": self._down.value,
-            "host": self._alone.value if self._alone.value is not None else self._beside.value,
+            "host": self._alone.value if self._alone.value is not None else self._overlapped.value,
             "shared": self._lost.value,
         }
         return tuple(name for name, value in shown.items() if value is not None)
@@ -331,15 +331,15 @@ class CostModel:
         if busy < IDLE:
             self._alone.add(seen / (1 - self.rates.shared * busy))
         else:
-            before = self._beside.value
-            self._beside.add(seen / (1 - self.rates.shared * busy))
+            before = self._overlapped.value
+            self._overlapped.add(seen / (1 - self.rates.shared * busy))
             alone = self._alone.value if self._alone.value is not None else self._known
             if alone is not None:
                 self._lost.add(min(max((1 - seen / alone) / busy, 0.0), MOST_LOST))
-            if before is not None and abs(self._beside.value / before - 1) > JUMP:  # type: ignore[operator]
+            if before is not None and abs(self._overlapped.value / before - 1) > JUMP:  # type: ignore[operator]
                 self._alone, self._known = Median(), None  # another host: what it did alone is not known any more
         found = {} if self._lost.value is None else {"shared": self._lost.value}
-        known = (self._alone.value, self._known, self._beside.value)
+        known = (self._alone.value, self._known, self._overlapped.value)
         return found | {"host": next(x for x in known if x is not None)}
 
 

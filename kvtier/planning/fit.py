@@ -52,7 +52,7 @@ def held_out_error(
 ) -> float | None:
     """The mean absolute relative error of predictions for every second point by a fit of the others.
 
-    The first and the last point are never held out: what is asked for is how well a fit says what lies between.
+    The first and the last point are never held out: what is asked for is how well a fit predicts what is between.
 
     Args:
         fit: makes from points what predicts.

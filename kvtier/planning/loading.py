@@ -5,7 +5,7 @@ Both are learned from what they took: a load as an overhead and a rate, a prefil
 computed while the tail is loaded (published as Cake), which takes as long as the longer of the two. The later the tail
 begins, the longer the head takes and the shorter the tail: the best beginning is where they cross.
 
-What both take beside each other is learned too: where they share cores or memory, both are slower.
+What both take when they overlap is learned too: where they share cores or memory, both are slower.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class LoadOrCompute:
         self._load: tuple[float, float] | None = None
         self._prefill: Prefill | None = None
         # As multiples of what they take alone.
-        self._loads_beside: deque[float] = deque([1.0], maxlen=_WINDOW // 2)
-        self._computed_beside: deque[float] = deque([1.0], maxlen=_WINDOW // 2)
+        self._loads_overlapped: deque[float] = deque([1.0], maxlen=_WINDOW // 2)
+        self._computed_overlapped: deque[float] = deque([1.0], maxlen=_WINDOW // 2)
         self._computed = 0
 
     # Learn
@@ -56,25 +56,25 @@ class LoadOrCompute:
             self._prefills.append((PrefillSize(new, past, batch), seconds))
             self._prefill = None
 
-    def loaded_beside(self, nbytes: int, seconds: float) -> None:
+    def loaded_overlapped(self, nbytes: int, seconds: float) -> None:
         """So many bytes were read while the model computed all the time."""
         alone = self.seconds_to_load(nbytes)
         if alone and seconds > 0:
-            self._loads_beside.append(seconds / alone)
+            self._loads_overlapped.append(seconds / alone)
 
-    def computed_beside(self, new: int, past: int, seconds: float) -> None:
-        """A forward of one row, while something was read all the time."""
-        alone = self.seconds_to_compute(new, past, 0)
+    def computed_overlapped(self, new: int, past: int, batch: int, seconds: float) -> None:
+        """As `computed`, while something was read all the time."""
+        alone = self.seconds_to_compute(new, past, 0, batch)
         if alone and seconds > 0:
-            self._computed_beside.append(seconds / alone)
+            self._computed_overlapped.append(seconds / alone)
 
     def as_json(self) -> dict[str, Any]:
         """What was learned; see `from_json`."""
         return {
             "loads": [list(x) for x in self._loads],
             "prefills": [[size.new, size.past, size.batch, seconds] for size, seconds in self._prefills],
-            "loads_beside": list(self._loads_beside),
-            "computed_beside": list(self._computed_beside),
+            "loads_overlapped": list(self._loads_overlapped),
+            "computed_overlapped": list(self._computed_overlapped),
         }
 
     @classmethod
@@ -87,7 +87,10 @@ class LoadOrCompute:
             if int(past) < 0:
                 raise ValueError("tokens are not negative")
             made.computed(int(_positive(new)), int(past), int(_positive(batch)), _positive(seconds))
-        for beside, those in ((made._loads_beside, "loads_beside"), (made._computed_beside, "computed_beside")):
+        for beside, those in (
+            (made._loads_overlapped, "loads_overlapped"),
+            (made._computed_overlapped, "computed_overlapped"),
+        ):
             found = [_positive(x) for x in value[those]]
             beside.clear()
             beside.extend(found or [1.0])
@@ -104,19 +107,28 @@ class LoadOrCompute:
             self._load = fixed, per_byte
         return self._load[0] + self._load[1] * nbytes
 
-    def seconds_to_compute(self, tokens: int, past: int, more: int) -> float | None:
-        """What `tokens` on `past` cached ones add to a prefill of `more` tokens behind them. None: no prefill yet."""
+    def seconds_to_compute(self, tokens: int, past: int, more: int, batch: int = 1) -> float | None:
+        """What `tokens` on `past` cached ones, in each of `batch` rows, add to a prefill of `more` tokens behind them.
+        None: no prefill yet."""
         if not any(size.new > 1 for size, _ in self._prefills):
             return None
         if self._prefill is None:
             self._prefill = Prefill.fit(self._prefills)
         # Where a forward is mostly overhead, noise may make more tokens cheaper than fewer.
-        return max(self._prefill.seconds(tokens + more, past) - self._prefill.seconds(more, past + tokens), 0.0)
+        seconds = self._prefill.seconds
+        return max(seconds(tokens + more, past, batch) - seconds(more, past + tokens, batch), 0.0)
 
     # Choose
 
     def choose(
-        self, files: Sequence[tuple[int, int]], length: int, past: int, more: int, step: int | None = None
+        self,
+        files: Sequence[tuple[int, int]],
+        length: int,
+        past: int,
+        more: int,
+        step: int | None = None,
+        *,
+        batch: int = 1,
     ) -> int:
         """From which of the first `length` tokens on to load. 0: all of them; `length`: none; else the head before it,
         as far as it is not there, is computed meanwhile.
@@ -126,6 +138,7 @@ class LoadOrCompute:
             past: tokens that are there.
             more: tokens that are computed behind all of these.
             step: a tail begins at multiples of this, so that it is whole blocks; None: all is loaded, or none.
+            batch: rows that are computed, of these tokens each (beams): what is loaded is loaded once for all.
         """
         starts = [] if step is None else sorted({-(-max(first, past) // step) * step for first, _ in files})
         starts = [start for start in starts if 0 < start < length]
@@ -139,17 +152,19 @@ class LoadOrCompute:
             return self.seconds_to_load(below[-1] - below[first]) or 0.0
 
         def head(start: int) -> float:
-            return self.seconds_to_compute(start - past, past, 0) or 0.0
+            return self.seconds_to_compute(start - past, past, 0, batch) or 0.0
 
         def both(start: int) -> float:
-            return max(head(start) * computed_beside, tail(start) * loads_beside)
+            return max(head(start) * computed_overlapped, tail(start) * loads_overlapped)
 
-        compute = self.seconds_to_compute(length - past, past, more)
+        compute = self.seconds_to_compute(length - past, past, more, batch)
         if not self._loads or compute is None:
             return whole  # nobody knows, so it is tried
-        computed_beside, loads_beside = map(statistics.median, (self._computed_beside, self._loads_beside))
+        computed_overlapped, loads_overlapped = map(
+            statistics.median, (self._computed_overlapped, self._loads_overlapped)
+        )
         crossing = bisect.bisect_left(
-            starts, True, key=lambda start: head(start) * computed_beside >= tail(start) * loads_beside
+            starts, True, key=lambda start: head(start) * computed_overlapped >= tail(start) * loads_overlapped
         )
         load = tail(whole)
         split = min(

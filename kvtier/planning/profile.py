@@ -168,7 +168,7 @@ class HardwareProfile:
         """What `to_json` gave.
 
         Raises:
-            ConfigError: the text is damaged, or no such profile.
+            ConfigError: the string is damaged, or no such profile.
         """
         try:
             content = json.loads(text)

@@ -1,6 +1,6 @@
-"""Pie's swapping of whole layers, as the text has it (sections 3.3 and 3.4.2): a protocol on the clock of layers.
+"""Pie's swapping of whole layers, as the paper has it (sections 3.3 and 3.4.2): a protocol on the clock of layers.
 
-It is here to be compared with, and to show that the simulator tells what the text tells. `Rotation` decides at the
+It is here to be compared with, and to show that the simulator gives what the paper reports. `Rotation` decides at the
 start of each layer; `rotate` plays it in virtual time.
 """
 
@@ -92,13 +92,13 @@ class Expansion:
         self._barred: dict[int, int] = {}
         self.on_host = 0
 
-    def observe(self, stalled: float, idle: float, *, wanted: bool = True) -> int:
+    def observe(self, stalled: float, idle: float, *, useful: bool = True) -> int:
         """A token was computed. Returns how many layers are on the host from now on.
 
         Args:
             stalled: time that computation waited for swaps.
             idle: time in which nothing was swapped in.
-            wanted: whether the load has a use for more room.
+            useful: whether the load has a use for more room.
         """
         self._barred = {n: left - 1 for n, left in self._barred.items() if left > 1}
         self._waits = self._waits + 1 if stalled > 0 else 0
@@ -107,7 +107,7 @@ class Expansion:
             self._barred[self.on_host] = 16 * self._calm
             self.on_host -= 1
             self._waits = self._idle = 0
-        elif self._idle >= self._calm and wanted and self.on_host < self._most:
+        elif self._idle >= self._calm and useful and self.on_host < self._most:
             if self.on_host + 1 not in self._barred:
                 self.on_host += 1
             self._idle = 0

@@ -24,18 +24,18 @@ ROUNDING_SHARE = 7
 SCATTERED_RUNS, SHORT_RUN = 8, 16
 
 
-def slab_slots(budget: int, slot_bytes: int, held: int, wanted: int = 1) -> int:
-    """Slots of the next slab: few against what is held already, but enough for `wanted`.
+def slab_slots(budget: int, slot_bytes: int, held: int, needed: int = 1) -> int:
+    """Slots of the next slab: few against what is held already, but enough for `needed`.
 
     Args:
         budget: bytes of the memory.
         slot_bytes: bytes of a slot.
         held: bytes that the pool has already.
-        wanted: slots needed next to each other.
+        needed: slots needed next to each other.
     """
     size = min(held // GROWTH_SHARE, budget // SLABS_PER_BUDGET, MAX_SLAB_BYTES)
-    wanted = min(wanted, budget // (RUN_SHARE * slot_bytes), MAX_SLAB_BYTES // slot_bytes)
-    return max(size // slot_bytes, wanted, 1)
+    needed = min(needed, budget // (RUN_SHARE * slot_bytes), MAX_SLAB_BYTES // slot_bytes)
+    return max(size // slot_bytes, needed, 1)
 
 
 def segment_bytes(nbytes: int) -> int:

@@ -102,8 +102,8 @@ class TraceWriter:
         self._caches: dict[str, int] = {}
         self._devices: dict[tuple[str, str], int] = {}
         self._threads: dict[tuple[int, int], str] = {}
-        self._beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
-        self._file: IO[bytes] = open(self._beside, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+        self._file: IO[bytes] = open(self._part, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
         self._good = 0
         self._write(b'{"displayTimeUnit":"ms","traceEvents":[')
 
@@ -138,9 +138,9 @@ class TraceWriter:
             self._file.close()
             if self.error is not None:
                 raise self.error
-            os.replace(self._beside, self.path)
+            os.replace(self._part, self.path)
         except OSError:
-            self._beside.unlink(missing_ok=True)
+            self._part.unlink(missing_ok=True)
             raise
 
     def __enter__(self) -> TraceWriter:

@@ -5,4 +5,8 @@ scheduler.py  `Scheduler`: the budget of a step, admission, preemption; whoever 
 fcfs.py       first come, first served
 fair.py       the longest wait for the least work first
 names.py      schedulers by name
+prices.py     how a job that gives up its blocks comes back, swapped or recomputed, and what that costs
+shares.py     what tenants were served
+loads.py      requests of traces and of random loads
+simulate.py   a model of an engine on a virtual clock, with these schedulers
 """

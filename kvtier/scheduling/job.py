@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +23,8 @@ class Job:
         priority: higher ones go first, whatever the scheduler.
         running: whether it may hold blocks.
         last_ran: seconds, when a step last worked on it.
+        swapped: tokens whose keys and values are on the host while it waits: they need blocks, and no computing.
+        tenant: whose it is; tenants that wait share the machine.
     """
 
     number: int
@@ -33,11 +37,20 @@ class Job:
     priority: int = 0
     running: bool = False
     last_ran: float = 0.0
+    swapped: int = 0
+    tenant: str = ""
 
     @property
     def left(self) -> int:
         """Tokens to compute before the next new one."""
-        return self.tokens - (self.cached if self.running else self.reusable)
+        return self.tokens - (self.cached if self.running else max(self.reusable, self.swapped))
+
+
+class Ways(Protocol):
+    """What says how a job that gives up its blocks comes back. See `kvtier.scheduling.prices`."""
+
+    def way(self, job: Job, load: Load, host_blocks: int) -> tuple[str, float]:
+        """ "swap" or "recompute", and its price in seconds, with so many blocks free on the host."""
 
 
 @dataclass(slots=True)
@@ -53,6 +66,9 @@ class Load:
         max_running: jobs that run at a time.
         chunked: whether a prompt may be computed in parts.
         tokens_per_second: of prompts, as seen so far.
+        free_host_blocks: for what is swapped.
+        ways: how jobs that are preempted come back; None: all are recomputed.
+        served: what each tenant was served (`Shares.served`).
     """
 
     now: float
@@ -64,6 +80,9 @@ class Load:
     max_running: int
     chunked: bool = True
     tokens_per_second: float = 1000.0
+    free_host_blocks: int = 0
+    ways: Ways | None = None
+    served: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -73,7 +92,9 @@ class Step:
     Attributes:
         tokens: to compute of each job.
         preempt: jobs that give up their blocks and wait, before anything is computed.
+        ways: how they come back, "swap" or "recompute"; empty where `Load.ways` is None.
     """
 
     tokens: dict[Job, int] = field(default_factory=dict)
     preempt: list[Job] = field(default_factory=list)
+    ways: dict[Job, str] = field(default_factory=dict)

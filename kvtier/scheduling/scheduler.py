@@ -11,6 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier.scheduling.job import Job, Load, Step
+from kvtier.scheduling.prices import SWAP
+
+#: Running jobs at the end of the ranking among which the one with the cheapest way back is preempted.
+CHOICE = 4
+#: Part of the price of the last in rank below which another one is taken for it: else there is no clear gain.
+CLEARLY = 0.5
 
 
 class Scheduler:
@@ -20,11 +26,14 @@ class Scheduler:
         """Jobs with lower keys go first, within a priority."""
         return job.number
 
+    def order(self, load: Load) -> list[Job]:
+        """All jobs by rank."""
+        jobs = (*load.running, *load.waiting)
+        return sorted(jobs, key=lambda job: (-job.priority, self.key(job, load), job.number))
+
     def plan(self, load: Load) -> Step:
         """What the next step computes. Changes nothing."""
-        ranked = sorted(
-            (*load.running, *load.waiting), key=lambda job: (-job.priority, self.key(job, load), job.number)
-        )
+        ranked = self.order(load)
         step, size = Step(), load.block_size
         free, budget = load.free_blocks, load.max_tokens
         running = [job for job in ranked if job.running]
@@ -32,10 +41,10 @@ class Scheduler:
             if job in step.preempt or budget <= 0:
                 continue
             need = _more(job, 1, size)
-            while need > free and (last := self._last(running, step)) is not None:
+            while need > free and (last := self._last(running, step, load)) is not None:
                 if last is job and len(running) == len(step.preempt) + 1:
                     break  # alone
-                step.preempt.append(last)
+                self._preempt(last, step, load)
                 free += last.blocks
                 if last is job:
                     break
@@ -72,22 +81,49 @@ class Scheduler:
             budget -= tokens
         if not step.tokens and not step.preempt and running:
             # Prompts that are half there keep each other from going on.
-            last = self._last(running, step)
+            last = self._last(running, step, load)
             if last is not None and len(running) > 1:
-                step.preempt.append(last)
+                self._preempt(last, step, load)
         return step
 
     @staticmethod
-    def _last(running: list[Job], step: Step) -> Job | None:
-        """The last in rank that has no part in the step yet."""
+    def _preempt(job: Job, step: Step, load: Load) -> None:
+        step.preempt.append(job)
+        if load.ways is not None:
+            step.ways[job] = load.ways.way(job, load, _free_on_host(step, load))[0]
+
+    @staticmethod
+    def _last(running: list[Job], step: Step, load: Load) -> Job | None:
+        """The last in rank that has no part in the step yet.
+
+        Where ways back have prices, of the last few it is the one whose blocks are the cheapest to get back.
+        """
+        last: list[Job] = []
         for job in reversed(running):
-            if job not in step.preempt and job not in step.tokens:
+            if job in step.preempt or job in step.tokens:
+                continue
+            if load.ways is None:
                 return job
-        return None
+            if last and job.priority != last[0].priority:
+                break
+            last.append(job)
+            if len(last) == CHOICE:
+                break
+        if not last or load.ways is None:
+            return None
+        free = _free_on_host(step, load)
+        prices = [load.ways.way(job, load, free)[1] / max(job.blocks, 1) for job in last]
+        best = min(range(len(last)), key=prices.__getitem__)
+        return last[best] if prices[best] < CLEARLY * prices[0] else last[0]
+
+
+def _free_on_host(step: Step, load: Load) -> int:
+    """Blocks that what is swapped in this step so far leaves on the host."""
+    return load.free_host_blocks - sum(-(-x.cached // load.block_size) for x, way in step.ways.items() if way == SWAP)
 
 
 def _more(job: Job, tokens: int, size: int) -> int:
     """New blocks that so many more tokens take."""
     if not job.running:  # what it begins with is there already, but for the block that it goes on in
-        return -(-(job.reusable + tokens) // size) - job.reusable // size
+        return -(-(max(job.reusable, job.swapped) + tokens) // size) - job.reusable // size
     return max(-(-(job.cached + tokens) // size) - job.blocks, 0)

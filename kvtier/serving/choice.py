@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvtier.config import CacheOptions
-from kvtier.errors import ConfigError, KVTierError, UnsupportedError
+from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.hf import generation as of
 from kvtier.hf.enable import Enabled, enable
 from kvtier.memory.tiered import TieredMemory
@@ -23,8 +23,13 @@ _LOG = logging.getLogger("kvtier.serving")
 #: Prompts of the trial, and the tokens that each is given in the second step and in the third: one goes on in a chunk
 #: while the other decodes.
 _PROMPTS, _SECOND, _THIRD = (9, 21), (1, 5), (3, 1)
-#: How much packed scores may differ from those of a sequence alone, in units of a dtype's precision and their range.
-_TOLERANCE = 64.0
+#: How far packed scores may be from those of a sequence alone: so many times what those differ by if they are computed
+#: in parts or as a whole, and so many times a dtype's precision. And how far these two may be apart.
+_TIMES, _TOLERANCE, _MOST_ROUNDING = 4.0, 8.0, 0.1
+
+#: Tokens of each sequence in each step of the trial; and scores in parts and as a whole.
+_Steps = tuple[tuple[int, int], ...]
+_Scores = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 RUNNERS = ("auto", "packed", "ragged", "single")
 
@@ -66,20 +71,20 @@ def _together(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[
         return None, None, "its rotary embedding depends on the longest sequence of a forward"
     if not of.reads_positions(model):
         return None, None, "it takes no position ids"
-    wanted = _scores_alone(model)
-    try:
-        enabled = enable(of.inner(model))
-    except KVTierError as error:
-        return None, None, str(error)
     ragged = of.keeps_recurrent_states(of.inner(model).config)
     runner = (RaggedRunner if ragged else PackedRunner)(model, memory, options)
+    enabled: Enabled | None = None
     try:
-        problem = _differs(runner, wanted, model)
+        steps = (_PROMPTS, _SECOND, _THIRD) if runner.chunked else (_PROMPTS, (1, 1), (1, 1))
+        wanted = _scores_alone(model, steps)  # before anything is done to the model
+        enabled = enable(of.inner(model))
+        problem = _differs(runner, wanted, steps, model)
     except Exception as error:  # whatever a model does with what it is handed
         problem = f"{type(error).__name__}: {error}"
     if problem:
         runner.close()
-        enabled.disable()
+        if enabled is not None:
+            enabled.disable()
         return None, None, problem
     return runner, enabled, ""
 
@@ -90,24 +95,31 @@ def _tokens(model: Any) -> list[list[int]]:
     return [[(7 * i + 3 * n) % max(vocabulary - 1, 1) for i in range(length)] for n, length in enumerate(lengths)]
 
 
-def _scores_alone(model: Any) -> list[torch.Tensor]:
-    """Scores of every position of the two sequences, each in a forward of its own without a cache."""
-    inner = of.inner(model)
-    with torch.no_grad():
-        return [
-            inner(input_ids=torch.tensor([ids], device=inner.device), use_cache=False).logits[0].float()
-            for ids in _tokens(model)
-        ]
+def _scores_alone(model: Any, steps: _Steps) -> list[_Scores]:
+    """For each of the two sequences, scores behind each of its three parts: computed in these parts, with Transformers'
+    own cache, and as a whole, without one. What these two differ by is rounding."""
+    parts = zip(*steps, strict=True)
+    return [of.scores_in_parts(of.inner(model), ids, part) for ids, part in zip(_tokens(model), parts, strict=True)]
 
 
-def _differs(runner: Runner, wanted: list[torch.Tensor], model: Any) -> str:
+def _far(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far scores are from others, as a share of how much these differ among themselves."""
+    right = b.float() - b.float().mean()
+    return ((a.float() - a.float().mean() - right).norm() / right.norm().clamp(min=1e-12)).item()
+
+
+def _differs(runner: Runner, wanted: list[_Scores], steps: _Steps, model: Any) -> str:
     """Why packed scores are not those of the sequences alone; "": they are."""
     those = _tokens(model)
     sequences = [runner.add() for _ in those]
     done = [0] * len(those)
     eps = torch.finfo(next(of.inner(model).parameters()).dtype).eps
+    rounding = max(_far(part, whole) for parts, wholes in wanted for part, whole in zip(parts, wholes, strict=True))
+    if not rounding <= _MOST_ROUNDING:
+        return f"its own scores differ by {rounding:.1%} if a prompt is computed in parts"
+    limit = _TIMES * rounding + _TOLERANCE * eps
     try:
-        for counts in (_PROMPTS, _SECOND, _THIRD) if runner.chunked else (_PROMPTS, (1, 1), (1, 1)):
+        for turn, counts in enumerate(steps):
             work = [
                 Work(s, ids[: n + count], n, count, True)
                 for s, ids, n, count in zip(sequences, those, done, counts, strict=True)
@@ -117,12 +129,11 @@ def _differs(runner: Runner, wanted: list[torch.Tensor], model: Any) -> str:
             for group in runner.forwards(work):
                 for i, scores in zip(group, runner.step([work[i] for i in group]), strict=True):
                     found[i] = scores
-            for scores, right, n in zip(found, wanted, done, strict=True):
+            for scores, (parts, _) in zip(found, wanted, strict=True):
                 assert scores is not None
-                limit = _TOLERANCE * max(eps, 1e-6) * right.abs().max().clamp(min=1.0).item()
-                far = (scores.float() - right[n - 1]).abs().max().item()
+                far = _far(scores, parts[turn])
                 if not far <= limit:
-                    return f"packed scores differ by {far:.2g}"
+                    return f"scores in one batch differ by {far:.1%} from those of a sequence alone"
     finally:
         for sequence in sequences:
             runner.remove(sequence)

@@ -16,10 +16,12 @@ from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, QueueFullError, UnsupportedError
 from kvtier.hf import generation as of
 from kvtier.hf.sampling import Sampling, choose, log_probabilities
+from kvtier.memory.change import Change
 from kvtier.memory.tiered import TieredMemory
 from kvtier.scheduling.job import Job, Load
 from kvtier.scheduling.names import scheduler_of
 from kvtier.scheduling.scheduler import Scheduler
+from kvtier.scheduling.shares import Shares
 from kvtier.serving.choice import choose_runner
 from kvtier.serving.prefixes import prefixes_of
 from kvtier.serving.request import Request, RequestOutput, prompt_of
@@ -33,6 +35,17 @@ MAX_WAITING = 4096
 MAX_ENDED = 4096
 #: Tokens of a step from which on its time says how fast prompts are computed; and the weight of what was known.
 _TELLING, _KEEPS = 16, 0.8
+#: Seconds until it is looked again whether what a request waits for was loaded.
+_PAUSE = 0.001
+
+
+class _Books:
+    """Which requests there are, and where: whether a change of that was cut short. A step repairs it."""
+
+    interrupted = has_garbage = False
+
+    def collect(self) -> None:
+        """Nothing: the next step does."""
 
 
 class Engine:
@@ -57,7 +70,7 @@ class Engine:
             the engine keeps that itself, until it is closed.
         device_budget, host_budget: as of `TieredMemory`.
         memory: a `TieredMemory` that others use too; budgets are then its own.
-        block_size, host_attention: as of `TieredKVCache`; the default block is 16 tokens, for short requests.
+        block_size, host_attention: as of `TieredKVCache`; the default block is 64 tokens, for many short requests.
         max_batch_tokens: computed in one step, at the most.
         max_running: requests that run at a time.
         max_waiting: requests that wait, beyond which `add_request` refuses.
@@ -80,7 +93,7 @@ class Engine:
         device_budget: Size | Mapping[str, Size] | None = None,
         host_budget: Size | None = None,
         memory: TieredMemory | None = None,
-        block_size: int | Literal["auto"] = 16,
+        block_size: int | Literal["auto"] = 64,
         host_attention: bool = True,
         max_batch_tokens: int = 2048,
         max_running: int = 256,
@@ -127,7 +140,10 @@ class Engine:
             raise
         self._store = store
         self._lock = threading.Condition()
-        self._stepping = threading.Lock()
+        self._stepping = threading.RLock()
+        self._shares = Shares()
+        self._books = _Books()
+        self._change = Change(self._books)
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._waiting: dict[Job, Request] = {}
@@ -157,6 +173,7 @@ class Engine:
         logprobs: bool = False,
         salt: Hashable = None,
         conversation: str | None = None,
+        tenant: str = "",
         **options: Any,
     ) -> str:
         """Add a request to the queue.
@@ -170,6 +187,7 @@ class Engine:
             logprobs: whether the log-probability of each token is kept.
             salt: what is kept of a request is found by those with an equal salt only, so that tenants share nothing.
             conversation: of the store, whose history prompt and answer become when the request has ended.
+            tenant: whose it is: under the fair scheduler, the tenant that was served least goes next.
             options: settings of `generate`, `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`. With
                 `num_return_sequences` there are more sequences of the prompt, named `NAME#1`, `NAME#2` and so on, which
                 share its blocks.
@@ -182,6 +200,35 @@ class Engine:
             ConfigError: no tokens, a name in use, an option that `generate` does not know.
             UnsupportedError: beams, and other ways to decode that are not token by token.
         """
+        first, *_ = self._add(
+            ids,
+            generation_config,
+            request_id=request_id,
+            priority=priority,
+            seed=seed,
+            logprobs=logprobs,
+            salt=salt,
+            conversation=conversation,
+            tenant=tenant,
+            **options,
+        )
+        return first.name
+
+    def _add(
+        self,
+        ids: Any,
+        generation_config: Any = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        seed: int | None = None,
+        logprobs: bool = False,
+        salt: Hashable = None,
+        conversation: str | None = None,
+        tenant: str = "",
+        **options: Any,
+    ) -> list[Request]:
+        """The same; a request for each sequence of the prompt."""
         prompt = prompt_of(ids)
         if not prompt:
             raise ConfigError("A request needs at least one token.")
@@ -195,9 +242,12 @@ class Engine:
                 f"The prompt has {len(prompt)} tokens, and max_length={sampling.max_length} leaves none to generate."
             )
         now = self._clock()
-        with self._lock:
+        with self._lock, self._change:
             self._check_open()
             self._check_fits(prompt, sampling)
+            active = {each.job.tenant for each in self._requests.values()}
+            if tenant not in active:
+                self._shares.arrives(tenant, active)
             if len(self._waiting) + sampling.count > self._max_waiting:
                 raise QueueFullError(f"{len(self._waiting)} requests wait, and max_waiting is {self._max_waiting}.")
             number = next(self._numbers)
@@ -212,19 +262,19 @@ class Engine:
                 output = RequestOutput(each, list(prompt), arrived=now, logprobs=[] if logprobs else None)
                 own = sampling if not i else sampling.again(i)
                 number = number if not i else next(self._numbers)
-                job = Job(number, now, len(prompt), own.max_length, priority=priority)
+                job = Job(number, now, len(prompt), own.max_length, priority=priority, tenant=tenant)
                 made.append(Request(output, own, job, salt=salt, conversation=None if i else conversation))
                 self._requests[each] = made[-1]
             made[0].samples = made[1:]
             self._wait(made[0])
             self._lock.notify_all()
-        return name
+        return made
 
     def _wait(self, request: Request) -> None:
         """A request waits. Holds the lock."""
         self._waiting[request.job] = request
         if self._prefixes is not None:
-            self._prefixes.comes(request)
+            self._prefixes.comes(request, self._clock() + request.job.tokens / self._rate)
 
     def _check_fits(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what could never run, even alone."""
@@ -240,7 +290,7 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Let a request end at the next step; its output says "cancelled". Nothing, if it has ended."""
-        with self._lock:
+        with self._lock, self._change:
             request = self._requests.get(request_id)
             if request is not None:
                 request.cancelled = True
@@ -328,7 +378,7 @@ class Engine:
             while pending:
                 i, ids = pending[0]
                 try:
-                    name = self.add_request(ids, generation_config, **options)
+                    made = self._add(ids, generation_config, **options)
                 except QueueFullError:
                     break
                 except (BudgetError, ConfigError) as error:
@@ -336,11 +386,8 @@ class Engine:
                     output = RequestOutput(name, prompt_of(ids), finish_reason="error", error=error)
                     found[name] = output
                 else:
-                    with self._lock:
-                        first = self._requests[name]
-                    for each in (first, *first.samples):
-                        added.append(each)
-                        found[each.name] = each.output
+                    added += made
+                    found |= {each.name: each.output for each in made}
                 pending.pop(0)
             if self._thread is None:
                 self.step()
@@ -365,28 +412,38 @@ class Engine:
             raise ConcurrentUseError("Another thread runs this engine's steps.")
         try:
             return self._step()
+        except Exception:
+            raise
+        except BaseException:
+            self._books.interrupted = True
+            self.memory.cut_short()
+            raise
         finally:
             self._stepping.release()
 
     def _step(self) -> bool:
-        with self._lock:
+        with self._lock, self._change:
             self._check_open()
+            if self._books.interrupted:
+                self._recover()
             self._end_cancelled()
             if not self._running and not self._waiting:
                 return False
             total, used, size = self._runner.blocks()
             for job, request in self._running.items():
                 job.blocks = self._runner.held(request.sequence)
+            now = self._clock()
             load = Load(
-                self._clock(),
+                now,
                 list(self._running),
-                [job for job, request in self._waiting.items() if not self._waits_for_another(request)],
+                [job for job, request in self._waiting.items() if not self._waits_for_another(request, now)],
                 total - used,
                 size,
                 self._max_batch_tokens,
                 self._max_running,
                 self._runner.chunked,
                 self._rate,
+                served=self._shares.served,
             )
             plan = self._scheduler.plan(load)
             for job in plan.preempt:
@@ -395,8 +452,11 @@ class Engine:
             for job, tokens in plan.tokens.items():
                 request = self._admit(job)
                 work.append((request, self._work(request, tokens)))
+            if not work and not plan.preempt:
+                # What somebody waits for is on its way from the disk.
+                self._lock.wait(_PAUSE)
         if not work:
-            return bool(plan.preempt)
+            return True
         self.steps += 1
         began = self._clock()
         for group in self._runner.forwards([each for _, each in work]):
@@ -409,8 +469,28 @@ class Engine:
             self._rate = _KEEPS * self._rate + (1 - _KEEPS) * tokens / took
         return True
 
-    def _waits_for_another(self, request: Request) -> bool:
-        return self._prefixes is not None and self._prefixes.waits(request)
+    def _recover(self) -> None:
+        """After an interrupt, which may have come between any two lines: every request that has not ended begins again
+        with the tokens that it has. Holds the lock."""
+        self._runner.reset()
+        if self._prefixes is not None:
+            self._prefixes.reset(self._requests.values())
+        self._running.clear()
+        self._waiting.clear()
+        later = {sample.name for request in self._requests.values() for sample in request.samples}
+        for request in list(self._requests.values()):
+            request.again()
+            if request.done.is_set():
+                del self._requests[request.name]
+                self._ended[request.name] = request.output
+            elif request.output.generated_tokens and (reason := request.sampling.ends(request.ids)):
+                self._end(request, reason)
+            elif request.name not in later:
+                self._wait(request)
+        self._books.interrupted = False
+
+    def _waits_for_another(self, request: Request, now: float) -> bool:
+        return self._prefixes is not None and self._prefixes.waits(request, now)
 
     def _work(self, request: Request, tokens: int) -> Work:
         job = request.job
@@ -474,7 +554,7 @@ class Engine:
         prompts = [i for i, (_, each) in enumerate(work) if each.tokens > 1]
         if prompts and len(work) > 1:
             return [each for i, each in enumerate(work) if i != prompts[-1]]
-        with self._lock:
+        with self._lock, self._change:
             first = work[0][0]
             others = [job for job in self._running if job is not first.job]
             if others:
@@ -484,6 +564,12 @@ class Engine:
         ((request, each),) = work
         if self._runner.chunked and each.tokens > 1:
             return [(request, self._work(request, each.tokens // 2))]
+        if self._prefixes is not None and not request.alone:
+            # What is kept of it, and a copy of its last block, take room that it needs.
+            request.alone = True
+            with self._lock, self._change:
+                self._preempt(request.job)
+            return []
         self._fail(request, error)
         return []
 
@@ -495,10 +581,11 @@ class Engine:
     def _deliver(self, work: list[tuple[Request, Work]], scores: Sequence[Any]) -> None:
         """Give each sequence that has its prompt a new token."""
         now = self._clock()
-        with self._lock:
+        with self._lock, self._change:
             asking: list[tuple[Request, Any]] = []
             for (request, each), row in zip(work, scores, strict=True):
                 request.job.cached += each.tokens
+                self._shares.serve(request.job.tenant, each.tokens, int(row is not None))
                 request.job.last_ran = now
                 if row is not None and request.output.first_token is None and self._prefixes is not None:
                     self._prefixes.keep(request)
@@ -515,7 +602,7 @@ class Engine:
             self._deliver_alone(asking, now)
             return
         logs = log_probabilities(rows) if any(x.output.logprobs is not None for x, _ in asking) else None
-        with self._lock:
+        with self._lock, self._change:
             for i, ((request, _), token) in enumerate(zip(asking, tokens, strict=True)):
                 self._give(request, token, None if logs is None else float(logs[i, token]), now)
             self._lock.notify_all()
@@ -529,7 +616,7 @@ class Engine:
             except Exception as error:
                 self._fail(request, error)
                 continue
-            with self._lock:
+            with self._lock, self._change:
                 self._give(request, token, log, now)
                 self._lock.notify_all()
 
@@ -575,7 +662,7 @@ class Engine:
             self._end(request, "cancelled")
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        with self._lock:
+        with self._lock, self._change:
             self._end(request, "error", error)
             self._lock.notify_all()
 
@@ -636,7 +723,7 @@ class Engine:
             except Exception as error:
                 # A fault of the engine's own: whoever waits is told, and the loop goes on with whatever comes.
                 _LOG.exception("A step failed.")
-                with self._lock:
+                with self._lock, self._change:
                     for request in list(self._requests.values()):
                         self._end(request, "error", error)
 

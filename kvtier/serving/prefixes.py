@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
 from kvtier.conversation.kept import Kept
 from kvtier.conversation.store import ConversationStore
+from kvtier.conversation.wake import Wake
 from kvtier.errors import BudgetError, ConfigError, CorruptionError, KVTierError
 from kvtier.eviction.names import policy_of
 from kvtier.hf import generation as of
@@ -69,6 +70,8 @@ class Prefixes:
         # Prompts that are being computed or wait to be.
         self._coming: PrefixIndex[Request] = PrefixIndex()
         self._waits_for: dict[Request, Request] = {}
+        # What is read from the disk, and until when a request waits for that.
+        self._wakes: dict[Request, tuple[Wake, float]] = {}
         self._followers: dict[Request, list[Request]] = {}
 
     def key(self, salt: Hashable) -> Hashable:
@@ -77,8 +80,13 @@ class Prefixes:
 
     # Coming
 
-    def comes(self, request: Request) -> None:
-        """A request was added: see whether what it begins with is kept, or is to be computed for another one."""
+    def comes(self, request: Request, until: float) -> None:
+        """A request was added: see whether what it begins with is kept, or is to be computed for another one, or is on
+        the disk.
+
+        Args:
+            until: when it would be computed, if it were not loaded. It waits for no longer than that.
+        """
         self._check_weights()
         ids = packed(request.ids)
         request.key = self.key(request.salt)
@@ -93,16 +101,27 @@ class Prefixes:
             self._followers.setdefault(other, []).append(request)
         self._coming.add(request.key, ids, request)
         if self._store is not None and self._store.saves:
-            self._store.wake(request.ids, salt=request.salt)
+            wake = self._store.wake(request.ids, salt=request.salt)
+            if wake.reads:
+                self._wakes[request] = wake, until
 
-    def waits(self, request: Request) -> bool:
-        """Whether another request is to compute what this one begins with."""
+    def waits(self, request: Request, now: float) -> bool:
+        """Whether another request is to compute what this one begins with, or it is being loaded."""
+        if request in self._wakes:
+            wake, until = self._wakes[request]
+            if wake.reads and now < until:
+                return True
+            del self._wakes[request]
+            request.job.reusable = self._find(request.key, packed(request.ids))
         return request in self._waits_for
 
     def there(self, request: Request) -> None:
         """A request's prompt is computed, or it has ended: nobody waits for it any more."""
         if request in self._coming:
             self._coming.remove(request)
+        wake, _ = self._wakes.pop(request, (None, 0.0))
+        if wake is not None:
+            wake.cancel()
         before = self._waits_for.pop(request, None)
         if before is not None and request in self._followers.get(before, ()):
             self._followers[before].remove(request)
@@ -111,7 +130,7 @@ class Prefixes:
             follower.job.reusable = self._find(follower.key, packed(follower.ids))
 
     def _find(self, key: Hashable, ids: bytes) -> int:
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             length, entry = self._kept.find(key, ids)
             if entry is None:
                 return 0
@@ -121,9 +140,11 @@ class Prefixes:
 
     def begin(self, request: Request) -> int:
         """Let a request that has no blocks begin with what is kept of it. The tokens that are there then."""
+        if request.alone:
+            return 0
         self._check_weights()
         ids = packed(request.ids)
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             self._memory.collect()
             length, entry = self._kept.find(request.key, ids)
             if entry is None:
@@ -135,17 +156,17 @@ class Prefixes:
         try:
             sequence = self._forward.follow(self._kept.parked, entry.sequence, length)
         except CorruptionError:
-            with self._memory.changing():
+            with self._memory.lock, self._memory.change:
                 self._kept.drop_corrupt([entry])
             sequence = None
         except BudgetError:
             sequence = None
         finally:
-            with self._memory.lock:
+            with self._memory.lock, self._memory.change:
                 self._kept.release([entry], request)
         if sequence is None:
             return 0
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             self._kept.use([entry], [sequence.length])
         request.sequence = sequence
         return sequence.length
@@ -153,7 +174,7 @@ class Prefixes:
     def keep(self, request: Request) -> None:
         """Keep what a request has computed so far."""
         sequence = request.sequence
-        if sequence is None or not sequence.length:
+        if sequence is None or not sequence.length or request.alone:
             return
         self._check_weights()
         ids = packed(request.ids[: sequence.length])
@@ -163,6 +184,19 @@ class Prefixes:
             )
             if entry is not None and self._store is not None:
                 self._store.save(entry)
+
+    def reset(self, requests: Iterable[Request]) -> None:
+        """After an interrupt: no request is known, and what is the engine's own is dropped."""
+        self._coming = PrefixIndex()
+        self._waits_for.clear()
+        self._wakes.clear()
+        self._followers.clear()
+        with self._memory.lock, self._memory.change:
+            for entry in list(self._kept.entries.values()):
+                for request in requests:
+                    self._kept.release([entry], request)
+        if self._store is None:
+            self.clear()
 
     def _check_weights(self) -> None:
         """Drop everything if the model was changed."""
@@ -176,18 +210,17 @@ class Prefixes:
 
     def clear(self) -> None:
         """Drop all that is kept."""
-        with self._memory.changing():
-            self._memory.collect()
+        with self._memory.lock, self._memory.change:
             self._kept.parked.clear()
 
     def close(self) -> None:
         """The runner is closed: drop what is the engine's own."""
         if self._store is None:
-            with self._memory.changing():
+            with self._memory.lock, self._memory.change:
                 self._memory.collect()
                 self._kept.parked.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""
-        with self._memory.lock:
+        with self._memory.lock, self._memory.change:
             self._kept.check_integrity()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class Request:
         sequence: of the runner, while it runs.
         salt, key: who may share what it computes, and all else that this depends on.
         conversation: that it is a turn of; None: of none.
+        alone: there was no room for it and for what is kept of it: it begins with nothing, and nothing of it is kept.
         cancelled: it is to end at the next step.
         samples: other sequences of its prompt, which begin when that is computed.
         done: set when it has ended.
@@ -76,6 +78,7 @@ class Request:
         self.job = job
         self.ids = list(output.prompt_ids)
         self.sequence: Any = None
+        self.alone = False
         self.cancelled = False
         self.samples: list[Request] = []
         self.done = threading.Event()
@@ -89,6 +92,17 @@ class Request:
         """A new token."""
         self.ids.append(token)
         self.output.generated_tokens.append(token)
+
+    def again(self) -> None:
+        """After an interrupt: it has no sequence, and its output and its job have the tokens that it has."""
+        output, job = self.output, self.job
+        output.generated_tokens[:] = self.ids[len(output.prompt_ids) :]
+        if output.logprobs is not None:
+            count = len(output.generated_tokens)
+            output.logprobs[:] = (output.logprobs + [math.nan] * count)[:count]
+        self.sequence = None
+        job.tokens, job.running = len(self.ids), False
+        job.cached = job.blocks = job.reusable = 0
 
     def end(self, reason: str, now: float, error: BaseException | None = None) -> None:
         """It is over. Nothing, if it is over already."""

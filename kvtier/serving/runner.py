@@ -91,6 +91,10 @@ class Runner(abc.ABC):
         """Blocks that a sequence holds."""
 
     @abc.abstractmethod
+    def reset(self) -> None:
+        """Drop every sequence. After an interrupt, too."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Give everything back."""
 
@@ -184,6 +188,10 @@ class PackedRunner(Runner):
     def held(self, sequence: Any) -> int:
         """See `Runner`."""
         return self.forward.held(sequence)
+
+    def reset(self) -> None:
+        """See `Runner`."""
+        self.forward.reset()
 
     def close(self) -> None:
         """See `Runner`."""
@@ -297,6 +305,11 @@ class RaggedRunner(Runner):
         """See `Runner`."""
         return self.forward.held(sequence.kv)
 
+    def reset(self) -> None:
+        """See `Runner`."""
+        self._rows, self._stacked = [], {}
+        self.forward.reset()
+
     def close(self) -> None:
         """See `Runner`."""
         self.forward.close()
@@ -345,7 +358,7 @@ class SingleRunner(Runner):
 
     def _new_cache(self) -> TieredKVCache:
         options = self._options
-        return TieredKVCache(
+        return _Cache(
             self._config,
             memory=self._memory,
             block_size=options.block_size or "auto",
@@ -397,14 +410,25 @@ class SingleRunner(Runner):
         """See `Runner`."""
         return 0
 
-    def close(self) -> None:
+    def reset(self) -> None:
         """See `Runner`."""
         for each in list(self._live):
-            self.remove(each)
+            each.ours.close()
+        self._live.clear()
+
+    def close(self) -> None:
+        """See `Runner`."""
+        self.reset()
 
     def check_integrity(self) -> None:
         """See `Runner`."""
         self._memory.check_integrity()
+
+
+class _Cache(TieredKVCache):
+    """Of one sequence, which may end before it was computed."""
+
+    _tells_unused = False
 
 
 class _Alone:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvtier.errors import BudgetError, CorruptionError, MismatchError, TransferError
 from kvtier.memory import audit
@@ -94,6 +94,8 @@ class ParkedSequences:
         sequences: in the order in which they give up room: the first is the first to.
         shortened: called with a sequence that has given up its end, or all of it.
         victims: says which sequences give up their ends next, and the tokens that each keeps; nothing: none of them.
+        recovered: called when a change was cut short, once sequences and tables agree again. Of what was being changed
+            some may be dropped, or shorter, of which `shortened` was not called.
     """
 
     def __init__(self, memory: TieredMemory) -> None:
@@ -105,6 +107,7 @@ class ParkedSequences:
         self._pinned: dict[ParkedSequence, None] = {}
         self.shortened: Shortened = lambda sequence: None
         self.victims: Victims = list
+        self.recovered: Callable[[], None] = lambda: None
         self._layers: dict[int, ParkedLayer] = {}
         memory.parked.append(self)
 
@@ -127,16 +130,21 @@ class ParkedSequences:
             self._check(index, layer.layout, layer.device)
             for run in layer.rows[row].resolve():
                 audit.check(run)
-        sequence = ParkedSequence(length, {}, start)
+        sequence = ParkedSequence(0, {}, start)
         self.sequences[sequence] = None  # first: a run of a table that nobody lists would be lost
-        for index, layer in layers.items():
-            table = layer.park(self._layer(index, layer.layout, layer.device).parked, row, length)
-            sequence.tables[index] = table
-            if self.memory.audit is not None:
-                sequence.sums[index] = audit.known(table.runs)
+        try:
+            for index, layer in layers.items():
+                table = layer.park(self._layer(index, layer.layout, layer.device).parked, row, length)
+                sequence.tables[index] = table
+                if self.memory.audit is not None:
+                    sequence.sums[index] = audit.known(table.runs)
+        except Exception:
+            self._crop(sequence, 0)
+            raise
         self._on_device[sequence] = None
         # The cache goes on with these blocks: they were claimed by it, and are claimed here from now on.
         self.owner.claims = self._used()
+        sequence.length = length  # last: what has none is not all there
         return sequence
 
     def follow(self, rows: Sequence[ParkedSequence], length: int, make: Callable[[int, ParkedLayer], LayerKV]) -> int:
@@ -265,7 +273,8 @@ class ParkedSequences:
         """Drop all sequences and leave the memory. No cache continues one any more."""
         self.clear()
         assert not self._layers, "a cache still continues a parked sequence"
-        self.memory.parked.remove(self)
+        if self in self.memory.parked:  # else it was cut short behind this
+            self.memory.parked.remove(self)
         self.memory.leave(self.owner)
 
     def _drop_layer(self, index: int, layer: ParkedLayer) -> None:
@@ -367,16 +376,26 @@ class ParkedSequences:
             count = min(share, sum([run.count for run in runs]))
             missing = count - layer.device.obtainable(pools, ordered=True)
             if missing > 0:
-                self._make_way(sequence, pools, missing)
+                self._evict_others(sequence, pools, missing)
             with contextlib.suppress(BudgetError, TransferError):
                 found = layer.device.fetch(runs, count, None, evict=False)
                 came += sum([run.count for run in found]) * pools.layout.nbytes
         return came
 
-    def _make_way(self, wanted: ParkedSequence, pools: Pools, count: int) -> None:
+    def on_host(self, sequences: Iterable[ParkedSequence]) -> bool:
+        """Whether a block of these is on the host only, where there is a device tier."""
+        return any(
+            run.state is State.HOST
+            for sequence in sequences
+            for index, table in sequence.tables.items()
+            if self._layers[index].parked.pools.device is not None
+            for run in table.resolve()
+        )
+
+    def _evict_others(self, but: ParkedSequence, pools: Pools, count: int) -> None:
         """Let up to `count` blocks of others that no cache uses leave the device, without waiting."""
         for sequence in list(self._on_device):
-            if sequence is wanted:
+            if sequence is but:
                 return  # what is behind it was woken later
             if sequence.users:
                 continue
@@ -426,7 +445,11 @@ class ParkedSequences:
 
     def shorten(self, sequence: ParkedSequence, length: int) -> None:
         """Keep the first tokens of a sequence; none: it is dropped."""
-        sequence.length = length
+        self._crop(sequence, length)
+        self.shortened(sequence)
+
+    def _crop(self, sequence: ParkedSequence, length: int) -> None:
+        sequence.length = length  # first: whatever cuts this short, it does not have more
         if not length:
             self.sequences.pop(sequence, None)
             self._on_device.pop(sequence, None)
@@ -437,7 +460,6 @@ class ParkedSequences:
                 table.crop(length, layer.parked.pools.layout.block_size, layer.device.free)
             else:
                 table.clear(layer.device.free)
-        self.shortened(sequence)
 
     def cut_out(self, sequence: ParkedSequence, start: int, stop: int) -> ParkedSequence | None:
         """Drop tokens in the middle of a sequence, which keeps those before them.
@@ -454,15 +476,16 @@ class ParkedSequences:
         first = -(-stop // size) * size
         found = None
         if first < sequence.length:
-            found = ParkedSequence(sequence.length - first, {}, sequence.start + first)
+            found, length = ParkedSequence(0, {}, sequence.start + first), sequence.length - first
             self.sequences[found] = None  # first: a run of a table that nobody lists would be lost
             for index, table in sequence.tables.items():
                 blocks = first // self._layers[index].parked.pools.layout.block_size
                 found.tables[index] = rest = table.tail(blocks)
-                rest.length = found.length
+                rest.length = length
                 if index in sequence.sums:
                     found.sums[index] = sequence.sums[index][blocks:]
             self._on_device[found] = None
+            found.length = length  # last, as in `park`
         if start < sequence.length:
             self.pin(sequence, min(sequence.pinned, start))
             self.shorten(sequence, start)
@@ -532,6 +555,29 @@ class ParkedSequences:
             parked = self.memory.block_set(self.owner, device, layout, index)
             found = self._layers[index] = ParkedLayer(device, parked, self.sequences)
         return found
+
+    # After a change was cut short
+
+    def unlist(self) -> None:
+        """See `Parked`."""
+        for sequence in [x for x in self.sequences if not x.length]:
+            del self.sequences[sequence]
+            sequence.tables = {}
+        for those in (self._on_device, self._pinned):
+            for sequence in [x for x in those if x not in self.sequences]:
+                del those[sequence]
+        mine = [layer.parked for layer in self._layers.values()]
+        self.owner.sets[:] = [blocks for blocks in self.owner.sets if blocks in mine]
+
+    def recover(self) -> None:
+        """See `Parked`: a sequence has what every layer has of it."""
+        for sequence in list(self.sequences):
+            length = sequence.length
+            for index, table in sequence.tables.items():
+                length = min(length, table.blocks * self._layers[index].parked.pools.layout.block_size)
+            self._crop(sequence, length)
+        self.owner.claims = self._used()
+        self.recovered()
 
     # For tests
 

@@ -43,6 +43,11 @@ class BlockTable:
                 break
         return runs
 
+    def last(self) -> Run:
+        """The run that has the last block."""
+        last = self.runs[-1]
+        return last if last.parts is None else self.resolve()[-1]
+
     def fork(self) -> BlockTable:
         """A second table with the same blocks."""
         runs = list(self.resolve())
@@ -84,12 +89,11 @@ class BlockTable:
         kept, self.length = 0, length
         for i, run in enumerate(self.resolve()):
             if kept + run.count > keep:
-                gone = self.runs[i:]
-                del self.runs[i:]
+                gone, rest = self.runs[i:], self.runs[:i]
                 if keep > kept:
-                    left, right = residency.cut(run, keep - kept)
-                    self.runs.append(left)
-                    gone[0] = right
+                    left, gone[0] = residency.cut(run, keep - kept)
+                    rest.append(left)
+                self.runs = rest  # at once: whatever cuts this short, it has all of these tokens
                 for each in gone:
                     release(each, free)
                 return True

@@ -152,9 +152,7 @@ def _up(made: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _allocate(device: ComputeDevice, blocks: BlockSet, table: BlockTable, count: int) -> Run:
-    runs = table.resolve()
-    run = device.allocate(blocks, count, runs[-1] if runs else None)
-    table.resolve()
+    run = device.allocate(blocks, count, table.last() if table.runs else None)
     table.runs.append(run)
     return run
 
@@ -165,7 +163,7 @@ def writable(device: ComputeDevice, blocks: BlockSet, table: BlockTable) -> Run:
     Raises:
         BudgetError, TransferError: nothing was changed.
     """
-    run = table.resolve()[-1]
+    run = table.last()
     if run.state is State.FILLING and run.refs == 1:
         return run
     if run.count > 1:

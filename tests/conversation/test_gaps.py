@@ -273,3 +273,23 @@ def test_damage_that_is_found_while_a_gap_is_computed_is_an_error_and_then_gone(
         store.check_integrity()
         assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
         store.check_integrity()
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+@pytest.mark.parametrize("tiers", [1, 2])
+def test_damage_of_one_piece_leaves_those_before_and_behind(damaged: int, tiers: int) -> None:
+    model, budgets = tiny_model("llama"), {"device_budget": "256KiB"}
+    with store_of(model, audit="full", **(budgets if tiers == 2 else {})) as store:
+        history = store.generate(**ones(some_ids(155)), **GREEDY)
+        for start, stop in ((40, 48), (96, 104)):
+            store.drop(history[0].tolist(), start, stop)
+        store.park(history[0].tolist())
+        pieces = sorted(store._kept.parked.sequences, key=lambda x: x.start)
+        assert [(x.start, x.start + x.length) for x in pieces] == [(0, 40), (48, 96), (104, 160)]
+        run = pieces[damaged].tables[0].resolve()[0]
+        run.blocks.pools.host.bytes(run.host, 1)[3] ^= 1
+        inputs = ones(grown(history))
+        assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+        assert store.reuse[0].cached == (40 + 48 + 56) - (40, 48, 56)[damaged]
+        assert store.reuse[0].why == ""
+        store.check_integrity()

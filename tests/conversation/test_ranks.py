@@ -298,10 +298,10 @@ def test_a_turn_of_a_pinned_conversation_is_pinned_before_its_room_is_free_for_o
     model, seen = tiny_model("llama"), list[int]()
     changed = ConversationStore.changed
 
-    def noting(self: ConversationStore, chat: Conversation) -> None:
+    def noting(self: ConversationStore, chat: Conversation, **options: Any) -> None:
         found = self._kept.ranks._ranked.get(chat.name)
         seen.append(0 if found is None else found.tokens)
-        changed(self, chat)
+        changed(self, chat, **options)
 
     with store_of(model) as store:
         chat = store.open("a", pinned=True)

@@ -35,7 +35,7 @@ class Model:
 
     def __init__(self) -> None:
         self.sequences: dict[int, tuple[Hashable, list[int]]] = {}
-        self.held: dict[int, int] = {}
+        self.held: set[int] = set()
         self.ranks: dict[int, tuple[Hashable, list[int], Rank]] = {}
 
     def pinned(self, number: int) -> bool:
@@ -93,7 +93,7 @@ def test_the_policy_knows_what_is_kept_and_its_victims_are_ends(name: str, seed:
         elif what == "evict":
             for sequence, tokens in order.evict():
                 key, ids = model.sequences[sequence]
-                assert not model.held.get(sequence)
+                assert sequence not in model.held
                 assert not model.pinned(sequence)
                 assert model.is_end(sequence)
                 assert tokens == (len(ids) - 1) // 8 * 8
@@ -118,10 +118,10 @@ def test_the_policy_knows_what_is_kept_and_its_victims_are_ends(name: str, seed:
                 model.ranks.pop(user, None)
                 order.unrank(user)
         elif some is not None and what == "hold":
-            model.held[some] = model.held.get(some, 0) + 1
+            model.held.add(some)
             order.hold(some)
         elif some is not None and what == "release":
-            model.held[some] = max(model.held.get(some, 0) - 1, 0)
+            model.held.discard(some)
             order.release(some)
         elif some is not None and what in ("shorten", "drop"):
             key, ids = model.sequences.pop(some)
@@ -129,16 +129,14 @@ def test_the_policy_knows_what_is_kept_and_its_victims_are_ends(name: str, seed:
             if tokens:
                 model.sequences[some] = key, ids[:tokens]
             else:
-                model.held.pop(some, None)
+                model.held.discard(some)
             order.shortened(some, tokens)
         model.forget()
         order.check_integrity(model.sequences)
     for user in range(6):
         order.unrank(user)
-    for sequence in list(model.held):
-        while model.held[sequence]:
-            model.held[sequence] -= 1
-            order.release(sequence)
+    for sequence in model.held:
+        order.release(sequence)
     while gone := order.evict():
         for sequence, tokens in gone:
             order.shortened(sequence, tokens)

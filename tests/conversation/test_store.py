@@ -24,6 +24,7 @@ from kvtier import (
     TieredKVCache,
     TieredMemory,
 )
+from kvtier.conversation.conversation import Conversation
 from kvtier.hf import generation
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
@@ -228,14 +229,6 @@ def test_what_is_not_of_token_ids_alone_re_uses_nothing_and_says_so(change: Any,
         assert torch.equal(out, fresh(model, again))
         assert why in store.reuse[0].why
         assert store.stats.sequences == 1
-
-
-def test_an_encoder_decoder_generates_as_ever() -> None:
-    model = tiny_model("t5")
-    with store_of(model) as store:
-        inputs = ones(some_ids(20))
-        assert torch.equal(store.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
-        assert store.reuse[0].why == "an encoder-decoder"
 
 
 def test_other_weights_find_nothing() -> None:
@@ -448,6 +441,27 @@ def test_what_cannot_be_is_said(wrong: dict[str, Any]) -> None:
         store.generate(**ones(some_ids(9)), **wrong)
 
 
+def test_a_call_looks_at_all_modules_when_it_begins_and_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes time in their number, which of a model with adapters is a thousand."""
+    model, looks, modules = tiny_model("llama"), list[int](), generation._modules
+
+    def counted(model: Any) -> list[Any]:
+        looks.append(1)
+        return modules(model)
+
+    monkeypatch.setattr(generation, "_modules", counted)
+    with store_of(model) as store:
+        chat, inputs = store.open("a"), ones(some_ids(20))
+        for _ in range(2):
+            looks.clear()
+            chat.generate(**inputs, **GREEDY)
+            assert len(looks) == 2
+            looks.clear()
+            store.generate(**inputs, **GREEDY)
+            assert len(looks) == 2
+    assert modules(model) == list(model.modules())
+
+
 class Breaks(StoppingCriteria):
     """Raises after some tokens."""
 
@@ -644,6 +658,33 @@ def test_what_is_re_used_makes_no_call_fail_that_has_room_without(name: str) -> 
     assert why == {"", "no room for what is kept and the rest of the call"}
 
 
+def check_that_a_call_within_is_refused(chat: Conversation) -> None:
+    inputs = ones(some_ids(9))
+
+    class Within(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+            with pytest.raises(ConcurrentUseError, match="already") as refused:
+                chat.generate(**inputs, **GREEDY)
+            errors.append(refused.value)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    errors = list[ConcurrentUseError]()
+    out = chat.generate(**inputs, stopping_criteria=StoppingCriteriaList([Within()]), **GREEDY)
+    assert len(errors) == GREEDY["max_new_tokens"]
+    assert out.tolist() == [chat.ids], "a call that was refused within it has changed nothing"
+    assert chat.generate(**inputs, **GREEDY).tolist() == [chat.ids]
+
+
+@pytest.mark.parametrize("deep", [0, 300])
+def test_a_call_of_a_conversation_within_its_own_call_is_refused(deep: int) -> None:
+    def below(left: int) -> None:
+        below(left - 1) if left else check_that_a_call_within_is_refused(chat)
+
+    with store_of(tiny_model("llama")) as store:
+        chat = store.open("a")
+        below(deep)
+
+
 def test_an_interrupt_in_what_cleans_up_leaves_a_conversation_that_goes_on_and_a_store_that_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -669,6 +710,7 @@ def test_an_interrupt_in_what_cleans_up_leaves_a_conversation_that_goes_on_and_a
             (inside if where is chat else active).update(left)
             assert torch.equal(chat.generate(**inputs, **GREEDY), fresh(model, inputs))
         assert active, "it is listed still"
+        check_that_a_call_within_is_refused(chat)
         thread = threading.Thread(target=chat.generate, kwargs={**inputs, **GREEDY})
         thread.start()
         thread.join()

@@ -41,7 +41,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def choosing(monkeypatch: pytest.MonkeyPatch, choose: Callable[[int, int], int]) -> None:
     """Let tails begin where `choose` says, given the length of what is saved and the tokens that are in memory."""
 
-    def chosen(self: Any, files: Any, length: int, past: int, more: int, step: int | None = None) -> int:
+    def chosen(self: Any, files: Any, length: int, past: int, more: int, step: int | None = None, **_: Any) -> int:
         return 0 if step is None else choose(length, past)
 
     monkeypatch.setattr(LoadOrCompute, "choose", chosen)
@@ -77,7 +77,7 @@ def test_the_head_is_computed_and_the_tail_is_loaded(
             assert store.reuse[0].cached >= out.shape[1] - 1 - 5 * len(options)
             store.check_integrity()
             assert store.stats.problem == ""
-            assert store.memory.yielding == store.memory.yielding[:1], "only the waker is left"
+            assert store.memory.conceding == store.memory.conceding[:1], "only the waker is left"
 
 
 @pytest.mark.parametrize("here", [24, 40, 96])
@@ -229,7 +229,7 @@ def test_without_a_thread_the_tail_is_loaded_first(tmp_path: Path, monkeypatch: 
             out = store.generate(**inputs, **GREEDY)
         assert torch.equal(out, fresh(model, inputs))
         assert store.reuse[0].loaded == store.reuse[0].cached == history.shape[1] - 1 - 80
-        assert len(store.memory.yielding) == 1
+        assert len(store.memory.conceding) == 1
         store.check_integrity()
 
 
@@ -326,7 +326,7 @@ def test_an_interrupt_while_a_load_begins_leaves_nobody_who_loads(
             patch.setattr("kvtier.conversation.tail.ThreadPoolExecutor.submit", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 store.generate(**inputs, **GREEDY)
-        assert len(store.memory.yielding) == 1
+        assert len(store.memory.conceding) == 1
         assert not any(x.name.startswith("kvtier-loading") for x in threading.enumerate())
         assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
         store.check_integrity()

@@ -15,9 +15,10 @@ from families import tiny_model
 from test_ranks import crowd, turn
 from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 
-from kvtier import BudgetError, TieredKVCache, TieredMemory
+from kvtier import BudgetError, ConfigError, TieredKVCache, TieredMemory
 from kvtier.conversation.archive import Archive
 from kvtier.conversation.index import packed
+from kvtier.conversation.wake import Waker
 from kvtier.memory.block import State
 
 DEVICE = 60_000
@@ -103,6 +104,57 @@ def test_what_caches_use_stays_on_the_device(tmp_path: Path) -> None:
         assert loads.loaded == 45
         store.check_integrity()
     memory.close()
+
+
+@pytest.mark.parametrize("how", ["timeout", "stalled"])
+def test_a_wake_that_gets_no_room_ends_and_says_why(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    saved("llama", tmp_path)
+    memory = TieredMemory(device_budget=DEVICE, host_budget="1MiB")
+    with store_of(model, memory=memory, host_budget=None, directory=tmp_path) as store:
+        with TieredKVCache(model.config, memory=memory, block_size=8) as cache:
+            model.generate(**ones(some_ids(60)), past_key_values=cache, **(GREEDY | {"max_new_tokens": 60}))
+            if how == "stalled":
+                monkeypatch.setattr("kvtier.conversation.wake.STALLED", 0.1)
+            began = time.monotonic()
+            wake = store.open("0").wake(wait=True, timeout=0.2 if how == "timeout" else None)
+            assert 0.1 <= time.monotonic() - began < 10
+            assert wake.wait(10)
+            assert wake.loaded == 0
+            seconds = "0.2 seconds have passed: " if how == "timeout" else ""
+            assert wake.why == f"{seconds}no room on the device besides what open caches use"
+        again = store.open("0").wake(wait=True, timeout=30)
+        assert (again.loaded, again.why) == (45, "")
+    memory.close()
+
+
+def test_a_wake_that_waits_in_line_is_not_out_of_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Waker, "background", False)
+    monkeypatch.setattr("kvtier.conversation.wake.STALLED", 0.05)
+    saved("llama", tmp_path, 2)
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        wakes = [store.open(str(i)).wake() for i in range(2)]
+        time.sleep(0.1)
+        while store._waker.step() is not None:
+            pass
+        assert [(x.loaded, x.why) for x in wakes] == [(45, ""), (45, "")]
+
+
+def test_what_does_not_fit_on_the_device_is_said_to_be_elsewhere() -> None:
+    with store_of(tiny_model("llama"), device_budget=30_000) as store:
+        chat = store.open("a")
+        turn(chat, some_ids(60))
+        chat.park()
+        wake = chat.wake(wait=True)
+        here, blocks = on_device(store, chat.ids)
+        assert 0 < here < blocks
+        assert wake.why.startswith("no room on the device")
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), True, "soon", float("inf")])
+def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
+    with store_of(tiny_model("llama")) as store, pytest.raises(ConfigError, match="timeout"):
+        store.open("a").wake(timeout=timeout)
 
 
 def test_who_is_refused_gets_what_a_wake_has_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,14 +249,14 @@ def test_a_store_ends_in_the_midst_of_a_wake(how: str, tmp_path: Path, monkeypat
         deadline = time.monotonic() + 30
         while (gone() is not None or memory.owners) and time.monotonic() < deadline:
             time.sleep(0.01)
-            with memory.changing():
+            with memory.lock, memory.change:
                 memory.collect()
         assert gone() is None
     else:
         store.close()
     for wake in wakes:
         assert wake.done
-    assert not memory.yielding
+    assert not memory.conceding
     memory.close()
     assert not [x for x in threading.enumerate() if x.name == "kvtier-waking"]
 

@@ -68,7 +68,8 @@ MUTATIONS: dict[str, Mutation] = {
     "a tail that is cut out counts no references": edit(BlockTable, "tail", "run.refs += 1", "pass"),
     "blocks that hold other bytes are read": gone(Audit, "_compare"),
     "nothing is repaired after an interrupt": gone(TieredMemory, "_recover"),
-    "a budget admits everything": edit(TieredMemory, "_admit", "if wanted(limit) > limit:", "if False:"),
+    "a store makes nothing again after an interrupt": gone(Kept, "_recover"),
+    "a budget admits everything": edit(TieredMemory, "_admit", "if demanded(limit) > limit:", "if False:"),
     "what a cache continues is not cropped": edit(
         ParkedSequences, "follow", "table.crop(length, kv.layout.block_size, layer.device.free)", "pass"
     ),
@@ -81,8 +82,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "an entry is not removed from the index": edit(Kept, "_forget", "self._index.remove(entry)", "pass"),
     "the index hears of no shortened sequence": edit(Kept, "_shortened", "elif entry in self._index:", "elif False:"),
-    "tenants share": edit(Calls, "read", "(of.computed_as(model), salt)", "(of.computed_as(model), None)"),
-    "adapters do not count": gone(generation, "adapters", ()),
+    "tenants share": edit(Calls, "read", "(depends.computed_as, salt)", "(depends.computed_as, None)"),
+    "adapters do not count": edit(generation, "_computed_as", "*_adapters(modules), ", ""),
     "weights do not count": gone(ConversationStore, "_check_weights"),
     "beams change rows and their ids do not": lambda patch: patch.delattr(JournalledCache, "reorder_cache"),
     "padding is kept": edit(Kept, "keep", ":, pad:stop]", ":, 0:length]"),
@@ -93,14 +94,14 @@ MUTATIONS: dict[str, Mutation] = {
         PrefixReuse, "_keep", "copied(cache.layers, row)", "copied(cache.layers, 0)"
     ),
     "states of a row are continued at another position": edit(
-        PrefixReuse, "_begin", "entry.states[columns] for entry", "entry.states[max(entry.states)] for entry"
+        PrefixReuse, "_find", "entry.states[columns] for entry", "entry.states[max(entry.states)] for entry"
     ),
     "a call that failed keeps what nobody lists": gone(Kept, "drop_lost"),
     "what is used is forgotten by the eviction policy": edit(
         Retention, "keep", "if name not in self._tree:", "if False:"
     ),
     "a sequence is released before it is held": edit(
-        Retention, "shortened", "if path.users and last in self._tree:", "if last in self._tree:"
+        Retention, "shortened", "if path.held and last in self._tree:", "if last in self._tree:"
     ),
     "copies of states are not counted": edit(Kept, "_add_states", "self.state_bytes += at.nbytes", "pass"),
     "copies of states have no budget": gone(Kept, "_bound_states"),
@@ -108,37 +109,39 @@ MUTATIONS: dict[str, Mutation] = {
     "what is behind a gap is of a block before": edit(
         ParkedSequences, "cut_out", "table.tail(blocks)", "table.tail(max(blocks - 1, 0))"
     ),
-    "a gap is not computed": edit(PrefixReuse, "_fill", "self._forward(cache, call, columns, start)", "pass"),
-    "what is behind a gap is of any tokens": edit(Kept, "_pieces", "common(entry.ids, row)", "len(row) // WIDTH"),
-    "what goes further behind a gap is not used": edit(
-        Kept, "columns_of", "_until(self._pieces(call), 0, columns)", "columns"
-    ),
+    "a gap is not computed": edit(PrefixReuse, "_compute", "self._forward(run.cache, run.call, start, stop)", "pass"),
+    "what is behind a gap is of any tokens": edit(Kept, "_overlapping", "common(entry.ids, ids)", "len(ids) // WIDTH"),
+    "what is behind a gap is not used": gone(Kept, "behind", (0, None)),
     "an entry behind a gap stays in its index": edit(Kept, "_forget", "self._behind.remove(entry)", "pass"),
     # ranks
     "a conversation that goes on leaves its rank behind": edit(Ranks, "follow", "self._leave(name, before)", "pass"),
     "only one conversation has its history in a sequence": edit(
-        Ranks, "kept", "self._stale[name] = None", "self._stale = {name: None}"
+        Ranks, "kept", "self._ranked.items()", "list(self._ranked.items())[:1]"
     ),
     "nobody looks where the tokens of a conversation are": gone(Ranks, "refresh"),
     "a conversation that is closed keeps its rank": gone(Ranks, "forget"),
     "a rank is not saved": edit(Conversation, "state", "if rank != DEFAULT:", "if False:"),
     # wake
-    "a wake that was cancelled goes on": edit(Waker, "step", "if not wake._cancelled:", "if True:"),
+    "a wake that was cancelled goes on": edit(
+        Waker, "step", 'if wake._goes_on(waits=wake._waits_for != ""):', "if True:"
+    ),
     "a wake loads nothing": edit(Waker, "_bring", "if self._disk_tier is not None:", "if False:"),
-    "a wake promotes nothing": edit(Waker, "_bring", "self._kept.parked.promote(entry.sequence, PIECE)", "0"),
-    "a wake gives way to nobody": gone(Waker, "_give_way", False),
+    "a wake promotes nothing": edit(Waker, "_bring", "self._kept.parked.promote(sequences, PIECE)", "0"),
+    "a wake gives way to nobody": gone(Waker, "_concede", False),
     "a turn does not end the wake of its conversation": gone(Waker, "turn"),
     # what is saved
     "another slice is saved": edit(
         Archive, "save", "x[0, :, start:length]", "x[0, :, max(start - 1, 0) : max(start - 1, 0) + length - start]"
     ),
     "what is to be saved is another sequence": edit(
-        DiskTier, "_open", "min(got, entry.sequence.length)", "entry.sequence.length"
+        DiskTier, "_open", "min(length, entry.sequence.length)", "entry.sequence.length"
     ),
     "what has given up its end is saved as if it had not": edit(
         Archive, "save", "(length := cache.get_seq_length()) <= start", "False"
     ),
-    "fewer tokens are kept than were loaded": edit(DiskTier, "load", "ids[: got * WIDTH]", "ids[: (got - 1) * WIDTH]"),
+    "fewer tokens are kept than were loaded": edit(
+        DiskTier, "_bring", "ids[: until * WIDTH]", "ids[: (until - 1) * WIDTH]"
+    ),
     "checksums are not compared": edit(files, "read_tensors", "!= sums", "is None"),
     "chunks are read in another order": edit(Disk, "read", "chunk.chain()[::-1]", "chunk.chain()"),
     "the end of a chunk that another one continues is read": edit(

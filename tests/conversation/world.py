@@ -920,8 +920,8 @@ class World:
         self.disturbed = True
         self.note("while a wake reads")
         # Who is refused asks a wake to end, and waits for that: in one thread it would wait for ever.
-        asked = list(self.memory.yielding)
-        self.memory.yielding.clear()
+        asked = list(self.memory.conceding)
+        self.memory.conceding.clear()
         self.depth += 1
         try:
             if what == self.turn:
@@ -933,7 +933,7 @@ class World:
             raise
         finally:
             self.depth -= 1
-            self.memory.yielding[:] = asked
+            self.memory.conceding[:] = asked
 
     def _unlocked(self) -> bool:
         """Whether another thread could do something now: nobody here has a lock that it needs."""
@@ -949,7 +949,7 @@ class World:
         if row is None:
             row, salt = self.rng.choice(self.histories[-6:]), self.rng.choice((None, None, "a", ("b", 2)))
         self.note("wake:", row, salt)
-        self.wakes.append(self.store.wake(row, salt=salt))
+        self.wakes.append(self.store.wake(row, salt=salt, timeout=self.rng.choice((None, None, 0.0, 50.0))))
         self.let_come()
 
     def let_come(self) -> None:
@@ -968,7 +968,7 @@ class World:
         waker = self.store._waker
         loading = waker._loading
         with self.memory.lock:
-            assert waker._give_way() == (loading is not None), "a wake keeps what it claims"
+            assert waker._concede() == (loading is not None), "a wake keeps what it claims"
         assert loading is None or loading._cancelled
 
     def waken(self) -> None:
@@ -994,7 +994,7 @@ class World:
         assert not cancelled or (each.done and came == before), "a wake that was cancelled goes on"
         assert all(run.state in RESIDENT for run in used), "a wake makes blocks leave that a cache uses"
         calm = not (self.tight or self.flipped or cancelled or self.disturbed or self.changed_weights)
-        if not calm or not self.plain or self.faults & {"transfers", "flips"} or key != each._key:
+        if not calm or not self.plain or each.why or self.faults & {"transfers", "flips"} or key != each._key:
             return
         with self.memory.lock:
             length, entry = store._kept.find(each._key, each._ids)
@@ -1294,11 +1294,13 @@ class World:
             place = disk_key(found.key)
             if archive is not None and not self.rough_disk and place is not None:
                 saved, _ = archive.disk.find(place, found.ids)
+            # What is behind a gap may begin within what precedes it.
+            here = len({i for x, tokens in found.has.items() for i in range(x.start, x.start + tokens)})
             before = self.pinned.get(name)
             if before is not None and before[0] == where and not self.flipped:
-                assert found.tokens >= before[1], "what is pinned has left the memory"
+                assert here >= before[1], "what is pinned has left the memory"
                 assert saved >= before[2] or self.rough_disk, "what is pinned has left the disk"
-            self.pinned[name] = where, found.tokens, saved
+            self.pinned[name] = where, here, saved
 
     # The end
 
@@ -1406,7 +1408,14 @@ def archive_of(store: ConversationStore | None) -> Archive | None:
 
 
 def _choose(
-    _: LoadOrCompute, files: Sequence[tuple[int, int]], length: int, past: int, more: int, step: int | None = None
+    _: LoadOrCompute,
+    files: Sequence[tuple[int, int]],
+    length: int,
+    past: int,
+    more: int,
+    step: int | None = None,
+    *,
+    batch: int = 1,
 ) -> int:
     """What is expected to be soonest: anything."""
     ways = [0, length]

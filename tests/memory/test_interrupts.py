@@ -180,7 +180,7 @@ def early(world: World) -> None:
 
 def pack(world: World) -> None:
     """Somebody needs what is free."""
-    with world.memory.changing():
+    with world.memory.lock, world.memory.change:
         world.memory.collect()
         device = world.memory.devices[0]
         device.make_room(10 * SLOT)

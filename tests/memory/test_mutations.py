@@ -177,7 +177,7 @@ ALONE: dict[str, Mutation] = {
         Workspace, "release_idle", "0 if self.in_use else self.nbytes", "self.nbytes"
     ),
     # admission
-    "nothing is admitted": edit(TieredMemory, "_admit", "if wanted(limit) > limit:", "if False:"),
+    "nothing is admitted": edit(TieredMemory, "_admit", "if demanded(limit) > limit:", "if False:"),
     "claims of others do not count": edit(
         TieredMemory, "_demand", "if each in x.claims and x is not owner", "if False"
     ),
@@ -275,7 +275,10 @@ PARKED: dict[str, Mutation] = {
 
 #: Where the lock is taken, and under which names.
 TAKERS: tuple[type | ModuleType, ...] = (TieredMemory, Forward, LayerReader, split, split._Call, split._HostPart, dense)
-NAMES = ("lock", "memory.lock", "self.lock", "self.memory.lock", "reader.memory.lock", "self.reader.memory.lock")
+NAMES = (
+    *("lock", "memory.lock", "self.lock", "self.memory.lock", "reader.memory.lock", "self.reader.memory.lock"),
+    *("self.lock, self.change", "self.memory.lock, self.memory.change"),
+)
 
 
 def locks() -> Iterator[tuple[str, Mutation]]:
@@ -285,6 +288,8 @@ def locks() -> Iterator[tuple[str, Mutation]]:
             function = inspect.unwrap(found.fget if isinstance(found, property) else found)
             home = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
             if not inspect.isfunction(function) or function.__module__ != home:
+                continue
+            if name in ("drain", "check_integrity"):  # those are called where nobody else is at work
                 continue
             for text in (f" with {lock}:" for lock in NAMES):
                 for i in range(inspect.getsource(function).count(text)):
@@ -353,7 +358,7 @@ def aside(memory: TieredMemory) -> None:
         cache.check_integrity()
         cache.explain()
         cache.layers[0].reset()
-    with memory.changing():
+    with memory.lock, memory.change:
         parked.close()
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=8)

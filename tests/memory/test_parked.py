@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_interrupts import Line
 
 from kvtier import BudgetError, MismatchError, TieredKVCache, TieredMemory
 from kvtier.tables.parked import ParkedSequence, ParkedSequences
@@ -145,6 +146,31 @@ def test_a_cache_goes_on_after_it_was_parked_and_what_is_parked_does_not_change(
     with follow(memory, parked, sequence) as cache:
         assert torch.equal(cache.layers[0].values.dense(), x)
     check(memory, parked)
+
+
+def test_a_cache_that_is_cut_short_as_it_begins_leaves_references_that_are_right() -> None:
+    """At any line: one may come while a run is cut for a table that nobody has yet."""
+    at, line = 0, Line(0)
+    while at == 0 or line.where is not None:
+        memory = TieredMemory(host_budget=40 * BLOCK)
+        parked = ParkedSequences(memory)
+        sequence, x = park(memory, parked, 4 * SIZE)
+        cache, line = cache_on(memory), Line(at)
+        cache._add_layers(0)
+        with line.traced():
+            cache._forward.follow(parked, [sequence], 2 * SIZE + 1)
+        try:
+            check(memory, parked)
+            cache.close()
+            check(memory, parked)
+            with follow(memory, parked, sequence) as other:
+                assert torch.equal(other.layers[0].keys.dense(), x)
+            check(memory, parked)
+        except BaseException as error:
+            error.add_note(f"cut short at {line.where}")
+            raise
+        at += 1
+    assert at > 100
 
 
 def test_blocks_that_nobody_uses_leave_the_device_first() -> None:

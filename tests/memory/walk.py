@@ -397,7 +397,7 @@ class Walk:
             member.cache.close()
         self.members.clear()
         gc.collect(1)
-        with self.memory.changing():
+        with self.memory.lock, self.memory.change:
             self.memory.collect()
             for parked in self._parked_in.values():
                 parked.check_integrity()

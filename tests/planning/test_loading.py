@@ -108,9 +108,10 @@ def test_no_other_beginning_of_the_tail_is_expected_to_be_much_better(seed: int)
         choice.loaded(nbytes := draw.randrange(1, 10**9), overhead + per_byte * nbytes)
     slower, dearer = draw.choice([(1.0, 1.0), (1.6, 1.0), (1.2, 2.0)])
     for _ in range(40):
-        choice.loaded_beside(10**8, slower * (choice.seconds_to_load(10**8) or 0))
-        choice.computed_beside(1000, 0, dearer * (choice.seconds_to_compute(1000, 0, 0) or 0))
+        choice.loaded_overlapped(10**8, slower * (choice.seconds_to_load(10**8) or 0))
+        choice.computed_overlapped(1000, 0, 1, dearer * (choice.seconds_to_compute(1000, 0, 0) or 0))
     length, more, step = draw.randrange(300, 20_000), draw.randrange(16, 600), draw.choice((1, 16, 256))
+    batch = draw.choice((1, 1, 4))
     files, past = chain(draw, length), draw.choice((0, 0, draw.randrange(length)))
 
     def seconds(start: int) -> float:
@@ -118,15 +119,28 @@ def test_no_other_beginning_of_the_tail_is_expected_to_be_much_better(seed: int)
         nbytes = sum(n for i, (_, n) in enumerate(files) if i + 1 == len(files) or files[i + 1][0] > start)
         load = choice.seconds_to_load(nbytes) or 0.0
         if start == length:
-            return choice.seconds_to_compute(length - past, past, more) or 0.0
+            return choice.seconds_to_compute(length - past, past, more, batch) or 0.0
         if start <= past:
             return load
-        return max(slower * load, dearer * (choice.seconds_to_compute(start - past, past, 0) or 0.0))
+        return max(slower * load, dearer * (choice.seconds_to_compute(start - past, past, 0, batch) or 0.0))
 
     ways = [0, length] + [x for first, _ in files for x in [-(-max(first, past) // step) * step] if x < length]
-    chosen = choice.choose(files, length, past, more, step)
+    chosen = choice.choose(files, length, past, more, step, batch=batch)
     assert chosen in ways
     assert seconds(chosen) <= 1.0501 * min(seconds(x) for x in ways)
+
+
+def test_beams_compute_each_token_for_every_row_and_load_it_once() -> None:
+    choice = LoadOrCompute()
+    for tokens in (100, 1000, 10_000):
+        choice.loaded(tokens * BYTES, tokens * 2e-3)
+        choice.computed(tokens, 0, 1, tokens * 1e-3)
+    files = [(start, 100 * BYTES) for start in range(0, 10_000, 100)]
+    assert choice.choose([(0, 10_000 * BYTES)], 10_000, 0, 64) == 10_000, "computing one row takes half as long"
+    assert choice.choose([(0, 10_000 * BYTES)], 10_000, 0, 64, batch=4) == 0, "computing four takes twice as long"
+    for batch, share in ((1, 2 / 3), (4, 1 / 3)):
+        start = choice.choose(files, 10_000, 0, 64, 16, batch=batch)
+        assert abs(start / 10_000 - share) < 0.03
 
 
 def test_with_equal_prices_about_half_is_computed_meanwhile() -> None:
@@ -157,8 +171,8 @@ def test_what_was_learned_goes_to_json_and_back() -> None:
     for _ in range(40):
         choice.loaded(draw.randrange(1, 10**9), draw.random())
         choice.computed(draw.randrange(2, 4000), draw.randrange(8000), 1, draw.random())
-        choice.loaded_beside(10**8, draw.random())
-        choice.computed_beside(100, 0, draw.random())
+        choice.loaded_overlapped(10**8, draw.random())
+        choice.computed_overlapped(100, 0, 1, draw.random())
     text = json.dumps(choice.as_json())
     again = LoadOrCompute.from_json(json.loads(text))
     assert json.dumps(again.as_json()) == text
@@ -172,13 +186,13 @@ def test_what_was_learned_goes_to_json_and_back() -> None:
         [],
         {},
         {"loads": [[1, 1.0]]},
-        {"loads": [[1]], "prefills": [], "loads_beside": [], "computed_beside": []},
-        {"loads": [[-1, 1.0]], "prefills": [], "loads_beside": [], "computed_beside": []},
-        {"loads": [[1, math.nan]], "prefills": [], "loads_beside": [], "computed_beside": []},
-        {"loads": [], "prefills": [[10, -1, 1, 1.0]], "loads_beside": [], "computed_beside": []},
-        {"loads": [], "prefills": [], "loads_beside": [0.0], "computed_beside": []},
-        {"loads": [], "prefills": [], "loads_beside": ["x"], "computed_beside": []},
-        {"loads": 7, "prefills": [], "loads_beside": [], "computed_beside": []},
+        {"loads": [[1]], "prefills": [], "loads_overlapped": [], "computed_overlapped": []},
+        {"loads": [[-1, 1.0]], "prefills": [], "loads_overlapped": [], "computed_overlapped": []},
+        {"loads": [[1, math.nan]], "prefills": [], "loads_overlapped": [], "computed_overlapped": []},
+        {"loads": [], "prefills": [[10, -1, 1, 1.0]], "loads_overlapped": [], "computed_overlapped": []},
+        {"loads": [], "prefills": [], "loads_overlapped": [0.0], "computed_overlapped": []},
+        {"loads": [], "prefills": [], "loads_overlapped": ["x"], "computed_overlapped": []},
+        {"loads": 7, "prefills": [], "loads_overlapped": [], "computed_overlapped": []},
     ],
 )
 def test_what_is_no_such_thing_is_refused(wrong: Any) -> None:

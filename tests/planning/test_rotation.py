@@ -69,7 +69,7 @@ def test_expansion_tolerates_a_burst_and_a_load_that_wants_no_room() -> None:
     for _ in range(2):
         assert expansion.observe(1.0, 0.0) == there
     for _ in range(20):
-        assert expansion.observe(0.0, 1.0, wanted=False) == there
+        assert expansion.observe(0.0, 1.0, useful=False) == there
     assert [expansion.observe(1.0, 0.0) for _ in range(3)][-1] == there - 1
     # What made it wait is not tried again at once.
     assert {expansion.observe(0.0, 1.0) for _ in range(12)} == {there - 1}

@@ -18,7 +18,7 @@ BREAKS = {
     "prompts take no block": ("load.chunked else job.left\n", "load.chunked else job.left\n            free += 1\n"),
     "nobody gives way": ("while need > free and", "while False and"),
     "all give way": ("while need > free and", "while need >= free and"),
-    "the first gives way": ("last := self._last(running, step)", "last := self._last(running[::-1], step)"),
+    "the first gives way": ("last := self._last(running, step, load)", "last := self._last(running[::-1], step, load)"),
     "whoever gives way runs": (
         "if job in step.preempt:\n                continue\n            step.tokens",
         "step.tokens",

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 
 import pytest
+import transformers
 from workloads import MODELS, Load, model_of
 
 from kvtier import Engine
@@ -20,6 +21,8 @@ TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_request_gets_the_tokens_of_generate(name: str) -> None:
+    if name == "phi3_longrope" and transformers.__version__.startswith("5.17."):
+        pytest.skip("its `generate` forgets the past where the rotary embedding changes")
     counts: Counter[str] = Counter()
     for seed in range(LOADS.get(name, 2) * TIMES):
         load = Load(name, seed)

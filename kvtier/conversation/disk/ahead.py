@@ -35,7 +35,7 @@ def read_ahead(reads: Sequence[Callable[[Buffer], T]]) -> Generator[T]:
             del found
     finally:
         for buffer in buffers:
-            buffer.wanted = False
+            buffer.awaited = False
         pool.shutdown(cancel_futures=True)
 
 

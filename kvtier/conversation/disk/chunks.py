@@ -434,7 +434,7 @@ class Disk:
         """The chunks that a conversation's tokens are in."""
         found, end = set[int](), f", {ranked.salt!r})"
         for key in self._index.all_keys():
-            if isinstance(key, str) and key.endswith(end):  # the text of a tuple, and the salt is its end
+            if isinstance(key, str) and key.endswith(end):  # the repr of a tuple, and the salt is its end
                 length, longest = self._index.find(key, ranked.ids)
                 if longest is not None:
                     found.update(x.number for x in longest.chain() if x.start < length)

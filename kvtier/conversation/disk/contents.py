@@ -116,7 +116,7 @@ class Contents:
             mine = found[name] = set[int]()
             ids, end = ids_of(state), f", {state.get('salt')!r})"
             for key in keys:
-                if key.endswith(end):  # it is the text of a tuple, and the salt is its end
+                if key.endswith(end):  # it is the repr of a tuple, and the salt is its end
                     length, longest = index.find(key, ids)
                     if longest is not None:
                         mine.update(n for n in self.chain(longest) if self.rows[n].start < length)

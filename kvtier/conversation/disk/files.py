@@ -80,11 +80,11 @@ class Buffer:
     """Memory that files are read into, one after the other.
 
     Attributes:
-        wanted: whether somebody waits for what is read into it. Any thread may say that nobody does any more.
+        awaited: whether somebody waits for what is read into it. Any thread may say that nobody does any more.
     """
 
     def __init__(self) -> None:
-        self.wanted = True
+        self.awaited = True
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -145,7 +145,7 @@ def _read(handle: int, into: memoryview, buffer: Buffer) -> bytes:
     """Fill memory of a buffer from a file. Returns the checksum of what was read; none, where the file ends early."""
     at, sums, current = 0, b"", 0
     while at < len(into):
-        if not buffer.wanted:
+        if not buffer.awaited:
             raise InterruptedError("nobody waits for it any more")
         got = os.readv(handle, [into[at : min(at + _PIECE, (at // SEGMENT + 1) * SEGMENT)]])
         if not got:

@@ -103,7 +103,7 @@ class Manifest:
             self.close()
             if isinstance(error, ConfigError) or not isinstance(error, (sqlite3.Error, ValueError)):
                 raise
-            raise self._refused(error) from error  # texts that are none are a ValueError
+            raise self._refused(error) from error  # bytes that are no string are a ValueError
 
     def _refused(self, error: Exception) -> ConfigError:
         return ConfigError(

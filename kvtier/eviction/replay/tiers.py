@@ -5,7 +5,7 @@ while the device computes the rest (Pensieve, section 4.3), or is computed too w
 token on it decodes at a fixed pace, and its blocks are in use until its end. Prefills take turns.
 
 Each tier has a prefix tree. A block that the next tier has a copy of is evicted for nothing. Copies are made ahead,
-where less than a threshold of a tier can be had for nothing (section 4.3 of the text: 50%): a second tree of the same
+where less than a threshold of a tier can be had for nothing (section 4.3 of the paper: 50%): a second tree of the same
 policy, of the blocks without a copy, gives their order, so that what is evicted next is copied first. A copied block
 that a block without a copy continues does not count: eviction comes to it later, and loses the other one before. A link
 moves copies only while no fetch uses it; a fetch waits for the one block that is on its way.

@@ -1,0 +1,102 @@
+"""What a cache holds against the prompt that comes: which tokens stay right, and whether any are left to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from kvtier.errors import ConfigError, MismatchError
+from kvtier.hf.threads import generates
+
+#: Frames between `generate` and the method of Transformers that is given a cache: classes add to it.
+_MOST_FRAMES = 8
+
+
+def common_prefix(new_ids: Any, held_ids: Any, held: int, rows: int | None) -> int:
+    """Tokens of a cache that a new prompt begins with, in every row.
+
+    Args:
+        new_ids: of the prompt, `[rows, tokens]`, or one row of numbers.
+        held_ids: of what the cache was given so far and of tokens that it was not, the same way.
+        held: tokens in the cache.
+        rows: of the cache; None: it has none yet.
+
+    Returns:
+        At most `held`, and fewer than the prompt has: its last token has to be computed.
+
+    Raises:
+        ConfigError: not token ids.
+        MismatchError: other numbers of rows, or `held_ids` are fewer than the cache holds.
+    """
+    new, old = _ids("new_ids", new_ids), _ids("held_ids", held_ids)
+    if not new.shape[1]:
+        raise ConfigError("keep_prefix: new_ids are empty, and a prompt has at least one token.")
+    if rows is not None and not new.shape[0] == old.shape[0] == rows:
+        raise MismatchError(
+            f"keep_prefix: new_ids have {new.shape[0]} rows and held_ids {old.shape[0]}, and the cache has {rows}. "
+            "Nothing was changed."
+        )
+    if old.shape[1] < held:
+        raise MismatchError(
+            f"keep_prefix: held_ids are {old.shape[1]} tokens, but the cache holds {held}. Give all that it was given, "
+            "answers included: what `generate` returned. Nothing was changed."
+        )
+    most = min(held, new.shape[1] - 1)
+    same = (new[:, :most] == old[:, :most]).all(0)
+    return most if bool(same.all()) else int(same.int().argmin())
+
+
+def _ids(name: str, value: Any) -> torch.Tensor:
+    try:
+        ids = torch.as_tensor(value).to("cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"keep_prefix: {name} are not token ids: {error}.") from error
+    if ids.is_floating_point() and not ids.numel():
+        ids = ids.long()  # of an empty list
+    if ids.dtype is torch.bool or ids.is_floating_point() or ids.is_complex() or ids.dim() not in (1, 2):
+        raise ConfigError(f"keep_prefix: {name} are not token ids, [rows, tokens] or one row.")
+    return ids[None] if ids.dim() == 1 else ids
+
+
+def check_longer(frame: FrameType | None, held: int) -> None:
+    """Refuse a `generate` whose whole prompt a cache covers: Transformers would compute parts of it again, behind it.
+
+    Args:
+        frame: inside of `generate`, where it is given a cache.
+        held: tokens in the cache.
+
+    Raises:
+        MismatchError: nothing was changed.
+    """
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        if generates(frame.f_code):
+            break
+        frame = frame.f_back
+    else:
+        return
+    local = frame.f_locals
+    prompt, config, inputs = local.get("input_ids_length"), local.get("generation_config"), local.get("model_kwargs")
+    mode = getattr(local.get("generation_mode"), "value", "")
+    if (
+        not isinstance(prompt, int)
+        or not isinstance(inputs, dict)
+        or local.get("model_input_name") != "input_ids"
+        or "assisted" in mode
+        or getattr(config, "is_assistant", False)
+    ):
+        return
+    mask: Sequence[Any] | Any = inputs.get("attention_mask")
+    covered = mask.shape[1] if isinstance(mask, torch.Tensor) else getattr(config, "_mask_length", -1)
+    # A mask that is longer than the ids says that these are new tokens only.
+    if 0 < prompt <= held and covered == prompt:
+        raise MismatchError(
+            f"The cache holds {held} tokens and the prompt has {prompt}: nothing is left to compute, and Transformers "
+            "would add the prompt behind what is there, with wrong tokens. A prompt continues a cache if it begins "
+            "with what that holds and is longer. `cache.keep_prefix(new_ids, held_ids)` keeps what both share; "
+            "`cache.reset()` begins again. Nothing was changed."
+        )

@@ -1,0 +1,561 @@
+"""`tiered`, `tier` and `untier`: every `generate` of a model gets a tiered cache, in code that passes none."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import logging
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from torch import nn
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
+from transformers.generation import GenerationMixin
+
+from kvtier.config import CacheOptions, Size
+from kvtier.cpu import loader
+from kvtier.errors import ConfigError, MemoryInUseError
+from kvtier.hf.cache import TieredKVCache, check_hook, memory_of
+from kvtier.hf.layer import TieredLayer
+from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.policy import Policy
+from kvtier.stats import CacheStats, Counters, Progress
+
+#: What of Transformers is wrapped while a model is tiered; see docs/design/wrapper.md.
+_GENERATE, _PREPARE = "generate", "_prepare_cache_for_generation"
+#: What `generate` keeps its cache under; models with recurrent layers only have another name for it, and are left.
+_CACHE = "past_key_values"
+#: Why a call had a tiered cache and was not tiered.
+_UNUSED = "the model put another cache in its place"
+
+#: Calls at DEBUG.
+log = logging.getLogger("kvtier.tiered")
+
+#: Guards what follows. Re-entrant: a model may be collected while it is held.
+_lock = threading.RLock()
+#: Which models are tiered, by what; the last one serves. The models' own attributes stay as they are.
+_serving: weakref.WeakKeyDictionary[nn.Module, list[Tiered]] = weakref.WeakKeyDictionary()
+#: Methods that are wrapped: by class and name, the method of before and the one that took its place.
+_wrapped: dict[tuple[type, str], tuple[Any, Any]] = {}
+#: The call of `generate` under way.
+_current: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("kvtier_call", default=None)
+
+
+class Tiered:
+    """Gives every `generate` of a model a `TieredKVCache` of its own. Made by `tiered` and `tier`.
+
+    The caches are in one memory, so that the budgets hold for all calls together, whatever threads they run in. Each
+    is closed when its call ends, also with an error, unless the call returns it (`return_dict_in_generate=True`): then
+    it is the caller's, and given back when dropped.
+
+    Threads: any may generate, enter, leave and read.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache_options: Mapping[str, Any],
+        memory_options: Mapping[str, Any],
+        memory: TieredMemory | None,
+        progress: Callable[[Progress], object] | None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            what = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
+            inside = getattr(model, "model", None)
+            hint = " Give the model inside it, `.model`." if isinstance(inside, nn.Module) else ""
+            raise ConfigError(f"tiered takes a loaded model, not {what}.{hint}")
+        # Those inside of it, too: an adapter's or a compiled one's, and of a model that generates with a part of it.
+        models = [x for x in model.modules() if isinstance(x, GenerationMixin)]
+        if not models:
+            raise ConfigError(f"{type(model).__name__} holds no Transformers model that generates.")
+        CacheOptions.parse(**cache_options)
+        check_hook(progress)
+        loader.check_environment()
+        self._name = type(models[0]).__name__
+        self._models = [weakref.ref(x) for x in models]
+        self._cache_options = {**cache_options, "progress": progress}
+        self._memory_options = dict(memory_options)
+        self._given = memory
+        self._memory: TieredMemory | None = self._new_memory()
+        self._depth = 0
+        #: Begun by `tier`: until `untier`, or the end of the first `with` that it is used in.
+        self.lasting = False
+        self._calls = 0
+        self._last: CacheStats | None = None
+        self._left: dict[str, int] = {}
+        self._ended = CacheStats()
+        self._running: list[_Call] = []
+        #: Calls that were found over while garbage was collected, when no lock may be taken.
+        self._over: deque[_Call] = deque()
+
+    def _new_memory(self) -> TieredMemory:
+        memory = memory_of(self._given, **self._memory_options)
+        if self._given is None:
+            memory.private = False  # several caches come to use it
+        return memory
+
+    # What a user sees
+
+    @property
+    def calls(self) -> int:
+        """Calls of `generate` that ended and had a tiered cache."""
+        with _lock:
+            self._settle()
+            return self._calls
+
+    @property
+    def last(self) -> CacheStats | None:
+        """Statistics of the call that ended last, in whatever thread; None before the first."""
+        with _lock:
+            self._settle()
+            return self._last
+
+    @property
+    def left(self) -> dict[str, int]:
+        """How many calls were left as they are, by the reason."""
+        with _lock:
+            self._settle()
+            return dict(self._left)
+
+    @property
+    def stats(self) -> CacheStats:
+        """Statistics of all calls together, those under way included. Peaks are the largest; tiers are as they are now.
+
+        What a caller does later with a cache that a call returned is not part of it.
+        """
+        with _lock:
+            self._settle()
+            total, now = CacheStats(), None if self._memory is None else self._memory.stats
+            total.add(self._ended)
+            for call in self._running:
+                for cache in call.caches:
+                    total.add(cache._forward.counters)
+            total.resident_bytes = self._ended.resident_bytes
+            device, host = self._ended.device, self._ended.host
+            total.device = (device.empty() if now is None else now.device).with_peak(device.peak_bytes)
+            total.host = (host.empty() if now is None else now.host).with_peak(host.peak_bytes)
+            return total
+
+    def __repr__(self) -> str:
+        state, left = "at work" if self._depth else "not at work", sum(self.left.values())
+        return (
+            f"Tiered({self._name}, {state}, {self.calls} call{'' if self.calls == 1 else 's'}"
+            f"{f', {left} left as they are' if left else ''})"
+        )
+
+    def __getstate__(self) -> Any:
+        raise ConfigError("What `kvtier.tiered` gives cannot be copied or pickled: call it again.")
+
+    # From begin to end
+
+    def __enter__(self) -> Tiered:
+        with _lock:
+            if self.lasting:
+                self.lasting = False  # `with kvtier.tier(model):` ends what `tier` began
+            else:
+                self.begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        with _lock:
+            self._end(1)
+        if kind is None:
+            self._warn_if_unused()
+
+    def untier(self) -> None:
+        """End it, however often it was begun. What is under way keeps its cache."""
+        with _lock:
+            self.lasting = False
+            self._end(self._depth)
+
+    def begin(self) -> None:
+        """Serve the model. The caller holds the lock."""
+        if self._memory is None:
+            self._memory = self._new_memory()
+        _wrap(GenerationMixin, _GENERATE, _around_generate)
+        for model in self._alive():
+            _wrap(_definer(type(model), _PREPARE), _PREPARE, _around_prepare)
+            _serving.setdefault(model, []).append(self)
+        self._depth += 1
+
+    def _alive(self) -> list[Any]:
+        return [model for model in (ref() for ref in self._models) if model is not None]
+
+    def _end(self, times: int) -> None:
+        """Undo so many beginnings, unless they were undone. The caller holds the lock."""
+        for _ in range(min(times, self._depth)):
+            self._depth -= 1
+            for model in self._alive():
+                stack = _serving[model]
+                # The last one: those of before belong to blocks around this one.
+                del stack[len(stack) - 1 - stack[::-1].index(self)]
+                if not stack:
+                    del _serving[model]
+        if not _serving:
+            _unwrap()
+        memory = self._memory
+        if not self._depth and memory is not None and self._given is None:
+            # What calls under way use, and caches that were returned, goes with the last of them.
+            with contextlib.suppress(MemoryInUseError):
+                memory.close()
+            found, self._memory = memory.stats, None
+            self._ended.device = found.device.with_peak(self._ended.device.peak_bytes)
+            self._ended.host = found.host.with_peak(self._ended.host.peak_bytes)
+
+    def _warn_if_unused(self) -> None:
+        if self.calls or self._running:
+            return
+        why = "; ".join(f"{reason} ({count} x)" for reason, count in self.left.items())
+        warnings.warn(
+            f"No `generate` of {self._name} had a tiered cache within `kvtier.tiered`. "
+            + (
+                f"Calls were left as they are: {why}."
+                if why
+                else "None was called: is it another object that generates, such as a copy of the model?"
+            ),
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    # Calls
+
+    def caches(self, config: Any, made: Any) -> Any:
+        """What takes the place of the cache that Transformers made; None, where there is nothing to tier.
+
+        Args:
+            config: the model's.
+            made: by Transformers, with the layers that it would use.
+        """
+        if not isinstance(made, EncoderDecoderCache):
+            return self._cache(config, made)
+        halves = [made.self_attention_cache, made.cross_attention_cache]
+        mine = [self._cache(config, half) for half in halves]
+        if mine == [None, None]:
+            return None
+        return EncoderDecoderCache(*[half if x is None else x for half, x in zip(halves, mine, strict=True)])
+
+    def _cache(self, config: Any, made: Any) -> TieredKVCache | None:
+        kinds = [type(x) for x in made.layers]
+        if type(made) is not DynamicCache or (kinds and DynamicLayer not in kinds):
+            return None
+        with _lock:
+            memory = self._memory
+            if memory is None:  # it has just ended
+                return None
+            cache = self._made(config, memory)
+            mine = [DynamicLayer if isinstance(x, TieredLayer) else type(x) for x in cache.layers]
+            if any(a is not b for a, b in zip(mine, kinds, strict=False)):  # of T5, Transformers counts other layers
+                # The model made a cache of its own kind: cross-attention, say, where its decoder has windows.
+                cache.close()
+                if any(x is not DynamicLayer for x in kinds):
+                    return None
+                cache = self._made(None, memory)
+            return cache
+
+    def _made(self, config: Any, memory: TieredMemory) -> TieredKVCache:
+        cache = TieredKVCache(config, memory=memory, **self._cache_options)
+        cache._was_used = True  # `left` says where it was not
+        return cache
+
+    def begin_call(self, call: _Call) -> None:
+        """A call has caches."""
+        with _lock:
+            self._settle()
+            self._running.append(call)
+
+    def end_call(self, call: _Call, found: CacheStats | None, reason: str) -> None:
+        """A call has ended: its statistics, or why there are none."""
+        with _lock:
+            self._settle()
+            self._count(call, found, reason)
+            if self._memory is not None and self._given is None:
+                self._memory.reset_if_unused()
+        # Nothing is locked: handlers have locks of their own, and may ask for this.
+        if found is None:
+            log.debug("a generate of %s is left: %s", self._name, reason)
+        elif log.isEnabledFor(logging.DEBUG):
+            log.debug("a generate of %s has ended: %s", self._name, found.summary())
+
+    def _count(self, call: _Call, found: CacheStats | None, reason: str) -> None:
+        self._running = [x for x in self._running if x is not call]
+        if found is None:
+            self._left[reason] = self._left.get(reason, 0) + 1
+            return
+        self._calls += 1
+        self._last, ended = found, self._ended
+        ended.add(found)
+        ended.device = found.device.with_peak(ended.device.peak_bytes)
+        ended.host = found.host.with_peak(ended.host.peak_bytes)
+        ended.resident_bytes = max(ended.resident_bytes, found.resident_bytes)
+
+    def over(self, call: _Call) -> None:
+        """A call is over that nobody wrapped. Takes no lock."""
+        self._over.append(call)
+
+    def _settle(self) -> None:
+        while self._over:
+            call = self._over.popleft()
+            found = None
+            if any(x.steps for x in call.counters):
+                found = CacheStats()
+                for counters in call.counters:
+                    found.add(counters)
+                if self._memory is not None:
+                    now = self._memory.stats
+                    found.device, found.host = now.device, now.host
+            self._count(call, found, call.reason or _UNUSED)
+
+
+class _Call:
+    """One call of `generate`: the caches that were made for it, and what becomes of them.
+
+    Args:
+        tiered: that serves it.
+        model: whose call it is.
+
+    Attributes:
+        caches: that were made, until the call ends.
+        counters: of those of a call that was found over.
+        reason: why there are none.
+    """
+
+    def __init__(self, tiered: Tiered, model: nn.Module) -> None:
+        self.tiered = tiered
+        self.model = model
+        self.caches: list[TieredKVCache] = []
+        self.counters: list[Counters] = []
+        self.reason = "`generate` asked for no cache"
+        self._returned = False
+
+    def serve(self, generation_config: Any, model_kwargs: dict[str, Any], given: bool) -> None:
+        """Transformers has prepared a cache, or was given one: put a tiered one in its place.
+
+        Asked once for each class that has a say in it: what is in its place already stays there.
+        """
+        made = model_kwargs.get(_CACHE)
+        self.reason = _left(generation_config, made, given)
+        if self.reason:
+            return
+        cache = self.tiered.caches(self.model.config, made)
+        if cache is None:
+            self.reason = "no layer of the model keeps its whole past"
+            return
+        if getattr(generation_config, "is_assistant", False):
+            cache.activate_past_recording()
+        model_kwargs[_CACHE] = cache
+        self._returned = bool(generation_config.return_dict_in_generate)
+        if not self.caches:
+            self.tiered.begin_call(self)
+        halves = (
+            [cache.self_attention_cache, cache.cross_attention_cache]
+            if isinstance(cache, EncoderDecoderCache)
+            else [cache]
+        )
+        self.caches = [x for x in halves if isinstance(x, TieredKVCache)]
+
+    def end(self, *, failed: bool = False) -> None:
+        """The call is over: count it, and close what it does not return."""
+        caches, self.caches = self.caches, []
+        found = None
+        for cache in caches:
+            stats = cache.stats
+            if found is None:
+                found = stats
+            else:
+                found.add(stats)
+                found.resident_bytes += stats.resident_bytes
+        if failed or not self._returned:
+            for cache in caches:
+                cache.close()
+        del caches
+        if found is not None or not failed:
+            used = found is not None and (failed or found.steps > 0)
+            self.tiered.end_call(self, found if used else None, self.reason or _UNUSED)
+
+    def let_go(self) -> None:
+        """The call is over, and garbage may be collected just now: no lock is taken."""
+        self.counters = [cache._forward.counters for cache in self.caches]
+        self.caches = []
+        self.tiered.over(self)
+
+
+def _left(generation_config: Any, made: Any, given: bool) -> str:
+    """Why a call is left as it is; an empty string where it is not."""
+    if given:
+        return "the caller gave a cache"
+    if generation_config.use_cache is False:
+        return "use_cache=False"
+    implementation = generation_config.cache_implementation
+    if implementation not in (None, "dynamic"):
+        return f"cache_implementation={implementation!r}"
+    if not isinstance(made, (DynamicCache, EncoderDecoderCache)):
+        return "the model makes its state itself"
+    return ""
+
+
+# What of Transformers is wrapped
+
+
+def _definer(cls: type, name: str) -> type:
+    """The class whose method an object of `cls` has."""
+    return next(each for each in cls.__mro__ if name in vars(each))
+
+
+def _wrap(cls: type, name: str, around: Callable[[Any], Any]) -> None:
+    """Wrap a method, unless it is. The caller holds the lock."""
+    if (cls, name) not in _wrapped:
+        before = vars(cls)[name]
+        after = around(before)
+        setattr(cls, name, after)
+        _wrapped[cls, name] = before, after
+
+
+def _unwrap() -> None:
+    """Restore every method but those that somebody else has wrapped since: ours does nothing there."""
+    for (cls, name), (before, after) in list(_wrapped.items()):
+        if vars(cls).get(name) is after:
+            setattr(cls, name, before)
+            del _wrapped[cls, name]
+
+
+def _serves(model: Any) -> Tiered | None:
+    with _lock:
+        stack = _serving.get(model)
+        return stack[-1] if stack else None
+
+
+def _around_generate(before: Any) -> Any:
+    @functools.wraps(before)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tiered = _serves(self)
+        if tiered is None:
+            return before(self, *args, **kwargs)
+        call = _Call(tiered, self)
+        token, failed = _current.set(call), True
+        try:
+            result = before(self, *args, **kwargs)
+            failed = False
+            return result
+        finally:
+            _current.reset(token)
+            call.end(failed=failed)
+
+    return generate
+
+
+def _around_prepare(before: Any) -> Any:
+    @functools.wraps(before)
+    def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        call, tiered = _current.get(), None
+        if call is None or call.model is not self:
+            tiered = _serves(self)
+            if tiered is None:
+                return before(self, generation_config, model_kwargs, *args, **kwargs)
+            call = None
+        given = model_kwargs.get(_CACHE) is not None or model_kwargs.get("cache_params") is not None
+        result = before(self, generation_config, model_kwargs, *args, **kwargs)
+        if call is None and tiered is not None:
+            # A `generate` that was looked up before it was wrapped, or the model's own. It ends when its config does,
+            # which every call makes for itself.
+            call = _Call(tiered, self)
+            weakref.finalize(generation_config, call.let_go).atexit = False
+        if call is not None:
+            call.serve(generation_config, model_kwargs, given)
+        return result
+
+    return prepare
+
+
+# The public functions
+
+
+def tiered(
+    model: nn.Module,
+    *,
+    device_budget: Size | Mapping[str, Size] | None = None,
+    host_budget: Size | None = None,
+    block_size: int | Literal["auto"] = "auto",
+    write_through: float | None = None,
+    host_attention: bool = True,
+    max_tokens: int | None = None,
+    policy: Policy | str | None = None,
+    audit: Literal["off", "sampled", "full"] | None = None,
+    memory: TieredMemory | None = None,
+    progress: Callable[[Progress], object] | None = None,
+) -> Tiered:
+    """Give every `generate` of a model within a `with` block a tiered cache: for code that one does not write.
+
+        with kvtier.tiered(model, device_budget="8GiB") as used:
+            trainer.train()  # or a pipeline, an evaluation, a server
+        print(used.stats)
+
+    A call is left as it is, and `used.left` counts it by the reason, where the caller gives a cache, says
+    `use_cache=False` or names a `cache_implementation` (other than "dynamic", which is what Transformers does by
+    itself), and where no layer of the model keeps its whole past. The tokens are those of before; what `generate`
+    returns, too.
+
+    Args:
+        model: a loaded Transformers model, or a module that holds some: one with adapters (peft), compiled, parallel.
+            Neither it nor its class changes, so that it is copied and saved as ever; a copy is not tiered.
+        device_budget, host_budget, block_size, write_through, host_attention, max_tokens, policy: as those of
+            `TieredKVCache`, for all calls together. A budget that depends on what is free is found out again at each
+            call that finds no other under way.
+        audit, memory, progress: likewise.
+
+    Blocks may be nested, the innermost serves; they may end in any order, and in other threads.
+
+    Raises:
+        ConfigError: a malformed option; no model, or none that generates.
+    """
+    return Tiered(
+        model,
+        {"block_size": block_size, "host_attention": host_attention, "max_tokens": max_tokens},
+        {
+            "device_budget": device_budget,
+            "host_budget": host_budget,
+            "write_through": write_through,
+            "policy": policy,
+            "audit": audit,
+        },
+        memory,
+        progress,
+    )
+
+
+def tier(model: nn.Module, **options: Any) -> Tiered:
+    """Give every `generate` of a model a tiered cache from now on, until `untier(model)`.
+
+    A model has one of these: a second call replaces the first. Options are those of `tiered`.
+
+    Returns:
+        What `tiered` gives, at work. Its `stats` are there after `untier`, too.
+
+    Raises:
+        ConfigError: as `tiered`. Nothing was changed.
+    """
+    new = tiered(model, **options)
+    with _lock:
+        untier(model)
+        new.begin()
+        new.lasting = True
+    return new
+
+
+def untier(model: Any) -> None:
+    """End what `tier` began; nothing, where it was not called. Blocks of `tiered` end by themselves.
+
+    Raises:
+        ConfigError: not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"untier takes a loaded model, not an object of {type(model).__name__}.")
+    with _lock:
+        found = {each for x in model.modules() for each in _serving.get(x, []) if each.lasting}
+        for each in found:
+            each.untier()

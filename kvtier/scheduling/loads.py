@@ -1,0 +1,152 @@
+"""Requests to simulate: of traces, of random loads, and of conversations that wait for their answers."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import math
+import random
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+from kvtier.scheduling.simulate import Request
+
+#: Tokens of a block of Mooncake's trace.
+MOONCAKE_BLOCK = 512
+
+
+def poisson(
+    count: int,
+    per_second: float,
+    prompt: Callable[[random.Random], int],
+    output: Callable[[random.Random], int],
+    *,
+    seed: int = 0,
+    tenants: int = 1,
+) -> list[Request]:
+    """Requests at random times, with nothing in common. An infinite rate: all of them come at once."""
+    draw, time, found = random.Random(seed), 0.0, []
+    for i in range(count):
+        time += 0.0 if math.isinf(per_second) else draw.expovariate(per_second)
+        tenant = f"tenant-{i % tenants}" if tenants > 1 else ""
+        found.append(Request(time, max(prompt(draw), 1), max(output(draw), 1), tenant=tenant))
+    return found
+
+
+def lognormal(mean: float, spread: float, most: int = 1_000_000) -> Callable[[random.Random], int]:
+    """Lengths with that mean; `spread` is the standard deviation of their logarithm."""
+    middle = math.log(mean) - spread**2 / 2
+    return lambda draw: min(max(round(draw.lognormvariate(middle, spread)), 1), most)
+
+
+def uniform(mean: float, part: float = 0.1) -> Callable[[random.Random], int]:
+    """Lengths between (1 - part) and (1 + part) times a mean (Neo, section 5.1)."""
+    return lambda draw: round(draw.uniform((1 - part) * mean, (1 + part) * mean))
+
+
+def conversations(
+    count: int,
+    per_second: float,
+    *,
+    turns: float,
+    prompt: Callable[[random.Random], int],
+    output: Callable[[random.Random], int],
+    think: float,
+    least_think: float = 0.0,
+    most: int,
+    block_size: int,
+    seed: int = 0,
+) -> list[Request]:
+    """Conversations of several turns: each turn's prompt is all that was said, and comes some time after the answer.
+
+    Args:
+        count: conversations.
+        per_second: that begin, at random times.
+        turns: mean, 2 at the least.
+        prompt, output: new tokens of a turn.
+        think: mean seconds between an answer and the next turn, exponential.
+        least_think: less is taken for so much.
+        most: tokens at which a conversation ends.
+        block_size: tokens of a block's key.
+        seed: of all that is random.
+    """
+    draw, time, found = random.Random(seed), 0.0, list[Request]()
+    for i in range(count):
+        time += draw.expovariate(per_second)
+        said, before = 0, None
+        # Geometric from 2 on.
+        for turn in range(2 + int(draw.expovariate(1 / max(turns - 2, 1e-9)) + 0.5)):
+            new, answer = max(prompt(draw), 1), max(output(draw), 1)
+            if said + new + answer > most:
+                break
+            keys = tuple((i, j) for j in range((said + new + answer) // block_size))
+            wait = time if not turn else max(draw.expovariate(1 / think), least_think)
+            found.append(Request(wait, said + new, answer, keys, before))
+            said, before = said + new + answer, len(found) - 1
+    return found
+
+
+def azure(path: str | Path, *, scale: float = 1.0, lengths: float = 1.0, count: int | None = None) -> list[Request]:
+    """Arrivals and lengths of the Azure LLM inference trace (Splitwise, ISCA 2024).
+
+    Args:
+        path: a file with TIMESTAMP, ContextTokens and GeneratedTokens.
+        scale: arrivals come so many times as fast.
+        lengths: what all lengths are multiplied with.
+        count: the first so many requests.
+
+    Raises:
+        ConfigError: not such a file.
+    """
+    rows = []
+    try:
+        with Path(path).open(encoding="utf-8", newline="") as lines:
+            for row in csv.DictReader(lines):
+                # A fraction of seven digits is one too many for datetime.
+                time = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+                rows.append((time, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: not an Azure LLM inference trace: {error!r}") from error
+    if not rows:
+        raise ConfigError(f"{path}: not an Azure LLM inference trace: it has no request.")
+    rows = sorted(rows)[:count]
+    return [
+        Request((time - rows[0][0]) / scale, max(round(a * lengths), 1), max(round(b * lengths), 1))
+        for time, a, b in rows
+    ]
+
+
+def mooncake(
+    path: str | Path, *, block_size: int = MOONCAKE_BLOCK, scale: float = 1.0, count: int | None = None
+) -> list[Request]:
+    """Mooncake's trace of conversations (FAST 2025), with the keys of its blocks of 512 tokens.
+
+    Args:
+        path: a file with timestamp, input_length, output_length and hash_ids.
+        block_size: of the keys; it divides 512.
+        scale: arrivals come so many times as fast.
+        count: the first so many requests.
+
+    Raises:
+        ConfigError: not such a file, or such a block size.
+    """
+    if block_size < 1 or MOONCAKE_BLOCK % block_size:
+        raise ConfigError(f"block_size={block_size}: it has to divide {MOONCAKE_BLOCK}.")
+    parts = MOONCAKE_BLOCK // block_size
+    found: list[Request] = []
+    try:
+        with Path(path).open(encoding="utf-8") as lines:
+            for line in lines:
+                if count is not None and len(found) == count:
+                    break
+                row = json.loads(line)
+                hashes: Sequence[Hashable] = row["hash_ids"]
+                keys = tuple((x, j) for x in hashes for j in range(parts))
+                whole = keys[: row["input_length"] // block_size]
+                time = row["timestamp"] / 1000 / scale
+                found.append(Request(time, row["input_length"], max(row["output_length"], 1), whole))
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: not a Mooncake trace: {error!r}") from error
+    return found

@@ -1,0 +1,56 @@
+"""`kvtier bench`: a table or JSON of a simulated engine, and sentences for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import main
+
+
+def test_a_generated_load_as_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["bench", "--count", "30", "--rate", "50", "--tenants", "2"]
+    assert main(options) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "Simulated: llama-3.1-8b on h100 by its datasheet; 30 requests, generated: 50 in a second."
+    )
+    assert main([*options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["simulated"] is True
+    assert set(found["schedulers"]) == {"fcfs", "fair"}
+    assert f"{found['schedulers']['fair']['ttft_p99']:.4g}" in printed
+
+
+def test_conversations_are_re_used_by_a_stateful_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["bench", "--turns", "4", "--count", "40", "--scheduler", "fcfs", "--json"]
+    reused = []
+    for more in ([], ["--stateful"]):
+        assert main([*options, *more]) == 0
+        reused.append(json.loads(capsys.readouterr().out)["schedulers"]["fcfs"]["reused"])
+    assert reused[0] == 0.0 < reused[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--azure", "none.csv"], "not an Azure LLM inference trace"),
+        (["--mooncake", "none.jsonl"], "not a Mooncake trace"),
+        (["--device", "abacus"], "No machine 'abacus' is known"),
+        (["--scheduler", "luck"], "scheduler='luck'"),
+        (["--device-budget", "1MiB"], "takes more blocks than the 0 of the device"),
+        (["--count", "5", "--plot", "bench"], "the ending of the name"),
+    ],
+)
+def test_what_cannot_be_is_said(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "bench.png"
+    assert main(["bench", "--count", "10", "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,127 @@
+"""What README and docs show is true: code runs, commands parse, links lead somewhere, every error has its entry."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvtier
+from kvtier import errors
+from kvtier.cli.main import main
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "integrations" / "README.md"]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+
+
+def blocks(page: Path, kind: str) -> Iterator[tuple[int, str, str]]:
+    """Line, the heading above, and text of each fenced block of a language."""
+    text = page.read_text("utf-8")
+    for found in FENCE.finditer(text):
+        if found["kind"] == kind:
+            headings = re.findall(r"^##? (.*)$", text[: found.start()], re.MULTILINE)
+            yield text.count("\n", 0, found.start()) + 2, headings[-1], found["text"]
+
+
+def missing(code: ast.AST) -> list[str]:
+    """Packages that a block imports and that are not here."""
+    modules = [n.module for n in ast.walk(code) if isinstance(n, ast.ImportFrom) and n.module]
+    modules += [alias.name for n in ast.walk(code) if isinstance(n, ast.Import) for alias in n.names]
+    return sorted({m for m in (m.split(".")[0] for m in modules) if importlib.util.find_spec(m) is None})
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A folder with the examples in it, and the names that fragments use."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained("examples/pylm").eval()
+    inputs = AutoTokenizer.from_pretrained("examples/pylm")("def first(items):\n" * 20, return_tensors="pt")
+    return {"kvtier": kvtier, "torch": torch, "TieredKVCache": kvtier.TieredKVCache, "model": model, "inputs": inputs}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(blocks(p, "python"))], ids=named)
+def test_every_python_block_runs(page: Path, prepared: dict[str, Any]) -> None:
+    # Blocks of a page go on from one another. Those of troubleshooting are fragments, each of which ends in its error.
+    whole = page.name != "troubleshooting.md"
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for line, heading, text in blocks(page, "python"):
+        code = ast.parse(text)
+        if missing(code):  # an optional package: it has to be Python, no more
+            continue
+        ast.increment_lineno(code, line - 1)
+        run = compile(code, str(page), "exec")
+        if whole:
+            exec(run, namespace)
+        else:
+            with pytest.raises(getattr(kvtier, heading)):
+                exec(run, dict(prepared))
+            kvtier.disable(prepared["model"])
+
+
+class Parsed(Exception):
+    """A command line that the parser took."""
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(blocks(p, "console"))], ids=named)
+def test_every_command_parses(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(self: argparse.ArgumentParser, *args: Any) -> argparse.Namespace:
+        parse(self, *args)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    for _, _, text in blocks(page, "console"):
+        for command in (x.removeprefix("$ ") for x in text.splitlines() if x.startswith("$ kvtier ")):
+            with pytest.raises(Parsed):
+                main(shlex.split(command, comments=True)[1:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    for found in LINK.finditer(FENCE.sub("", page.read_text("utf-8"))):
+        target = found["target"].split("#")[0]
+        if target and "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_error_has_its_entry() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    entries = {m[1]: m[2] for m in re.finditer(r"^## (\w+Error)\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL)}
+    known = {n: e for n, e in vars(errors).items() if isinstance(e, type) and issubclass(e, errors.KVTierError)}
+    del known["KVTierError"]
+    assert list(entries) == list(known), "each error once, in the order of kvtier/errors.py"
+    for name, entry in entries.items():
+        assert f"**{known[name].__bases__[1].__name__}.**" in entry
+        assert "- **Cause:**" in entry
+        assert "- **Remedy:**" in entry
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference.md").read_text("utf-8")
+    shown = set(re.findall(r"^::: kvtier\.(\w+)$", text, re.MULTILINE))
+    of_errors = {name for name in kvtier.__all__ if hasattr(errors, name)}
+    assert shown - {"errors"} == set(kvtier.__all__) - of_errors
+
+
+def test_the_cache_is_always_given_the_config() -> None:
+    for page in PAGES:
+        if "decisions" not in page.parts and "design" not in page.parts:
+            assert "TieredKVCache()" not in page.read_text("utf-8"), page.name
