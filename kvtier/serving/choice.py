@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvtier.config import CacheOptions
-from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.errors import BudgetError, ConfigError, UnsupportedError
 from kvtier.hf import generation as of
 from kvtier.hf.enable import Enabled, enable
 from kvtier.memory.tiered import TieredMemory
@@ -46,6 +46,7 @@ def choose_runner(
 
     Raises:
         ConfigError: no such name.
+        BudgetError: there is no room for the trial, of some fifty tokens.
         UnsupportedError: "packed" or "ragged" was asked for, and the model cannot be run so.
     """
     if name not in RUNNERS:
@@ -79,6 +80,11 @@ def _together(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[
         wanted = _scores_alone(model, steps)  # before anything is done to the model
         enabled = enable(of.inner(model))
         problem = _differs(runner, wanted, steps, model)
+    except BudgetError:
+        runner.close()
+        if enabled is not None:
+            enabled.disable()
+        raise
     except Exception as error:  # whatever a model does with what it is handed
         problem = f"{type(error).__name__}: {error}"
     if problem:

@@ -37,6 +37,8 @@ MAX_ENDED = 4096
 _TELLING, _KEEPS = 16, 0.8
 #: Seconds until it is looked again whether what a request waits for was loaded.
 _PAUSE = 0.001
+#: Times that failures may cost a request what it had computed.
+_MOST_LOST = 2
 
 
 class _Books:
@@ -536,11 +538,12 @@ class Engine:
             except BudgetError as error:
                 work = self._with_less(work, error)
             except Exception as error:
-                self._follow(work)
-                if len(work) == 1:
+                alone, work = len(work) == 1, self._follow(work, error)
+                if alone and work:
                     self._fail(work[0][0], error)
                     return
-                _LOG.warning("A step of %d requests failed, and each is tried alone: %s", len(work), error)
+                if work:
+                    _LOG.warning("A step of %d requests failed, and each is tried alone: %s", len(work), error)
                 for each in work:
                     self._run([each])
                 return
@@ -550,17 +553,17 @@ class Engine:
 
     def _with_less(self, work: list[tuple[Request, Work]], error: BudgetError) -> list[tuple[Request, Work]]:
         """What is left of a part of a step for which there was no room: less of it, or fewer others."""
-        self._follow(work)
+        first = work[0][0]
+        work = self._follow(work, error, counts=not self._others(first))
+        if not work:
+            self._preempt_last(self._others(first))
+            return []
         prompts = [i for i, (_, each) in enumerate(work) if each.tokens > 1]
         if prompts and len(work) > 1:
             return [each for i, each in enumerate(work) if i != prompts[-1]]
-        with self._lock, self._change:
-            first = work[0][0]
-            others = [job for job in self._running if job is not first.job]
-            if others:
-                last = max(others, key=lambda job: (-job.priority, job.number))
-                self._preempt(last)
-                return [(r, w) for r, w in work if r.job is not last]
+        last = self._preempt_last(self._others(work[0][0]))
+        if last is not None:
+            return [(r, w) for r, w in work if r.job is not last]
         ((request, each),) = work
         if self._runner.chunked and each.tokens > 1:
             return [(request, self._work(request, each.tokens // 2))]
@@ -573,10 +576,35 @@ class Engine:
         self._fail(request, error)
         return []
 
-    def _follow(self, work: list[tuple[Request, Work]]) -> None:
-        """After a failure: what is there of each sequence."""
+    def _others(self, request: Request) -> list[Job]:
+        """Jobs that run besides a request's."""
+        return [job for job in self._running if job is not request.job]
+
+    def _preempt_last(self, jobs: list[Job]) -> Job | None:
+        """Preempt the last of some jobs; None: there is none."""
+        if not jobs:
+            return None
+        last = max(jobs, key=lambda job: (-job.priority, job.number))
+        with self._lock, self._change:
+            self._preempt(last)
+        return last
+
+    def _follow(
+        self, work: list[tuple[Request, Work]], error: Exception, *, counts: bool = True
+    ) -> list[tuple[Request, Work]]:
+        """After a failure: what of a part can be tried again as it is. A sequence that the failure has cost what was
+        computed (recurrent states do not go back) begins again with the next step; for the third time, it has failed.
+        """
+        same = []
         for request, each in work:
             request.job.cached = self._runner.cached(each.sequence)
+            if request.job.cached == each.cached:
+                same.append((request, each))
+                continue
+            request.lost += counts
+            if request.lost > _MOST_LOST:
+                self._fail(request, error)
+        return same
 
     def _deliver(self, work: list[tuple[Request, Work]], scores: Sequence[Any]) -> None:
         """Give each sequence that has its prompt a new token."""

@@ -56,6 +56,7 @@ class Request:
         salt, key: who may share what it computes, and all else that this depends on.
         conversation: that it is a turn of; None: of none.
         alone: there was no room for it and for what is kept of it: it begins with nothing, and nothing of it is kept.
+        lost: times that a failure has cost what was computed.
         cancelled: it is to end at the next step.
         samples: other sequences of its prompt, which begin when that is computed.
         done: set when it has ended.
@@ -79,6 +80,7 @@ class Request:
         self.ids = list(output.prompt_ids)
         self.sequence: Any = None
         self.alone = False
+        self.lost = 0
         self.cancelled = False
         self.samples: list[Request] = []
         self.done = threading.Event()

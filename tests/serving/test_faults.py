@@ -1,0 +1,183 @@
+"""Forwards that raise and interrupts at any line: no wrong token, nothing lost, and the engine goes on.
+
+KVTIER_TEST_WORKLOADS=100 tries a hundred times as many.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+from workloads import by_generate
+
+import kvtier
+from kvtier import BudgetError, ConfigError, Engine, QueueFullError
+
+TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
+PACKAGE = str(Path(kvtier.__file__).parent)
+MODELS = ("llama", "gemma3", "qwen3_next", "deepseek_v3", "falcon")
+NEW = 8
+
+
+def some(rng: random.Random, count: int = 6) -> list[tuple[int, ...]]:
+    return [tuple(rng.randrange(1, 128) for _ in range(rng.choice((1, 9, 20, 70)))) for _ in range(count)]
+
+
+def engine_of(name: str, rng: random.Random) -> Engine:
+    return Engine(
+        tiny_model(name),
+        host_budget="100MB",
+        device_budget=rng.choice((None, 60000)),
+        block_size=rng.choice((4, 16)),
+        max_batch_tokens=rng.choice((8, 40)),
+    )
+
+
+def check(engine: Engine, name: str, prompts: list[tuple[int, ...]], names: list[str], *, failed: bool = False) -> None:
+    for prompt, request in zip(prompts, names, strict=True):
+        output = engine.output(request)
+        assert output.is_finished()
+        if not failed:
+            assert output.error is None
+        if output.error is None:
+            assert output.generated_tokens == by_generate(name, prompt, NEW)[0]
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(12 * TIMES))
+def test_after_an_interrupt_at_any_line_every_request_has_its_tokens(seed: int) -> None:
+    rng = random.Random(seed)
+    name = rng.choice(MODELS)
+    prompts, left = some(rng), rng.randrange(200, 20000)
+    engine = engine_of(name, rng)
+    names = [engine.add_request(list(p), max_new_tokens=NEW, do_sample=False) for p in prompts]
+
+    def line(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if not left:
+            raise KeyboardInterrupt
+        return line
+
+    def call(frame: FrameType, event: str, arg: Any) -> Any:
+        return line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    for _ in range(400):
+        before = sys.gettrace()
+        try:
+            sys.settrace(call if left > 0 else None)
+            engine.step()
+        except KeyboardInterrupt:
+            left = -1
+        finally:
+            sys.settrace(before)
+        if all(engine.output(each).is_finished() for each in names):
+            break
+    check(engine, name, prompts, names)
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(10 * TIMES))
+def test_a_forward_that_raises_costs_no_other_request_its_tokens(seed: int) -> None:
+    rng = random.Random(seed)
+    name = rng.choice(("llama", "gemma3", "qwen3_next", "jamba", "falcon"))
+    prompts, model = some(rng), tiny_model(name)
+    engine = engine_of(name, rng)
+    raising, count = [rng.randrange(3, 60) for _ in range(rng.choice((1, 2, 3)))], 0
+
+    def hook(module: torch.nn.Module, args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count in raising:
+            raise RuntimeError("a forward fails")
+
+    parts = [m for m in model.modules() if type(m).__name__.endswith("MLP") or "Moe" in type(m).__name__]
+    handles = [m.register_forward_pre_hook(hook) for m in parts]
+    try:
+        names = [engine.add_request(list(p), max_new_tokens=NEW, do_sample=False) for p in prompts]
+        for _ in range(400):
+            if not engine.step():
+                break
+    finally:
+        for handle in handles:
+            handle.remove()
+    check(engine, name, prompts, names, failed=True)
+    assert sum(engine.output(each).error is not None for each in names) <= len(raising)
+    engine.close()
+
+
+def test_a_processor_that_raises_ends_its_own_request() -> None:
+    def raises(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ValueError("a processor fails")
+
+    prompts = some(random.Random(1), 4)
+    with engine_of("llama", random.Random(0)) as engine:
+        names = [engine.add_request(list(p), max_new_tokens=NEW, do_sample=False) for p in prompts]
+        bad = engine.add_request([5, 6, 7], max_new_tokens=NEW, logits_processor=[raises])
+        assert isinstance(engine.wait(bad).error, ValueError)
+        for each in names:
+            engine.wait(each)
+        check(engine, "llama", prompts, names)
+
+
+def test_threads_add_stream_and_cancel_while_the_loop_runs() -> None:
+    failed: list[BaseException] = []
+
+    def use(engine: Engine, seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for prompt in some(rng, 5):
+                name = engine.add_request(list(prompt), max_new_tokens=NEW, do_sample=False)
+                if rng.random() < 0.3:
+                    engine.cancel(name)
+                    assert engine.wait(name, 60).finish_reason in ("cancelled", "length")
+                    continue
+                assert list(engine.stream(name, 60)) == by_generate("llama", prompt, NEW)[0]
+        except BaseException as error:
+            failed.append(error)
+
+    for prompt in [p for seed in range(6) for p in some(random.Random(seed), 5)]:
+        by_generate("llama", prompt, NEW)
+    with engine_of("llama", random.Random(2)) as engine:
+        threads = [threading.Thread(target=use, args=(engine, seed)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not failed, failed
+        assert not any(thread.is_alive() for thread in threads)
+    assert not any(thread.name == "kvtier-engine" for thread in threading.enumerate())
+
+
+def test_what_cannot_be_is_refused_when_it_is_added() -> None:
+    engine = Engine(tiny_model("llama"), host_budget="64KiB", block_size=4, max_waiting=2)
+    with pytest.raises(BudgetError, match="does not fit"):
+        engine.add_request([5] * 2000, max_new_tokens=4)
+    with pytest.raises(ConfigError, match="at least one token"):
+        engine.add_request([])
+    with pytest.raises(ConfigError, match="leaves none"):
+        engine.add_request([5] * 30, max_length=20)
+    with pytest.raises(ConfigError, match="num_bananas"):
+        engine.add_request([5], num_bananas=4)
+    with pytest.raises(kvtier.UnsupportedError, match="num_beams"):
+        engine.add_request([5], num_beams=4)
+    engine.add_request([5], request_id="a", max_new_tokens=4)
+    with pytest.raises(ConfigError, match="has not ended"):
+        engine.add_request([5], request_id="a", max_new_tokens=4)
+    engine.add_request([5], max_new_tokens=4)
+    with pytest.raises(QueueFullError):
+        engine.add_request([5], max_new_tokens=4)
+    while engine.step():
+        pass
+    assert engine.output("a").finish_reason == "length"
+    engine.close()
+    with pytest.raises(kvtier.ClosedError):
+        engine.add_request([5])
