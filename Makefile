@@ -119,9 +119,9 @@ integrations: $(NEWEST)/.ready if-native ## run the scripts for other libraries,
 	@$(NEWEST)/bin/python integrations/run.py $(ARGS)
 
 soak: $(NEWEST)/.ready if-native ## slow tests, and random walks and searches for longer than in the tests, about an hour, seeded
-	KVTIER_TEST_OPERATIONS=100000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 KVTIER_TEST_TURNS=2000 KVTIER_TEST_FLIPS=1000 KVTIER_TEST_WORLDS=10000 \
+	KVTIER_TEST_OPERATIONS=100000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 KVTIER_TEST_TURNS=2000 KVTIER_TEST_FLIPS=1000 KVTIER_TEST_WORLDS=10000 KVTIER_TEST_WORKLOADS=50 \
 		KVTIER_TEST_KILLS=100 $(call RUN_PYTEST,$(NEWEST),tests/memory/test_shared_memory.py \
-		tests/memory/test_memory_threads.py tests/hf/test_needed.py tests/planning/test_adaptive.py tests/conversation)
+		tests/memory/test_memory_threads.py tests/hf/test_needed.py tests/planning/test_adaptive.py tests/conversation tests/serving)
 	$(call RUN_PYTEST,$(NEWEST),-m slow)
 
 check: $(NEWEST)/.ready native ## format, lint, types and import rules, and that the native library compiles

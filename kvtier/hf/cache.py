@@ -642,7 +642,7 @@ class TieredKVCache(RecurrentFace):
         self._forward.check_open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
         if kind is None:
             self._warn_if_unused("closed", 3)
         self._forward.close()
