@@ -31,6 +31,12 @@ _TIMED = 0.8
 Calls = tuple[Callable[[], None], Callable[[], None]]
 
 
+class _Cache(TieredKVCache):
+    """Of what is measured, for which there may be no time."""
+
+    _tells_unused = False
+
+
 class Trial:
     """Forwards of a model on caches that are cut back after each.
 
@@ -85,7 +91,7 @@ class Trial:
         return forward, cut_back
 
     def _new(self) -> TieredKVCache:
-        return TieredKVCache(self._config, block_size="auto" if self._block_size is None else self._block_size)
+        return _Cache(self._config, block_size="auto" if self._block_size is None else self._block_size)
 
     def _forward(self, tokens: torch.Tensor, cache: TieredKVCache) -> None:
         self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
