@@ -199,12 +199,12 @@ def scores_in_parts(
     """Scores `[vocabulary]` behind each part of a sequence: computed part by part on a `DynamicCache`, and those of one
     forward without a cache."""
     row = torch.tensor([list(ids)], device=model.device)
-    found, start = list[torch.Tensor](), 0
+    found, start, name = list[torch.Tensor](), 0, cache_argument(model)
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
         for count in parts:
             new = row[:, start : start + count]
-            found.append(model(input_ids=new, past_key_values=cache, use_cache=True).logits[0, -1])
+            found.append(model(input_ids=new, use_cache=True, **{name: cache}).logits[0, -1])
             start += count
         whole = model(input_ids=row[:, :start], use_cache=False).logits[0]
     return found, [whole[stop - 1] for stop in itertools.accumulate(parts)]
@@ -212,18 +212,18 @@ def scores_in_parts(
 
 def states_go_on(model: Any) -> bool:
     """Whether several tokens may follow a state at once: tried, for some models begin again without saying so."""
-    device = next(model.parameters()).device
+    device, name = next(model.parameters()).device, cache_argument(model)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(_TRIAL, device=device) * 7 % max(vocabulary - 1, 1) + 1)[None].clamp(max=vocabulary - 1)
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits[0, -1].float()
         cache = DynamicCache(config=model.config)
-        model(input_ids=ids[:, :_FIRST], past_key_values=cache, use_cache=True)
-        parts = model(input_ids=ids[:, _FIRST:], past_key_values=cache, use_cache=True).logits[0, -1].float()
+        model(input_ids=ids[:, :_FIRST], use_cache=True, **{name: cache})
+        parts = model(input_ids=ids[:, _FIRST:], use_cache=True, **{name: cache}).logits[0, -1].float()
         cache = DynamicCache(config=model.config)
-        model(input_ids=ids[:, :_FIRST], past_key_values=cache, use_cache=True)
+        model(input_ids=ids[:, :_FIRST], use_cache=True, **{name: cache})
         for i in range(_FIRST, _TRIAL):
-            single = model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits[0, -1].float()
+            single = model(input_ids=ids[:, i : i + 1], use_cache=True, **{name: cache}).logits[0, -1].float()
     # One token at a time is how models decode, and right: what it differs from the whole by is rounding. Where that is
     # in doubt the answer is no, which costs time and no token.
     rounding = (whole - single).abs().max() + 2 * torch.finfo(next(model.parameters()).dtype).eps * whole.abs().max()
@@ -245,27 +245,45 @@ def takes_logits_to_keep(model: Any) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
+def cache_argument(model: Any) -> str:
+    """The name under which a model's forward takes a cache."""
+    takes = inspect.signature(inner(model).forward).parameters
+    return "cache_params" if "cache_params" in takes else "past_key_values"
+
+
 def next_scores(model: Any, ids: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
     """The scores `[vocabulary]` of the token behind `ids`, as `generate` computes them, and the cache that goes on.
 
     Args:
-        cache: of the first tokens; it must lack at least one.
+        cache: of the first tokens; it must lack at least one. None: every token is computed, and no cache is made.
     """
+    given = {"use_cache": False} if cache is None else {cache_argument(model): cache}
+    out = _greedily(model, ids, 1, **given)
+    return out.logits[0][0], None if cache is None else out.past_key_values
+
+
+def generated_scores(model: Any, ids: Sequence[int], count: int) -> tuple[list[int], list[torch.Tensor]]:
+    """So many greedy tokens of `generate`, and the scores `[vocabulary]` that each was chosen by."""
+    out = _greedily(model, ids, count)
+    return out.sequences[0, len(ids) :].tolist(), [scores[0] for scores in out.logits]
+
+
+def _greedily(model: Any, ids: Sequence[int], count: int, **given: Any) -> Any:
     row = torch.tensor([list(ids)], device=model.device)
-    out = model.generate(
+    return model.generate(
         row,
         attention_mask=torch.ones_like(row),
-        past_key_values=cache,
         generation_config=GenerationConfig(
-            max_new_tokens=1,
+            max_new_tokens=count,
+            min_new_tokens=count,
             do_sample=False,
             num_beams=1,
             output_logits=True,
             return_dict_in_generate=True,
             pad_token_id=0,
         ),
+        **given,
     )
-    return out.logits[0][0], out.past_key_values
 
 
 def synchronize(model: Any) -> None:

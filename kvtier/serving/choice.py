@@ -2,6 +2,10 @@
 
 A list of names would be wrong with the next model. What a trial of a few tokens cannot show is read from the config:
 rotary embeddings that depend on the longest sequence of a forward.
+
+What cannot be run with others is tried alone, two sequences in turns against `generate`: models that keep a state in
+themselves would mix them. Those that no cache of ours serves are run without one, and what is not even right so is
+refused.
 """
 
 from __future__ import annotations
@@ -27,6 +31,10 @@ _PROMPTS, _SECOND, _THIRD = (9, 21), (1, 5), (3, 1)
 #: in parts or as a whole, and so many times a dtype's precision. And how far these two may be apart.
 _TIMES, _TOLERANCE, _MOST_ROUNDING = 4.0, 8.0, 0.1
 
+#: Tokens of each sequence that is tried alone. In so many times a dtype's precision: the most that is taken for
+#: rounding, and how far scores of a sequence may be from those that it has when a second one takes turns with it.
+_ALONE, _AT_MOST, _TURNS = 3, 512.0, 4.0
+
 #: Tokens of each sequence in each step of the trial; and scores in parts and as a whole.
 _Steps = tuple[tuple[int, int], ...]
 _Scores = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -47,7 +55,8 @@ def choose_runner(
     Raises:
         ConfigError: no such name.
         BudgetError: there is no room for the trial, of some fifty tokens.
-        UnsupportedError: "packed" or "ragged" was asked for, and the model cannot be run so.
+        UnsupportedError: "packed" or "ragged" was asked for, and the model cannot be run so; or it cannot be run
+            by an engine at all.
     """
     if name not in RUNNERS:
         raise ConfigError(f"runner={name!r}: give one of {', '.join(map(repr, RUNNERS))}.")
@@ -64,35 +73,123 @@ def choose_runner(
         if name != "auto":
             raise UnsupportedError(f"{type(model).__name__} cannot be {name}: {why}.")
         _LOG.info("%s is run one sequence at a time: %s.", type(model).__name__, why)
-    return SingleRunner(model, memory, options), None
+    return _alone(model, memory, options), None
 
 
 def _together(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[Runner | None, Enabled | None, str]:
     if of.length_of_constant_positions(of.inner(model).config) is not None:
         return None, None, "its rotary embedding depends on the longest sequence of a forward"
-    if not of.reads_positions(model):
-        return None, None, "it takes no position ids"
-    ragged = of.keeps_recurrent_states(of.inner(model).config)
-    runner = (RaggedRunner if ragged else PackedRunner)(model, memory, options)
+    runner: PackedRunner | RaggedRunner | None = None
     enabled: Enabled | None = None
     try:
+        ragged = of.keeps_recurrent_states(of.inner(model).config)
+        if not ragged and not of.reads_positions(model):
+            return None, None, "it takes no position ids"
+        runner = (RaggedRunner if ragged else PackedRunner)(model, memory, options)
         steps = (_PROMPTS, _SECOND, _THIRD) if runner.chunked else (_PROMPTS, (1, 1), (1, 1))
         wanted = _scores_alone(model, steps)  # before anything is done to the model
-        enabled = enable(of.inner(model))
+        if of.knows_length(of.inner(model).config):
+            enabled = enable(of.inner(model))
         problem = _differs(runner, wanted, steps, model)
     except BudgetError:
-        runner.close()
+        if runner is not None:
+            runner.close()
         if enabled is not None:
             enabled.disable()
         raise
     except Exception as error:  # whatever a model does with what it is handed
         problem = f"{type(error).__name__}: {error}"
-    if problem:
-        runner.close()
+    if problem or runner is None:
+        if runner is not None:
+            runner.close()
         if enabled is not None:
             enabled.disable()
         return None, None, problem
     return runner, enabled, ""
+
+
+def _alone(model: Any, memory: TieredMemory, options: CacheOptions) -> SingleRunner:
+    """A runner for one sequence at a time that gives the scores of `generate`.
+
+    Raises:
+        BudgetError: there is no room for the trial.
+        UnsupportedError: no way of running it does.
+    """
+    prompts = [ids[:length] for ids, length in zip(_tokens(model), _PROMPTS, strict=True)]
+    try:
+        wanted = [of.generated_scores(model, ids, _ALONE) for ids in prompts]
+        wholes = [
+            [of.next_scores(model, ids + tokens[:n], None)[0] for n in range(_ALONE)]
+            for ids, (tokens, _) in zip(prompts, wanted, strict=True)
+        ]
+    except Exception as error:
+        raise UnsupportedError(f"{type(model).__name__} cannot be tried: {type(error).__name__}: {error}") from error
+    problems = list[str]()
+    for cached in (True, False):
+        runner = SingleRunner(model, memory, options, cached=cached)
+        try:
+            problem = _differs_alone(runner, prompts, wanted, wholes, model)
+        except BudgetError:
+            runner.close()
+            raise
+        except Exception as error:  # whatever a model does with a cache that it does not know
+            problem = f"{type(error).__name__}: {error}"
+        if not problem:
+            if not cached:
+                _LOG.warning(
+                    "%s is run without a cache, and each step computes all tokens: %s.",
+                    *(type(model).__name__, problems[0]),
+                )
+            return runner
+        runner.close()
+        problems.append(problem)
+    with_cache, without = problems
+    raise UnsupportedError(
+        f"{type(model).__name__} cannot be run by an engine. With a cache of its own for each sequence: {with_cache}. "
+        f"Without one: {without}. Use its `generate`."
+    )
+
+
+def _differs_alone(
+    runner: SingleRunner,
+    prompts: list[list[int]],
+    wanted: list[tuple[list[int], list[torch.Tensor]]],
+    wholes: list[list[torch.Tensor]],
+    model: Any,
+) -> str:
+    """Why scores of a sequence are not those of `generate`, or are others if a second one takes turns with it; "": they
+    are."""
+    eps = _precision(model)
+    found = [scores for _, scores in wanted]
+    rounding = max(
+        _far(a, b) for row, whole in zip(found, wholes, strict=True) for a, b in zip(row, whole, strict=True)
+    )
+    limit = _TIMES * min(rounding, _AT_MOST * eps, _MOST_ROUNDING / 2) + _TOLERANCE * eps
+    rows = [[ids + tokens[:n] for n in range(_ALONE)] for ids, (tokens, _) in zip(prompts, wanted, strict=True)]
+    apart = [_in_turns(runner, [row])[0] for row in rows]
+    for mine, right in zip(apart, found, strict=True):
+        if not (far := max(map(_far, mine, right))) <= limit:
+            return f"scores differ by {far:.1%} from those of `generate`"
+    for mine, right in zip(_in_turns(runner, rows), apart, strict=True):
+        if not (far := max(map(_far, mine, right))) <= _TURNS * eps:
+            return f"scores of two sequences in turns differ by {far:.1%} from those of each alone"
+    return ""
+
+
+def _in_turns(runner: SingleRunner, rows: list[list[list[int]]]) -> list[list[torch.Tensor]]:
+    """Of each sequence the scores behind its prompt and behind each token more, computed in turns."""
+    sequences, found = [runner.add() for _ in rows], [list[torch.Tensor]() for _ in rows]
+    for turn in zip(*rows, strict=True):
+        for sequence, ids, scores in zip(sequences, turn, found, strict=True):
+            done = runner.cached(sequence)
+            scores += [x for x in runner.step([Work(sequence, ids, done, len(ids) - done, True)]) if x is not None]
+    for sequence in sequences:
+        runner.remove(sequence)
+    return found
+
+
+def _precision(model: Any) -> float:
+    return torch.finfo(next(of.inner(model).parameters()).dtype).eps
 
 
 def _tokens(model: Any) -> list[list[int]]:
@@ -119,7 +216,7 @@ def _differs(runner: Runner, wanted: list[_Scores], steps: _Steps, model: Any) -
     those = _tokens(model)
     sequences = [runner.add() for _ in those]
     done = [0] * len(those)
-    eps = torch.finfo(next(of.inner(model).parameters()).dtype).eps
+    eps = _precision(model)
     rounding = max(_far(part, whole) for parts, wholes in wanted for part, whole in zip(parts, wholes, strict=True))
     if not rounding <= _MOST_ROUNDING:
         return f"its own scores differ by {rounding:.1%} if a prompt is computed in parts"

@@ -77,13 +77,14 @@ class Engine:
         max_running: requests that run at a time.
         max_waiting: requests that wait, beyond which `add_request` refuses.
         scheduler: "fair" (highest response ratio next), "fcfs" (first come, first served), or a `kvtier.Scheduler`.
-        runner: "packed" (one forward for all), "single" (a forward for each), or "auto": packed, if a trial of a few
-            tokens gives the model's own scores.
+        runner: "packed" (one forward for all), "ragged" (the same for models with recurrent states), "single" (a
+            forward for each), or "auto": the first that gives the model's own scores in a trial of a few tokens.
         clock: seconds.
 
     Raises:
         ConfigError: an option that is malformed.
-        UnsupportedError: an encoder-decoder; or `runner="packed"`, and the model cannot be packed.
+        UnsupportedError: an encoder-decoder; or `runner="packed"`, and the model cannot be packed; or no way of running
+            it gives its own scores.
     """
 
     def __init__(
@@ -159,7 +160,9 @@ class Engine:
 
     @property
     def runner(self) -> str:
-        """How the model is run: "packed" or "single"."""
+        """How the model is run: "packed" (one forward for all), "ragged" (those that decode together, their recurrent
+        states stacked), "single" (a forward and a cache for each), "uncached" (no cache of ours serves the model: each
+        step computes all tokens of a sequence)."""
         return self._runner.name
 
     # Requests

@@ -18,6 +18,9 @@ from kvtier.hf.packed import PackedCache, packing
 from kvtier.hf.ragged import RaggedCache, state_layers
 from kvtier.memory.tiered import TieredMemory
 
+#: Blocks that may be had where nothing counts them.
+_NO_LIMIT = 1 << 40
+
 
 @dataclass(slots=True)
 class Work:
@@ -42,7 +45,7 @@ class Runner(abc.ABC):
     """Computes steps. One thread at a time.
 
     Attributes:
-        name: "packed", "ragged", "single".
+        name: "packed", "ragged", "single", "uncached".
         chunked: whether a prompt may be computed in parts.
     """
 
@@ -217,6 +220,9 @@ class RaggedRunner(Runner):
         self._model = of.inner(model)
         self._config = self._model.config.get_text_config(decoder=True)
         self._keeps = of.takes_logits_to_keep(self._model)
+        self._size = options.block_size or 1
+        self._positions = of.reads_positions(self._model)
+        self._cache = of.cache_argument(self._model)
         self.chunked = of.states_go_on(self._model)
         self.forward = PackedForward(memory, options, int(self._config.num_hidden_layers))
         self._rows: list[_Ragged] = []
@@ -254,10 +260,10 @@ class RaggedRunner(Runner):
             with packing(forward), torch.no_grad():
                 out = self._model(
                     input_ids=torch.tensor(ids, device=device),
-                    position_ids=torch.tensor(positions, device=device),
-                    past_key_values=RaggedCache(forward, self._config, states),
                     use_cache=True,
                     return_dict=True,
+                    **{self._cache: RaggedCache(forward, self._config, states)},
+                    **({"position_ids": torch.tensor(positions, device=device)} if self._positions else {}),
                     **({"logits_to_keep": 1} if self._keeps else {}),
                 )
         except BaseException:
@@ -289,8 +295,8 @@ class RaggedRunner(Runner):
         self._rows, self._stacked = [], {}
 
     def blocks(self) -> tuple[int, int, int]:
-        """See `Runner`."""
-        return self.forward.blocks()
+        """See `Runner`. Without a layer that keeps keys and values nothing takes room that is counted."""
+        return self.forward.blocks() if self.forward.readers else (_NO_LIMIT, 0, self._size)
 
     def check_fits(self, length: int) -> None:
         """See `Runner`."""
@@ -337,14 +343,17 @@ class _Ragged:
 class SingleRunner(Runner):
     """Each sequence in forwards of its own, as `generate` runs them, with a cache of its own.
 
-    Args: as of `PackedRunner`.
+    Args:
+        model, memory, options: as of `PackedRunner`.
+        cached: whether a sequence has a cache. Without one, each step computes all of its tokens.
     """
 
-    name = "single"
     chunked = False
 
-    def __init__(self, model: Any, memory: TieredMemory, options: CacheOptions) -> None:
+    def __init__(self, model: Any, memory: TieredMemory, options: CacheOptions, *, cached: bool = True) -> None:
+        self.name = "single" if cached else "uncached"
         self._model = model
+        self._cached = cached
         self._memory = memory
         self._options = options
         self._config = of.inner(model).config
@@ -352,7 +361,7 @@ class SingleRunner(Runner):
 
     def add(self) -> _Alone:
         """See `Runner`."""
-        made = _Alone(self._new_cache())
+        made = _Alone(self._new_cache() if self._cached else None)
         self._live[made] = None
         return made
 
@@ -372,8 +381,7 @@ class SingleRunner(Runner):
     def remove(self, sequence: Any) -> None:
         """See `Runner`."""
         if self._live.pop(sequence, self) is None:
-            sequence.ours.close()
-            sequence.cache = None
+            sequence.close()
 
     def forwards(self, work: Sequence[Work]) -> list[list[int]]:
         """See `Runner`."""
@@ -388,16 +396,14 @@ class SingleRunner(Runner):
             scores, sequence.cache = of.next_scores(self._model, each.ids, sequence.cache)
         except BaseException:
             # Whatever is there of it: the sequence begins again.
-            sequence.ours.reset()
-            sequence.cache, sequence.tokens = sequence.ours, 0
+            sequence.begin_again()
             raise
         sequence.tokens = len(each.ids)
         return [scores]
 
     def blocks(self) -> tuple[int, int, int]:
         """See `Runner`. Layers of other kinds take what they take: only the memory itself can refuse."""
-        size = self._options.block_size or 1
-        return 1 << 40, 0, size
+        return _NO_LIMIT, 0, self._options.block_size or 1
 
     def check_fits(self, length: int) -> None:
         """See `Runner`: not known before it is tried."""
@@ -413,7 +419,7 @@ class SingleRunner(Runner):
     def reset(self) -> None:
         """See `Runner`."""
         for each in list(self._live):
-            each.ours.close()
+            each.close()
         self._live.clear()
 
     def close(self) -> None:
@@ -435,12 +441,24 @@ class _Alone:
     """A sequence with a cache of its own.
 
     Attributes:
-        ours: that is tiered.
+        ours: that is tiered; None: it has none.
         cache: that the model goes on with: some models replace the one that they are given.
         tokens: that it holds.
     """
 
-    def __init__(self, ours: TieredKVCache) -> None:
+    def __init__(self, ours: TieredKVCache | None) -> None:
         self.ours = ours
         self.cache: Any = ours
         self.tokens = 0
+
+    def begin_again(self) -> None:
+        """It holds no token."""
+        if self.ours is not None:
+            self.ours.reset()
+        self.cache, self.tokens = self.ours, 0
+
+    def close(self) -> None:
+        """It ends."""
+        if self.ours is not None:
+            self.ours.close()
+        self.cache = None

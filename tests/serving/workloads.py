@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,13 +72,25 @@ def by_generate(name: str, prompt: tuple[int, ...], new: int = NEW) -> tuple[lis
         output_scores=True,
         return_dict_in_generate=True,
     )
-    gaps = [float(x[0].topk(2).values.diff().abs()) for x in out.scores]
-    return out.sequences[0, len(prompt) :].tolist(), gaps
+    return out.sequences[0, len(prompt) :].tolist(), gaps_of(out.scores)
+
+
+def gaps_of(scores: Sequence[torch.Tensor]) -> list[float]:
+    """By how much the best score is above the next one, as a part of how much all of them differ."""
+    return [float(x[0].topk(2).values.diff().abs() / x[0][x[0].isfinite()].std()) for x in scores]
+
+
+def same_as_generate(tokens: Sequence[int], expected: Sequence[int], scores: Sequence[torch.Tensor]) -> bool:
+    """Whether these are the first tokens of `generate`, up to a choice between two that are equal but for rounding."""
+    return _same(tokens, expected, gaps_of(scores))
 
 
 def same(name: str, prompt: tuple[int, ...], tokens: list[int]) -> bool:
-    """Whether these are the first tokens of `generate`, up to a choice between two that are equal but for rounding."""
-    expected, gaps = by_generate(name, prompt)
+    """The same of a prompt."""
+    return _same(tokens, *by_generate(name, prompt))
+
+
+def _same(tokens: Sequence[int], expected: Sequence[int], gaps: Sequence[float]) -> bool:
     for got, right, gap in zip(tokens, expected, gaps, strict=False):
         if got != right:
             return gap < 1e-3
