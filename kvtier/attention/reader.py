@@ -56,6 +56,7 @@ class LayerReader:
         memory: that it is in.
         owner: the cache's part of that.
         host_attention: whether host threads may attend to what is on the host.
+        number: of its buffers, where calls of one cache go on at the same time.
 
     Attributes:
         workspace: in which one layer's KV is laid out.
@@ -67,7 +68,9 @@ class LayerReader:
         shape: of its blocks, as the native library takes it.
     """
 
-    def __init__(self, layer: LayerKV, memory: TieredMemory, owner: Owner, *, host_attention: bool) -> None:
+    def __init__(
+        self, layer: LayerKV, memory: TieredMemory, owner: Owner, *, host_attention: bool, number: int = 0
+    ) -> None:
         self.layer = layer
         self.memory = memory
         self.owner = owner
@@ -77,7 +80,7 @@ class LayerReader:
         one = layer.device.device.type == "cpu" and not layer.device.engine.asynchronous
         self.in_one_memory = one and not launch.available(layer.device.device)
         self.workspace: Workspace = memory.workspace(owner, layer.device)
-        self.io_buffers: IoBuffers = memory.io_buffers(owner, layer.device)
+        self.io_buffers: IoBuffers = memory.io_buffers(owner, layer.device, number)
         self.fetched: list[Run] = []
         self.keep = 0
         self.repeat: Any = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +96,7 @@ def attend(
     params: AttentionParams,
     *,
     cu_queries: Sequence[int] | None = None,
+    pause: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """Attention of `query` over the first tokens of each sequence of a layer, in place.
 
@@ -106,6 +107,8 @@ def attend(
             end, `[total, heads, k_dim]`. On the layer's device.
         params: scale, masks and biases, of which `serves` approved.
         cu_queries: `[rows + 1]` ints, where the queries of each row begin and end; a row may have none.
+        pause: called when the query is on its way to the host and the device has its part, if there is both: other work
+            may be given to the device meanwhile, and blocks may move.
 
     Returns:
         The shape of `query` with v_dim, in its dtype.
@@ -119,9 +122,35 @@ def attend(
     try:
         if reader.in_one_memory and native.available():
             return _whole(reader, partition, lengths, query, params, cu_queries)
-        return _Call(reader, lengths, query, cu_queries).attend(partition, params)
+        call = _Call(reader, lengths, query, cu_queries)
+        if pause is None or not partition.host or reader.device.slabs is None:
+            return call.attend(partition, params)
+        begun = _Begun(call, partition, params)
     finally:
         reader.end(reading)
+    return _after_pause(begun, pause)
+
+
+def _after_pause(begun: _Begun, pause: Callable[[], None]) -> torch.Tensor:
+    """The second half of an attention call: the host's part, and the merge.
+
+    Nothing is read while others go on, and no slot is held. They may have moved blocks: then the call is made again.
+    """
+    call, reader, partition = begun.call, begun.call.reader, begun.partition
+    try:
+        pause()
+        with reader.memory.lock:
+            now = reader.partition(call.lengths)
+            reading = reader.begin()
+        try:
+            if now is not partition and now.host.rows != partition.host.rows:
+                begun.end()
+                return call.attend(now, begun.params)
+            return begun.finish()
+        finally:
+            reader.end(reading)
+    finally:
+        begun.end()
 
 
 def _whole(
@@ -209,20 +238,24 @@ class _Call:
 
     def attend(self, partition: Partition, params: AttentionParams) -> torch.Tensor:
         """Over all parts."""
-        reader = self.reader
-        counters, device, host = reader.counters, partition.device, partition.host
-        counters.block_hits += device.blocks
-        if host:
-            counters.host_attended += 1
-            counters.host_blocks += host.blocks
-            counters.host_bytes += host.blocks * host.nbytes
+        device, host = partition.device, partition.host
+        self.count(partition)
         if partition.arriving or (device and host):
             return self._at_once(partition, params)
         if device:
             return self.on_device(device, params, alone=True)[0]
-        if reader.device.slabs is None:
+        if self.reader.device.slabs is None:
             return self._on_host(host, params, alone=True)[0]
         return self._at_once(partition, params)
+
+    def count(self, partition: Partition) -> None:
+        """Count what is attended to."""
+        counters, host = self.reader.counters, partition.host
+        counters.block_hits += partition.device.blocks
+        if host:
+            counters.host_attended += 1
+            counters.host_blocks += host.blocks
+            counters.host_bytes += host.blocks * host.nbytes
 
     def _at_once(self, partition: Partition, params: AttentionParams) -> torch.Tensor:
         """The host's part on CPU threads, meanwhile the device's own, then what is arriving."""
@@ -330,6 +363,41 @@ def merge(parts: list[Result], dtype: torch.dtype) -> torch.Tensor:
     if small and not launch.available(first.device):
         return native.merge(parts, first if dtype is first.dtype else torch.empty_like(first, dtype=dtype))
     return paged.merge(parts, dtype=dtype)[0]
+
+
+class _Begun:
+    """The first half of a call with a part on the host: its query is on the way there, and the device has its own part,
+    and waits for what is arriving. `end` it, whatever happens.
+
+    Args:
+        call, partition, params: as of `_Call.attend`.
+    """
+
+    def __init__(self, call: _Call, partition: Partition, params: AttentionParams) -> None:
+        self.call, self.partition, self.params = call, partition, params
+        self._parts: list[Result] = []
+        call.count(partition)
+        self._host = _HostPart(call, partition.host, params)
+        try:
+            own = replace(params, **(self._host.on_device | {"sinks": None}))
+            for part in (partition.device, partition.arriving):
+                if part:
+                    if part is partition.arriving:
+                        arrive(call.reader, partition)
+                    self._parts.append(call.on_device(part, own))
+        except BaseException:
+            self.end()
+            raise
+
+    def finish(self) -> torch.Tensor:
+        """The host attends, and the parts are merged."""
+        self._host.begin()
+        self._host.wait()
+        return merge([*self._parts, self._host.result()], self.call.query.dtype)
+
+    def end(self) -> None:
+        """The call has ended, well or not."""
+        self._host.end()
 
 
 class _HostPart:

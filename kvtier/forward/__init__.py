@@ -6,4 +6,5 @@ schedule.py   the fetches of a step's plan, carried out layer by layer
 planned.py    what forwards of a cache and of an engine have in common: the plan and the record of a step
 forward.py    `Forward`: updates and attention of a cache in their order
 packed.py     `PackedForward`: the same over any tokens of any sequences, packed end to end
+sub_batch.py  `SubBatch`: what one forward of a packed step computes, and attention over it
 """

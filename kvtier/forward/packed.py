@@ -9,15 +9,14 @@ from dataclasses import replace
 import torch
 
 from kvtier.attention import dispatch, split
-from kvtier.attention.dense import own_kv
 from kvtier.attention.reader import LayerReader
 from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
-from kvtier.errors import ClosedError, StaleViewError
+from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.forward.planned import PlannedForward
-from kvtier.kernels.params import AttentionParams
+from kvtier.forward.sub_batch import MAX_SHORT, PackedSequence, Segment, SubBatch, pack
 from kvtier.memory.block import State
 from kvtier.memory.device import ComputeDevice
-from kvtier.memory.layout import BlockLayout, in_one_dtype
+from kvtier.memory.layout import BlockLayout
 from kvtier.memory.tiered import TieredMemory, too_small
 from kvtier.planning.admission import Claim
 from kvtier.planning.step import StepRecord
@@ -26,69 +25,33 @@ from kvtier.tables.packed import PackedLayerKV
 from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
 from kvtier.tables.table import BlockTable
 
-#: New tokens of a sequence up to which it is attended with others, in one call.
-MAX_SHORT = split.MAX_HOST_QUERIES
-
-
-class PackedSequence:
-    """The keys and values of one sequence. Changed by `PackedForward` only.
-
-    Attributes:
-        tables: by layer.
-        length: tokens in every layer; those of a step under way are not counted.
-    """
-
-    __slots__ = ("length", "tables")
-
-    def __init__(self, length: int = 0, tables: dict[int, BlockTable] | None = None) -> None:
-        self.length = length
-        self.tables: dict[int, BlockTable] = {} if tables is None else tables
-
-
-class Segment:
-    """The tokens of one sequence in a step.
-
-    Attributes:
-        sequence: whose.
-        tokens: new ones.
-        start, stop: where they are in the packed batch.
-    """
-
-    __slots__ = ("sequence", "start", "stop", "tokens")
-
-    def __init__(self, sequence: PackedSequence, tokens: int, start: int) -> None:
-        self.sequence = sequence
-        self.tokens = tokens
-        self.start = start
-        self.stop = start + tokens
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence behind the step."""
-        return self.sequence.length + self.tokens
-
 
 class PackedForward(PlannedForward):
     """Keys and values of sequences in tiers, and attention over those of a step. One thread at a time.
 
-    A step is `begin`, then for each layer `append` and `attend`, then `end`; or `undo`, and nothing has happened.
+    A step is `begin`, then for each layer `append` and `attend` of each sub-batch, then `end`; or `undo`, and nothing
+    has happened.
 
     Args:
         memory: that the blocks are in.
         options: of a cache.
         tiered: layers that there will be.
+
+    Attributes:
+        sequences: that have not ended.
+        under_way: the sub-batches of the step under way.
     """
 
     def __init__(self, memory: TieredMemory, options: CacheOptions, tiered: int) -> None:
         super().__init__(memory, options)
         self._tiered = tiered
         self.sequences: dict[PackedSequence, None] = {}
-        self.segments: list[Segment] = []
+        self.under_way: list[SubBatch] = []
         self.closed = False
-        self._bounds: list[int] = [0]
-        self._short = 0
-        self._lengths: list[int] = []
-        self._new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        #: Readers of the layers with the rows of one of several sub-batches, which have buffers of their own.
+        self._apart: list[dict[int, LayerReader]] = []
+        #: Layers that have tokens of the step under way.
+        self._seen: set[int] = set()
 
     # Sequences
 
@@ -151,7 +114,7 @@ class PackedForward(PlannedForward):
         Raises:
             MismatchError, CorruptionError: see `ParkedSequences.park`.
         """
-        assert not self.segments, "a step is under way"
+        assert not self.under_way, "a step is under way"
         with self.memory.lock, self.memory.change:
             self.memory.collect()
             layers = self._layers()
@@ -221,22 +184,26 @@ class PackedForward(PlannedForward):
 
     # A step
 
-    def begin(self, batch: Sequence[tuple[PackedSequence, int]]) -> list[Segment]:
+    def begin(
+        self, *batches: Sequence[tuple[PackedSequence, int]], pause: Callable[[], None] | None = None
+    ) -> list[SubBatch]:
         """A step over some sequences, all different, each with at least one new token.
 
+        Args:
+            batches: one, whose tokens one forward computes; or two, whose forwards take turns in one thread.
+            pause: of two, see `SubBatch.pause`.
+
         Returns:
-            Where the tokens of each are, in the order of the packed batch: those with at most `MAX_SHORT` tokens first.
+            A sub-batch for each: it has the order in which its tokens are packed.
 
         Raises:
             BudgetError: there is no room; names the smallest budget that works. Nothing was changed.
         """
-        assert not self.segments, "a step is under way"
+        assert not self.under_way, "a step is under way"
         self.check_open()
         self.count_step()
-        short = [each for each in batch if each[1] <= MAX_SHORT]
-        segments: list[Segment] = []
-        for sequence, tokens in [*short, *(each for each in batch if each[1] > MAX_SHORT)]:
-            segments.append(Segment(sequence, tokens, segments[-1].stop if segments else 0))
+        batch = [each for some in batches for each in some]
+        segments = pack(batch)
         with self.memory.lock, self.memory.change:
             if self.memory.has_garbage:
                 self.memory.collect()
@@ -245,142 +212,68 @@ class PackedForward(PlannedForward):
             # As a policy takes it, a step has as many tokens as its longest part.
             tokens = max(each.tokens for each in segments)
             self._begin_record(tokens)
-            self.segments = segments
-            self._short = len(short)
-            self._bounds = [0, *(each.stop for each in segments)]
-            self._lengths = [each.length for each in segments]
-            for index, layer in self._layers().items():
-                layer.choose([each.sequence.tables[index] for each in segments])
-            for device in self._devices():
-                self._plan(device, tokens)
-        return segments
+            if len(batches) > 1:
+                # Policies and schedules see the layers with the rows of both.
+                for index, layer in self._layers().items():
+                    layer.choose([each.sequence.tables[index] for each in segments])
+            for each, readers in zip(batches, self._readers_of(len(batches)), strict=True):
+                self.under_way.append(SubBatch(self, pack(each), readers, pause))
+            try:
+                for device in self._devices():
+                    self._plan(device, tokens)
+            except Exception:
+                self._clear()
+                raise
+        return list(self.under_way)
 
-    def append(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
-        """Add the step's tokens to a layer.
+    def _readers_of(self, batches: int) -> list[dict[int, LayerReader]]:
+        """Of one sub-batch those of the layers; of several each has its own. Holds the lock."""
+        if batches == 1:
+            return [self.readers]
+        while len(self._apart) < batches:
+            self._apart.append({})
+        for number, readers in enumerate(self._apart):
+            for index in self.readers.keys() - readers.keys():
+                layer = self.readers[index].layer
+                assert isinstance(layer, PackedLayerKV)
+                readers[index] = LayerReader(
+                    layer.divide(),
+                    self.memory,
+                    self._held.owner,
+                    host_attention=self.options.host_attention,
+                    number=number,
+                )
+        return self._apart[:batches]
 
-        Args:
-            keys: `[1, heads, tokens, k_dim]`, of all segments end to end; copied.
-            values: `[1, heads, tokens, v_dim]`.
+    def reader_for(self, batch: SubBatch, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
+        """Of a layer that a sub-batch adds tokens to, which is new in the first step of all. Holds the lock.
 
         Raises:
-            MismatchError, BudgetError, TransferError: nothing was added to this layer.
+            BudgetError: there is no room for it. UnsupportedError: one of several sub-batches has a new layer.
         """
-        assert self.segments, "no step is under way"
-        keys, values = in_one_dtype(keys.detach(), values.detach())
-        with self.memory.lock, self.memory.change:
-            reader = self._held.readers.get(index)
-            if reader is None:
-                reader = self._new_layer(index, keys, values)
-            layer = reader.layer
-            assert isinstance(layer, PackedLayerKV)
-            layer.layout.check(keys, values, index)
-            layer.device.poll()
-            layer.append_packed(keys, values, self._bounds)
-            self._record.layers += 1
-        self._new[index] = (keys, values)
-        return reader
+        if index not in batch.readers:
+            if len(self.under_way) > 1:
+                raise UnsupportedError(f"Layer {index} is in no step before one of two sub-batches.")
+            self._new_layer(index, keys, values)
+        return batch.readers[index]
 
-    def attend(
-        self, reader: LayerReader, length: int, epoch: int, query: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """Attention of the step's tokens over their sequences.
+    def count_layer(self, index: int) -> None:
+        """A layer has tokens of the step. Holds the lock."""
+        self._record.layers += index not in self._seen
+        self._seen.add(index)
 
-        Args:
-            reader: of the layer.
-            query: `[1, heads, tokens, k_dim]`.
-            params: without a mask; causal.
+    def attended(self, index: int) -> None:
+        """A layer was attended to by a sub-batch. When it was by all, do what is due behind it."""
+        if self._schedules and all(index in each.attended for each in self.under_way):
+            self._advance(self.readers[index])
 
-        Returns:
-            `[1, heads, tokens, v_dim]`.
-        """
-        self.check_view(reader, length, epoch)
-        out = self._attend(reader, query, params)
-        if self._schedules:
-            self._advance(reader)
-        return out
-
-    def _attend(self, reader: LayerReader, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
-        self.counters.views_attended += 1
-        short, out = self._short, None
-        rows = range(len(self.segments))
-        if short and self._served(reader, query, params):
-            stop = self._bounds[short]
-            bounds = self._bounds[: short + 1] + [stop] * (len(rows) - short)
-            lengths = self._lengths[:short] + [0] * (len(rows) - short)
-            out = split.attend(reader, lengths, query[:, :, :stop], params, cu_queries=bounds)
-            if stop == query.shape[2]:
-                return out
-            rows = rows[short:]
-        parts = [] if out is None else [out]
-        for row in rows:
-            segment = self.segments[row]
-            parts.append(self._attend_row(reader, row, query[:, :, segment.start : segment.stop], params))
-        return torch.cat(parts, 2)
-
-    def _served(self, reader: LayerReader, query: torch.Tensor, params: AttentionParams) -> bool:
-        """Whether the short segments are attended in one call."""
-        if not self.options.host_attention:
-            return False
-        stop = self._bounds[self._short]
-        return split.serves(reader, query[:, :, :stop], params, MAX_SHORT)
-
-    def _attend_row(self, reader: LayerReader, row: int, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
-        """The same of one segment: `[1, heads, its tokens, v_dim]`."""
-        segment, new = self.segments[row], self._new.get(reader.layer.index)
-        params = replace(params, causal=params.causal and segment.tokens > 1)
-        if not segment.sequence.length and new is not None and segment.tokens > 1:
-            # A prompt's first tokens are their own keys and values.
-            keys, values = (x[:, :, segment.start : segment.stop] for x in new)
-            return dispatch.attend_dense(query, keys, values, params)
-        layer = reader.layer
-        assert isinstance(layer, PackedLayerKV)
-        with self.memory.lock, self.memory.change:
-            mine = LayerReader(
-                layer.row(row), self.memory, self._held.owner, host_attention=self.options.host_attention
-            )
-        return dispatch.attend(mine, segment.length, query, params, room=self._rooms.get(layer.device, 0))
-
-    def densify(
-        self, reader: LayerReader, length: int, epoch: int, operation: str | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values of the step's sequences, end to end, `[1, heads, all tokens, dim]`."""
-        self.check_view(reader, length, epoch)
-        layer = reader.layer
-        assert isinstance(layer, PackedLayerKV)
-        pairs = []
-        for row, segment in enumerate(self.segments):
-            with self.memory.lock, self.memory.change:
-                mine = LayerReader(
-                    layer.row(row), self.memory, self._held.owner, host_attention=self.options.host_attention
-                )
-            pairs.append(own_kv(mine, segment.length))
-        keys, values = (torch.cat(parts, 2) for parts in zip(*pairs, strict=True))
-        self._after(reader)
-        self.counters.count_dense(operation, keys.nbytes + values.nbytes)
-        return keys, values
-
-    def attend_dense(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """Attention over what `densify` gave, or what a model made of it: head sizes and numbers may be others."""
-        parts, start = [], 0
-        for segment in self.segments:
-            own = slice(start, start + segment.length)
-            start += segment.length
-            part = query[:, :, segment.start : segment.stop]
-            mine = replace(params, causal=params.causal and segment.tokens > 1)
-            parts.append(dispatch.attend_dense(part, keys[:, :, own], values[:, :, own], mine))
-        return torch.cat(parts, 2)
-
-    def check_view(self, reader: LayerReader, length: int, epoch: int) -> None:
-        """Raise `StaleViewError` unless the step that a view belongs to is under way."""
-        layer = reader.layer
-        if not self.segments or layer.epoch != epoch or length != layer.length:
-            raise StaleViewError(f"A view of layer {layer.index} is read after its step.")
+    def room(self, device: ComputeDevice) -> int:
+        """Bytes of workspace that the step was admitted with."""
+        return self._rooms.get(device, 0)
 
     def end(self) -> None:
         """The step is over: its tokens count."""
-        for segment in self.segments:
+        for segment in self._segments():
             segment.sequence.length += segment.tokens
         self._clear()
 
@@ -388,14 +281,19 @@ class PackedForward(PlannedForward):
         """The step did not happen. Nothing, where none is under way."""
         with self.memory.lock, self.memory.change:
             for index, layer in self._layers().items():
-                for segment in self.segments:
+                for segment in self._segments():
                     layer.crop_table(segment.sequence.tables[index], segment.sequence.length)
             self._clear()
             self._changed()
 
+    def _segments(self) -> list[Segment]:
+        return [segment for each in self.under_way for segment in each.segments]
+
     def _clear(self) -> None:
-        self.segments = []
-        self._new.clear()
+        for each in self.under_way:
+            each.end()
+        self.under_way = []
+        self._seen.clear()
 
     def _in_place(self, readers: Sequence[LayerReader], tokens: int) -> list[bool]:
         """See `PlannedForward`. Of a step with a long part, all but that part is attended to where it is."""
@@ -416,8 +314,8 @@ class PackedForward(PlannedForward):
         self._schedules.pop(device, None)
         for sequence in self.sequences:
             self._enter(sequence, index, layer, BlockTable())
-        layer.choose([each.sequence.tables[index] for each in self.segments])
-        self._admit(device, self.segments, max(self._tiered - len(self._held.readers), 0))
+        layer.choose([each.sequence.tables[index] for each in self._segments()])
+        self._admit(device, self._segments(), max(self._tiered - len(self._held.readers), 0))
         return reader
 
     def _devices(self) -> list[ComputeDevice]:
@@ -447,7 +345,7 @@ class PackedForward(PlannedForward):
         for layer in layers:
             size, nbytes = layer.layout.block_size, layer.layout.nbytes
             coming, opened = 0, layer.blocks.counts[State.FILLING]
-            if layer.index not in self._new:
+            if layer.index not in self._seen:
                 # Those of other sequences stay as they are.
                 then = opened
                 for each in segments:
@@ -538,6 +436,7 @@ class PackedForward(PlannedForward):
             self._held.release()
             self.sequences.clear()
             self._clear()
+            self._apart.clear()
             self._schedules.clear()
             self._rooms.clear()
             self._record, self._last, self._before = StepRecord(), None, None
@@ -570,7 +469,7 @@ class PackedForward(PlannedForward):
             for index, layer in self._layers().items():
                 layer.check_integrity()
                 assert {id(t) for t in layer.tables} == {id(x.tables[index]) for x in self.sequences}
-                if not self.segments:
+                if not self.under_way:
                     assert all(x.tables[index].length == x.length for x in self.sequences)
 
 

@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
 from kvtier.errors import UnsupportedError
-from kvtier.forward.packed import PackedForward
+from kvtier.forward.sub_batch import SubBatch
 from kvtier.hf.caller import _latents
 from kvtier.hf.view import KVView, Snapshot, make_view
 from kvtier.kernels.params import AttentionParams
 
-_under_way = threading.local()
+#: Of the forward under way. A variable of the context: forwards that take turns in a thread have one each.
+_under_way: ContextVar[SubBatch | None] = ContextVar("kvtier.packed", default=None)
 
 
 class PackedMask(torch.Tensor):
-    """What stands for the mask of a packed step: which step, and how far a token sees. It has no elements.
+    """What stands for the mask of a packed forward: what it computes, and how far a token sees. It has no elements.
 
     Attributes:
-        forward: of the step.
+        batch: that the forward computes.
         window: tokens that a token sees, itself included; 0: all.
     """
 
-    forward: PackedForward
+    batch: SubBatch
     window: int
 
 
 def packed_mask(local_size: int | None) -> PackedMask | None:
-    """The mask of the packed step that this thread runs; None: it runs none."""
-    forward: PackedForward | None = getattr(_under_way, "forward", None)
-    if forward is None:
+    """The mask of the packed forward under way; None: there is none."""
+    batch = _under_way.get()
+    if batch is None:
         return None
     made = torch.empty(0).as_subclass(PackedMask)
-    made.forward, made.window = forward, local_size or 0
+    made.batch, made.window = batch, local_size or 0
     return made
 
 
@@ -68,7 +69,7 @@ def attend_packed(
         if plain and (key.part, value.part) == (0, 1):
             return at.forward.attend(at.reader, at.length, at.epoch, query, params)
     key, value = (x.dense("attention") if isinstance(x, KVView) else x for x in (key, value))
-    return mask.forward.attend_dense(query, key, value, params)
+    return mask.batch.attend_dense(query, key, value, params)
 
 
 def end_to_end(x: torch.Tensor) -> torch.Tensor:
@@ -99,15 +100,15 @@ class PackedCache(Cache):
     """The cache of one packed forward.
 
     Args:
-        forward: whose step has begun.
+        batch: whose step has begun.
         config: of the model's decoder.
     """
 
     is_compileable = False
 
-    def __init__(self, forward: PackedForward, config: Any) -> None:
+    def __init__(self, batch: SubBatch, config: Any) -> None:
         super().__init__(layers=[])
-        self._forward = forward
+        self._forward = batch
         self._latents = _latents(config)
 
     def update(
@@ -141,11 +142,10 @@ class PackedCache(Cache):
 
 
 @contextmanager
-def packing(forward: PackedForward) -> Iterator[None]:
-    """Until the end of the block, forwards of this thread are those of the step."""
-    before = getattr(_under_way, "forward", None)
-    _under_way.forward = forward
+def packing(batch: SubBatch) -> Iterator[None]:
+    """Until the end of the block, the forward under way is that of a sub-batch."""
+    before = _under_way.set(batch)
     try:
         yield
     finally:
-        _under_way.forward = before
+        _under_way.reset(before)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-from kvtier.forward.packed import PackedForward
+from kvtier.forward.sub_batch import SubBatch
 from kvtier.hf.model_config import transformers_layers
 from kvtier.hf.packed import PackedSnapshot, end_to_end
 
@@ -24,17 +24,17 @@ class RaggedCache(DynamicCache):
     Keys and values go to the step's sequences, recurrent states to `states`.
 
     Args:
-        forward: whose step has begun.
+        batch: whose step has begun.
         config: of the model's decoder.
         states: layers of recurrent states by index, with a row for each segment; changed by the model.
     """
 
     is_compileable = False
 
-    def __init__(self, forward: PackedForward, config: Any, states: dict[int, Any]) -> None:
+    def __init__(self, batch: SubBatch, config: Any, states: dict[int, Any]) -> None:
         super().__init__()
         self.layers = [states.get(i, layer) for i, layer in enumerate(transformers_layers(config))]
-        self._forward = forward
+        self._forward = batch
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -17,7 +17,7 @@ class Owner:
         counters: what was done for it.
         claims: what it may take on each compute device until its next forward begins.
         sets: its blocks.
-        workspaces, io_buffers: what its attention passes through, by device.
+        workspaces, io_buffers: what its attention passes through, by device; buffers also by number.
         uses_threads: whether threads of the native library may be at work or asleep for it.
     """
 
@@ -27,5 +27,5 @@ class Owner:
         self.claims: dict[ComputeDevice, Claim] = {}
         self.sets: list[BlockSet] = []
         self.workspaces: dict[ComputeDevice, Workspace] = {}
-        self.io_buffers: dict[ComputeDevice, IoBuffers] = {}
+        self.io_buffers: dict[tuple[ComputeDevice, int], IoBuffers] = {}
         self.uses_threads = False

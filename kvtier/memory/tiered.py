@@ -324,11 +324,12 @@ class TieredMemory:
             (self.host if device.slabs is None else device).reclaimable.append(found)
         return found
 
-    def io_buffers(self, owner: Owner, device: ComputeDevice) -> IoBuffers:
-        """The memory through which queries and results of an owner pass between device and host."""
-        found = owner.io_buffers.get(device)
+    def io_buffers(self, owner: Owner, device: ComputeDevice, number: int = 0) -> IoBuffers:
+        """The memory through which queries and results of an owner pass between device and host; calls that go on at
+        the same time are numbered."""
+        found = owner.io_buffers.get((device, number))
         if found is None:
-            found = owner.io_buffers[device] = IoBuffers(self.host.slabs)
+            found = owner.io_buffers[device, number] = IoBuffers(self.host.slabs)
             self.host.reclaimable.append(found)
         return found
 

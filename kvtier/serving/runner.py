@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import functools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,15 @@ import torch
 
 from kvtier.config import CacheOptions
 from kvtier.conversation.states import States, copied, joined
-from kvtier.forward.packed import PackedForward, PackedSequence
+from kvtier.errors import BudgetError
+from kvtier.forward.packed import PackedForward
+from kvtier.forward.sub_batch import PackedSequence, SubBatch
 from kvtier.hf import generation as of
 from kvtier.hf.cache import TieredKVCache
 from kvtier.hf.packed import PackedCache, packing
 from kvtier.hf.ragged import RaggedCache, state_layers
 from kvtier.memory.tiered import TieredMemory
+from kvtier.serving.turns import Turns
 
 #: Blocks that may be had where nothing counts them.
 _NO_LIMIT = 1 << 40
@@ -141,39 +145,64 @@ class PackedRunner(Runner):
 
     def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
         """See `Runner`."""
-        forward, device = self.forward, self._model.device
-        of_sequence = {id(each.sequence): (i, each) for i, each in enumerate(work)}
-        segments = forward.begin([(each.sequence, each.tokens) for each in work])
+        chosen = self._apart(work)
+        if chosen is not None:
+            try:
+                return self._step([[x for i, x in enumerate(work) if i not in chosen], [work[i] for i in chosen]], work)
+            except BudgetError:
+                pass  # what one of them reads cannot move for the other: together they need less
+        return self._step([work], work)
+
+    def _apart(self, work: Sequence[Work]) -> Collection[int] | None:
+        """Which parts of a step are computed by a second forward that takes turns with the first; None: there is one
+        forward."""
+        return None
+
+    def _step(self, batches: Sequence[Sequence[Work]], work: Sequence[Work]) -> list[torch.Tensor | None]:
+        """A step in one forward, or in several that take turns."""
+        forward, turns = self.forward, Turns() if len(batches) > 1 else None
+        begun = forward.begin(
+            *([(each.sequence, each.tokens) for each in some] for some in batches),
+            pause=None if turns is None else turns.pause,
+        )
         try:
-            ids, positions, last = list[int](), list[int](), list[int]()
-            wanting: list[int] = []
-            for segment in segments:
-                i, each = of_sequence[id(segment.sequence)]
-                stop = each.cached + each.tokens
-                ids += each.ids[each.cached : stop]
-                positions += range(each.cached, stop)
-                if each.wanted:
-                    wanting.append(i)
-                    last.append(segment.stop - 1)
-            index = torch.tensor(last or [len(ids) - 1], device=device)
-            with packing(forward), torch.no_grad():
-                out = self._model(
-                    input_ids=torch.tensor([ids], device=device),
-                    position_ids=torch.tensor([positions], device=device),
-                    past_key_values=PackedCache(forward, self._config),
-                    use_cache=True,
-                    return_dict=True,
-                    **({"logits_to_keep": index} if self._keeps else {}),
-                )
-            scores = out.logits[0] if self._keeps else out.logits[0, index]
+            with torch.no_grad():
+                calls = [
+                    functools.partial(self._forward, batch, some) for batch, some in zip(begun, batches, strict=True)
+                ]
+                scores = [calls[0]()] if turns is None else turns.run(calls, self._model.device)
         except BaseException:
             forward.undo()
             raise
         forward.end()
-        found: list[torch.Tensor | None] = [None] * len(work)
-        for row, i in enumerate(wanting):
-            found[i] = scores[row]
-        return found
+        found = {id(each): row for some in scores for each, row in some}
+        return [found.get(id(each)) for each in work]
+
+    def _forward(self, batch: SubBatch, work: Sequence[Work]) -> list[tuple[Work, torch.Tensor]]:
+        """One forward of the model. Of each part whose scores are wanted these."""
+        device, of_sequence = self._model.device, {id(each.sequence): each for each in work}
+        ids, positions, last = list[int](), list[int](), list[int]()
+        wanting: list[Work] = []
+        for segment in batch.segments:
+            each = of_sequence[id(segment.sequence)]
+            stop = each.cached + each.tokens
+            ids += each.ids[each.cached : stop]
+            positions += range(each.cached, stop)
+            if each.wanted:
+                wanting.append(each)
+                last.append(segment.stop - 1)
+        index = torch.tensor(last or [len(ids) - 1], device=device)
+        with packing(batch):
+            out = self._model(
+                input_ids=torch.tensor([ids], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                past_key_values=PackedCache(batch, self._config),
+                use_cache=True,
+                return_dict=True,
+                **({"logits_to_keep": index} if self._keeps else {}),
+            )
+        scores = out.logits[0] if self._keeps else out.logits[0, index]
+        return list(zip(wanting, scores, strict=False))
 
     def blocks(self) -> tuple[int, int, int]:
         """See `Runner`."""
@@ -252,17 +281,17 @@ class RaggedRunner(Runner):
     def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
         """See `Runner`."""
         forward, rows, device = self.forward, [each.sequence for each in work], self._model.device
-        forward.begin([(row.kv, each.tokens) for row, each in zip(rows, work, strict=True)])
+        (batch,) = forward.begin([(row.kv, each.tokens) for row, each in zip(rows, work, strict=True)])
         try:
             states = self._stack(rows)
             ids = [list(each.ids[each.cached : each.cached + each.tokens]) for each in work]
             positions = [list(range(each.cached, each.cached + each.tokens)) for each in work]
-            with packing(forward), torch.no_grad():
+            with packing(batch), torch.no_grad():
                 out = self._model(
                     input_ids=torch.tensor(ids, device=device),
                     use_cache=True,
                     return_dict=True,
-                    **{self._cache: RaggedCache(forward, self._config, states)},
+                    **{self._cache: RaggedCache(batch, self._config, states)},
                     **({"position_ids": torch.tensor(positions, device=device)} if self._positions else {}),
                     **({"logits_to_keep": 1} if self._keeps else {}),
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,10 @@ class PackedLayerKV(LayerKV):
 
     Attributes:
         length: of all rows together: the tokens of a packed tensor of keys.
+        divided: layers that `divide` has made.
     """
+
+    divided: tuple[PackedLayerKV, ...] = ()
 
     def enter(self, table: BlockTable) -> None:
         """A sequence comes, with the blocks that it has."""
@@ -38,6 +42,9 @@ class PackedLayerKV(LayerKV):
         if any(row is table for row in self.rows):
             self.rows = [row for row in self.rows if row is not table]
             self.length -= table.length
+        for part in self.divided:
+            part.rows = part.tables = [row for row in part.rows if row is not table]
+            part.shape_version += 1
         self.shape_version += 1
         table.clear(self.device.free)
 
@@ -66,6 +73,12 @@ class PackedLayerKV(LayerKV):
         """One sequence, as a layer of its own that only reads."""
         return _Row(self, self.rows[row])
 
+    def divide(self) -> PackedLayerKV:
+        """The same layer with rows of its own: for one of several forwards that take turns in a step."""
+        made = _Divided(self)
+        self.divided += (made,)
+        return made
+
     def follow(self, parked: BlockSet, rows: Sequence[BlockTable], length: int) -> None:
         """Sequences come, with tables of parked blocks; see `LayerKV.follow`."""
         self._hold(parked)
@@ -77,6 +90,10 @@ class PackedLayerKV(LayerKV):
         size, refs = self.layout.block_size, dict[Run, int]()
         assert all(any(row is table for table in self.tables) for row in self.rows), "a row without a sequence"
         assert self.length == sum(table.length for table in self.rows), "the rows' tokens are counted wrong"
+        listed = {id(table) for table in self.tables}
+        assert all(id(row) in listed for part in self.divided for row in part.rows), (
+            "a row of a sub-batch is no sequence"
+        )
         for table in self.tables:
             assert table.blocks == -(-table.length // size), "a table does not match its length"
             for run in table.resolve():
@@ -96,3 +113,26 @@ class _Row(LayerKV):
         self.length = table.length
         self.parked = of.parked
         self.shape_version = next(_versions)
+
+
+class _Divided(PackedLayerKV):
+    """Some sequences of a packed layer."""
+
+    def __init__(self, of: PackedLayerKV) -> None:
+        super().__init__(of.index, of.layout, of.device, of.blocks, of.counters)
+        self._of = weakref.ref(of)  # which has a list of these
+
+    def choose(self, rows: Sequence[BlockTable]) -> None:
+        """See `PackedLayerKV.choose`. Views of an earlier step are stale."""
+        super().choose(rows)
+        of = self._of()
+        assert of is not None, "a layer that has ended"
+        self.tables, self.parked = self.rows, of.parked
+        self.epoch += 1
+
+    def append_packed(self, keys: torch.Tensor, values: torch.Tensor, cu_tokens: Sequence[int]) -> None:
+        """See `PackedLayerKV.append_packed`."""
+        super().append_packed(keys, values, cu_tokens)
+        of = self._of()
+        assert of is not None, "a layer that has ended"
+        of.length += cu_tokens[-1]
