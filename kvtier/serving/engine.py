@@ -24,7 +24,7 @@ from kvtier.scheduling.scheduler import Scheduler
 from kvtier.scheduling.shares import Shares
 from kvtier.serving.choice import choose_runner
 from kvtier.serving.prefixes import prefixes_of
-from kvtier.serving.request import Request, RequestOutput, prompt_of
+from kvtier.serving.request import EngineLoad, Listener, Request, RequestOutput, prompt_of
 from kvtier.serving.runner import Work
 
 _LOG = logging.getLogger("kvtier.serving")
@@ -165,6 +165,20 @@ class Engine:
         step computes all tokens of a sequence)."""
         return self._runner.name
 
+    @property
+    def model(self) -> Any:
+        """Of Transformers."""
+        return self._model
+
+    @property
+    def load(self) -> EngineLoad:
+        """What there is to do now, and how much of the memory that takes."""
+        total, _, _ = self._runner.blocks()
+        with self._lock:
+            held = sum(job.blocks for job in self._running)
+            alive = self._thread is not None and self._thread.is_alive()
+            return EngineLoad(len(self._running), len(self._waiting), held, total, self._rate, self.steps, alive)
+
     # Requests
 
     def add_request(
@@ -176,9 +190,11 @@ class Engine:
         priority: int = 0,
         seed: int | None = None,
         logprobs: bool = False,
+        top_logprobs: int = 0,
         salt: Hashable = None,
         conversation: str | None = None,
         tenant: str = "",
+        listener: Listener | None = None,
         **options: Any,
     ) -> str:
         """Add a request to the queue.
@@ -190,9 +206,13 @@ class Engine:
             priority: requests with a higher one go first.
             seed: of the request's own random numbers.
             logprobs: whether the log-probability of each token is kept.
+            top_logprobs: how many of the likeliest tokens are kept at each place, with their log-probabilities.
             salt: what is kept of a request is found by those with an equal salt only, so that tenants share nothing.
             conversation: of the store, whose history prompt and answer become when the request has ended.
             tenant: whose it is: under the fair scheduler, the tenant that was served least goes next.
+            listener: called with the output of each of the request's sequences whenever it has a new token, and when it
+                has ended. In the thread that runs the steps, under the engine's lock: it must not block. The engine
+                keeps no output of a request with a listener that has ended.
             options: settings of `generate`, `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`. With
                 `num_return_sequences` there are more sequences of the prompt, named `NAME#1`, `NAME#2` and so on, which
                 share its blocks.
@@ -212,9 +232,11 @@ class Engine:
             priority=priority,
             seed=seed,
             logprobs=logprobs,
+            top_logprobs=top_logprobs,
             salt=salt,
             conversation=conversation,
             tenant=tenant,
+            listener=listener,
             **options,
         )
         return first.name
@@ -228,9 +250,11 @@ class Engine:
         priority: int = 0,
         seed: int | None = None,
         logprobs: bool = False,
+        top_logprobs: int = 0,
         salt: Hashable = None,
         conversation: str | None = None,
         tenant: str = "",
+        listener: Listener | None = None,
         **options: Any,
     ) -> list[Request]:
         """The same; a request for each sequence of the prompt."""
@@ -264,11 +288,14 @@ class Engine:
             made = []
             for i, each in enumerate(names):
                 self._ended.pop(each, None)
-                output = RequestOutput(each, list(prompt), arrived=now, logprobs=[] if logprobs else None)
+                output = RequestOutput(each, list(prompt), arrived=now)
+                output.logprobs = [] if logprobs or top_logprobs else None
+                output.top_logprobs = [] if top_logprobs else None
                 own = sampling if not i else sampling.again(i)
                 number = number if not i else next(self._numbers)
                 job = Job(number, now, len(prompt), own.max_length, priority=priority, tenant=tenant)
                 made.append(Request(output, own, job, salt=salt, conversation=None if i else conversation))
+                made[-1].listener, made[-1].top_logprobs = listener, top_logprobs
                 self._requests[each] = made[-1]
             made[0].samples = made[1:]
             self._wait(made[0])
@@ -487,7 +514,9 @@ class Engine:
             request.again()
             if request.done.is_set():
                 del self._requests[request.name]
-                self._ended[request.name] = request.output
+                if request.listener is None:
+                    self._ended[request.name] = request.output
+                request.tell()
             elif request.output.generated_tokens and (reason := request.sampling.ends(request.ids)):
                 self._end(request, reason)
             elif request.name not in later:
@@ -635,7 +664,7 @@ class Engine:
         logs = log_probabilities(rows) if any(x.output.logprobs is not None for x, _ in asking) else None
         with self._lock, self._change:
             for i, ((request, _), token) in enumerate(zip(asking, tokens, strict=True)):
-                self._give(request, token, None if logs is None else float(logs[i, token]), now)
+                self._give(request, token, None if logs is None else logs[i], now)
             self._lock.notify_all()
 
     def _deliver_alone(self, asking: list[tuple[Request, Any]], now: float) -> None:
@@ -643,24 +672,24 @@ class Engine:
         for request, row in asking:
             try:
                 (token,) = choose(row[None], [request.sampling], [request.ids])
-                log = float(log_probabilities(row[None])[0, token]) if request.output.logprobs is not None else None
+                logs = log_probabilities(row[None])[0] if request.output.logprobs is not None else None
             except Exception as error:
                 self._fail(request, error)
                 continue
             with self._lock, self._change:
-                self._give(request, token, log, now)
+                self._give(request, token, logs, now)
                 self._lock.notify_all()
 
-    def _give(self, request: Request, token: int, log: float | None, now: float) -> None:
-        """A new token of a request. Holds the lock."""
+    def _give(self, request: Request, token: int, logs: torch.Tensor | None, now: float) -> None:
+        """A new token of a request, and the log-probabilities `[vocabulary]` at its place. Holds the lock."""
         if request.done.is_set():
             return
         if request.output.first_token is None:
             request.output.first_token = now
         request.give(token)
         request.job.tokens += 1
-        if request.output.logprobs is not None and log is not None:
-            request.output.logprobs.append(log)
+        if logs is not None:
+            request.give_logs(token, logs)
         try:
             reason = request.sampling.ends(request.ids)
         except Exception as error:
@@ -668,6 +697,8 @@ class Engine:
             return
         if reason:
             self._end(request, reason)
+        else:
+            request.tell()
 
     def _fork(self, request: Request) -> list[Request]:
         """The other samples of a prompt that is there now: those that go on with its blocks. Holds the lock."""
@@ -709,7 +740,9 @@ class Engine:
             self._store.open(request.conversation, salt=request.salt).went_on(request.ids)
         request.end(reason, self._clock(), error)
         del self._requests[request.name]
-        self._ended[request.name] = request.output
+        if request.listener is None:
+            self._ended[request.name] = request.output
+        request.tell()
         while len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
         for sample in samples:  # nobody computes their prompt any more

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from kvtier.hf.sampling import Sampling
 from kvtier.scheduling.job import Job
+
+_LOG = logging.getLogger("kvtier.serving")
 
 
 @dataclass(slots=True)
@@ -22,6 +27,7 @@ class RequestOutput:
         finish_reason: "stop" (an end-of-sequence token, a stop string or criterion), "length", "cancelled", "error".
         error: what was raised, where it failed.
         logprobs: of each generated token under the model's own scores, where they were asked for.
+        top_logprobs: of each generated token, the likeliest tokens at its place and their log-probabilities.
         cached_tokens: of the prompt, those that were not computed for this request.
         preempted: times that it gave up its blocks.
         arrived, first_token, finished: seconds of the engine's clock; None: it did not come to that.
@@ -33,6 +39,7 @@ class RequestOutput:
     finish_reason: str = ""
     error: BaseException | None = None
     logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
     cached_tokens: int = 0
     preempted: int = 0
     arrived: float = 0.0
@@ -42,6 +49,31 @@ class RequestOutput:
     def is_finished(self) -> bool:
         """Whether it has ended, in whatever way."""
         return bool(self.finish_reason)
+
+
+#: Is told of each new token of a sequence, and of its end.
+Listener = Callable[[RequestOutput], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine has to do.
+
+    Attributes:
+        running, waiting: requests.
+        blocks, total_blocks: that running requests hold, and that there are; a block is of all layers.
+        rate: tokens of prompts that it computes in a second, by what steps took.
+        steps: that were computed.
+        alive: whether its thread runs.
+    """
+
+    running: int
+    waiting: int
+    blocks: int
+    total_blocks: int
+    rate: float
+    steps: int
+    alive: bool
 
 
 class Request:
@@ -59,6 +91,8 @@ class Request:
         lost: times that a failure has cost what was computed.
         cancelled: it is to end at the next step.
         samples: other sequences of its prompt, which begin when that is computed.
+        listener: is told of its tokens and its end.
+        top_logprobs: how many of the likeliest tokens are kept at each place.
         done: set when it has ended.
     """
 
@@ -83,6 +117,8 @@ class Request:
         self.lost = 0
         self.cancelled = False
         self.samples: list[Request] = []
+        self.listener: Listener | None = None
+        self.top_logprobs = 0
         self.done = threading.Event()
 
     @property
@@ -95,6 +131,22 @@ class Request:
         self.ids.append(token)
         self.output.generated_tokens.append(token)
 
+    def give_logs(self, token: int, logs: torch.Tensor) -> None:
+        """Log-probabilities `[vocabulary]` that a new token was chosen from, of which it keeps what was asked for."""
+        if self.output.logprobs is not None:
+            self.output.logprobs.append(float(logs[token]))
+        if self.output.top_logprobs is not None:
+            top = logs.topk(min(self.top_logprobs, len(logs)))
+            self.output.top_logprobs.append(list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+
+    def tell(self) -> None:
+        """Its listener hears how far it is."""
+        if self.listener is not None:
+            try:
+                self.listener(self.output)
+            except Exception:
+                _LOG.exception("A listener of request %r raised.", self.name)
+
     def again(self) -> None:
         """After an interrupt: it has no sequence, and its output and its job have the tokens that it has."""
         output, job = self.output, self.job
@@ -102,6 +154,9 @@ class Request:
         if output.logprobs is not None:
             count = len(output.generated_tokens)
             output.logprobs[:] = (output.logprobs + [math.nan] * count)[:count]
+        if output.top_logprobs is not None:
+            count = len(output.generated_tokens)
+            output.top_logprobs[:] = (output.top_logprobs + [[]] * count)[:count]
         self.sequence = None
         job.tokens, job.running = len(self.ids), False
         job.cached = job.blocks = job.reusable = 0
