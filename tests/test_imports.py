@@ -94,7 +94,24 @@ def importers(root: Path, package: str) -> list[str]:
 
 
 def transformers_is_imported_in_hf_only(root: Path) -> list[str]:
-    return [f for f in importers(root, "transformers") if not f.startswith("kvtier/hf/")]
+    others = [f for f in package_files(root) if not f.relative_to(root).as_posix().startswith("kvtier/hf/")]
+    return [
+        f.relative_to(root).as_posix()
+        for f in others
+        for _, name in imported(root, f)
+        if within(name, "transformers") and not _is_the_server(f.relative_to(root).as_posix(), name)
+    ]
+
+
+def _is_the_server(file: str, name: str) -> bool:
+    return file.startswith("kvtier/serving/http/") and within(name, "transformers.cli.serving")
+
+
+def the_server_is_imported_when_it_is_started(root: Path) -> list[str]:
+    packages = ("fastapi", "starlette", "uvicorn", "openai")
+    files = {f for package in packages for f in importers(root, package)}
+    inside = {f for f in importers(root, "kvtier.serving.http") if f != "kvtier/cli/serve.py"}
+    return sorted(f for f in files | inside if not f.startswith("kvtier/serving/http/"))
 
 
 def triton_is_imported_in_one_kernel_module(root: Path) -> list[str]:
@@ -207,6 +224,16 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
             {"kvtier/forward/forward.py": "from transformers.cache_utils import DynamicCache"},
             {"kvtier/memory/pool.py": "def f():\n    import transformers as t"},
             {"kvtier/__init__.py": "import importlib\nimportlib.import_module('transformers')"},
+            {"kvtier/serving/engine.py": "from transformers.cli.serving import utils"},
+            {"kvtier/serving/http/app.py": "from transformers import DynamicCache"},
+        ],
+    ),
+    (
+        the_server_is_imported_when_it_is_started,
+        [
+            {"kvtier/serving/engine.py": "import fastapi"},
+            {"kvtier/cli/chat.py": "def f():\n    import openai"},
+            {"kvtier/serving/__init__.py": "from kvtier.serving.http.server import Server"},
         ],
     ),
     (

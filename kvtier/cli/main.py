@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvtier.cli import bench, chat, env, plan, store
+from kvtier.cli import bench, chat, env, plan, serve, store
 from kvtier.errors import KVTierError
 
 
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     plan.add(commands)
     chat.add(commands)
+    serve.add(commands)
     store.add(commands)
     env.add(commands)
     bench.add(commands)

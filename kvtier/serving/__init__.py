@@ -6,4 +6,5 @@ turns.py    `Turns`: forwards in one thread that pause for each other, as greenl
 choice.py   which of them a model is run by, found out by trying
 prefixes.py `Prefixes`: what earlier requests have computed, for later ones to begin with
 engine.py   `Engine`: the queue and the loop
+http/       the engine behind OpenAI's HTTP interface
 """

@@ -1,0 +1,196 @@
+"""`kvtier serve`: a model behind the HTTP interface of OpenAI."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvtier.cli.plan import positive, read_config
+from kvtier.config import parse_size
+from kvtier.errors import ConfigError
+
+_EXAMPLES = """\
+examples:
+  kvtier serve Qwen/Qwen3-0.6B                                    # http://127.0.0.1:8000/v1
+  kvtier serve Qwen/Qwen3-0.6B --store sessions --session-ttl 1d  # sessions outlive the process
+  kvtier serve Qwen/Qwen3-0.6B --device-budget 8GiB --host-budget 64GiB --disk-budget 500GiB --store sessions
+  kvtier serve Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key-file keys # lines: NAME KEY
+
+Any client of OpenAI's interface talks to it: chat completions, completions, responses, models. /health and /metrics
+are for those who run it. Ctrl-C and SIGTERM let requests finish, save what is kept, and end it.
+"""
+
+_PACKAGES = ("fastapi", "uvicorn", "openai")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to a parser."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's interface",
+        description="Serve a model to many clients at a time. What prompts have in common is computed once, sessions "
+        "keep their state, and keys and values go to host memory and to the disk where the device has no room.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the model hub")
+    _add_interface(parser)
+    _add_memory(parser)
+    _add_requests(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_interface(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("interface")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this machine alone)")
+    group.add_argument("--port", type=_port, default=8000, help="(8000); 0: any that is free")
+    group.add_argument("--served-model-name", metavar="NAME", help="of the model, for clients (MODEL as it is written)")
+    group.add_argument("--api-key-file", metavar="FILE", help="lines NAME KEY: only these may ask, and share nothing")
+    group.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+    group.add_argument(
+        "--session-ttl",
+        type=_seconds,
+        default=math.inf,
+        metavar="TIME",
+        help="forget sessions unused for so long, such as 30m, 12h, 7d (never)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="TIME",
+        help="what requests may take to finish at the end (30s)",
+    )
+    group.add_argument(
+        "--client-timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="TIME",
+        help="what a client may take to send its request, and to read a part of its answer (60s)",
+    )
+    group.add_argument("--max-body", default="16MiB", metavar="SIZE", help="of a request (16MiB)")
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model and memory")
+    group.add_argument("--device", help="such as cuda:1 or cpu (a GPU, if there is one)")
+    group.add_argument("--dtype", help="of the model, such as bfloat16 (its own; float32 on the CPU)")
+    group.add_argument("--device-budget", help="device memory for keys and values, such as 4GiB (what there is)")
+    group.add_argument("--host-budget", help="host memory for them, such as 64GiB (what there is)")
+    group.add_argument("--store", metavar="DIR", help="where they are saved; without it they end with the process")
+    group.add_argument("--disk-budget", help="bytes of the store, such as 500GiB (no limit)")
+    group.add_argument("--block-size", type=positive, default=64, help="tokens of a block (64)")
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument("--max-model-len", type=positive, help="tokens of a prompt and its answer (the model's own)")
+    group.add_argument(
+        "--default-max-tokens", type=positive, default=1024, help="of a chat's answer that names no limit (1024)"
+    )
+    group.add_argument("--max-batch-tokens", type=positive, default=2048, help="computed in one step (2048)")
+    group.add_argument("--max-running", type=positive, default=256, help="requests that are computed at a time (256)")
+    group.add_argument("--max-waiting", type=positive, default=1024, help="requests that wait; more get a 429 (1024)")
+    group.add_argument("--scheduler", choices=("fair", "fcfs"), default="fair", help="who goes next (fair)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command. Returns the exit status."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"kvtier serve needs {', '.join(missing)}: pip install 'kvtier[serve]'.")
+    for name in ("device-budget", "host-budget", "disk-budget"):
+        size = getattr(args, name.replace("-", "_"))
+        if size is not None:
+            parse_size(f"--{name}", size)
+    if args.disk_budget is not None and args.store is None:
+        raise ConfigError("--disk-budget is of a store: give --store DIR.")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("kvtier").setLevel(logging.INFO)
+    from kvtier.conversation.disk.folder import Folder
+    from kvtier.hf.loading import model_of, quiet, tokenizer_of
+
+    with quiet():
+        read_config(args.model)  # its errors say what is not there
+        tokenizer = tokenizer_of(args.model)
+        if args.chat_template is not None:
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        if args.store is not None:
+            Folder(args.store).close()  # said before weights are read, which takes minutes
+        from kvtier.serving.http.server import Server, bind
+
+        with bind(args.host, args.port) as listening:  # the same
+            model = model_of(args.model, args.dtype, args.device)
+            with Server(model, tokenizer, _options(args)) as server:
+                host, port = listening.getsockname()[:2]
+                _warn(args, tokenizer)
+                server.run(listening, lambda: _say(f"serving {args.model} at http://{_shown(host)}:{port}/v1"))
+                _say("saving what is kept")
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Any:
+    from kvtier.serving.http.server import ServerOptions
+
+    store = {
+        "device_budget": args.device_budget,
+        "host_budget": args.host_budget,
+        "disk_budget": args.disk_budget,
+        "block_size": args.block_size,
+    }
+    engine = {name: getattr(args, name) for name in ("max_batch_tokens", "max_running", "max_waiting", "scheduler")}
+    max_body = parse_size("--max-body", args.max_body)
+    if not isinstance(max_body, int):
+        raise ConfigError(f"--max-body {args.max_body}: give bytes, such as 16MiB.")
+    return ServerOptions(
+        name=args.served_model_name or args.model,
+        directory=args.store,
+        store=store,
+        engine=engine,
+        key_file=args.api_key_file,
+        context=args.max_model_len,
+        default_tokens=args.default_max_tokens,
+        ttl=args.session_ttl,
+        max_body=max_body,
+        timeout=args.client_timeout,
+        drain=args.drain_timeout,
+    )
+
+
+def _warn(args: argparse.Namespace, tokenizer: Any) -> None:
+    """Say what somebody may not expect."""
+    if not getattr(tokenizer, "chat_template", None):
+        _say(f"{args.model} has no chat template: contents of messages are joined. --chat-template FILE gives one.")
+    if args.api_key_file is None and args.host not in ("127.0.0.1", "localhost", "::1"):
+        _say(f"Whoever reaches {args.host} may ask, and all share what is kept. --api-key-file FILE says who may.")
+
+
+def _say(text: str) -> None:
+    print(f"kvtier: {text}", file=sys.stderr, flush=True)
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port, 0 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    number, unit = (text[:-1], text[-1:]) if text[-1:] in _UNITS else (text, "s")
+    try:
+        found = float(number) * _UNITS[unit]
+    except ValueError:
+        found = -1.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time, such as 90s, 30m, 12h or 7d")
+    return found

@@ -1,0 +1,17 @@
+"""An engine behind the HTTP interface of OpenAI: Transformers' own server app, with parts of ours.
+
+front.py        the door, around the app: who is asking, sizes, clients that leave, clients that do not read
+app.py          Transformers' app with our handlers, and what it has beside them
+asked.py        a body -> what is asked: every field is honoured or refused
+chat.py, completions.py, responses.py    the handlers: what is asked -> prompts; parts of answers -> the wire
+answers.py      requests of the engine -> parts of an answer
+text.py         tokens -> text, stop strings
+manager.py      what Transformers' app asks for generation; requests to the engine, tokens back
+keys.py         API keys, and the salt of each
+metrics.py      what is counted, in Prometheus' format
+refusals.py     what is refused, and how that is said
+server.py       the model, the store, the engine, the port; the end
+
+The only folder besides `hf/` that imports transformers, and of it only its server. fastapi, uvicorn and openai are
+installed by `pip install 'kvtier[serve]'`, and imported when a server is made.
+"""

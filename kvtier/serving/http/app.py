@@ -1,0 +1,108 @@
+"""Transformers' app with our handlers, and what it has beside them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+from transformers.cli.serving.server import build_server
+
+from kvtier.serving.http.chat import ChatHandler
+from kvtier.serving.http.completions import CompletionHandler
+from kvtier.serving.http.handler import Served
+from kvtier.serving.http.manager import EngineManager, State
+from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.responses import ResponsesHandler
+
+#: Routes of Transformers' app that are kept. Its others are of models that come and go, of audio, or are ours.
+_KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/load_model", "/openapi.json", "/docs")
+
+
+class _None:
+    """A handler of what is not served. Nothing routes to it."""
+
+    async def handle_request(self, *args: Any) -> Any:
+        """Refuse."""
+        raise Refusal(404, "This server has no such endpoint.", code="not_found")
+
+
+def build(served: Served, manager: EngineManager) -> FastAPI:
+    """The app.
+
+    Args:
+        served: its model.
+        manager: of the engine that runs it.
+    """
+    state = State(manager)
+    chat, completions, responses = (
+        kind(served, manager, state) for kind in (ChatHandler, CompletionHandler, ResponsesHandler)
+    )
+    handlers = {"completion_handler": completions, "response_handler": responses, "transcription_handler": _None()}
+    if "systemone_handler" in inspect.signature(build_server).parameters:  # not in 5.17
+        handlers["systemone_handler"] = _None()
+    app: FastAPI = build_server(served, chat, **handlers, generation_state=state)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in _KEPT]
+    _add_routes(app, served, manager)
+    _add_errors(app)
+    return app
+
+
+def _add_routes(app: FastAPI, served: Served, manager: EngineManager) -> None:
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [served.entry]})
+
+    async def model(name: str) -> JSONResponse:
+        served.check(name)
+        return JSONResponse(served.entry)
+
+    async def health() -> JSONResponse:
+        status, found = await manager.read(health_of, manager)
+        return JSONResponse(found, status_code=status)
+
+    async def metrics() -> PlainTextResponse:
+        text = await manager.read(manager.text_of_metrics)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    app.add_api_route("/v1/models", models)
+    app.add_api_route("/v1/models/{name:path}", model)
+    app.add_api_route("/health", health)
+    app.add_api_route("/metrics", metrics)
+
+
+def health_of(manager: EngineManager) -> tuple[int, dict[str, Any]]:
+    """A status of HTTP, and why."""
+    load = manager.engine.load
+    state = "shutting down" if manager.draining else "ok" if load.alive else "the engine's thread has ended"
+    return 200 if state == "ok" else 503, {
+        "status": state,
+        "running": load.running,
+        "waiting": load.waiting,
+        "runner": manager.engine.runner,
+    }
+
+
+def _add_errors(app: FastAPI) -> None:
+    """All errors have the body that OpenAI's clients read."""
+
+    def refused(_: Request, error: Refusal) -> JSONResponse:
+        return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+
+    def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = (error.errors() or [{}])[0]
+        text = f"The body is no JSON object: {first.get('msg', '')}."
+        return refused(request, Refusal(400, text, code="invalid_json"))
+
+    def failed(request: Request, error: HTTPException) -> JSONResponse:
+        return refused(request, Refusal(error.status_code, str(error.detail)))
+
+    def broke(request: Request, error: Exception) -> JSONResponse:
+        return refused(request, Refusal(500, f"{type(error).__name__}: {error}", code="internal_error"))
+
+    app.add_exception_handler(Refusal, refused)
+    app.add_exception_handler(RequestValidationError, malformed)
+    app.add_exception_handler(HTTPException, failed)
+    app.add_exception_handler(Exception, broke)

@@ -1,0 +1,430 @@
+"""What a body asks: every field is honoured, or refused with the reason. Nothing is ignored."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.serving.http.refusals import Refusal
+
+#: Bounds of the interface.
+MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOGPROBS, MAX_PROMPTS = 128, 16, 20, 256
+_LONGEST_STOP, _LONGEST_NAME = 1024, 256
+
+#: Fields that every endpoint has: those of OpenAI, and those that vLLM and Transformers add.
+_COMMON = frozenset(
+    ("model", "stream", "stream_options", "temperature", "top_p", "seed", "user", "metadata", "service_tier", "store")
+)
+_OWN = frozenset(
+    (
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "min_tokens",
+        "ignore_eos",
+        "cache_salt",
+        "session_id",
+        "generation_config",
+    )
+)
+_TEXT = frozenset(
+    ("n", "stop", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "max_tokens", "priority")
+)
+_FIELDS = {
+    "chat": _COMMON
+    | _OWN
+    | _TEXT
+    | frozenset(
+        (
+            "messages",
+            "max_completion_tokens",
+            "top_logprobs",
+            "tools",
+            "tool_choice",
+            "parallel_tool_calls",
+            "response_format",
+            "chat_template_kwargs",
+            "reasoning_effort",
+            "modalities",
+            "functions",
+            "function_call",
+        )
+    ),
+    "completions": _COMMON | _OWN | _TEXT | frozenset(("prompt", "best_of", "echo", "suffix")),
+    "responses": _COMMON
+    | _OWN
+    | frozenset(
+        (
+            "input",
+            "instructions",
+            "max_output_tokens",
+            "tools",
+            "tool_choice",
+            "parallel_tool_calls",
+            "text",
+            "chat_template_kwargs",
+            "reasoning",
+            "include",
+            "background",
+            "previous_response_id",
+            "truncation",
+            "max_tool_calls",
+            "top_logprobs",
+            "prompt_cache_key",
+            "safety_identifier",
+        )
+    ),
+}
+
+
+@dataclass
+class Asked:
+    """What a request asks, of whatever endpoint.
+
+    Attributes:
+        stream, usage: whether parts are sent as they come, and what they took behind them.
+        count: answers to each prompt.
+        max_tokens: of an answer; None: the server's.
+        settings: of `generate`, by name.
+        stop: strings that end an answer.
+        presence, frequency: what the scores of tokens lose that the answer has: once each, and for each time.
+        seed: of the request's random numbers.
+        logprobs: whether log-probabilities are sent, and of how many of the likeliest tokens.
+        session, cache_salt: that the body names.
+        tools: that the model may call.
+        template: what the chat template is given beside messages.
+    """
+
+    stream: bool = False
+    usage: bool = False
+    count: int = 1
+    max_tokens: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    stop: list[str] = field(default_factory=list)
+    presence: float = 0.0
+    frequency: float = 0.0
+    seed: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    session: str | None = None
+    cache_salt: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    template: dict[str, Any] = field(default_factory=dict)
+
+
+def asked_of(kind: str, body: Mapping[str, Any]) -> Asked:
+    """What a body asks.
+
+    Args:
+        kind: "chat", "completions", "responses".
+
+    Raises:
+        Refusal: a field that is not known or malformed, or that cannot be honoured.
+    """
+    unknown = sorted(body.keys() - _FIELDS[kind])
+    if unknown:
+        raise _wrong(unknown[0], f"there is no such field in this request. Fields: {', '.join(sorted(_FIELDS[kind]))}")
+    given = {name: value for name, value in body.items() if value is not None}
+    read = _Read(given)
+    found = Asked(stream=read.flag("stream"), count=read.whole("n", 1, MAX_SAMPLES) or 1)
+    found.usage = _includes_usage(given, found.stream)
+    _refuse(given)
+    found.settings = _settings(read, given)
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        limit = read.whole(name, 1)
+        found.max_tokens = limit if limit is not None else found.max_tokens
+    found.seed = read.whole("seed", -(1 << 63), (1 << 63) - 1)
+    found.presence = read.number("presence_penalty", -2, 2) or 0.0
+    found.frequency = read.number("frequency_penalty", -2, 2) or 0.0
+    found.stop = _stops(given.get("stop"))
+    found.session = read.name("session_id") or read.name("prompt_cache_key") or read.name("user")
+    found.cache_salt = read.name("cache_salt")
+    found.tools = _tools(given)
+    found.template = _template(given)
+    if kind == "completions":
+        found.top_logprobs = read.whole("logprobs", 0, MAX_TOP_LOGPROBS) or 0
+        found.logprobs = "logprobs" in given
+        _check_completion(given, found)
+    else:
+        found.logprobs = read.flag("logprobs")
+        found.top_logprobs = read.whole("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+        if found.top_logprobs and not found.logprobs:
+            raise _wrong("top_logprobs", "it needs logprobs: true" if kind == "chat" else "it is not supported")
+    return found
+
+
+class _Read:
+    """Fields by what they must be."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+
+    def flag(self, name: str) -> bool:
+        value = self._given.get(name, False)
+        if not isinstance(value, bool):
+            raise _wrong(name, f"give true or false, not {_shown(value)}")
+        return value
+
+    def number(self, name: str, least: float, most: float = math.inf, *, above: bool = False) -> float | None:
+        value = self._given.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise _wrong(name, f"give a number, not {_shown(value)}")
+        if not least <= value <= most or (above and value == least):
+            limit = f"{'above' if above else 'at least'} {least:g}" + (f", at most {most:g}" if most < math.inf else "")
+            raise _wrong(name, f"give a number {limit}, not {_shown(value)}")
+        return float(value)
+
+    def whole(self, name: str, least: int, most: int | None = None) -> int | None:
+        value = self._given.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise _wrong(name, f"give a whole number, not {_shown(value)}")
+        if value < least or (most is not None and value > most):
+            limit = f"at least {least}" + (f", at most {most}" if most is not None else "")
+            raise _wrong(name, f"give a number, {limit}, not {_shown(value)}")
+        return value
+
+    def name(self, name: str) -> str | None:
+        value = self._given.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_NAME:
+            raise _wrong(name, f"give a string of 1 to {_LONGEST_NAME} characters")
+        return value
+
+
+def _settings(read: _Read, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of `generate`. Which a model has where nothing is asked is left to it."""
+    found = dict[str, Any]()
+    if "generation_config" in given:
+        found |= _generation_config(given["generation_config"])
+    temperature = read.number("temperature", 0)
+    if temperature is not None:
+        found |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    shares = {
+        "top_p": read.number("top_p", 0, 1, above=True),
+        "min_p": read.number("min_p", 0, 1),
+        "top_k": read.whole("top_k", -1),
+    }
+    # What clients send to leave a setting out.
+    plain = {"top_p": (1.0,), "min_p": (0.0,), "top_k": (0, -1)}
+    for name, value in shares.items():
+        if value is not None and value not in plain[name]:
+            if temperature == 0:
+                raise _wrong(name, "it is of sampling, and temperature 0 does not sample")
+            found |= {"do_sample": True, name: value}
+        elif value is not None:
+            found[name] = {"top_p": 1.0, "min_p": None, "top_k": 0}[name]
+    penalty = read.number("repetition_penalty", 0, above=True)
+    if penalty is not None:
+        found["repetition_penalty"] = penalty
+    least = read.whole("min_tokens", 0)
+    if least:
+        found["min_new_tokens"] = least
+    if read.flag("ignore_eos"):
+        found["eos_token_id"] = -1
+    if "logit_bias" in given:
+        found["sequence_bias"] = _bias(given["logit_bias"])
+        if not found["sequence_bias"]:
+            del found["sequence_bias"]
+    return found
+
+
+def _generation_config(text: Any) -> dict[str, Any]:
+    """The field of `transformers serve`: a GenerationConfig as a JSON string."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise _wrong("generation_config", f"it is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise _wrong("generation_config", "give a JSON object of settings of `generate`")
+    barred = sorted(found.keys() & {"num_return_sequences", "cache_implementation", "stop_strings", "max_length"})
+    if barred:
+        raise _wrong("generation_config", f"{barred[0]} has a field of its own here: n, stop, max_tokens")
+    return {str(name): value for name, value in found.items() if value is not None}
+
+
+def _bias(value: Any) -> dict[tuple[int, ...], float]:
+    if not isinstance(value, dict) or len(value) > 1024:
+        raise _wrong("logit_bias", "give an object of token ids and numbers, at most 1024")
+    found = dict[tuple[int, ...], float]()
+    for token, bias in value.items():
+        number = not isinstance(bias, bool) and isinstance(bias, (int, float)) and -100 <= bias <= 100
+        if not str(token).isdecimal() or not number:
+            raise _wrong("logit_bias", f"{_shown(token)}: {_shown(bias)} is no token id and number from -100 to 100")
+        found[(int(token),)] = float(bias)
+    return found
+
+
+def _stops(value: Any) -> list[str]:
+    strings = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(strings, list) or len(strings) > MAX_STOPS or not all(_is_stop(x) for x in strings):
+        raise _wrong("stop", f"give a string, or at most {MAX_STOPS}, each of 1 to {_LONGEST_STOP} characters")
+    return strings
+
+
+def _is_stop(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_STOP
+
+
+def _includes_usage(given: Mapping[str, Any], stream: bool) -> bool:
+    options = given.get("stream_options", {})
+    if options and not stream:
+        raise _wrong("stream_options", "it is of stream: true")
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise _wrong("stream_options", "give an object with include_usage")
+    if options.get("include_obfuscation"):
+        raise _wrong("stream_options", "include_obfuscation is not supported")
+    usage = options.get("include_usage", False)
+    if not isinstance(usage, bool):
+        raise _wrong("stream_options", "include_usage is true or false")
+    return usage
+
+
+def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    tools, choice = given.get("tools"), given.get("tool_choice", "auto")
+    if tools is not None and (not isinstance(tools, list) or not all(isinstance(x, dict) for x in tools)):
+        raise _wrong("tools", "give a list of functions")
+    if any(x.get("type", "function") != "function" for x in tools or ()):
+        raise _wrong("tools", "functions only")
+    if choice not in ("auto", "none"):
+        raise _wrong("tool_choice", f"give 'auto' or 'none', not {_shown(choice)}: a call cannot be enforced")
+    return tools if tools and choice == "auto" else None
+
+
+def _template(given: Mapping[str, Any]) -> dict[str, Any]:
+    found = given.get("chat_template_kwargs", {})
+    barred = ("tokenize", "return_dict", "return_tensors", "chat_template", "messages", "conversation", "tools")
+    if not isinstance(found, dict) or any(name in found for name in barred):
+        raise _wrong("chat_template_kwargs", "give an object of what the chat template reads")
+    effort = given.get("reasoning_effort")
+    reasoning = given.get("reasoning", {})
+    if not isinstance(reasoning, dict) or reasoning.keys() - {"effort"}:
+        raise _wrong("reasoning", "give an object with effort")
+    effort = reasoning.get("effort", effort)
+    return found | ({} if effort is None else {"reasoning_effort": effort})
+
+
+#: Fields that say what is the case here anyway, and what they may be.
+_ONLY: dict[str, Callable[[Any], bool]] = {
+    "response_format": lambda x: x == {"type": "text"},
+    "text": lambda x: isinstance(x, dict) and x.get("format", {"type": "text"}) == {"type": "text"} and len(x) <= 1,
+    "service_tier": lambda x: x in ("auto", "default"),
+    "modalities": lambda x: x == ["text"],
+    "parallel_tool_calls": lambda x: x is True,
+    "truncation": lambda x: x == "disabled",
+    "priority": lambda x: x == 0,
+    # Nothing is stored that could be asked for later, and a client that says so is right.
+    "store": lambda x: x is False,
+    "background": lambda x: x is False,
+    "metadata": lambda x: x == {},
+    "include": lambda x: x == [],
+    "functions": lambda x: x == [],
+    "function_call": lambda x: x == "none",
+    "previous_response_id": lambda x: False,
+    "max_tool_calls": lambda x: False,
+    "safety_identifier": lambda x: isinstance(x, str),
+}
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    for name, fits in _ONLY.items():
+        if name in given and not fits(given[name]):
+            raise _wrong(name, f"{_shown(given[name])} is not supported by this server")
+
+
+def _check_completion(given: Mapping[str, Any], found: Asked) -> None:
+    best = given.get("best_of", found.count)
+    if best != found.count:
+        raise _wrong("best_of", "it is not supported: all n answers are given")
+    if given.get("suffix"):
+        raise _wrong("suffix", "it is not supported: write the prompt as the model was trained to fill in")
+    echo = given.get("echo", False)
+    if not isinstance(echo, bool) or (echo and found.logprobs):
+        raise _wrong("echo", "true or false; the prompt has no log-probabilities here")
+
+
+def prompts_of(body: Mapping[str, Any]) -> list[str | list[int]]:
+    """The prompts of a completion: a string, token ids, or a list of these.
+
+    Raises:
+        Refusal: it is none of these.
+    """
+    prompt = body.get("prompt")
+    prompts: list[Any] = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
+    if not prompts or len(prompts) > MAX_PROMPTS or not all(isinstance(x, str) or _is_ids(x) for x in prompts):
+        raise _wrong("prompt", f"give a string, token ids, or a list of these, at most {MAX_PROMPTS}")
+    return prompts
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
+
+
+def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a chat.
+
+    Raises:
+        Refusal: they are malformed, or hold something other than text.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _wrong("messages", "give a list of messages, at least one")
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _wrong(where, "give an object with a role and its content")
+        check_content(where, message.get("content"))
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise _wrong(where, "it has no content")
+        _check_calls(where, message.get("tool_calls"))
+    return messages
+
+
+def check_content(where: str, content: Any) -> None:
+    """Refuse content that is no text.
+
+    Raises:
+        Refusal: so it is.
+    """
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise _wrong(where, "content is a string, or a list of parts")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in ("text", "input_text", "output_text"):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise _wrong(where, f"{_shown(kind)}: this server takes parts of text only")
+        if not isinstance(part.get("text"), str):
+            raise _wrong(where, "a part of text has a text")
+
+
+def _check_calls(where: str, calls: Any) -> None:
+    if calls is None:
+        return
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong(where, "tool_calls is a list of functions with a name and arguments")
+        arguments = function.get("arguments")
+        try:
+            parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise _wrong(where, "arguments of a function are a JSON object")
+
+
+def _wrong(name: str, why: str) -> Refusal:
+    return Refusal(400, f"{name}: {why}.", code="invalid_value", param=name)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

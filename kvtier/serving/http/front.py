@@ -1,0 +1,190 @@
+"""The door, plain ASGI around the app: who is asking, how much, and whether the client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from kvtier.serving.http.keys import VISIT, Caller, Keys, Visit
+from kvtier.serving.http.metrics import Metrics
+from kvtier.serving.http.refusals import Refusal
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+#: What needs a key, where there are keys. The rest says nothing of anybody's requests.
+_GUARDED = ("/v1/", "/load_model")
+_SESSION = b"x-session-id"
+_LONGEST_SESSION = 256
+
+
+class Door:
+    """Around the app.
+
+    Args:
+        app: inside.
+        keys: of the server.
+        metrics: that count what is refused here.
+        max_body: bytes of a request, at the most.
+        timeout: seconds that a client may take to send its request, and to take a part of the answer.
+        draining: whether no more requests are taken.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        keys: Keys,
+        metrics: Metrics,
+        *,
+        max_body: int,
+        timeout: float,
+        draining: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+        self._max_body = max_body
+        self._timeout = timeout
+        self._draining = draining
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            visit = Visit(self._caller(scope))
+            if scope["method"] == "POST" and self._draining():
+                raise Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=1)
+            async with asyncio.timeout(self._timeout):
+                body = await self._body(scope, receive)
+        except Refusal as error:
+            await self._refuse(error, send)
+            return
+        except TimeoutError:
+            await self._refuse(Refusal(408, "The request did not come in time.", code="timeout"), send)
+            return
+        except ConnectionError:
+            return
+        await self._visited(visit, body, scope, receive, send)
+
+    async def _visited(
+        self, visit: Visit, body: bytes, scope: MutableMapping[str, Any], receive: Receive, send: Send
+    ) -> None:
+        """Run the app until it has answered, or the client has left."""
+        exchange = _Exchange(body, receive, send, self._timeout, self._metrics)
+        token = VISIT.set(visit)
+        try:
+            answering = asyncio.ensure_future(self._app(scope, exchange.receive, exchange.send))
+            leaving = asyncio.ensure_future(exchange.wait_for_leaving())
+            try:
+                await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if not answering.done() and not exchange.answered:
+                    answering.cancel()
+                await asyncio.wait({answering})
+            finally:
+                leaving.cancel()
+                answering.cancel()
+                visit.leave()
+            if not answering.cancelled() and not exchange.gone.is_set():
+                answering.result()
+        finally:
+            VISIT.reset(token)
+
+    def _caller(self, scope: MutableMapping[str, Any]) -> Caller:
+        headers = dict(scope["headers"])
+        session = headers.get(_SESSION, b"").decode("latin-1") or None
+        if session is not None and len(session) > _LONGEST_SESSION:
+            raise Refusal(400, f"x-session-id: at most {_LONGEST_SESSION} characters.", code="invalid_value")
+        if not scope["path"].startswith(_GUARDED):
+            return Caller("", session)
+        kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        given = key.strip() if kind.lower() == "bearer" else headers.get(b"x-api-key", b"").decode("latin-1")
+        return self._keys.caller(given or None, session)
+
+    async def _body(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes:
+        """The whole of it. ConnectionError: the client has left."""
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body:
+            raise self._too_large()
+        parts, total, more = list[bytes](), 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionError
+            parts.append(message.get("body", b""))
+            total += len(parts[-1])
+            if total > self._max_body:
+                raise self._too_large()
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    def _too_large(self) -> Refusal:
+        return Refusal(413, f"A request has at most {self._max_body} bytes here.", code="request_too_large")
+
+    async def _refuse(self, error: Refusal, send: Send) -> None:
+        self._metrics.refused(error.status)
+        body = json.dumps(error.body).encode()
+        # What is left of its body is not read: the connection ends.
+        headers = {"Content-Type": "application/json", "Connection": "close", **error.headers}
+        headers["Content-Length"] = str(len(body))
+        pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        async with asyncio.timeout(self._timeout):
+            await send({"type": "http.response.start", "status": error.status, "headers": pairs})
+            await send({"type": "http.response.body", "body": body})
+
+
+class _Exchange:
+    """One request and its answer, as the app sees them.
+
+    Attributes:
+        answered: the whole answer has been sent.
+        gone: set when the client has left, or does not read.
+    """
+
+    def __init__(self, body: bytes, receive: Receive, send: Send, timeout: float, metrics: Metrics) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+        self._send = send
+        self._timeout = timeout
+        self._metrics = metrics
+        self.answered = False
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> Message:
+        """The request; then nothing, until the client leaves."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def wait_for_leaving(self) -> None:
+        """Return when the client has left or the answer is sent, which look the same here."""
+        watching = asyncio.ensure_future(self._watch())
+        try:
+            await self.gone.wait()
+        finally:
+            watching.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone.set()
+
+    async def send(self, message: Message) -> None:
+        """Send a part, if the client takes it in time."""
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            self._metrics.refused(message["status"])
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._send(message)
+        except (TimeoutError, OSError):
+            self.gone.set()
+            raise
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.answered = True

@@ -1,0 +1,180 @@
+"""What the handlers of all endpoints share: the model that is served, prompts, streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import BaseHandler, Modality
+
+from kvtier.serving.http.answers import TokenLog, parser_of
+from kvtier.serving.http.asked import Asked
+from kvtier.serving.http.keys import VISIT, Visit
+from kvtier.serving.http.manager import EngineManager
+from kvtier.serving.http.refusals import Refusal
+
+#: The last event of a stream.
+DONE = "data: [DONE]\n\n"
+
+
+class Served(ModelManager):
+    """The one model of a server, as Transformers' app asks for models.
+
+    Args:
+        name: that clients give.
+        model, tokenizer: of Transformers.
+        created: seconds since the epoch.
+        context: tokens of a sequence, at the most; None: no limit is known.
+    """
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, created: int, context: int | None) -> None:
+        # Not of the base class: that loads models as they are asked for.
+        self.name = name
+        self.model = model
+        self.tokenizer = tokenizer
+        self.created = created
+        self.context = context
+        self.force_model = name
+        self.loaded_models = {name: model}
+
+    def check(self, name: Any) -> None:
+        """Refuse a model that is not served. Raises `Refusal`."""
+        if name is not None and name != self.name:
+            raise Refusal(
+                404, f"There is no model {name!r} here; there is {self.name!r}.", code="model_not_found", param="model"
+            )
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The model in a list of models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "kvtier",
+            "max_model_len": self.context,
+        }
+
+    def process_model_name(self, model_id: str) -> str:
+        """The name is that of the server."""
+        return model_id
+
+    def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The model, which is loaded."""
+        self.check(model_id_and_revision)
+        return self.model, self.tokenizer
+
+    async def load_model_streaming(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
+        """The model is loaded, and there is no other."""
+        known = model_id_and_revision == self.name
+        state = {"status": "ready", "cached": True} if known else {"status": "error", "message": "not served here"}
+        yield sse(state | {"model": model_id_and_revision})
+
+    def shutdown(self) -> None:
+        """The server gives its model up itself."""
+
+
+class Handler(BaseHandler):
+    """One endpoint of Transformers' app.
+
+    Args:
+        served: the model.
+        manager: of its engine.
+        state: of the app.
+    """
+
+    def __init__(self, served: Served, manager: EngineManager, state: Any) -> None:
+        super().__init__(served, state)
+        self.served = served
+        self.manager = manager
+
+    @property
+    def visit(self) -> Visit:
+        """The request that is being answered."""
+        return VISIT.get(Visit())
+
+    def prompt_of(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> list[int]:
+        """Token ids of a chat: by the template; without one, contents are joined.
+
+        Raises:
+            Refusal: the template refuses the messages, or does not read what it is given.
+        """
+        tokenizer = self.served.tokenizer
+        plain = self.get_processor_inputs_from_messages(list(messages), Modality.LLM)
+        template = _template_of(tokenizer)
+        unread = [name for name in (*asked.template, *(("tools",) if asked.tools else ())) if name not in template]
+        if unread:
+            raise Refusal(
+                400, f"{unread[0]}: the model's chat template does not read it.", code="unsupported", param=unread[0]
+            )
+        if not template:
+            text = "".join(str(message["content"]) for message in plain)
+            return self.ids_of(text)
+        try:
+            found = tokenizer.apply_chat_template(
+                plain, add_generation_prompt=True, tools=asked.tools, tokenize=True, return_dict=True, **asked.template
+            )
+        except Exception as error:  # of the template, which may ask for anything
+            raise Refusal(
+                400, f"The chat template refuses these messages: {error}", code="invalid_messages", param="messages"
+            ) from error
+        return [int(x) for x in found["input_ids"]]
+
+    def ids_of(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            Refusal: ids that the model does not have.
+        """
+        if isinstance(prompt, str):
+            return [int(x) for x in self.served.tokenizer(prompt)["input_ids"]]
+        size = self.served.model.get_input_embeddings().num_embeddings
+        if not all(0 <= x < size for x in prompt):
+            raise Refusal(400, f"prompt: token ids are from 0 to {size - 1}.", code="invalid_value", param="prompt")
+        return list(prompt)
+
+    def parser(self, ids: Sequence[int], asked: Asked) -> Any:
+        """Transformers' parser of what the model writes; None: it has none."""
+        return parser_of(self.served.tokenizer, self.served.model, ids, asked.tools)
+
+    def token(self, token: int) -> str:
+        """What a token looks like."""
+        text: str = self.served.tokenizer.decode([token])
+        return text
+
+
+def _template_of(tokenizer: Any) -> str:
+    """A tokenizer's chat template; "": it has none."""
+    found = getattr(tokenizer, "chat_template", None)
+    if isinstance(found, dict):
+        return "\n".join(map(str, found.values()))
+    return str(found or "")
+
+
+@dataclass(frozen=True)
+class Named:
+    """A token log with what its tokens look like."""
+
+    text: str
+    logprob: float
+    top: list[tuple[str, float]]
+
+    @classmethod
+    def of(cls, log: TokenLog, handler: Handler) -> Named:
+        """Look it up."""
+        return cls(handler.token(log.token), log.logprob, [(handler.token(x), value) for x, value in log.top])
+
+
+def sse(body: Mapping[str, Any]) -> str:
+    """An event of a stream."""
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
+
+
+def streamed(events: AsyncIterator[str]) -> StreamingResponse:
+    """A stream, which no proxy holds back."""
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)

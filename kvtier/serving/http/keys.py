@@ -1,0 +1,136 @@
+"""Who is asking: API keys, each with a name and a salt that the server derives."""
+
+from __future__ import annotations
+
+import contextvars
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigError
+from kvtier.serving.http.refusals import Refusal
+
+#: In the store's folder: what salts are derived from, so that a restart finds what was saved.
+SECRET = "server.secret"
+_SECRET_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a request is from.
+
+    Attributes:
+        tenant: the name of its key; "" where the server has no keys.
+        session: that its headers name; None: none.
+    """
+
+    tenant: str = ""
+    session: str | None = None
+
+
+@dataclass(slots=True)
+class Visit:
+    """A request of a client, while it is answered.
+
+    Attributes:
+        caller: who is asking.
+        opened: what has to end when the client leaves: `cancel` is called.
+    """
+
+    caller: Caller = field(default_factory=Caller)
+    opened: list[Any] = field(default_factory=list)
+
+    def leave(self) -> None:
+        """The request has been answered, or its client has left."""
+        for each in self.opened:
+            each.cancel()
+
+
+#: Of the request that is being answered in this context.
+VISIT: contextvars.ContextVar[Visit] = contextvars.ContextVar("kvtier_visit")
+
+
+class Keys:
+    """The API keys of a server.
+
+    Args:
+        names: the name of each key; none: everybody may ask, as one tenant.
+        secret: of the server; salts are derived from it.
+    """
+
+    def __init__(self, names: Mapping[str, str], secret: bytes) -> None:
+        # Keys are looked up by their digest: how long that takes says nothing of a key.
+        self._names = {hashlib.sha256(key.encode()).digest(): name for key, name in names.items()}
+        self._secret = secret
+
+    @classmethod
+    def read(cls, path: str | Path, secret: bytes) -> Keys:
+        """From a file of lines `NAME KEY`; those that begin with # say nothing.
+
+        Raises:
+            ConfigError: a line that is none, or a name or a key that comes twice; OSError.
+        """
+        names: dict[str, str] = {}
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            if len(words) != 2:
+                raise ConfigError(f"{path}:{number}: give a name and a key, with a space between.")
+            name, key = words
+            if key in names or name in names.values():
+                raise ConfigError(f"{path}:{number}: the name {name!r} or its key is there already.")
+            names[key] = name
+        if not names:
+            raise ConfigError(f"{path}: there is no key in it.")
+        return cls(names, secret)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def caller(self, key: str | None, session: str | None = None) -> Caller:
+        """Who has this key.
+
+        Raises:
+            Refusal: nobody has it.
+        """
+        if not self._names:
+            return Caller("", session)
+        name = None if key is None else self._names.get(hashlib.sha256(key.encode()).digest())
+        if name is None:
+            raise Refusal(401, "Give an API key of this server: Authorization: Bearer KEY.", code="invalid_api_key")
+        return Caller(name, session)
+
+    def salt(self, caller: Caller, own: str | None = None) -> str | None:
+        """What a caller's requests are found under. Nobody without the secret can make another's.
+
+        Args:
+            own: by which a caller divides its own requests.
+        """
+        if not self._names and own is None:
+            return None
+        word = repr((caller.tenant, own)).encode()
+        return hmac.new(self._secret, word, hashlib.sha256).hexdigest()
+
+
+def secret_of(directory: str | Path | None) -> bytes:
+    """The secret of a server: that of its store's folder, made where there is none; without a folder, a new one."""
+    if directory is None:
+        return secrets.token_bytes(_SECRET_BYTES)
+    path = Path(directory) / SECRET
+    try:
+        found = path.read_bytes()
+    except FileNotFoundError:
+        found = secrets.token_bytes(_SECRET_BYTES)
+        made = path.with_name(f"{SECRET}.{os.getpid()}")
+        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(found)
+        made.replace(path)
+    if len(found) != _SECRET_BYTES:
+        raise ConfigError(f"{path} is damaged. Remove it: what was saved under its keys is then not found any more.")
+    return found

@@ -1,0 +1,437 @@
+"""What Transformers' app asks for generation: requests to the engine, tokens back."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from transformers.cli.serving.utils import BaseGenerateManager, GenerationState, _StreamError
+
+from kvtier.conversation.store import ConversationStore
+from kvtier.errors import KVTierError
+from kvtier.serving.engine import Engine
+from kvtier.serving.http.answers import Answer, Answers
+from kvtier.serving.http.asked import Asked
+from kvtier.serving.http.keys import Caller, Keys, Visit
+from kvtier.serving.http.metrics import Metrics
+from kvtier.serving.http.refusals import Refusal, refusal_of
+from kvtier.serving.request import RequestOutput
+
+T = TypeVar("T")
+
+#: Of the names of conversations in the store that are sessions of a server.
+SESSIONS = "serve/"
+#: Seconds that a client with a full queue is asked to wait, at the most.
+_LONGEST_RETRY = 30
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may take.
+
+    Attributes:
+        context: tokens of a prompt and its answer; None: the memory alone says.
+        default_tokens: of an answer that names no limit.
+        ttl: seconds after which a session that was not used is forgotten.
+    """
+
+    context: int | None
+    default_tokens: int
+    ttl: float = math.inf
+
+
+class Penalties:
+    """A processor of scores: tokens that the answer has lose what OpenAI's `presence_penalty` and `frequency_penalty`
+    say, once each and for each time.
+
+    Args:
+        prompt: tokens of the prompt, which count for nothing.
+    """
+
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        self._prompt = prompt
+        self._presence = presence
+        self._frequency = frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[1, vocabulary]` behind ids `[1, tokens]`."""
+        counts = torch.bincount(input_ids[0, self._prompt :], minlength=scores.shape[-1]).to(scores)
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+class EngineManager(BaseGenerateManager):
+    """Hands requests to an engine, whose thread runs them, and its tokens to the event loop.
+
+    Args:
+        engine: that runs.
+        tokenizer: of its model.
+        store: of sessions; None: there are none.
+        keys: whose salts separate what is kept.
+        metrics: that count.
+        limits: of a request.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        store: ConversationStore | None,
+        keys: Keys,
+        metrics: Metrics,
+        limits: Limits,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.limits = limits
+        self.draining = False
+        self._store = store
+        self._keys = keys
+        self._numbers = itertools.count()
+        # Templates and tokens; and what waits for the engine's lock. One thread: what is cancelled was added before.
+        self._readers = concurrent.futures.ThreadPoolExecutor(2, "kvtier-read")
+        self._adder = concurrent.futures.ThreadPoolExecutor(1, "kvtier-add")
+        self._lock = threading.Lock()
+        self._news: dict[tuple[Answers, int], RequestOutput] = {}
+        self._names: dict[Answers, list[str]] = {}
+        now = time.monotonic()
+        known = [] if store is None else store.names
+        self._sessions = dict.fromkeys((x for x in known if x.startswith(SESSIONS)), now)
+        self._now = time.monotonic
+
+    # Requests
+
+    async def read(self, work: Callable[..., T], *args: Any) -> T:
+        """Do what takes long for a long prompt, beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work, *args)
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        asked: Asked,
+        visit: Visit,
+        *,
+        parsers: Callable[[Sequence[int]], Any] = lambda ids: None,
+        default_tokens: int | None = None,
+    ) -> Answers:
+        """Add requests.
+
+        Args:
+            prompts: token ids of each.
+            visit: that they are of, whose end is theirs.
+            parsers: make the parser of one sequence.
+            default_tokens: of an answer, where neither the request nor the server says.
+
+        Raises:
+            Refusal: they are not taken, and none of them runs.
+        """
+        if self.draining:
+            raise Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=1)
+        lengths = [self._length(len(ids), asked, default_tokens) for ids in prompts]
+        answers = Answers(
+            [Answer(self.tokenizer, asked.stop, parsers(ids)) for ids in prompts for _ in range(asked.count)],
+            asked.count,
+            [len(ids) for ids in prompts],
+            self._cancel,
+            self._ended,
+        )
+        loop = asyncio.get_running_loop()
+        visit.opened.append(answers)
+        self._names[answers] = []
+        try:
+            await loop.run_in_executor(self._adder, self._add, loop, answers, prompts, lengths, asked, visit.caller)
+        except asyncio.CancelledError:
+            answers.cancel()
+            raise
+        except (KVTierError, ValueError, TypeError, KeyError, IndexError) as error:
+            answers.cancel()
+            found = refusal_of(error, self.retry_after)
+            raise (found if found.status < 500 or found.status == 503 else Refusal(400, str(found))) from error
+        return answers
+
+    def _length(self, prompt: int, asked: Asked, default_tokens: int | None) -> int:
+        """Tokens of an answer, at the most."""
+        context = self.limits.context
+        if prompt == 0:
+            raise Refusal(400, "The prompt has no tokens.", code="empty_prompt")
+        if context is not None and prompt + (asked.max_tokens or 1) > context:
+            asks = "" if asked.max_tokens is None else f" and {asked.max_tokens} are asked for"
+            raise Refusal(
+                400,
+                f"This model's maximum context length is {context} tokens: the prompt has {prompt}{asks}.",
+                code="context_length_exceeded",
+            )
+        if asked.max_tokens is not None:
+            return asked.max_tokens
+        usual = self.limits.default_tokens if default_tokens is None else default_tokens
+        return usual if context is None else min(usual, context - prompt)
+
+    def _add(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        answers: Answers,
+        prompts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        asked: Asked,
+        caller: Caller,
+    ) -> None:
+        salt = self._keys.salt(caller, asked.cache_salt)
+        conversation = self._session(asked, caller, salt) if len(prompts) == 1 else None
+        # Without sampling all answers are the same, and Transformers refuses several of them.
+        samples = asked.settings.get("do_sample", bool(self.engine.model.generation_config.do_sample))
+        for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
+            options: dict[str, Any] = dict(asked.settings, max_new_tokens=length)
+            if asked.stop:
+                options["stop_strings"] = asked.stop
+            if asked.presence or asked.frequency:
+                options["logits_processor"] = [Penalties(len(ids), asked.presence, asked.frequency)]
+            for j in range(1 if samples else asked.count):
+                name = f"http-{next(self._numbers)}"
+                count = asked.count if samples else 1
+                numbers = {name if not k else f"{name}#{k}": i * asked.count + j + k for k in range(count)}
+                if count > 1:
+                    options["num_return_sequences"] = count
+                self._names[answers] += numbers
+                self.engine.add_request(
+                    ids,
+                    request_id=name,
+                    seed=asked.seed,
+                    logprobs=asked.logprobs,
+                    top_logprobs=asked.top_logprobs,
+                    salt=salt,
+                    tenant=caller.tenant,
+                    conversation=None if j else conversation,
+                    listener=functools.partial(self._listen, loop, answers, numbers),
+                    **options,
+                )
+
+    def _session(self, asked: Asked, caller: Caller, salt: str | None) -> str | None:
+        """The conversation of a session, by name."""
+        session = asked.session or caller.session
+        if session is None or self._store is None:
+            return None
+        name = f"{SESSIONS}{caller.tenant}/{session}"
+        chat = self._store.open(name, salt=salt)
+        if chat.ttl != self.limits.ttl:
+            chat.ttl = self.limits.ttl
+        self._sessions[name] = self._now()
+        return name
+
+    def _listen(
+        self, loop: asyncio.AbstractEventLoop, answers: Answers, numbers: dict[str, int], output: RequestOutput
+    ) -> None:
+        """The engine's thread has something new. All of a step wake the event loop once."""
+        with self._lock:
+            first = not self._news
+            self._news[answers, numbers[output.request_id]] = output
+        if first:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        with self._lock:
+            news, self._news = self._news, {}
+        for (answers, number), output in news.items():
+            answers.heard(number, output)
+
+    def _cancel(self, answers: Answers) -> None:
+        """Nobody wants more of these answers: let requests end, behind the one that is being added."""
+        for number in answers.left:
+            self._count(answers, number, "cancelled", answers.outputs.get(number))
+        if answers.finished:
+            self._names.pop(answers, None)
+            return
+        with contextlib.suppress(RuntimeError):  # all threads have ended
+            self._adder.submit(self._cancel_all, answers)
+
+    def _cancel_all(self, answers: Answers) -> None:
+        for name in self._names.pop(answers, ()):
+            self.engine.cancel(name)
+
+    def _ended(self, answers: Answers, number: int, output: RequestOutput) -> None:
+        """A sequence has ended for its client."""
+        self._count(answers, number, answers.answers[number].reason, output)
+
+    def _count(self, answers: Answers, number: int, reason: str, output: RequestOutput | None) -> None:
+        if output is None:  # it was not begun
+            self.metrics.ended(reason, prompt=0, cached=0, tokens=0, preempted=0, first=None, seconds=0.0)
+            return
+        first = number % answers.samples == 0
+        finished = output.finished if output.finished is not None else self._now()
+        self.metrics.ended(
+            reason,
+            prompt=len(output.prompt_ids) if first else 0,
+            cached=output.cached_tokens if first else 0,
+            tokens=answers.answers[number].tokens,
+            preempted=output.preempted,
+            first=None if output.first_token is None else output.first_token - output.arrived,
+            seconds=finished - output.arrived,
+        )
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds after which a full queue may have room."""
+        return max(1, min(_LONGEST_RETRY, math.ceil(self.metrics.usual_seconds)))
+
+    def forget_sessions(self) -> None:
+        """Forget sessions that were not used for as long as they live."""
+        if self._store is None:
+            return
+        now = self._now()
+        for name, used in list(self._sessions.items()):
+            if now - used > self.limits.ttl:
+                del self._sessions[name]
+                self._store.forget(name)
+
+    async def forget_sessions_forever(self) -> None:
+        """See `forget_sessions`, from time to time."""
+        if self.limits.ttl == math.inf:
+            return
+        while True:
+            await asyncio.sleep(min(60.0, max(0.1, self.limits.ttl / 4)))
+            await asyncio.get_running_loop().run_in_executor(self._adder, self.forget_sessions)
+
+    def text_of_metrics(self) -> str:
+        """In Prometheus' format."""
+        load, memory = self.engine.load, self.engine.memory.stats
+        gauges = {
+            "num_requests_running": ("requests that are computed", load.running),
+            "num_requests_waiting": ("requests that wait", load.waiting),
+            "kv_cache_usage_perc": (
+                "share of the blocks that running requests hold",
+                load.blocks / max(load.total_blocks, 1),
+            ),
+            "prompt_tokens_per_second": ("tokens of prompts that are computed in a second", load.rate),
+            "engine_alive": ("whether the engine's thread runs", float(load.alive)),
+        }
+        for name, tier in (("device", memory.device), ("host", memory.host)):
+            gauges[f"{name}_bytes"] = (f"of keys and values on the {name}", tier.bytes)
+            gauges[f"{name}_budget_bytes"] = (f"that they may take on the {name}", tier.budget)
+        if self._store is not None:
+            kept = self._store.stats
+            gauges["sessions"] = ("sessions that are known", len(self._sessions))
+            gauges["kept_sequences"] = ("sequences that are kept in memory", kept.sequences)
+            gauges["disk_bytes"] = ("that are saved", kept.saved_bytes)
+            gauges["damaged"] = ("pieces on the disk that were damaged", kept.damaged)
+        return self.metrics.text(gauges)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self.engine.load.alive
+
+    def stop(self) -> None:
+        """No more requests. Idempotent."""
+        self.draining = True
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._adder.shutdown(wait=True)
+
+    # What Transformers' own handlers ask
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], Any]:
+        """See `BaseGenerateManager`."""
+        asked = _asked_of(gen_config)
+        streamer, queue = _Streamer(), asyncio.Queue[Any]()
+
+        async def follow() -> None:
+            try:
+                answers = await self.generate([inputs["input_ids"]], asked, Visit(), parsers=lambda _: response_parser)
+                async for _, part in answers.parts():
+                    streamer.total_tokens = answers.answers[0].tokens
+                    for item in (part.reasoning and _reasoning(part.reasoning), part.call, part.text):
+                        if item:
+                            queue.put_nowait(item)
+                streamer.total_tokens = answers.answers[0].tokens
+                queue.put_nowait(None)
+            except Refusal as error:
+                queue.put_nowait(_StreamError(str(error)))
+
+        streamer.task = asyncio.get_running_loop().create_task(follow())
+        return queue, streamer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """See `BaseGenerateManager`."""
+        ids = inputs["input_ids"]
+        answers = await self.generate([ids], _asked_of(gen_config), Visit())
+        await answers.all()
+        tokens = answers.outputs[0].generated_tokens[: answers.answers[0].tokens]
+        return processor.decode(tokens, skip_special_tokens=True), len(ids), list(tokens)
+
+
+class _Streamer:
+    """What a handler of Transformers asks of a stream."""
+
+    def __init__(self) -> None:
+        self.total_tokens = 0
+        self.task: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        """The client has left."""
+        if self.task is not None:
+            self.task.cancel()
+
+
+def _reasoning(text: str) -> Any:
+    from transformers.cli.serving.utils import ReasoningText
+
+    return ReasoningText(text)
+
+
+def _asked_of(config: Any) -> Asked:
+    """A generation config as Transformers' handlers build it."""
+    settings = config.to_diff_dict()
+    for name in ("transformers_version", "use_cache", "max_new_tokens", "stop_strings", "max_length"):
+        settings.pop(name, None)
+    stop = config.stop_strings or []
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return Asked(
+        max_tokens=config.max_new_tokens, settings=settings, stop=[stop] if isinstance(stop, str) else list(stop)
+    )
+
+
+class State(GenerationState):
+    """All requests go to one engine.
+
+    Args:
+        manager: of it.
+    """
+
+    def __init__(self, manager: EngineManager) -> None:
+        super().__init__(continuous_batching=True)
+        self._manager = manager
+
+    def use_continuous_batching(self, model: Any, modality: Any) -> bool:
+        """They do."""
+        return True
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> EngineManager:
+        """See `GenerationState`."""
+        return self._manager
+
+    def is_cb_alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._manager.alive
+
+    def shutdown(self) -> None:
+        """The server ends its engine itself."""

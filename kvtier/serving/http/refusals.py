@@ -1,0 +1,68 @@
+"""`Refusal`: an answer that says no, as OpenAI's interface has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.errors import BudgetError, ClosedError, ConfigError, QueueFullError, UnsupportedError
+
+#: What a status is called in the body, where it has a name of its own.
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Refusal(Exception):
+    """A request that is refused.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong, and what to do.
+        code: a word for programs.
+        param: the field that it is about.
+        retry_after: seconds after which to try again; None: that would not help.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As clients read it."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Beside the body."""
+        found = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return found | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def refusal_of(error: BaseException, retry_after: int = 1) -> Refusal:
+    """How an error of the engine is said.
+
+    Args:
+        retry_after: seconds until a full queue may have room.
+    """
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, QueueFullError):
+        return Refusal(429, str(error), code="queue_full", retry_after=retry_after)
+    if isinstance(error, BudgetError):
+        return Refusal(400, str(error), code="budget_exceeded")
+    if isinstance(error, ClosedError):
+        return Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=retry_after)
+    if isinstance(error, (ConfigError, UnsupportedError)):
+        return Refusal(400, str(error), code="unsupported")
+    return Refusal(500, f"{type(error).__name__}: {error}", code="generation_failed")

@@ -1,0 +1,193 @@
+"""The model, its store, its engine and a port; and the end of all that."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from kvtier.conversation.store import ConversationStore
+from kvtier.errors import ConfigError
+from kvtier.serving.engine import Engine
+from kvtier.serving.http.app import build
+from kvtier.serving.http.front import Door
+from kvtier.serving.http.handler import Served
+from kvtier.serving.http.keys import Keys, secret_of
+from kvtier.serving.http.manager import EngineManager, Limits
+from kvtier.serving.http.metrics import Metrics
+
+_LOG = logging.getLogger("kvtier.serving")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server is set.
+
+    Attributes:
+        name: of the model, for clients.
+        directory: of the store; None: what is kept ends with the server.
+        store, engine: options of `ConversationStore` and `Engine`.
+        key_file: of API keys; None: everybody may ask.
+        context: tokens of a sequence, at the most; None: what the model has.
+        default_tokens: of an answer of a chat that names no limit.
+        ttl: seconds after which a session that was not used is forgotten.
+        max_body: bytes of a request.
+        timeout: seconds that a client may take to send, and to read a part.
+        drain: seconds that requests may take to finish at the end.
+    """
+
+    name: str
+    directory: str | None = None
+    store: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    key_file: str | None = None
+    context: int | None = None
+    default_tokens: int = 1024
+    ttl: float = math.inf
+    max_body: int = 16 << 20
+    timeout: float = 60.0
+    drain: float = 30.0
+
+
+class Server:
+    """An engine behind a port.
+
+        with Server(model, tokenizer, ServerOptions("qwen3")) as server:
+            server.run(socket)
+
+    Args:
+        model, tokenizer: of Transformers.
+        options: how it is set.
+
+    Raises:
+        KVTierError: as of `ConversationStore` and `Engine`.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, options: ServerOptions) -> None:
+        self._options = options
+        self._uvicorn: uvicorn.Server | None = None
+        with contextlib.ExitStack() as stack:
+            store = stack.enter_context(ConversationStore(model, directory=options.directory, **options.store))
+            engine = Engine(model, tokenizer, store=store, **options.engine)
+            stack.callback(engine.close)
+            secret = secret_of(options.directory)
+            self.keys = Keys({}, secret) if options.key_file is None else Keys.read(options.key_file, secret)
+            context = _context(model, options.context)
+            metrics = Metrics(options.name)
+            limits = Limits(context, options.default_tokens, options.ttl)
+            self.manager = EngineManager(engine, tokenizer, store=store, keys=self.keys, metrics=metrics, limits=limits)
+            stack.callback(self.manager.stop)
+            served = Served(options.name, model, tokenizer, int(time.time()), context)
+            app = build(served, self.manager)
+            app.router.lifespan_context = self._life
+            self.app = Door(
+                app,
+                self.keys,
+                metrics,
+                max_body=options.max_body,
+                timeout=options.timeout,
+                draining=lambda: self.manager.draining,
+            )
+            self._stack = stack.pop_all()
+        engine.start()
+
+    @contextlib.asynccontextmanager
+    async def _life(self, _: Any) -> AsyncIterator[None]:
+        import asyncio
+
+        forgetting = asyncio.ensure_future(self.manager.forget_sessions_forever())
+        yield
+        forgetting.cancel()
+
+    def run(self, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until SIGTERM or SIGINT, or `stop`. Then requests may finish for as long as `drain` says; those that
+        have not are cancelled.
+
+        Args:
+            listening: a socket that is bound.
+            ready: called when requests are taken.
+        """
+        config = uvicorn.Config(
+            self.app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=max(1, math.ceil(self._options.drain)),
+            timeout_keep_alive=75,
+            lifespan="on",
+        )
+        self._uvicorn = _Uvicorn(config, self.manager, ready)
+        self._uvicorn.run(sockets=[listening])
+
+    def stop(self) -> None:
+        """Let `run` end, as SIGTERM does. Any thread."""
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+
+    def close(self) -> None:
+        """Cancel what runs, save what is kept, and give everything back. Idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Says when it begins, and that it drains."""
+
+    def __init__(self, config: uvicorn.Config, manager: EngineManager, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._manager = manager
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Requests are taken from here on."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Requests are refused from here on, and those that run may finish."""
+        self._manager.draining = True
+        await super().shutdown(sockets=sockets)
+
+
+def _context(model: Any, asked: int | None) -> int | None:
+    """Tokens of a sequence, at the most.
+
+    Raises:
+        ConfigError: more than the model has.
+    """
+    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = int(found) if isinstance(found, int) and found > 0 else None
+    if asked is not None and limit is not None and asked > limit:
+        raise ConfigError(f"--max-model-len {asked}: the model has {limit} positions.")
+    return limit if asked is None else asked
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        OSError: the port is taken, or the address is none.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(2048)
+        listening.set_inheritable(True)
+    except BaseException:
+        listening.close()
+        raise
+    return listening

@@ -1,0 +1,94 @@
+"""Tokens to text as they come, and stop strings in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+#: Tokens after which a character is given up that has not come whole.
+_LONGEST_CHARACTER = 16
+
+
+class TextStream:
+    """The text of tokens that come one by one. The parts together are the text of all of them.
+
+    Args:
+        tokenizer: of Transformers.
+        skip_special_tokens: whether they are left out.
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._tokens: list[int] = []
+        self._before = self._said = 0
+
+    def put(self, token: int) -> str:
+        """What text a token adds; "" while a character has not come whole."""
+        self._tokens.append(token)
+        return self._new(last=False)
+
+    def end(self) -> str:
+        """What was held back."""
+        return self._new(last=True)
+
+    def _new(self, *, last: bool) -> str:
+        """Decoding begins one step back, for tokens may begin with a space only behind others."""
+        said = self._decoded(self._tokens[self._before : self._said])
+        text = self._decoded(self._tokens[self._before :])
+        waits = len(self._tokens) - self._said < _LONGEST_CHARACTER
+        if len(text) <= len(said) or (text.endswith(_BROKEN) and waits and not last):
+            return ""
+        self._before, self._said = self._said, len(self._tokens)
+        del self._tokens[: self._before]
+        self._said -= self._before
+        self._before = 0
+        return text[len(said) :]
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
+        return text
+
+
+class StopCutter:
+    """Text up to where the first of some strings begins.
+
+    Args:
+        strings: none of them empty.
+
+    Attributes:
+        found: the string that the text ended at; None: none yet.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._held = ""
+        self.found: str | None = None
+
+    def put(self, text: str) -> str:
+        """What of the text can be said: not what may be the beginning of a string."""
+        if self.found is not None:
+            return ""
+        self._held += text
+        at = [(i, -len(s), s) for s in self._strings if (i := self._held.find(s)) >= 0]
+        if at:
+            start, _, self.found = min(at)
+            said, self._held = self._held[:start], ""
+            return said
+        keep = max((_overlap(self._held, s) for s in self._strings), default=0)
+        said, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return said
+
+    def end(self) -> str:
+        """What was held back, and is no stop string."""
+        said, self._held = self._held, ""
+        return said
+
+
+def _overlap(text: str, string: str) -> int:
+    """Characters at the end of a text that a string begins with."""
+    for length in range(min(len(text), len(string) - 1), 0, -1):
+        if text.endswith(string[:length]):
+            return length
+    return 0

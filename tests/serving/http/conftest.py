@@ -1,0 +1,83 @@
+"""A server on a port of this machine, in a thread, with the trained model."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="kvtier serve needs the extra `serve`")
+
+import openai
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvtier.serving.http.server import Server, ServerOptions, bind
+
+PYLM = Path(__file__).resolve().parents[3] / "examples" / "pylm"
+NAME = "pylm"
+
+Start = Callable[..., contextlib.AbstractContextManager["Running"]]
+
+
+class Running:
+    """A server that takes requests.
+
+    Attributes:
+        server: of this process.
+        url: of its interface.
+    """
+
+    def __init__(self, server: Server, port: int) -> None:
+        self.server = server
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}/v1"
+
+    def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
+        """OpenAI's own client."""
+        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=60, **options)
+
+    @property
+    def engine(self) -> Any:
+        """Behind it."""
+        return self.server.manager.engine
+
+
+@pytest.fixture(scope="session")
+def trained() -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(PYLM, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(PYLM)
+
+
+@pytest.fixture(scope="session")
+def start(trained: tuple[Any, Any]) -> Start:
+    """Starts a server; at the end nothing of it is left."""
+
+    @contextlib.contextmanager
+    def started(**options: Any) -> Iterator[Running]:
+        options = {"store": {"host_budget": "256MiB", "block_size": 16}, "drain": 5.0} | options
+        ready, listening = threading.Event(), bind("127.0.0.1", 0)
+        with listening, Server(*trained, ServerOptions(NAME, **options)) as server:
+            thread = threading.Thread(target=server.run, args=(listening, ready.set), daemon=True)
+            thread.start()
+            assert ready.wait(30)
+            try:
+                yield Running(server, listening.getsockname()[1])
+            finally:
+                server.stop()
+                thread.join(30)
+                assert not thread.is_alive()
+
+    return started
+
+
+@pytest.fixture(scope="module")
+def running(start: Start) -> Iterator[Running]:
+    """A server for the tests of a module."""
+    with start() as server:
+        yield server
