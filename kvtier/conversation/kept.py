@@ -118,8 +118,11 @@ class Kept:
 
     def pieces(self, key: Hashable, ids: bytes) -> list[tuple[int, Entry]]:
         """All that is kept of a sequence, its beginning and what is behind gaps: the tokens of each, and the entry. One
-        may begin within those of another, and then goes on behind them."""
+        may begin within those of another, and then goes on behind them. Where copies of states are needed to go on, it
+        is what precedes the last of them."""
         length, entry = self.find(key, ids)
+        if entry is not None and entry.stateful:
+            length, entry = next(self.states_of(key, ids), (0, None))
         found = [] if entry is None or not length else [(min(length, entry.sequence.length), entry)]
         until = found[0][0] if found else 0
         for start, stop, each in sorted(self._overlapping(key, ids), key=lambda x: (x[0], -x[1])):
@@ -320,6 +323,7 @@ class Kept:
             return None
         self.parked.touch(entry.sequence)
         self._add_states(entry, states)
+        self.ranks.kept(key, ids)
         return entry
 
     def _add(self, key: Hashable, ids: bytes, sequence: ParkedSequence, states: dict[int, States]) -> Entry | None:
@@ -350,21 +354,26 @@ class Kept:
                 self._at[entry][length] = at = _At(entry, nbytes(each))
                 self.state_bytes += at.nbytes
                 self._index.add(entry.key, entry.ids[: length * WIDTH], at)
-        for length in sorted(entry.states)[1 : max(len(entry.states) - MOST_STATES + 1, 1)]:
+        if not states:
+            return
+        self.ranks.refresh()
+        pinned = self.ranks.pinned_at(entry.sequence)
+        others = [n for n in sorted(entry.states)[1:] if n not in pinned]
+        for length in others[: max(len(entry.states) - MOST_STATES, 0)]:
             self._drop_states(entry, length)
-        if states:
-            self._bound_states(entry)
+        self._bound_states(entry)
 
     def _bound_states(self, newest: Entry) -> None:
         """Drop what was used longest ago until the copies of states are within their budget; the newest goes last. What
-        is pinned stays: then the newest keeps fewer copies, or is not kept."""
+        is pinned stays: then the newest keeps fewer copies, those of its own that are pinned last, or is not kept."""
         for sequence in list(self.parked.sequences):
             if self.state_bytes <= self._state_budget:
                 return
             entry = self.entries.get(sequence)
             if entry is not None and entry is not newest and entry.states and not sequence.pinned:
                 self.parked.drop(sequence)  # a call that continues it has copied its states
-        for length in sorted(newest.states):
+        pinned = self.ranks.pinned_at(newest.sequence)
+        for length in sorted(newest.states, key=lambda n: (n in pinned, n)):
             if self.state_bytes > self._state_budget:
                 self._drop_states(newest, length)
         if not newest.states:
@@ -389,6 +398,7 @@ class Kept:
         at = self._at[entry].pop(length)
         self.state_bytes -= at.nbytes
         self._index.remove(at)
+        self.ranks.shortened(entry.sequence)
 
     def _forget(self, entry: Entry) -> None:
         for length in list(entry.states):

@@ -150,6 +150,11 @@ class Ranks:
         self._stale = dict.fromkeys(self._ranked)
         self._changed = True
 
+    def pinned_at(self, sequence: ParkedSequence) -> set[int]:
+        """How many tokens of a sequence the conversations have that are pinned."""
+        those = (self._ranked[name] for name in self._on.get(sequence, ()))
+        return {x.has[sequence] for x in those if x.rank.pinned}
+
     # What happens to sequences
 
     def kept(self, key: Hashable, ids: bytes) -> None:
@@ -158,7 +163,8 @@ class Ranks:
         self.refresh()
 
     def shortened(self, sequence: ParkedSequence) -> None:
-        """A sequence has given up its end, or all of it: another one may have more of a conversation now."""
+        """A sequence has given up its end, a copy of its states, or all of it: another one may have more of a
+        conversation now."""
         self._stale.update(self._on.get(sequence, {}))
 
     def refresh(self) -> None:
@@ -187,8 +193,7 @@ class Ranks:
             self._pin(sequence)
 
     def _pin(self, sequence: ParkedSequence) -> None:
-        those = (self._ranked[name] for name in self._on.get(sequence, ()) if name in self._ranked)
-        tokens = max((x.has[sequence] for x in those if x.rank.pinned), default=0)
+        tokens = max(self.pinned_at(sequence), default=0)
         if tokens != sequence.pinned:
             self._parked.pin(sequence, tokens)
             self._changed = True

@@ -20,6 +20,7 @@ from kvtier.conversation import retention
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.chunks import Chunk, Disk
 from kvtier.conversation.index import packed
+from kvtier.conversation.kept import MOST_STATES
 from kvtier.eviction.rank import Rank
 
 #: Host memory that holds two or three conversations of five.
@@ -324,6 +325,39 @@ def test_copies_of_states_of_what_is_pinned_stay() -> None:
         turn(chat, grown(out))
         assert chat.reuse is not None
         assert chat.reuse.cached == 35
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_of_what_is_pinned_the_last_states_that_can_be_continued_stay(name: str) -> None:
+    """Another sequence may have more of its tokens, and no states there."""
+    model = tiny_model(name)
+    with store_of(model, host_budget=BUDGETS[name]) as store:
+        history = some_ids(30, seed=1)
+        other = torch.cat([history[:, :14], some_ids(1, seed=2)], 1)
+        for ids in (other, history):
+            store.generate(**ones(ids), **(GREEDY | {"max_new_tokens": 1}))
+        chat = store.open("a")
+        chat.ids = history[0, :18].tolist()
+        chat.pinned = True
+        crowd(store, 16)
+        turn(chat, torch.cat([history[:, :17], some_ids(3, seed=3)], 1))
+        assert chat.reuse is not None
+        assert chat.reuse.cached == 14
+
+
+def test_copies_of_states_of_what_is_pinned_stay_where_there_come_more_than_are_kept() -> None:
+    model = tiny_model("qwen3_next")
+    with store_of(model) as store:
+        pinned, chat = store.open("a"), store.open("b")
+        out = turn(chat, some_ids(12))
+        pinned.ids = out[0].tolist()
+        pinned.pinned = True
+        for _ in range(MOST_STATES):
+            out = turn(chat, grown(out))
+        store.check_integrity()
+        turn(pinned, grown(torch.tensor([pinned.ids]), seed=2))
+        assert pinned.reuse is not None
+        assert pinned.reuse.cached == 17
 
 
 @pytest.mark.parametrize(

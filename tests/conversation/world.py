@@ -1295,12 +1295,12 @@ class World:
         for name, chat in self.chats.items():
             found = self.store._kept.ranks._ranked.get(name)
             assert (found is None) == (chat.rank == DEFAULT), "a conversation has no rank that has one, or one for none"
-            if found is None or not chat.rank.pinned or not self.plain:
+            if found is None or not chat.rank.pinned or (not self.plain and "state_budget" in self.options):
                 continue
             where, saved = (found.key, found.ids), 0
             place = disk_key(found.key)
             if archive is not None and not self.rough_disk and place is not None:
-                saved, _ = archive.disk.find(place, found.ids)
+                saved, _ = archive.find(place, found.ids, stateful=not self.plain)
             # What is behind a gap may begin within what precedes it.
             here = len({i for x, tokens in found.has.items() for i in range(x.start, x.start + tokens)})
             before = self.pinned.get(name)
