@@ -12,6 +12,8 @@
 namespace KVTIER_ISA {
 
 constexpr int MOST_ROWS = 64;  // whose scores and weights are kept at once
+constexpr int KEY_STEP = 32;   // tokens whose scores with all rows are computed before the next ones
+constexpr int LONG_RUN = 96 << 10;  // bytes of keys from which reading them apart from the values pays
 constexpr int AHEAD = 4;       // cache lines that are prefetched with each row of softmax
 
 // Neighbouring tokens of one block.
@@ -72,6 +74,8 @@ class Attention {
     weights_ = reinterpret_cast<typename M::Weight*>(scratch);
     // Else the scores behind a tile's last token, which are -inf, are scaled too: a scale of 0 would make them NaN, and
     // a negative one +inf.
+    const int64_t run = static_cast<int64_t>(p.kv_heads) * p.block_size * p.k_dim * sizeof(T);
+    tile_ = run >= LONG_RUN ? TILE : std::min(up(16, p.block_size), TILE);
     special_ = !(p.scale > 0) || p.causal || p.window > 0 || p.mask_dtype != KVTIER_NONE || p.slopes ||
                sequence.first_seen > 0;
   }
@@ -98,13 +102,13 @@ class Attention {
         int skipped = static_cast<int>(position - start);
         int n = static_cast<int>(std::min<int64_t>(start + p_.block_size, length_) - position);
         while (n > 0) {
-          const int take = std::min(n, TILE - columns);
+          const int take = std::min(n, tile_ - columns);
           tile[count++] = {block, position, skipped, take, columns};
           columns += take;
           position += take;
           skipped += take;
           n -= take;
-          if (columns == TILE) {
+          if (columns == tile_) {
             attend_tile(tile, count, columns);
             count = columns = 0;
           }
@@ -136,24 +140,43 @@ class Attention {
   }
 
   template <int ROWS>
-  void score_rows(const Segment& s, int g, int row, int slot) {
+  void score_rows(const Segment& s, int g, int row, int slot, Ahead& ahead) {
     const auto* q = query_ + (static_cast<size_t>(g) * up(rows_, 4) + row) * query_pad_;
     float* scores = scores_ + (slot + row) * ROW + s.column;
     switch (p_.k_dim) {
-      case 32: return score<M, ROWS, 32>(keys_of(s, g), 32, s.n, q, query_pad_, scores, ROW);
-      case 64: return score<M, ROWS, 64>(keys_of(s, g), 64, s.n, q, query_pad_, scores, ROW);
-      case 128: return score<M, ROWS, 128>(keys_of(s, g), 128, s.n, q, query_pad_, scores, ROW);
-      case 256: return score<M, ROWS, 256>(keys_of(s, g), 256, s.n, q, query_pad_, scores, ROW);
-      default: return score<M, ROWS, 0>(keys_of(s, g), p_.k_dim, s.n, q, query_pad_, scores, ROW);
+      case 32: return score<M, ROWS, 32>(keys_of(s, g), 32, s.n, q, query_pad_, scores, ROW, ahead);
+      case 64: return score<M, ROWS, 64>(keys_of(s, g), 64, s.n, q, query_pad_, scores, ROW, ahead);
+      case 80: return score<M, ROWS, 80>(keys_of(s, g), 80, s.n, q, query_pad_, scores, ROW, ahead);
+      case 96: return score<M, ROWS, 96>(keys_of(s, g), 96, s.n, q, query_pad_, scores, ROW, ahead);
+      case 128: return score<M, ROWS, 128>(keys_of(s, g), 128, s.n, q, query_pad_, scores, ROW, ahead);
+      case 256: return score<M, ROWS, 256>(keys_of(s, g), 256, s.n, q, query_pad_, scores, ROW, ahead);
+      default: return score<M, ROWS, 0>(keys_of(s, g), p_.k_dim, s.n, q, query_pad_, scores, ROW, ahead);
     }
   }
 
+  // What the next head needs of its own has left the L1 cache meanwhile, and waiting for it would hold up the stream.
+  static void fetch(const void* memory, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(memory) + i, 0, 3);
+  }
+
   void score_tokens(const Segment& s, int g, int slot) {
-    for (int row = 0; row < rows_; row += 4) {
-      const int left = rows_ - row;
-      if (left >= 3) score_rows<4>(s, g, row, slot);
-      else if (left == 2) score_rows<2>(s, g, row, slot);
-      else score_rows<1>(s, g, row, slot);
+    if (rows_ <= 8) {
+      const int next = g + 1 < p_.kv_heads ? g + 1 : 0;
+      fetch(query_ + static_cast<size_t>(next) * up(rows_, 4) * query_pad_, sizeof(*query_) * rows_ * query_pad_);
+    }
+    const int passes = (rows_ + 3) / 4, step = passes == 1 || passes > 4 ? s.n : KEY_STEP;
+    const int64_t bytes = static_cast<int64_t>(step) * p_.k_dim * sizeof(T);
+    for (int t = 0; t < s.n; t += step) {
+      const Segment some{s.block, s.position + t, s.skip + t, std::min(step, s.n - t), s.column + t};
+      Ahead ahead;
+      if (step == KEY_STEP && passes > 1)
+        ahead = {reinterpret_cast<const char*>(keys_of(some, g)) + bytes, lines_ahead(bytes, passes * KEY_STEP / 4)};
+      for (int row = 0; row < rows_; row += 4) {
+        const int left = rows_ - row;
+        if (left >= 3) score_rows<4>(some, g, row, slot, ahead);
+        else if (left == 2) score_rows<2>(some, g, row, slot, ahead);
+        else score_rows<1>(some, g, row, slot, ahead);
+      }
     }
   }
 
@@ -184,9 +207,15 @@ class Attention {
   void add_tokens(const Segment& s, int g, int slot) {
     const typename M::Weight* weights = weights_ + slot * ROW + s.column;
     float* out = out_.values + static_cast<size_t>(g) * rows_ * value_pad_;
+    if (rows_ <= 8) {
+      const int next = g + 1 < p_.kv_heads ? g + 1 : 0;
+      fetch(out_.values + static_cast<size_t>(next) * rows_ * value_pad_, sizeof(float) * rows_ * value_pad_);
+    }
     switch (p_.v_dim) {
       case 32: return add_rows<M, 32>(values_of(s, g), 32, s.n, weights, rows_, out, 32);
       case 64: return add_rows<M, 64>(values_of(s, g), 64, s.n, weights, rows_, out, 64);
+      case 80: return add_rows<M, 80>(values_of(s, g), 80, s.n, weights, rows_, out, value_pad_);
+      case 96: return add_rows<M, 96>(values_of(s, g), 96, s.n, weights, rows_, out, value_pad_);
       case 128: return add_rows<M, 128>(values_of(s, g), 128, s.n, weights, rows_, out, 128);
       case 256: return add_rows<M, 256>(values_of(s, g), 256, s.n, weights, rows_, out, 256);
       default: return add_rows<M, 0>(values_of(s, g), p_.v_dim, s.n, weights, rows_, out, value_pad_);
@@ -335,6 +364,7 @@ class Attention {
   const Partial out_;
   const int queries_, rows_, query_pad_, value_pad_;
   const int64_t length_;
+  int tile_;  // tokens whose scores are kept at once
   bool special_;
   PhaseClock clock_;
   typename M::Query* query_;

@@ -15,10 +15,10 @@ namespace KVTIER_ISA {
 
 constexpr int TILE = 256;     // tokens whose scores are kept at once
 constexpr int ROW = TILE + 16;  // columns of a row: where a tile ends within a vector, that is written whole
-constexpr int VALUE_STEP = 16;  // tokens whose values all rows add up before the next
+constexpr int STEP_TOKENS = 16;  // that all rows are multiplied with before the next ones, from the L1 cache
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-inline int up(int x, int to) { return (x + to - 1) / to * to; }
+constexpr int up(int x, int to) { return (x + to - 1) / to * to; }
 
 // Write the first n elements of a vector.
 template <class O>
@@ -54,6 +54,17 @@ inline V tanh(V x) {
   return where_small(x, 0.2f, small, with_sign(ratio, x));
 }
 
+// Lines that are prefetched at an even pace while rows after the first ones are at work on tokens that are in the L1
+// cache already: the hardware stops soon behind what is read, and memory would rest meanwhile.
+struct Ahead {
+  const char* at = nullptr;
+  int lines = 0;  // with each of a loop's turns
+
+  KVTIER_INLINE void step() {
+    for (int i = 0; i < lines; i++, at += 64) __builtin_prefetch(at, 0, 3);
+  }
+};
+
 // How one dtype is multiplied. `Weight` is the type of the softmax's results.
 template <class T>
 struct Widened {  // in fp32, for every dtype
@@ -63,6 +74,7 @@ struct Widened {  // in fp32, for every dtype
   using Vector = V;
   static constexpr int STEP = W;  // elements of a vector of keys
   static constexpr int COLUMNS = W;
+  static constexpr int TOKENS = 1;  // whose values are added up at once
   static Vector key(const T* p) { return from(p); }
   static Vector key(const T* p, int n) { return from(p, n); }
   static Vector query(const float* p) { return load(p); }
@@ -81,6 +93,7 @@ struct Dotted {  // bf16 in pairs, added up in fp32
   using Vector = D;
   static constexpr int STEP = DOT;
   static constexpr int COLUMNS = DOT;
+  static constexpr int TOKENS = 2;
   static Vector key(const bf16* p) { return load_pairs(p); }
   static Vector key(const bf16* p, int n) { return load_pairs(p, n); }
   static Vector query(const bf16* p) { return load_pairs(p); }
@@ -129,21 +142,23 @@ KVTIER_INLINE void score_some(const typename M::Query* query, int query_stride, 
 // How many of four query rows of DIM elements stay in registers together with the accumulators: all if they are short;
 // three where the fourth can be loaded with each key. Either way keys are converted once and read in one pass.
 template <class M, int ROWS, int DIM>
-constexpr int held = ROWS != 4 || DIM == 0 || DIM % M::STEP != 0 ? 0 : DIM / M::STEP <= 4 ? 4 : DIM / M::STEP <= 8 ? 3 : 0;
+constexpr int held = ROWS != 4 || DIM == 0 ? 0 : up(DIM, M::STEP) <= 4 * M::STEP ? 4 : up(DIM, M::STEP) <= 8 * M::STEP ? 3 : 0;
 
 template <class M, int DIM>
 inline void score_held(const typename M::Element* keys, int n, const typename M::Query* query, int query_stride,
-                       float* scores, int score_stride) {
-  constexpr int N = DIM / M::STEP, HELD = held<M, 4, DIM>;
+                       float* scores, int score_stride, Ahead& ahead) {
+  constexpr int N = up(DIM, M::STEP) / M::STEP, REST = DIM % M::STEP, HELD = held<M, 4, DIM>;
   typename M::Vector q[HELD][N];
   UNROLL for (int r = 0; r < HELD; r++)
     UNROLL for (int c = 0; c < N; c++) q[r][c] = M::query(query + r * query_stride + c * M::STEP);
   for (int t = 0; t + 4 <= n; t += 4, keys += 4 * DIM) {
+    ahead.step();
     V parts[4];
     UNROLL for (int i = 0; i < 4; i++) {
       V acc[4] = {zero(), zero(), zero(), zero()};
       UNROLL for (int c = 0; c < N; c++) {
-        const auto key = M::key(keys + i * DIM + c * M::STEP);
+        const auto* at = keys + i * DIM + c * M::STEP;
+        const auto key = REST && c == N - 1 ? M::key(at, REST) : M::key(at);
         UNROLL for (int r = 0; r < HELD; r++) acc[r] = M::mac(acc[r], key, q[r][c]);
         if constexpr (HELD == 3) acc[3] = M::mac(acc[3], key, M::query(query + 3 * query_stride + c * M::STEP));
       }
@@ -159,13 +174,13 @@ inline void score_held(const typename M::Element* keys, int n, const typename M:
 // n are undefined, wherever the row begins.
 template <class M, int ROWS, int DIM>
 inline void score(const typename M::Element* keys, int dim, int n, const typename M::Query* query, int query_stride,
-                  float* scores, int score_stride) {
+                  float* scores, int score_stride, Ahead& ahead) {
   constexpr int TOKENS = W / ROWS;
   if constexpr (DIM != 0) dim = DIM;
   int t = 0;
 #ifdef KVTIER_HELD
   if constexpr (held<M, ROWS, DIM> != 0) {
-    score_held<M, DIM>(keys, n, query, query_stride, scores, score_stride);
+    score_held<M, DIM>(keys, n, query, query_stride, scores, score_stride, ahead);
     t = n / TOKENS * TOKENS;
   }
 #endif
@@ -181,16 +196,24 @@ inline void score(const typename M::Element* keys, int dim, int n, const typenam
   }
 }
 
+// Columns of values that are added up at once, for so many rows.
+template <int ROWS>
+constexpr int widest = ROWS == 4 ? WIDEST_OF_4 : WIDEST_OF_2;
+
+// The sums of a step begin at 0: where `out` has left the L1 cache, nothing waits for it.
+KVTIER_INLINE void add_to(float* p, V x) { store(p, add(load(p), x)); }
+
 // out[r, :] += sum over t of weights[r, t] * values[t, :], for ROWS rows, n tokens, and `columns` columns of `dim`.
 template <class T, int ROWS, int VECTORS>
 KVTIER_INLINE void add_columns(const T* values, int dim, int columns, int n, const float* weights, float* out,
-                               int out_stride) {
+                               int out_stride, Ahead& ahead) {
   V acc[ROWS][VECTORS];
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int c = 0; c < VECTORS; c++) acc[r][c] = load(out + r * out_stride + c * W);
+    UNROLL for (int c = 0; c < VECTORS; c++) acc[r][c] = zero();
   const int rest = columns - (VECTORS - 1) * W;
   const auto token = [&](int t, V last) KVTIER_LAMBDA {
     const T* v = values + static_cast<ptrdiff_t>(t) * dim;
+    ahead.step();
     V w[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) w[r] = set1(weights[r * ROW + t]);
     UNROLL for (int c = 0; c < VECTORS; c++) {
@@ -205,18 +228,18 @@ KVTIER_INLINE void add_columns(const T* values, int dim, int columns, int n, con
     for (int t = 0; t < n; t++) token(t, from(last + static_cast<ptrdiff_t>(t) * dim, rest));
   }
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int c = 0; c < VECTORS; c++) store(out + r * out_stride + c * W, acc[r][c]);
+    UNROLL for (int c = 0; c < VECTORS; c++) add_to(out + r * out_stride + c * W, acc[r][c]);
 }
 
 #ifdef KVTIER_DOT
 template <class T, int ROWS, int VECTORS>
 KVTIER_INLINE void add_columns(const bf16* values, int dim, int columns, int n, const bf16* weights, float* out,
-                               int out_stride) {
+                               int out_stride, Ahead& ahead) {
   V low[ROWS][VECTORS], high[ROWS][VECTORS];
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int c = 0; c < VECTORS; c++) {
-      low[r][c] = load(out + r * out_stride + c * DOT);
-      high[r][c] = load(out + r * out_stride + c * DOT + W);
+      low[r][c] = zero();
+      high[r][c] = zero();
     }
   const int rest = columns - (VECTORS - 1) * DOT;
   const auto part = [&](int t, int c) KVTIER_LAMBDA {
@@ -224,6 +247,7 @@ KVTIER_INLINE void add_columns(const bf16* values, int dim, int columns, int n, 
     return c == VECTORS - 1 && rest < DOT ? load_pairs(v, rest) : load_pairs(v);
   };
   const auto pair = [&](int t, auto row) KVTIER_LAMBDA {
+    ahead.step();
     D w[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) w[r] = set_pair(weights + r * ROW + t);
     UNROLL for (int c = 0; c < VECTORS; c++) {
@@ -249,8 +273,8 @@ KVTIER_INLINE void add_columns(const bf16* values, int dim, int columns, int n, 
   }
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int c = 0; c < VECTORS; c++) {
-      store(out + r * out_stride + c * DOT, low[r][c]);
-      store(out + r * out_stride + c * DOT + W, high[r][c]);
+      add_to(out + r * out_stride + c * DOT, low[r][c]);
+      add_to(out + r * out_stride + c * DOT + W, high[r][c]);
     }
 }
 #endif
@@ -261,39 +285,60 @@ struct Shape {
   static int value_pad(const kvtier_problem& p) { return up(p.v_dim, M::COLUMNS); }
 };
 
+// The columns are cut into as few panels as registers allow, of about the same width.
+template <class M, int ROWS, int DIM>
+constexpr int panels = (up(DIM, M::COLUMNS) + widest<ROWS> - 1) / widest<ROWS>;
+
 template <class M, int ROWS, int DIM>
 KVTIER_INLINE void add_values(const typename M::Element* values, int dim, int n, const typename M::Weight* weights,
-                              float* out, int out_stride) {
-  constexpr int COLUMNS = M::COLUMNS, WIDE = PANEL * W, HALF = WIDE / 2;
+                              float* out, int out_stride, Ahead& ahead) {
+  constexpr int COLUMNS = M::COLUMNS;
   using T = typename M::Element;
   if constexpr (DIM != 0) {
-    static_assert((DIM % HALF == 0 || DIM < HALF) && DIM % COLUMNS == 0);
+    constexpr int COUNT = panels<M, ROWS, DIM>, WIDE = up((DIM + COUNT - 1) / COUNT, COLUMNS);
     int c = 0;
-    for (; c + WIDE <= DIM; c += WIDE) add_columns<T, ROWS, WIDE / COLUMNS>(values + c, DIM, WIDE, n, weights, out + c, DIM);
+    for (; c + WIDE <= DIM; c += WIDE)
+      add_columns<T, ROWS, WIDE / COLUMNS>(values + c, DIM, WIDE, n, weights, out + c, out_stride, ahead);
     constexpr int REST = DIM % WIDE;
-    if constexpr (REST != 0) add_columns<T, ROWS, REST / COLUMNS>(values + c, DIM, REST, n, weights, out + c, DIM);
+    if constexpr (REST != 0)
+      add_columns<T, ROWS, up(REST, COLUMNS) / COLUMNS>(values + c, DIM, REST, n, weights, out + c, out_stride, ahead);
   } else {
+    constexpr int WIDE = widest<ROWS> / 2 / COLUMNS * COLUMNS;
     int c = 0;
-    for (; c + HALF <= dim; c += HALF)
-      add_columns<T, ROWS, HALF / COLUMNS>(values + c, dim, HALF, n, weights, out + c, out_stride);
+    for (; c + WIDE <= dim; c += WIDE)
+      add_columns<T, ROWS, WIDE / COLUMNS>(values + c, dim, WIDE, n, weights, out + c, out_stride, ahead);
     for (; c < dim; c += COLUMNS)
-      add_columns<T, ROWS, 1>(values + c, dim, std::min(COLUMNS, dim - c), n, weights, out + c, out_stride);
+      add_columns<T, ROWS, 1>(values + c, dim, std::min(COLUMNS, dim - c), n, weights, out + c, out_stride, ahead);
   }
 }
+
+// Lines to be prefetched with each turn of a loop that goes `turns` times through a step of so many bytes.
+inline int lines_ahead(int64_t bytes, int turns) { return static_cast<int>((bytes / 64 + turns - 1) / turns); }
 
 // All `rows` of one KV head.
 template <class M, int DIM>
 inline void add_rows(const typename M::Element* values, int dim, int n, const typename M::Weight* weights, int rows,
                      float* out, int out_stride) {
-  if constexpr (DIM != 0) out_stride = DIM;
-  // Rows alternate every few tokens: memory is read without a pause, and those tokens stay in the cache.
-  const int step = rows > 8 ? TILE : VALUE_STEP;
-  for (int t = 0; t < n; t += step, values += static_cast<ptrdiff_t>(step) * (DIM ? DIM : dim), weights += step) {
+  if constexpr (DIM != 0) dim = DIM, out_stride = up(DIM, M::COLUMNS);
+  const int step = rows > 8 ? TILE : STEP_TOKENS;
+  const int64_t bytes = static_cast<int64_t>(step) * dim * sizeof(*values);
+  // Four rows at once convert and pair values once for all, but only whole lines are read as fast as memory goes.
+  constexpr bool FOURS = DIM != 0 && (W == 8 || panels<M, 4, DIM> == 1);
+  const int fours = FOURS ? rows / 4 : 0, twos = (rows - 4 * fours + 1) / 2;
+  constexpr int PANELS_OF_4 = DIM ? panels<M, 4, DIM> : 1, PANELS_OF_2 = DIM ? panels<M, 2, DIM> : 1;
+  const int passes = fours * PANELS_OF_4 + twos * PANELS_OF_2;
+  for (int t = 0; t < n; t += step, values += static_cast<ptrdiff_t>(step) * dim, weights += step) {
     const int some = std::min(step, n - t);
+    Ahead ahead;
+    if (passes > 2 && rows <= 8)
+      ahead = {reinterpret_cast<const char*>(values) + bytes, lines_ahead(bytes, passes * (step / M::TOKENS))};
     int row = 0;
+    if constexpr (FOURS)
+      for (; row + 4 <= rows; row += 4)
+        add_values<M, 4, DIM>(values, dim, some, weights + row * ROW, out + row * out_stride, out_stride, ahead);
     for (; row + 2 <= rows; row += 2)
-      add_values<M, 2, DIM>(values, dim, some, weights + row * ROW, out + row * out_stride, out_stride);
-    if (row < rows) add_values<M, 1, DIM>(values, dim, some, weights + row * ROW, out + row * out_stride, out_stride);
+      add_values<M, 2, DIM>(values, dim, some, weights + row * ROW, out + row * out_stride, out_stride, ahead);
+    if (row < rows) add_values<M, 1, DIM>(values, dim, some, weights + row * ROW, out + row * out_stride, out_stride, ahead);
   }
 }
 

@@ -8,7 +8,7 @@
 namespace KVTIER_ISA {
 
 constexpr int W = 8;
-constexpr int PANEL = 4;  // vectors of values that are added up at once, for two rows
+constexpr int WIDEST_OF_2 = 32, WIDEST_OF_4 = 16;  // columns of values that are added up at once, by rows
 using V = __m256;
 
 inline V zero() { return _mm256_setzero_ps(); }

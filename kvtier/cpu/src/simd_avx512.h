@@ -8,7 +8,7 @@
 namespace KVTIER_ISA {
 
 constexpr int W = 16;
-constexpr int PANEL = 8;  // vectors of values that are added up at once, for two rows
+constexpr int WIDEST_OF_2 = 128, WIDEST_OF_4 = 96;  // columns of values that are added up at once, by rows
 #define KVTIER_HELD 1     // there are registers for queries, too: `score_held`
 using V = __m512;
 
