@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvtier.cli import remote
+from kvtier.cli.lines import Loop
 from kvtier.cli.plan import positive, read_config
 from kvtier.cli.screen import Answer, Stop, say
 from kvtier.cli.store import count, ls, plain
 from kvtier.config import format_size, parse_size
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvtier.conversation.conversation import Conversation
@@ -24,6 +24,7 @@ examples:
   kvtier chat Qwen/Qwen3-0.6B --store chats                  # goes on where it was left
   kvtier chat Qwen/Qwen3-0.6B --store chats --name french --system "Answer in French."
   echo "What is paged attention?" | kvtier chat Qwen/Qwen3-0.6B --no-store
+  kvtier chat --url http://127.0.0.1:8000                    # with a server, such as kvtier serve
 
 Ctrl-C stops an answer and keeps what was said of it; pressed again, it forgets the answer. At the prompt, Ctrl-C and
 Ctrl-D leave. What was said is saved at the end of every answer.
@@ -53,10 +54,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the model hub")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder, or a name on the model hub")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--store", metavar="DIR", help="where conversations are saved; made if it is missing")
     where.add_argument("--no-store", action="store_true", help="save nothing: conversations end with the program")
+    where.add_argument(
+        "--url", help="talk to a server of OpenAI's interface; its key is in KVTIER_API_KEY or OPENAI_API_KEY"
+    )
     parser.add_argument("--name", default="chat", help="of the conversation (chat)")
     parser.add_argument("--list", action="store_true", help="list the conversations of the store, and leave")
     parser.add_argument("--system", metavar="TEXT", help="the first message of new conversations")
@@ -75,7 +79,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out the command. Returns the exit status."""
     if args.list:
-        if args.no_store:
+        if args.store is None:
             raise ConfigError("--list is of a store: give --store DIR.")
         return ls(argparse.Namespace(directory=args.store, json=False))
     if args.no_store and args.disk_budget is not None:
@@ -83,6 +87,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.name:
         raise ConfigError("--name: a conversation has a name that is not empty.")
     options = generate_options(args)
+    if args.url is not None:
+        return remote.run(args, options)
+    if args.model is None:
+        raise ConfigError("Give a MODEL, or --url of a server.")
     for name in ("device-budget", "host-budget", "disk-budget"):
         size = getattr(args, name.replace("-", "_"))
         if size is not None:
@@ -135,7 +143,7 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-class ChatLoop:
+class ChatLoop(Loop):
     """Lines are read, and answered.
 
     Args:
@@ -149,82 +157,51 @@ class ChatLoop:
         ConfigError: the conversation has begun with another system prompt.
     """
 
+    help = _COMMANDS
+
     def __init__(
         self, store: ConversationStore, tokenizer: Any, name: str, system: str | None, options: dict[str, Any]
     ) -> None:
+        super().__init__()
         self.store = store
         self.tokenizer = tokenizer
         self.system = system
         self.options = options
-        self.done = False
         self._problem = ""
         self.chat = self._opened(name)
 
-    # A line
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Of the conversation."""
+        return self.chat.name
 
-    def talk(self) -> None:
-        """Answer until there are no lines any more, or somebody leaves."""
-        asking = sys.stdin.isatty()
-        if asking:
-            with contextlib.suppress(ImportError):
-                importlib.import_module("readline")  # with which `input` has a line editor
-            say("/help tells what there is besides talking.")
-        while not self.done:
-            try:
-                if asking and not sys.stdout.isatty():  # answers go elsewhere, and the prompt does not
-                    print(self._prompt(), end="", file=sys.stderr, flush=True)
-                line = input(self._prompt() if asking and sys.stdout.isatty() else "")
-            except (EOFError, KeyboardInterrupt):
-                if asking:
-                    print(file=sys.stderr)
-                return
-            except UnicodeDecodeError as error:
-                say(f"That is no text: {error}")
-                continue
-            if line.strip():
-                self.answer_line(line)
+    @property
+    def messages(self) -> Any:
+        """That were said in it."""
+        return self.chat.messages
 
     def leave(self) -> None:
         """Leave the conversation. One in which nothing was said needs no name."""
         if not self.chat.messages and not self.chat.ids:
             self.chat.close()
 
-    def answer_line(self, line: str) -> None:
-        """Answer a message, or carry out a command; what fails is said."""
-        try:
-            if line.startswith("/") and not line.startswith("//"):
-                self._command(line)
-            else:
-                self._send(line.removeprefix("/") if line.startswith("//") else line)
-        except KeyboardInterrupt:
-            say("\ninterrupted: the conversation is as it was")
-        except KVTierError as error:
-            say(f"kvtier: {error}")
-        except Exception as error:  # of the model, the template, the device: others may work, and nothing is lost
-            say(f"kvtier: no answer, {type(error).__name__}: {error}. The conversation is as it was.")
-
-    def _command(self, line: str) -> None:
-        word, _, rest = line.partition(" ")
-        commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: say(_COMMANDS),
+    @property
+    def commands(self) -> dict[str, Callable[[str], None]]:
+        """By name."""
+        return super().commands | {
             "/regenerate": self._regenerate,
             "/rewind": self._rewind,
             "/fork": self._fork,
             "/open": self._open,
             "/name": lambda _: say(plain(self.chat.name)),
-            "/history": self._history,
             "/list": self._list,
             "/stats": self._stats,
-            "/quit": self._quit,
         }
-        if word not in commands:
-            say(f"There is no {plain(word)}. /help lists what there is; //{plain(line[1:])} would be a message.")
-            return
-        commands[word](rest.strip())
 
     # Answers
 
-    def _send(self, text: str) -> None:
+    def send(self, text: str) -> None:
+        """Say something, and print the answer."""
         first = {} if self.chat.messages or self.system is None else {"system": self.system}
         self._answer(lambda **options: self.chat.send(text, **first, **options))
 
@@ -290,10 +267,6 @@ class ChatLoop:
             say(self._about(chat))
         return chat
 
-    def _history(self, _: str) -> None:
-        for message in self.chat.messages:
-            say(f"{plain(str(message.get('role')))}: {plain(str(message.get('content')), lines=True)}")
-
     def _list(self, _: str) -> None:
         for name in self.store.names:
             turns = sum(x["role"] == "user" for x in self.store.open(name, salt=None).messages)
@@ -307,13 +280,7 @@ class ChatLoop:
             say(f"{name}: {format_size(tier.bytes)}, at most {format_size(tier.budget)}")
         say(f"disk: {format_size(kept.saved_bytes)}, {kept.damaged} damaged")
 
-    def _quit(self, _: str) -> None:
-        self.done = True
-
     def _about(self, chat: Conversation) -> str:
         turns = sum(x["role"] == "user" for x in chat.messages)
         about = f"{count(turns, 'turn')}, {count(len(chat.ids), 'token')}" if turns else "new"
         return f"{plain(chat.name)}: {about}"
-
-    def _prompt(self) -> str:
-        return f"{plain(self.chat.name)}> "

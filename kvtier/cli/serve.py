@@ -61,6 +61,9 @@ def _add_interface(parser: argparse.ArgumentParser) -> None:
         help="forget sessions unused for so long, such as 30m, 12h, 7d (never)",
     )
     group.add_argument(
+        "--max-sessions", type=positive, default=10_000, help="that are known; the longest unused goes first (10000)"
+    )
+    group.add_argument(
         "--drain-timeout",
         type=_seconds,
         default=30.0,
@@ -157,6 +160,7 @@ def _options(args: argparse.Namespace) -> Any:
         context=args.max_model_len,
         default_tokens=args.default_max_tokens,
         ttl=args.session_ttl,
+        sessions=args.max_sessions,
         max_body=max_body,
         timeout=args.client_timeout,
         drain=args.drain_timeout,

@@ -1,0 +1,92 @@
+"""`kvtier chat --url`: a conversation with a server, and whatever is wrong is a sentence."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from typing import Any
+
+import pytest
+from conftest import Running, Start
+from test_openai_client import by_generate
+
+from kvtier.cli.main import main
+
+STATUS = re.compile(r"\[([\d,]+) cached · ([\d,]+) computed")
+
+
+@pytest.fixture
+def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command with lines on stdin. Gives status, answers, and what was said besides."""
+
+    def run(*args: str, lines: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        status = main(["chat", *args])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return status, out, err
+
+    return run
+
+
+def test_turns_go_on_from_one_another_and_the_server_keeps_them(
+    start: Start, trained: tuple[Any, Any], talk: Any
+) -> None:
+    with start() as running:
+        asked = ("--url", f"http://127.0.0.1:{running.port}", "--max-new-tokens", "12", "--temperature", "0")
+        status, out, err = talk(*asked, "--name", "x", lines="def first(items):\n/regenerate\n class A:\n/history\n")
+        first = by_generate(trained, "def first(items):", 12)
+        second = by_generate(trained, f"def first(items):{first} class A:", 12)
+        assert (status, out) == (0, f"{first}\n{first}\n{second}\n")
+        cached = [int(found[0]) for found in STATUS.findall(err)]
+        assert cached[1] > 0
+        assert cached[2] > 0
+        assert f"assistant: {second}" in err.replace("\n", "\n") or second.split("\n")[0] in err
+        assert running.server.manager._store.names == ["serve//x"]
+
+
+def test_commands_of_a_conversation_with_a_server(running: Running, talk: Any) -> None:
+    lines = "\n".join(
+        (
+            "import os",
+            "/rewind",
+            "/history",
+            "/rewind 5",
+            "/rewind x",
+            "/regenerate",
+            "/open y",
+            "/name",
+            "/no",
+            "/help",
+            "/quit",
+            "x",
+        )
+    )
+    status, out, err = talk("--url", running.url, "--max-new-tokens", "3", lines=lines)
+    assert status == 0
+    assert out.count("\n") >= 1
+    for said in ("has 0 messages of yours", "/rewind takes a number", "no answer to generate", "y\n", "/regenerate  "):
+        assert said in err
+    assert "user: import os" not in err
+
+
+def test_what_is_wrong_is_a_sentence(running: Running, talk: Any, start: Start, tmp_path: Any) -> None:
+    for args, said in (
+        (("--url", "ftp://x"), "give http://HOST:PORT"),
+        (("--url", "http://127.0.0.1:1"), "Is a server running there?"),
+        (("--url", running.url, "other"), "and not 'other'"),
+        (("--url", running.url, "--dtype", "bfloat16"), "--dtype is the server's"),
+        (("--url", running.url, "--list"), "--list is of a store"),
+        (("--no-store",), "Give a MODEL"),
+    ):
+        status, _, err = talk(*args)
+        assert status == 2
+        assert said in err
+    _, _, err = talk("--url", running.url, "--max-new-tokens", "4096", lines="import os\n")
+    assert "the server says 400: This model's maximum context length is 4096 tokens" in err
+    keys = tmp_path / "keys"
+    keys.write_text("alice key-a\n")
+    with start(key_file=str(keys)) as guarded:
+        status, _, err = talk("--url", guarded.url)
+        assert (status, "the server says 401" in err) == (2, True)
