@@ -78,7 +78,7 @@ if-native:
 	@$(NATIVE) --quiet || true
 
 # ---------------------------------------------------------------------------------------- targets
-.PHONY: help setup demo test test-newest test-oldest integrations soak check sanitize format figures docs bench calibrate gpu clean distclean
+.PHONY: help setup demo test test-newest test-oldest integrations judge soak check sanitize format figures docs bench calibrate gpu clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -118,8 +118,11 @@ test-oldest: $(OLDEST)/.ready if-native ## run the tests on the oldest supported
 integrations: $(NEWEST)/.ready if-native ## run the scripts for other libraries, each in an environment of its own (ARGS="peft trl ...")
 	@$(NEWEST)/bin/python integrations/run.py $(ARGS)
 
+judge: $(NEWEST)/.ready if-native ## load generators of others against kvtier serve, each in an environment of its own (ARGS="aiperf guidellm")
+	@$(NEWEST)/bin/python integrations/judge.py $(ARGS)
+
 soak: $(NEWEST)/.ready if-native ## slow tests, and random walks and searches for longer than in the tests, about an hour, seeded
-	KVTIER_TEST_OPERATIONS=100000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 KVTIER_TEST_TURNS=2000 KVTIER_TEST_FLIPS=1000 KVTIER_TEST_WORLDS=10000 KVTIER_TEST_WORKLOADS=50 \
+	KVTIER_TEST_OPERATIONS=100000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 KVTIER_TEST_TURNS=2000 KVTIER_TEST_FLIPS=1000 KVTIER_TEST_WORLDS=10000 KVTIER_TEST_WORKLOADS=50 KVTIER_TEST_CLIENTS=200 \
 		KVTIER_TEST_KILLS=100 $(call RUN_PYTEST,$(NEWEST),tests/memory/test_shared_memory.py \
 		tests/memory/test_memory_threads.py tests/hf/test_needed.py tests/planning/test_adaptive.py tests/conversation tests/serving)
 	$(call RUN_PYTEST,$(NEWEST),-m slow)

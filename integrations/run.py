@@ -69,8 +69,12 @@ def fixed() -> list[str]:
     return found
 
 
-def python_for(name: str, packages: tuple[str, ...]) -> str:
+def python_for(name: str, packages: tuple[str, ...], *, shared: bool = True) -> str:
     """The Python of an environment with these packages, made if it is not there.
+
+    Args:
+        shared: whether it sees the packages of the Python that runs this; if not, it has whatever versions it wants,
+            torch aside.
 
     Raises:
         Unavailable: it cannot be made.
@@ -79,14 +83,15 @@ def python_for(name: str, packages: tuple[str, ...]) -> str:
         return sys.executable
     folder = ENVIRONMENTS / name
     ready, python = folder / ".ready", folder / "bin" / "python"
-    wanted = "\n".join([*packages, *fixed(), sys.version])
+    kept = [pin for pin in fixed() if shared or pin.startswith("torch==")]
+    wanted = "\n".join([*packages, *kept, sys.version])
     if ready.exists() and ready.read_text(encoding="utf-8") == wanted:
         return str(python)
     venv.create(folder, clear=True, with_pip=True)
-    own = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    (own / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    if shared:
+        _share(folder)
     constraints = folder / "constraints.txt"
-    constraints.write_text("\n".join(fixed()), encoding="utf-8")
+    constraints.write_text("\n".join(kept), encoding="utf-8")
     command = [
         python,
         "-m",
@@ -107,6 +112,12 @@ def python_for(name: str, packages: tuple[str, ...]) -> str:
         raise Unavailable((errors or done.stderr.strip().splitlines() or ["pip failed"])[-1])
     ready.write_text(wanted, encoding="utf-8")
     return str(python)
+
+
+def _share(folder: Path) -> None:
+    """Let an environment see the packages of the Python that runs this."""
+    own = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    (own / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
 
 
 def run(name: str) -> tuple[str, str]:
