@@ -111,6 +111,7 @@ class Answer:
         if self._cutter.found is None:
             parts += self._said(self._cutter.put(self._text.end()))
             parts += self._said(self._cutter.end())
+            self.reason = self.reason if self._cutter.found is None else "stop"
         if self._parser is not None:
             with contextlib.suppress(ValueError, RuntimeError):  # it ended within a call of a tool
                 parts += self._parsed(self._parser.finalize()[1])

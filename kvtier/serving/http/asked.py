@@ -85,7 +85,8 @@ class Asked:
     """What a request asks, of whatever endpoint.
 
     Attributes:
-        stream, usage: whether parts are sent as they come, and what they took behind them.
+        stream: whether parts are sent as they come.
+        usage, usage_so_far: whether what it took is sent behind them, and with each of them.
         count: answers to each prompt.
         max_tokens: of an answer; None: the server's.
         settings: of `generate`, by name.
@@ -100,6 +101,7 @@ class Asked:
 
     stream: bool = False
     usage: bool = False
+    usage_so_far: bool = False
     count: int = 1
     max_tokens: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -130,9 +132,11 @@ def asked_of(kind: str, body: Mapping[str, Any]) -> Asked:
     given = {name: value for name, value in body.items() if value is not None}
     read = _Read(given)
     found = Asked(stream=read.flag("stream"), count=read.whole("n", 1, MAX_SAMPLES) or 1)
-    found.usage = _includes_usage(given, found.stream)
+    found.usage, found.usage_so_far = _usage(given, found.stream)
     _refuse(given)
     found.settings = _settings(read, given)
+    found.max_tokens = _Read(found.settings).whole("max_new_tokens", 1)  # of a generation_config
+    found.settings.pop("max_new_tokens", None)
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         limit = read.whole(name, 1)
         found.max_tokens = limit if limit is not None else found.max_tokens
@@ -244,10 +248,11 @@ def _generation_config(text: Any) -> dict[str, Any]:
         raise _wrong("generation_config", f"it is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise _wrong("generation_config", "give a JSON object of settings of `generate`")
-    barred = sorted(found.keys() & {"num_return_sequences", "cache_implementation", "stop_strings", "max_length"})
+    found = {str(name): value for name, value in found.items() if value is not None}
+    barred = sorted(found.keys() & {"num_return_sequences", "stop_strings", "max_length", "use_cache", "cache_config"})
     if barred:
-        raise _wrong("generation_config", f"{barred[0]} has a field of its own here: n, stop, max_tokens")
-    return {str(name): value for name, value in found.items() if value is not None}
+        raise _wrong("generation_config", f"{barred[0]} cannot be set: there are n, stop and max_tokens")
+    return found
 
 
 def _bias(value: Any) -> dict[tuple[int, ...], float]:
@@ -273,18 +278,19 @@ def _is_stop(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= _LONGEST_STOP
 
 
-def _includes_usage(given: Mapping[str, Any], stream: bool) -> bool:
+def _usage(given: Mapping[str, Any], stream: bool) -> tuple[bool, bool]:
+    """Whether what a stream took is sent behind it, and with each part."""
     options = given.get("stream_options", {})
     if options and not stream:
         raise _wrong("stream_options", "it is of stream: true")
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise _wrong("stream_options", "give an object with include_usage")
+    known = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+    if not isinstance(options, dict) or options.keys() - set(known):
+        raise _wrong("stream_options", "give an object with include_usage, continuous_usage_stats")
+    if not all(options.get(name) in (None, False, True) for name in known):
+        raise _wrong("stream_options", "they are true or false")
     if options.get("include_obfuscation"):
         raise _wrong("stream_options", "include_obfuscation is not supported")
-    usage = options.get("include_usage", False)
-    if not isinstance(usage, bool):
-        raise _wrong("stream_options", "include_usage is true or false")
-    return usage
+    return bool(options.get("include_usage")), bool(options.get("continuous_usage_stats"))
 
 
 def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:

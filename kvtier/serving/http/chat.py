@@ -10,8 +10,8 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from kvtier.serving.http.answers import Answers, Part
-from kvtier.serving.http.asked import asked_of, messages_of
-from kvtier.serving.http.handler import DONE, Handler, Named, sse, streamed
+from kvtier.serving.http.asked import Asked, asked_of, messages_of
+from kvtier.serving.http.handler import DONE, Handler, Named, sse, streamed, usage_so_far
 from kvtier.serving.http.refusals import Refusal
 
 
@@ -26,7 +26,7 @@ class ChatHandler(Handler):
         answers = await self.manager.generate([ids], asked, self.visit, parsers=lambda ids: self.parser(ids, asked))
         reply = _Reply(self, answers)
         if asked.stream:
-            return streamed(reply.events(usage=asked.usage, logprobs=asked.logprobs))
+            return streamed(reply.events(asked))
         return JSONResponse(reply.whole(await answers.all(), logprobs=asked.logprobs))
 
 
@@ -59,11 +59,10 @@ class _Reply:
             choices.append(choice | {"logprobs": {"content": logs} if logprobs else None})
         return self._head | {"object": "chat.completion", "choices": choices, "usage": self._answers.usage}
 
-    async def events(self, *, usage: bool, logprobs: bool) -> AsyncIterator[str]:
+    async def events(self, asked: Asked) -> AsyncIterator[str]:
         """As it comes."""
-        none = {"usage": None} if usage else {}
         for number in range(len(self._answers.answers)):
-            yield self._chunk(number, {"role": "assistant", "content": ""}, more=none)
+            yield self._chunk(number, {"role": "assistant", "content": ""}, more=usage_so_far(asked, self._answers))
         try:
             async for number, part in self._answers.parts():
                 if part.call is not None:
@@ -71,15 +70,15 @@ class _Reply:
                 else:
                     shown = {"content": part.text, "reasoning_content": part.reasoning}
                     delta = {name: text for name, text in shown.items() if text}
-                logs = self._logs(part) if logprobs else []
+                logs = self._logs(part) if asked.logprobs else []
                 if delta or logs:
-                    yield self._chunk(number, delta, logs=logs, more=none)
+                    yield self._chunk(number, delta, logs=logs, more=usage_so_far(asked, self._answers))
                 if part.reason:
-                    yield self._chunk(number, {}, reason=part.reason, more=none)
+                    yield self._chunk(number, {}, reason=part.reason, more=usage_so_far(asked, self._answers))
         except Refusal as error:
             yield sse(error.body)
         else:
-            if usage:
+            if asked.usage:
                 head = self._head | {"object": "chat.completion.chunk"}
                 yield sse(head | {"choices": [], "usage": self._answers.usage})
         yield DONE

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from kvtier.serving.http.answers import Answers, Part, TokenLog
-from kvtier.serving.http.asked import asked_of, prompts_of
-from kvtier.serving.http.handler import DONE, Handler, Named, sse, streamed
+from kvtier.serving.http.asked import Asked, asked_of, prompts_of
+from kvtier.serving.http.handler import DONE, Handler, Named, sse, streamed, usage_so_far
 from kvtier.serving.http.refusals import Refusal
 
 #: Tokens of an answer that names no limit: OpenAI's.
@@ -31,7 +31,7 @@ class CompletionHandler(Handler):
         echoed = [self._text(prompt) if body.get("echo") else "" for prompt in given]
         reply = _Reply(self, answers, [echo for echo in echoed for _ in range(asked.count)])
         if asked.stream:
-            return streamed(reply.events(usage=asked.usage, logprobs=asked.logprobs))
+            return streamed(reply.events(asked))
         return JSONResponse(reply.whole(await answers.all(), logprobs=asked.logprobs))
 
     def _text(self, prompt: str | Sequence[int]) -> str:
@@ -66,21 +66,24 @@ class _Reply:
             choices.append(self._choice(number, text, each[-1].reason, self._logs(number, logs) if logprobs else None))
         return self._head | {"choices": choices, "usage": self._answers.usage}
 
-    async def events(self, *, usage: bool, logprobs: bool) -> AsyncIterator[str]:
+    async def events(self, asked: Asked) -> AsyncIterator[str]:
         """As it comes."""
-        none = {"usage": None} if usage else {}
         for number, echo in enumerate(self._echoes):
             if echo:
-                yield sse(self._head | {"choices": [self._choice(number, echo, None, None)]} | none)
+                yield sse(
+                    self._head
+                    | {"choices": [self._choice(number, echo, None, None)]}
+                    | usage_so_far(asked, self._answers)
+                )
         try:
             async for number, part in self._answers.parts():
-                logs = self._logs(number, part.logs) if logprobs and part.logs else None
+                logs = self._logs(number, part.logs) if asked.logprobs and part.logs else None
                 choice = self._choice(number, part.text, part.reason or None, logs)
-                yield sse(self._head | {"choices": [choice]} | none)
+                yield sse(self._head | {"choices": [choice]} | usage_so_far(asked, self._answers))
         except Refusal as error:
             yield sse(error.body)
         else:
-            if usage:
+            if asked.usage:
                 yield sse(self._head | {"choices": [], "usage": self._answers.usage})
         yield DONE
 

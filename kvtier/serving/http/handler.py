@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
-from kvtier.serving.http.answers import TokenLog, parser_of
+from kvtier.serving.http.answers import Answers, TokenLog, parser_of
 from kvtier.serving.http.asked import Asked
 from kvtier.serving.http.keys import VISIT, Visit
 from kvtier.serving.http.manager import EngineManager
@@ -167,6 +167,11 @@ class Named:
     def of(cls, log: TokenLog, handler: Handler) -> Named:
         """Look it up."""
         return cls(handler.token(log.token), log.logprob, [(handler.token(x), value) for x, value in log.top])
+
+
+def usage_so_far(asked: Asked, answers: Answers) -> dict[str, Any]:
+    """What a part of a stream says of what it took: nothing is known before the end, unless it is asked for."""
+    return {"usage": answers.usage if asked.usage_so_far else None} if asked.usage else {}
 
 
 def sse(body: Mapping[str, Any]) -> str:

@@ -43,11 +43,13 @@ class Limits:
         context: tokens of a prompt and its answer; None: the memory alone says.
         default_tokens: of an answer that names no limit.
         ttl: seconds after which a session that was not used is forgotten.
+        sessions: that are known; beyond them, that which was not used for longest is forgotten.
     """
 
     context: int | None
     default_tokens: int
     ttl: float = math.inf
+    sessions: int = 10_000
 
 
 class Penalties:
@@ -154,11 +156,17 @@ class EngineManager(BaseGenerateManager):
         except asyncio.CancelledError:
             answers.cancel()
             raise
-        except (KVTierError, ValueError, TypeError, KeyError, IndexError) as error:
-            answers.cancel()
-            found = refusal_of(error, self.retry_after)
-            raise (found if found.status < 500 or found.status == 503 else Refusal(400, str(found))) from error
+        except KVTierError as error:
+            raise self._not_taken(answers, refusal_of(error, self.retry_after)) from error
+        except (ValueError, TypeError, KeyError, IndexError) as error:  # settings that Transformers refuses
+            raise self._not_taken(answers, Refusal(400, str(error), code="invalid_value")) from error
         return answers
+
+    def _not_taken(self, answers: Answers, refusal: Refusal) -> Refusal:
+        """Some of these were refused: none of them runs."""
+        answers.cancelled = True
+        self._adder.submit(self._cancel_all, answers)
+        return refusal
 
     def _length(self, prompt: int, asked: Asked, default_tokens: int | None) -> int:
         """Tokens of an answer, at the most."""
@@ -225,8 +233,16 @@ class EngineManager(BaseGenerateManager):
         chat = self._store.open(name, salt=salt)
         if chat.ttl != self.limits.ttl:
             chat.ttl = self.limits.ttl
-        self._sessions[name] = self._now()
+        self._sessions.pop(name, None)
+        self._sessions[name] = self._now()  # those used last are at the end
+        if len(self._sessions) > self.limits.sessions:
+            self._forget(next(iter(self._sessions)))
         return name
+
+    def _forget(self, name: str) -> None:
+        assert self._store is not None
+        del self._sessions[name]
+        self._store.forget(name)
 
     def _listen(
         self, loop: asyncio.AbstractEventLoop, answers: Answers, numbers: dict[str, int], output: RequestOutput
@@ -291,8 +307,7 @@ class EngineManager(BaseGenerateManager):
         now = self._now()
         for name, used in list(self._sessions.items()):
             if now - used > self.limits.ttl:
-                del self._sessions[name]
-                self._store.forget(name)
+                self._forget(name)
 
     async def forget_sessions_forever(self) -> None:
         """See `forget_sessions`, from time to time."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import logging
 import math
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -23,8 +24,6 @@ from kvtier.serving.http.keys import Keys, secret_of
 from kvtier.serving.http.manager import EngineManager, Limits
 from kvtier.serving.http.metrics import Metrics
 
-_LOG = logging.getLogger("kvtier.serving")
-
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -38,6 +37,7 @@ class ServerOptions:
         context: tokens of a sequence, at the most; None: what the model has.
         default_tokens: of an answer of a chat that names no limit.
         ttl: seconds after which a session that was not used is forgotten.
+        sessions: that are known at a time.
         max_body: bytes of a request.
         timeout: seconds that a client may take to send, and to read a part.
         drain: seconds that requests may take to finish at the end.
@@ -51,6 +51,7 @@ class ServerOptions:
     context: int | None = None
     default_tokens: int = 1024
     ttl: float = math.inf
+    sessions: int = 10_000
     max_body: int = 16 << 20
     timeout: float = 60.0
     drain: float = 30.0
@@ -81,7 +82,7 @@ class Server:
             self.keys = Keys({}, secret) if options.key_file is None else Keys.read(options.key_file, secret)
             context = _context(model, options.context)
             metrics = Metrics(options.name)
-            limits = Limits(context, options.default_tokens, options.ttl)
+            limits = Limits(context, options.default_tokens, options.ttl, options.sessions)
             self.manager = EngineManager(engine, tokenizer, store=store, keys=self.keys, metrics=metrics, limits=limits)
             stack.callback(self.manager.stop)
             served = Served(options.name, model, tokenizer, int(time.time()), context)
@@ -100,8 +101,6 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _life(self, _: Any) -> AsyncIterator[None]:
-        import asyncio
-
         forgetting = asyncio.ensure_future(self.manager.forget_sessions_forever())
         yield
         forgetting.cancel()
@@ -144,10 +143,19 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     """Says when it begins, and that it drains."""
 
+    should_exit: bool
+
     def __init__(self, config: uvicorn.Config, manager: EngineManager, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._manager = manager
         self._ready = ready
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Drain; a second Ctrl-C does not wait for requests. uvicorn would raise the signal again behind the end, and
+        SIGTERM would kill the process before it has saved what is kept."""
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Requests are taken from here on."""

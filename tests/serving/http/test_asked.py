@@ -1,0 +1,194 @@
+"""Every field is honoured or refused with its name; nothing is ignored."""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.request
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+from conftest import NAME, Running, Start
+
+from kvtier.serving.http.asked import asked_of, messages_of, prompts_of
+from kvtier.serving.http.refusals import Refusal
+
+REFUSED: dict[str, list[Any]] = {
+    "temperature": [-1, "hot", True, [], math.inf],
+    "top_p": [0, 1.1, "x"],
+    "min_p": [-0.1, 2],
+    "top_k": [1.5, -2],
+    "n": [0, 129, 1.5, True],
+    "seed": ["x", 1.5, 1 << 64],
+    "stop": [5, [""], ["x"] * 17, [1], ""],
+    "presence_penalty": [3, "x"],
+    "frequency_penalty": [-3],
+    "logit_bias": [[], {"x": 1}, {"1": "x"}, {"1": 101}, {"-1": 1}],
+    "max_tokens": [0, -1, "x", 1.5],
+    "stream": ["yes", 1],
+    "stream_options": [{"other": 1}, [], {"include_usage": True}],
+    "user": ["", 5, "x" * 300],
+    "metadata": [{"a": "b"}],
+    "store": [True],
+    "service_tier": ["flex"],
+    "priority": [5],
+    "repetition_penalty": [0, -1],
+    "min_tokens": [-1],
+    "ignore_eos": ["x"],
+    "cache_salt": ["", 5],
+    "generation_config": ["{", [], {"num_return_sequences": 4}, {"stop_strings": ["x"]}],
+    "no_such_field": [1],
+}
+OF_CHAT: dict[str, list[Any]] = {
+    "response_format": [{"type": "json_object"}],
+    "tool_choice": ["required", {"type": "function"}],
+    "tools": [5, [5], [{"type": "web_search"}]],
+    "parallel_tool_calls": [False],
+    "modalities": [["audio"]],
+    "top_logprobs": [21, 3],
+    "functions": [[{"name": "f"}]],
+    "chat_template_kwargs": [5, {"tokenize": False}],
+    "messages": [None, [], "x", [5], [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url"}]}]],
+}
+OF_COMPLETIONS: dict[str, list[Any]] = {
+    "best_of": [5],
+    "suffix": ["x"],
+    "echo": ["x"],
+    "logprobs": [-1, 21, True],
+    "prompt": [None, [], 5, [1.5], [["x"]], {"x": 1}],
+}
+OF_RESPONSES: dict[str, list[Any]] = {
+    "background": [True],
+    "previous_response_id": ["x"],
+    "include": [["x"]],
+    "truncation": ["auto"],
+    "text": [{"format": {"type": "json_object"}}],
+    "reasoning": [{"summary": "auto"}, 5],
+}
+
+
+def cases() -> list[tuple[str, str, Any]]:
+    found = [("chat", name, value) for name, values in (REFUSED | OF_CHAT).items() for value in values]
+    found += [("completions", name, value) for name, values in (REFUSED | OF_COMPLETIONS).items() for value in values]
+    of_text = {"stop", "n", "presence_penalty", "frequency_penalty", "logit_bias", "max_tokens", "priority"}
+    common = {name: values for name, values in REFUSED.items() if name not in of_text}
+    return found + [("responses", name, x) for name, values in (common | OF_RESPONSES).items() for x in values]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), cases())
+def test_what_cannot_be_honoured_is_refused_by_name(kind: str, name: str, value: Any) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x"}
+    field = {"chat": "messages", "completions": "prompt", "responses": "input"}[kind]
+    body = {field: body[field], name: value}
+    with pytest.raises(Refusal) as refused:
+        _read(kind, body)
+    assert refused.value.status == 400
+    assert str(refused.value.param).startswith(name)
+
+
+def _read(kind: str, body: dict[str, Any]) -> None:
+    asked_of(kind, body)
+    if kind == "chat":
+        messages_of(body)
+    if kind == "completions":
+        prompts_of(body)
+
+
+def test_null_is_not_given() -> None:
+    nothing = dict.fromkeys(
+        (*REFUSED, *(x for x in OF_CHAT if x != "messages")),
+    )
+    nothing.pop("no_such_field")
+    assert asked_of("chat", nothing) == asked_of("chat", {})
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    asked_of("chat", {"top_p": 1, "temperature": 0, "n": 1, "store": False, "tool_choice": "none", "metadata": {}})
+    asked_of("completions", {"best_of": 1, "echo": False, "logit_bias": {}, "top_k": -1, "min_p": 0, "suffix": ""})
+    assert asked_of("chat", {"temperature": 0, "top_p": 1}).settings["do_sample"] is False
+    assert asked_of("chat", {"top_p": 0.5}).settings == {"do_sample": True, "top_p": 0.5}
+
+
+def test_a_generation_config_may_limit_the_answer() -> None:
+    config = '{"max_new_tokens": 5, "temperature": 0.5, "do_sample": true}'
+    asked = asked_of("chat", {"generation_config": config})
+    assert (asked.max_tokens, asked.settings) == (5, {"temperature": 0.5, "do_sample": True})
+    assert asked_of("chat", {"generation_config": config, "max_tokens": 7}).max_tokens == 7
+
+
+def test_a_session_is_named_by_the_most_telling_field() -> None:
+    assert asked_of("chat", {"user": "u", "session_id": "s"}).session == "s"
+    assert asked_of("chat", {"user": "u"}).session == "u"
+
+
+# ------------------------------------------------------------------------------------- over HTTP
+
+
+def post(running: Running, path: str, data: bytes, **headers: str) -> tuple[int, dict[str, Any], Any]:
+    request = urllib.request.Request(f"{running.url}{path}", data, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.load(answer), answer.headers
+    except HTTPError as error:
+        return error.code, json.load(error), error.headers
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/responses"])
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"5", b'"x"', b"\xff\xfe", b"{}", b'{"model": 5}', b"[" * 100000])
+def test_a_malformed_request_is_a_4xx_that_says_why(running: Running, path: str, data: bytes) -> None:
+    status, body, _ = post(running, path, data)
+    assert 400 <= status < 500
+    assert body["error"]["message"]
+
+
+def test_refusals_have_the_status_and_body_of_the_interface(running: Running) -> None:
+    def asked(**body: Any) -> tuple[int, Any]:
+        status, found, _ = post(running, "/completions", json.dumps({"prompt": "x", **body}).encode())
+        return status, found["error"]
+
+    status, error = asked(temperature=-1)
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", "temperature")
+    status, error = asked(max_tokens=5000)
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    status, error = asked(prompt="x " * 5000)
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    status, error = asked(prompt=[5000])
+    assert (status, error["param"]) == (400, "prompt")
+    status, error = asked(prompt="")
+    assert (status, error["code"]) == (400, "empty_prompt")
+    status, error = asked(generation_config={"num_beams": 4})
+    assert status == 400
+    status, error = asked(generation_config={"no_such_setting": 4})
+    assert status == 400
+    status, body, _ = post(running, "/embeddings", b"{}")
+    assert (status, body["error"]["type"]) == (404, "not_found_error")
+    status, body, _ = post(
+        running, "/chat/completions", json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": [
+            {"type": "function", "function": {"name": "f"}}]}).encode()
+    )  # fmt: skip
+    assert (status, body["error"]["param"]) == (400, "tools"), "the model's template reads none"
+    assert running.engine.load.running == 0
+
+
+def test_a_large_body_is_refused_before_it_is_read(start: Start) -> None:
+    with start(max_body=10_000) as running:
+        status, body, headers = post(running, "/completions", b'{"prompt": "' + b"x" * 20_000 + b'"}')
+        assert (status, body["error"]["code"]) == (413, "request_too_large")
+        assert headers["Connection"] == "close"
+        status, _, _ = post(running, "/completions", b'{"prompt": "x", "max_tokens": 1}')
+        assert status == 200
+
+
+def test_what_could_never_fit_is_refused_and_the_next_one_is_answered(start: Start) -> None:
+    with start(store={"host_budget": "1500KiB", "block_size": 16}) as running:
+        status, body, _ = post(running, "/completions", json.dumps({"prompt": "x y" * 900, "max_tokens": 9}).encode())
+        assert (status, body["error"]["code"]) == (400, "budget_exceeded")
+        assert post(running, "/completions", b'{"prompt": "x", "max_tokens": 2}')[0] == 200
+
+
+def test_the_models_that_are_listed_are_those_that_are_served(running: Running) -> None:
+    with urllib.request.urlopen(f"{running.url}/models") as answer:
+        (entry,) = json.load(answer)["data"]
+    assert entry["id"] == NAME
+    assert entry["max_model_len"] == 4096

@@ -1,0 +1,324 @@
+"""Clients that leave, do not read, come in crowds; forwards that raise; keys; the end: no wrong token, no hang.
+
+KVTIER_TEST_CLIENTS=200 sends as many at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from conftest import NAME, Running, Start
+from test_openai_client import by_generate
+
+CLIENTS = int(os.environ.get("KVTIER_TEST_CLIENTS", "30"))
+PROMPT = "def first(items):\n"
+
+
+def until(what: Callable[[], bool], seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def idle(running: Running) -> bool:
+    """Nothing is computed, and nothing is known of any request."""
+    manager = running.server.manager
+    return until(lambda: running.engine.load.running + running.engine.load.waiting == 0 and not manager._names)
+
+
+def raw(running: Running, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> socket.socket:
+    """A request on a connection of its own, of which nothing is read yet."""
+    data = json.dumps({"model": NAME, **body}).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(data)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    connection = socket.create_connection(("127.0.0.1", running.port), timeout=30)
+    connection.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(start: Start, stream: bool) -> None:
+    with start() as running:
+        connection = raw(running, {"prompt": PROMPT, "max_tokens": 3000, "stream": stream, "ignore_eos": True})
+        assert until(lambda: running.engine.load.running == 1)
+        connection.close()
+        assert idle(running)
+        steps = running.engine.steps
+        assert steps < 2500, "it was computed to its end"
+        assert running.server.manager.metrics._ended == {"cancelled": 1}
+        running.engine.check_integrity()
+
+
+def test_a_stream_that_the_client_closes_ends_its_request(running: Running) -> None:
+    stream = running.client().completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    assert idle(running)
+
+
+def test_a_client_that_does_not_read_is_left(start: Start) -> None:
+    """What it asked for is computed, for it is bounded; but no more is kept for it than that."""
+    with start(timeout=0.5) as running:
+        body = {"prompt": [PROMPT] * 4, "max_tokens": 300, "stream": True, "logprobs": 20, "ignore_eos": True}
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", running.port))
+        data = json.dumps({"model": NAME, **body}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
+        assert until(lambda: running.engine.load.running > 0)
+        assert idle(running)
+        assert running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2).usage.completion_tokens == 2
+        connection.close()
+
+
+def test_a_client_that_does_not_send_its_request_is_left(start: Start) -> None:
+    with start(timeout=0.3) as running:
+        connection = socket.create_connection(("127.0.0.1", running.port), timeout=10)
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert b" 408 " in connection.recv(4096)
+
+
+def test_two_requests_with_one_id_are_both_answered(running: Running, trained: tuple[Any, Any]) -> None:
+    def ask(prompt: str) -> tuple[str, str]:
+        done = running.client(default_headers={"x-request-id": "the-same"}).completions.create(
+            model=NAME, prompt=prompt, max_tokens=16, temperature=0
+        )
+        return done.id, done.choices[0].text
+
+    prompts = [PROMPT, "class A:\n"]
+    with ThreadPoolExecutor(2) as pool:
+        (first, a), (second, b) = pool.map(ask, prompts)
+    assert first != second
+    assert [a, b] == [by_generate(trained, prompt, 16) for prompt in prompts]
+
+
+def test_a_forward_that_raises_fails_its_requests_and_no_later_one(
+    start: Start, trained: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start() as running:
+        runner, failing = running.engine._runner, [True]
+        step = runner.step
+
+        def raises(work: Any) -> Any:
+            if failing[0]:
+                raise RuntimeError('a "quoted"\nfault')
+            return step(work)
+
+        monkeypatch.setattr(runner, "step", raises)
+        client = running.client()
+        with pytest.raises(openai.InternalServerError, match="quoted"):
+            client.completions.create(model=NAME, prompt=PROMPT, max_tokens=4)
+        with pytest.raises(openai.APIError, match="quoted"):
+            list(client.chat.completions.create(
+                model=NAME, messages=[{"role": "user", "content": PROMPT}], max_tokens=4, stream=True
+            ))  # fmt: skip
+        events = list(client.responses.create(model=NAME, input=PROMPT, stream=True))
+        assert events[-1].type == "response.failed"
+        assert "quoted" in events[-1].response.error.message
+        failing[0] = False
+        done = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, temperature=0)
+        assert done.choices[0].text == by_generate(trained, PROMPT, 8)
+        assert idle(running)
+
+
+def test_an_error_in_a_stream_is_escaped_and_the_stream_has_its_end(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start() as running:
+        monkeypatch.setattr(running.engine._runner, "step", lambda work: 1 / 0)
+        connection = raw(running, {"prompt": PROMPT, "stream": True}, Connection="close")
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+        events = [line for line in answer.decode().splitlines() if line.startswith("data: ")]
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "generation_failed"
+        assert events[-1] == "data: [DONE]"
+
+
+def test_a_full_queue_is_a_429_with_when_to_try_again(start: Start, trained: tuple[Any, Any]) -> None:
+    with start(engine={"max_running": 1, "max_waiting": 2}) as running:
+        long = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
+        held = [raw(running, long)]
+        assert until(lambda: running.engine.load.running == 1)
+        held += [raw(running, long) for _ in range(2)]
+        assert until(lambda: running.engine.load.waiting == 2)
+        with pytest.raises(openai.RateLimitError) as refused:
+            running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2)
+        assert 1 <= int(refused.value.response.headers["Retry-After"]) <= 30
+        with pytest.raises(openai.RateLimitError):  # none of the two runs
+            running.client().completions.create(model=NAME, prompt=[PROMPT, PROMPT], max_tokens=2)
+        assert running.server.manager.metrics._ended == {}, "what was refused has not ended"
+        for connection in held:
+            connection.close()
+        assert idle(running)
+        done = running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=8, temperature=0)
+        assert done.choices[0].text == by_generate(trained, PROMPT, 8)
+
+
+def test_a_crowd_of_which_a_third_leaves_gets_no_wrong_token(start: Start, trained: tuple[Any, Any]) -> None:
+    rng = random.Random(CLIENTS)
+    prompts = [f"def {name}(items, count):\n    " for name in ("first", "last", "head", "tail", "sort", "unique")]
+    expected = {prompt: by_generate(trained, prompt, 16) for prompt in prompts}
+    plans = [(i, rng.choice(prompts), rng.random() < 1 / 3, rng.random() < 0.5) for i in range(CLIENTS)]
+
+    async def ask(client: openai.AsyncOpenAI, i: int, prompt: str, leaves: bool, stream: bool) -> str | None:
+        await asyncio.sleep(rng.random() * CLIENTS / 100)
+        asked: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0, "user": str(i)}
+        if leaves:
+            task = asyncio.ensure_future(client.completions.create(**asked | {"max_tokens": 1500}, stream=stream))
+            await asyncio.wait({task}, timeout=rng.random() * 0.3)
+            task.cancel()
+            if task.done() and not task.cancelled() and stream:
+                await task.result().close()
+            return None
+        if not stream:
+            return (await client.completions.create(**asked)).choices[0].text
+        return "".join([c.choices[0].text async for c in await client.completions.create(**asked, stream=True)])
+
+    async def all_of_them(running: Running) -> list[str | None]:
+        url, key = running.url, "none"
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=240) as client:
+            return await asyncio.gather(*(ask(client, *plan) for plan in plans))
+
+    with start(store={"host_budget": "8MiB", "block_size": 16}, engine={"max_batch_tokens": 128}) as running:
+        found = asyncio.run(all_of_them(running))
+        assert idle(running)
+        running.engine.check_integrity()
+        assert [text for text, (_, _, leaves, _) in zip(found, plans, strict=True) if not leaves] == [
+            expected[prompt] for _, prompt, leaves, _ in plans if not leaves
+        ]
+        assert running.engine.load.alive
+        assert not running.engine._ended, "outputs of requests that have ended are not kept"
+
+
+def test_keys_guard_and_share_nothing(start: Start, tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# who may ask\nalice key-a\nbob   key-b\n")
+    with start(key_file=str(keys)) as running:
+        for key in ("none", "key-c"):
+            with pytest.raises(openai.AuthenticationError):
+                running.client(key).completions.create(model=NAME, prompt=PROMPT, max_tokens=2)
+
+        def cached(key: str, **extra: Any) -> int:
+            done = running.client(key).completions.create(
+                model=NAME, prompt=PROMPT * 6, max_tokens=2, user="session", extra_body=extra
+            )
+            return int(done.usage.prompt_tokens_details.cached_tokens)
+
+        assert cached("key-a") == 0
+        assert cached("key-a") > 20
+        assert cached("key-b") == 0, "what another tenant has left is not found"
+        assert cached("key-b") > 20
+        assert cached("key-a", cache_salt="apart", session_id="other") == 0
+        salt = running.server.keys.salt
+        alice, bob = (running.server.keys.caller(key) for key in ("key-a", "key-b"))
+        assert len({salt(alice), salt(bob), salt(alice, "bob"), salt(alice, "x"), salt(bob, "x")}) == 5
+        with pytest.raises(openai.AuthenticationError):
+            running.client("x").models.list()
+        assert running.server.manager.metrics._refused == {401: 3}
+
+
+def test_a_session_is_a_conversation_of_the_store_and_is_forgotten_in_time(start: Start) -> None:
+    with start(ttl=1.0) as running:
+        store, now = running.server.manager._store, [time.monotonic()]
+        running.server.manager._now = lambda: now[0]
+        client = running.client(default_headers={"x-session-id": "by-header"})
+        client.completions.create(model=NAME, prompt=PROMPT, max_tokens=4)
+        client.completions.create(model=NAME, prompt=PROMPT, max_tokens=4, extra_body={"session_id": "by-body"})
+        assert store.names == ["serve//by-header", "serve//by-body"]
+        assert len(store.open("serve//by-body", salt=None).ids) > 4
+        assert store.open("serve//by-body", salt=None).ttl == 1.0
+        now[0] += 2.0
+        running.server.manager.forget_sessions()
+        assert store.names == []
+
+
+def test_sessions_are_bounded_and_the_longest_unused_goes_first(start: Start) -> None:
+    with start(sessions=2) as running:
+        for session in ("a", "b", "a", "c"):
+            running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2, user=session)
+        assert sorted(running.server.manager._store.names) == ["serve//a", "serve//c"]
+
+
+def test_the_end_lets_requests_finish_and_refuses_new_ones(start: Start, trained: tuple[Any, Any]) -> None:
+    with start(drain=20.0) as running:
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(
+                running.client().completions.create, model=NAME, prompt=PROMPT, max_tokens=300, temperature=0
+            )
+            assert until(lambda: running.engine.load.running == 1)
+            waiting = socket.create_connection(("127.0.0.1", running.port), timeout=10)
+            running.server.stop()
+            assert until(lambda: running.server.manager.draining)
+            assert slow.result().choices[0].text == by_generate(trained, PROMPT, 300)
+        waiting.close()
+
+
+def test_the_end_cancels_what_does_not_finish(start: Start) -> None:
+    before = time.monotonic()
+    with start(drain=1.0, engine={"max_batch_tokens": 16}) as running:
+        ended = threading.Event()
+
+        def ask() -> None:
+            with pytest.raises(openai.OpenAIError):
+                running.client().completions.create(
+                    model=NAME, prompt=PROMPT, max_tokens=4000, temperature=0, extra_body={"ignore_eos": True}
+                )
+            ended.set()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert until(lambda: running.engine.load.running == 1)
+        running.server.stop()
+        thread.join(20)
+        assert ended.is_set()
+    assert time.monotonic() - before < 15
+
+
+def test_the_handlers_of_transformers_work_on_the_same_manager(running: Running, trained: tuple[Any, Any]) -> None:
+    """Those of its own server, which ask for generation as `transformers serve` does."""
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+
+    from kvtier.serving.http.app import build
+    from kvtier.serving.http.handler import Served
+    from kvtier.serving.http.manager import State
+
+    served = Served(NAME, *trained, 0, 4096)
+    manager = running.server.manager
+    handler = ChatCompletionHandler(served, State(manager))
+    assert build(served, manager).router.routes
+    tokenizer = trained[1]
+    before, tokenizer.chat_template = tokenizer.chat_template, "{% for m in messages %}{{ m.content }}{% endfor %}"
+    body = {"model": NAME, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "temperature": 0}
+
+    async def ask(stream: bool) -> str:
+        answer = await handler.handle_request({**body, "stream": stream}, "an-id")
+        if not stream:
+            return json.loads(answer.body)["choices"][0]["message"]["content"]
+        events = [event async for event in answer.body_iterator]
+        lines = [line for event in events for line in event.splitlines() if line.startswith("data: {")]
+        deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines]
+        return "".join(delta.get("content", "") for delta in deltas)
+
+    try:
+        found = [asyncio.run(ask(stream)) for stream in (False, True)]
+    finally:
+        tokenizer.chat_template = before
+    assert found == [by_generate(trained, PROMPT, 12)] * 2

@@ -1,0 +1,83 @@
+"""`kvtier serve` as a process: killed in the middle and started again on its store; SIGTERM in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from conftest import PYLM
+from test_openai_client import by_generate
+
+ROOT = Path(__file__).resolve().parents[3]
+TURN = "def first(items):\n    " * 12
+
+
+@contextlib.contextmanager
+def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
+    """A process, and a client of it."""
+    command = [sys.executable, "-m", "kvtier", "serve", str(PYLM), "--port", "0", "--served-model-name", "m", *options]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT) as process:
+        try:
+            assert process.stderr is not None
+            lines = []
+            while not (found := re.search(r"http://127\.0\.0\.1:\d+/v1", lines[-1] if lines else "")):
+                lines.append(process.stderr.readline())
+                assert lines[-1], "".join(lines)
+            yield process, openai.OpenAI(base_url=found[0], api_key="none", max_retries=0, timeout=60)
+        finally:
+            process.kill()
+
+
+def test_killed_in_the_middle_it_goes_on_from_its_store_and_ends_in_good_order(
+    tmp_path: Path, trained: tuple[Any, Any]
+) -> None:
+    options = ("--store", str(tmp_path / "store"), "--host-budget", "128MiB", "--block-size", "16")
+    asked: dict[str, Any] = {"model": "m", "max_tokens": 16, "temperature": 0, "user": "alice"}
+    with served(*options) as (process, client):
+        first = client.completions.create(prompt=TURN, **asked)
+        assert first.choices[0].text == by_generate(trained, TURN, 16)
+        saved = time.monotonic() + 20
+        while not sum(x.stat().st_size for x in (tmp_path / "store").rglob("*") if x.is_file()) > 100_000:
+            assert time.monotonic() < saved
+            time.sleep(0.05)
+        stream = client.completions.create(prompt="class A:", model="m", max_tokens=3000, stream=True)
+        next(iter(stream))
+        process.kill()
+        with pytest.raises((openai.APIError, Exception)):
+            list(stream)
+    with served(*options) as (process, client), ThreadPoolExecutor(1) as pool:
+        second = client.completions.create(prompt=TURN + first.choices[0].text + "\n", **asked)
+        assert second.usage.prompt_tokens_details.cached_tokens > 40, "nothing was found of what was saved"
+        assert second.choices[0].text == by_generate(trained, TURN + first.choices[0].text + "\n", 16)
+        slow = pool.submit(client.completions.create, prompt="class A:", model="m", max_tokens=200, temperature=0)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert slow.result().choices[0].text == by_generate(trained, "class A:", 200)
+        assert process.wait(30) == 0
+
+
+def test_a_port_that_is_taken_and_packages_that_are_missing_are_said_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvtier.cli import serve
+    from kvtier.cli.main import main
+    from kvtier.serving.http.server import bind
+
+    with bind("127.0.0.1", 0) as taken:
+        assert main(["serve", str(PYLM), "--port", str(taken.getsockname()[1])]) == 2
+    assert "Address already in use" in capsys.readouterr().err
+    monkeypatch.setattr(serve, "_PACKAGES", ("no_such_package",))
+    assert main(["serve", str(PYLM)]) == 2
+    assert "pip install 'kvtier[serve]'" in capsys.readouterr().err
