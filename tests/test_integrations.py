@@ -61,6 +61,19 @@ def test_what_cannot_be_installed_is_skipped_with_the_reason(
     assert any(line.startswith("torch==") for line in constraints)
 
 
+def test_an_environment_that_shares_nothing_is_held_to_the_version_of_torch_alone(
+    runner: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = subprocess.CompletedProcess([], 0, "", "")
+    monkeypatch.setattr(runner, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(runner.venv, "create", lambda folder, **options: folder.mkdir())
+    monkeypatch.setattr(runner.subprocess, "run", lambda command, **options: done)
+    runner.python_for("judge", ("aiperf",), shared=False)
+    (pin,) = (tmp_path / "judge" / "constraints.txt").read_text(encoding="utf-8").split()
+    assert pin.startswith("torch==")
+    assert not list((tmp_path / "judge").rglob("*.pth"))
+
+
 def test_a_script_that_fails_or_takes_too_long_is_a_failure(
     runner: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.store import plain
+from kvtier.serving.text import TextStream
 
 if TYPE_CHECKING:
     from kvtier.conversation.reuse import RowReuse
@@ -34,10 +35,8 @@ class Answer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.times: list[float] = []
-        self._tokenizer = tokenizer
+        self._text = TextStream(tokenizer)
         self._began = time.perf_counter()
-        self._tokens: list[int] = []
-        self._before = self._said = 0
         self._prompt = True
         self._plain = sys.stdout.isatty()
 
@@ -47,24 +46,16 @@ class Answer:
             self._prompt = False
             return
         self.times.append(time.perf_counter())
-        self._tokens += value.reshape(-1).tolist()
-        self._show()
+        self._show("".join(self._text.put(token) for token in value.reshape(-1).tolist()))
 
     def end(self) -> None:
         """All tokens have come."""
-        self._show(last=True)
+        self._show(self._text.end())
 
-    def _show(self, last: bool = False) -> None:
-        """Print what is new. Decoding begins one step back, for tokens may begin with a space only behind others; a
-        part of a character is kept until the rest of it comes."""
-        said = self._tokenizer.decode(self._tokens[self._before : self._said], skip_special_tokens=True)
-        text = self._tokenizer.decode(self._tokens[self._before :], skip_special_tokens=True)
-        if len(text) <= len(said) or (text.endswith("\N{REPLACEMENT CHARACTER}") and not last):
-            return
-        self._before, self._said = self._said, len(self._tokens)
-        new = text[len(said) :]
-        sys.stdout.write(plain(new, lines=True) if self._plain else new)
-        sys.stdout.flush()
+    def _show(self, text: str) -> None:
+        if text:
+            sys.stdout.write(plain(text, lines=True) if self._plain else text)
+            sys.stdout.flush()
 
     def status(self, reuse: RowReuse, why: str = "") -> str:
         """What the answer took: tokens of the prompt that were in memory, read from the disk, and computed; the time to

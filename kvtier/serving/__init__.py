@@ -6,5 +6,6 @@ turns.py    `Turns`: forwards in one thread that pause for each other, as greenl
 choice.py   which of them a model is run by, found out by trying
 prefixes.py `Prefixes`: what earlier requests have computed, for later ones to begin with
 engine.py   `Engine`: the queue and the loop
+text.py     tokens to text as they come, and stop strings in it
 http/       the engine behind OpenAI's HTTP interface
 """

@@ -171,13 +171,18 @@ class Engine:
         return self._model
 
     @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    @property
     def load(self) -> EngineLoad:
         """What there is to do now, and how much of the memory that takes."""
         total, _, _ = self._runner.blocks()
         with self._lock:
             held = sum(job.blocks for job in self._running)
-            alive = self._thread is not None and self._thread.is_alive()
-            return EngineLoad(len(self._running), len(self._waiting), held, total, self._rate, self.steps, alive)
+            return EngineLoad(len(self._running), len(self._waiting), held, total, self._rate, self.steps, self.alive)
 
     # Requests
 

@@ -5,7 +5,6 @@ app.py          Transformers' app with our handlers, and what it has beside them
 asked.py        a body -> what is asked: every field is honoured or refused
 chat.py, completions.py, responses.py    the handlers: what is asked -> prompts; parts of answers -> the wire
 answers.py      requests of the engine -> parts of an answer
-text.py         tokens -> text, stop strings
 manager.py      what Transformers' app asks for generation; requests to the engine, tokens back
 keys.py         API keys, and the salt of each
 metrics.py      what is counted, in Prometheus' format

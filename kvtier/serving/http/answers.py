@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.serving.http.refusals import Refusal, refusal_of
-from kvtier.serving.http.text import StopCutter, TextStream
 from kvtier.serving.request import RequestOutput
+from kvtier.serving.text import StopCutter, TextStream
 
 
 @dataclass(slots=True)

@@ -156,7 +156,7 @@ class EngineManager(BaseGenerateManager):
         except asyncio.CancelledError:
             answers.cancel()
             raise
-        except KVTierError as error:
+        except (KVTierError, Refusal) as error:
             raise self._not_taken(answers, refusal_of(error, self.retry_after)) from error
         except (ValueError, TypeError, KeyError, IndexError) as error:  # settings that Transformers refuses
             raise self._not_taken(answers, Refusal(400, str(error), code="invalid_value")) from error
@@ -194,6 +194,8 @@ class EngineManager(BaseGenerateManager):
         asked: Asked,
         caller: Caller,
     ) -> None:
+        if not self.alive:
+            raise Refusal(503, "The server's engine has ended: start it again.", code="engine_ended")
         salt = self._keys.salt(caller, asked.cache_salt)
         conversation = self._session(asked, caller, salt) if len(prompts) == 1 else None
         # Without sampling all answers are the same, and Transformers refuses several of them.
@@ -344,7 +346,7 @@ class EngineManager(BaseGenerateManager):
     @property
     def alive(self) -> bool:
         """Whether the engine's thread runs."""
-        return self.engine.load.alive
+        return self.engine.alive
 
     def stop(self) -> None:
         """No more requests. Idempotent."""

@@ -4,47 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="kvtier serve needs the extra `serve`")
 
-import openai
 import torch
+from servers import NAME, PYLM, Running, Start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvtier.serving.http.server import Server, ServerOptions, bind
-
-PYLM = Path(__file__).resolve().parents[3] / "examples" / "pylm"
-NAME = "pylm"
-
-Start = Callable[..., contextlib.AbstractContextManager["Running"]]
-
-
-class Running:
-    """A server that takes requests.
-
-    Attributes:
-        server: of this process.
-        url: of its interface.
-    """
-
-    def __init__(self, server: Server, port: int) -> None:
-        self.server = server
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}/v1"
-
-    def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
-        """OpenAI's own client."""
-        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=60, **options)
-
-    @property
-    def engine(self) -> Any:
-        """Behind it."""
-        return self.server.manager.engine
 
 
 @pytest.fixture(scope="session")

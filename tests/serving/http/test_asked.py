@@ -9,7 +9,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from conftest import NAME, Running, Start
+from servers import NAME, Running, Start
 
 from kvtier.serving.http.asked import asked_of, messages_of, prompts_of
 from kvtier.serving.http.refusals import Refusal

@@ -7,18 +7,9 @@ from typing import Any
 import openai
 import pytest
 import torch
-from conftest import NAME, Running
+from servers import NAME, Running, by_generate
 
 PROMPTS = ("def first(items):\n", "class Stack:\n    def __init__(self):\n", "import os\nimport sys\n\n\ndef main(")
-
-
-def by_generate(trained: tuple[Any, Any], prompt: str, count: int, **options: Any) -> str:
-    """What `generate` writes behind a prompt, greedily."""
-    model, tokenizer = trained
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        out = model.generate(ids, max_new_tokens=count, do_sample=False, **options)
-    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

@@ -8,8 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from conftest import Running, Start
-from test_openai_client import by_generate
+from servers import Running, Start, by_generate
 
 from kvtier.cli.main import main
 

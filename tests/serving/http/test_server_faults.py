@@ -12,14 +12,15 @@ import random
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
-from conftest import NAME, Running, Start
-from test_openai_client import by_generate
+from servers import NAME, Running, Start, by_generate
 
 CLIENTS = int(os.environ.get("KVTIER_TEST_CLIENTS", "30"))
 PROMPT = "def first(items):\n"
@@ -135,6 +136,20 @@ def test_a_forward_that_raises_fails_its_requests_and_no_later_one(
         failing[0] = False
         done = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, temperature=0)
         assert done.choices[0].text == by_generate(trained, PROMPT, 8)
+        assert idle(running)
+
+
+def test_health_says_that_the_engine_has_ended_and_requests_are_refused(start: Start) -> None:
+    with start() as running:
+        health = f"http://127.0.0.1:{running.port}/health"
+        with urllib.request.urlopen(health) as answer:
+            assert json.load(answer)["status"] == "ok"
+        running.engine.stop()
+        with pytest.raises(urllib.error.HTTPError) as found:
+            urllib.request.urlopen(health)
+        assert (found.value.code, "thread has ended" in json.load(found.value)["status"]) == (503, True)
+        with pytest.raises(openai.InternalServerError, match="engine has ended"):
+            running.client().completions.create(model=NAME, prompt=PROMPT)
         assert idle(running)
 
 

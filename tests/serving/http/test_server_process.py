@@ -16,8 +16,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import PYLM
-from test_openai_client import by_generate
+from servers import PYLM, by_generate
 
 ROOT = Path(__file__).resolve().parents[3]
 TURN = "def first(items):\n    " * 12

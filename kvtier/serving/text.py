@@ -21,11 +21,14 @@ class TextStream:
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._tokens: list[int] = []
-        self._before = self._said = 0
+        self._silent = frozenset(getattr(tokenizer, "all_special_ids", ())) if skip_special_tokens else frozenset()
+        self._tokens: list[int] = []  # the last of those that were said, and those that were not
+        self._said = 0
 
     def put(self, token: int) -> str:
         """What text a token adds; "" while a character has not come whole."""
+        if token in self._silent:
+            return ""
         self._tokens.append(token)
         return self._new(last=False)
 
@@ -35,15 +38,12 @@ class TextStream:
 
     def _new(self, *, last: bool) -> str:
         """Decoding begins one step back, for tokens may begin with a space only behind others."""
-        said = self._decoded(self._tokens[self._before : self._said])
-        text = self._decoded(self._tokens[self._before :])
+        said, text = self._decoded(self._tokens[: self._said]), self._decoded(self._tokens)
         waits = len(self._tokens) - self._said < _LONGEST_CHARACTER
         if len(text) <= len(said) or (text.endswith(_BROKEN) and waits and not last):
             return ""
-        self._before, self._said = self._said, len(self._tokens)
-        del self._tokens[: self._before]
-        self._said -= self._before
-        self._before = 0
+        del self._tokens[: self._said]
+        self._said = len(self._tokens)
         return text[len(said) :]
 
     def _decoded(self, tokens: Sequence[int]) -> str:

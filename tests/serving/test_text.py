@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from kvtier.serving.http.text import StopCutter, TextStream
+from kvtier.serving.text import StopCutter, TextStream
 
 TEXTS = (
     "def f(x):\n    return x\n",
@@ -18,9 +20,14 @@ TEXTS = (
 )
 
 
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Of the trained model: its tokens are bytes and what they are merged to."""
+    return AutoTokenizer.from_pretrained(Path(__file__).resolve().parents[2] / "examples" / "pylm")
+
+
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_parts_together_are_the_text_of_all_tokens(trained: tuple[Any, Any], text: str) -> None:
-    tokenizer = trained[1]
+def test_the_parts_together_are_the_text_of_all_tokens(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text)["input_ids"]
     stream = TextStream(tokenizer)
     parts = [stream.put(token) for token in ids]
@@ -29,9 +36,9 @@ def test_the_parts_together_are_the_text_of_all_tokens(trained: tuple[Any, Any],
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_tokens_have_the_text_of_all_of_them(trained: tuple[Any, Any], seed: int) -> None:
+def test_random_tokens_have_the_text_of_all_of_them(tokenizer: Any, seed: int) -> None:
     """Broken characters among them."""
-    rng, tokenizer = random.Random(seed), trained[1]
+    rng = random.Random(seed)
     ids = [rng.randrange(2, len(tokenizer)) for _ in range(200)]
     ids[50:58] = tokenizer("🙂 é")["input_ids"][:3]
     stream = TextStream(tokenizer)

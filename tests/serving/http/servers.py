@@ -1,0 +1,50 @@
+"""What the tests of the server share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import torch
+
+from kvtier.serving.http.server import Server
+
+PYLM = Path(__file__).resolve().parents[3] / "examples" / "pylm"
+NAME = "pylm"
+
+Start = Callable[..., contextlib.AbstractContextManager["Running"]]
+
+
+class Running:
+    """A server that takes requests.
+
+    Attributes:
+        server: of this process.
+        url: of its interface.
+    """
+
+    def __init__(self, server: Server, port: int) -> None:
+        self.server = server
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}/v1"
+
+    def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
+        """OpenAI's own client."""
+        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=60, **options)
+
+    @property
+    def engine(self) -> Any:
+        """Behind it."""
+        return self.server.manager.engine
+
+
+def by_generate(trained: tuple[Any, Any], prompt: str, count: int, **options: Any) -> str:
+    """What `generate` writes behind a prompt, greedily."""
+    model, tokenizer = trained
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        out = model.generate(ids, max_new_tokens=count, do_sample=False, **options)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
