@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from kvtier.errors import ConfigError
+from kvtier.memory.block import State
 from kvtier.memory.tiered import EngineFactory, TieredMemory
+from kvtier.tables.table import distinct
 from kvtier.transfer.doubles import FailingTransfers, HeldTransfers
 from kvtier.transfer.engine import Transfer, TransferEngine
 from kvtier.transfer.throttled import DeviceClock, Link, ThrottledTransfers
@@ -99,7 +101,11 @@ def throttled(
 
 @contextlib.contextmanager
 def emulated_device(
-    model: torch.nn.Module, machine: Throttled, *, linear: float, device_rate: float = math.inf
+    model: torch.nn.Module,
+    machine: Throttled,
+    *,
+    linear: float | Callable[[int], float],
+    device_rate: float = math.inf,
 ) -> Iterator[DeviceClock]:
     """Let an unmodified Transformers model on a CPU take the time of a device, inside the `with` block.
 
@@ -112,19 +118,18 @@ def emulated_device(
     Not modelled: the CPU really computes all that the device does, and must be faster than the clock, else the step
     takes longer (`clock.idle` grows); it shares its memory and its cores with copies and attention on the host. The
     part of a layer behind its attention counts as if it came before it. Blocks that arrive late are attended to with
-    the others: a part of that attention may be over before they are there. A forward of many tokens gets no more time
-    than one of one token, but what it really takes.
+    the others: a part of that attention may be over before they are there.
 
     Args:
         model: with attention modules that have a `layer_idx`, as Transformers' have.
         machine: of the caches that it uses; see `throttled`. One model at a time.
-        linear: seconds of a layer besides attention.
+        linear: seconds of a layer besides attention; of a forward's tokens, where it is called with their number.
         device_rate: bytes of KV per second that the device attends to.
 
     Raises:
         ConfigError: a model without such modules, a machine that is in use, or numbers below zero.
     """
-    if not linear >= 0 or not device_rate > 0:
+    if not (callable(linear) or linear >= 0) or not device_rate > 0:
         raise ConfigError(f"linear={linear!r} is seconds, zero or more; device_rate={device_rate!r} is above zero.")
     clock = machine.clock
     layers = _attention_modules(model)
@@ -134,7 +139,7 @@ def emulated_device(
         raise ConfigError("emulated_device: this machine computes for a model already.")
 
     def layer(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        clock.run(linear)
+        clock.run(linear(_tokens(args, kwargs)) if callable(linear) else linear)
         clock.attend(_device_bytes(module.layer_idx, kwargs) / device_rate)  # type: ignore[arg-type]
 
     hooks = [each.register_forward_pre_hook(layer, with_kwargs=True) for each in layers]
@@ -157,6 +162,12 @@ def _attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [x for x in model.modules() if has(x) and not any(has(y) for y in x.modules() if y is not x)]
 
 
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of a layer's input `[rows, tokens, dim]`, all rows together."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    return int(hidden.shape[0] * hidden.shape[1])
+
+
 def _device_bytes(index: int, kwargs: dict[str, Any]) -> int:
     """Bytes of a layer's blocks that are on the device or arriving there, of the tiered cache among some arguments."""
     for value in kwargs.values():
@@ -165,7 +176,8 @@ def _device_bytes(index: int, kwargs: dict[str, Any]) -> int:
         if reader is not None:
             layer = reader.layer
             with reader.memory.lock:
-                return (layer.count - layer.spilled) * layer.layout.nbytes
+                runs = distinct(layer.rows)  # others may hold blocks that this forward does not read
+                return sum([run.count for run in runs if run.state is not State.HOST]) * layer.layout.nbytes
     return 0
 
 

@@ -25,7 +25,8 @@ from kvtier.scheduling.shares import Shares
 from kvtier.serving.choice import choose_runner
 from kvtier.serving.prefixes import prefixes_of
 from kvtier.serving.request import EngineLoad, Listener, Request, RequestOutput, prompt_of
-from kvtier.serving.runner import Work
+from kvtier.serving.runner import PackedRunner, Work
+from kvtier.serving.sub_batches import why_not as why_no_turns
 
 _LOG = logging.getLogger("kvtier.serving")
 
@@ -103,6 +104,7 @@ class Engine:
         max_waiting: int = MAX_WAITING,
         scheduler: Scheduler | str = "fair",
         runner: str = "auto",
+        sub_batches: bool | Literal["auto"] = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = CacheOptions.parse(block_size, host_attention) if store is None else store.options
@@ -113,6 +115,8 @@ class Engine:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: give a number, at least 1.")
+        if not isinstance(sub_batches, bool) and sub_batches != "auto":
+            raise ConfigError(f"sub_batches={sub_batches!r}: give True, False or 'auto'.")
         if store is not None:
             if memory is not None and memory is not store.memory:
                 raise ConfigError("store= brings its own memory: leave out memory=.")
@@ -136,6 +140,7 @@ class Engine:
         self.memory = memory
         try:
             self._runner, self._enabled = choose_runner(model, memory, options, runner)
+            self._allow(sub_batches)
             self._prefixes = prefixes_of(model, self._runner, store)
         except BaseException:
             if self._own_memory:
@@ -157,6 +162,30 @@ class Engine:
         self._closed = False
         self._rate = 1000.0
         self.steps = 0
+
+    def _allow(self, sub_batches: object) -> None:
+        """Let forwards take turns, or say why they do not."""
+        runner = self._runner
+        if not sub_batches:
+            return
+        if not isinstance(runner, PackedRunner):
+            reason = f"the model is run {runner.name}"
+        else:
+            reason = why_no_turns(self._model, self.memory, runner.forward.options.host_attention)
+        if reason and sub_batches is True:
+            runner.close()
+            if self._enabled is not None:
+                self._enabled.disable()
+            raise UnsupportedError(f"sub_batches=True: {reason}.")
+        if reason:
+            _LOG.info("Forwards do not take turns: %s.", reason)
+        elif isinstance(runner, PackedRunner):
+            runner.allow_sub_batches()
+
+    @property
+    def sub_batches(self) -> bool:
+        """Whether a step may be computed by two forwards that take turns."""
+        return isinstance(self._runner, PackedRunner) and self._runner.sub_batches is not None
 
     @property
     def runner(self) -> str:
@@ -502,6 +531,7 @@ class Engine:
             if part:
                 self._run(part)
         took, tokens = self._clock() - began, sum(each.tokens for _, each in work)
+        self._runner.took(took)
         if tokens >= _TELLING and took > 0:
             self._rate = _KEEPS * self._rate + (1 - _KEEPS) * tokens / took
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvtier.hf.cache import TieredKVCache
 from kvtier.hf.packed import PackedCache, packing
 from kvtier.hf.ragged import RaggedCache, state_layers
 from kvtier.memory.tiered import TieredMemory
+from kvtier.serving.sub_batches import SubBatches
 from kvtier.serving.turns import Turns
 
 #: Blocks that may be had where nothing counts them.
@@ -70,7 +71,10 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def forwards(self, work: Sequence[Work]) -> list[list[int]]:
-        """Which parts of a step are computed together, by number."""
+        """Which parts of a step are computed together, by number. One that is not named waits for a later step."""
+
+    def took(self, seconds: float) -> None:  # noqa: B027 - for those that learn from it
+        """What the parts took that `forwards` has named last, until their tokens were there."""
 
     @abc.abstractmethod
     def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
@@ -116,6 +120,9 @@ class PackedRunner(Runner):
     Args:
         model: of Transformers, whose attention goes through "kvtier".
         memory, options: as of a cache.
+
+    Attributes:
+        sub_batches: decides whether a step is computed by two forwards that take turns; None: it is never.
     """
 
     name = "packed"
@@ -126,6 +133,7 @@ class PackedRunner(Runner):
         self._config = self._model.config.get_text_config(decoder=True)
         self._keeps = of.takes_logits_to_keep(self._model)
         self.forward = PackedForward(memory, options, int(self._config.num_hidden_layers))
+        self.sub_batches: SubBatches | None = None
 
     def add(self) -> PackedSequence:
         """See `Runner`."""
@@ -141,22 +149,28 @@ class PackedRunner(Runner):
 
     def forwards(self, work: Sequence[Work]) -> list[list[int]]:
         """See `Runner`."""
-        return [list(range(len(work)))]
+        if self.sub_batches is None:
+            return [list(range(len(work)))]
+        return [self.sub_batches.plan([(each.sequence, each.tokens) for each in work])]
+
+    def allow_sub_batches(self) -> None:
+        """A step may be computed by two forwards from now on."""
+        self.sub_batches = SubBatches(self.forward, int(self._config.num_hidden_layers))
+
+    def took(self, seconds: float) -> None:
+        """See `Runner`."""
+        if self.sub_batches is not None:
+            self.sub_batches.took(seconds)
 
     def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
         """See `Runner`."""
-        chosen = self._apart(work)
-        if chosen is not None:
+        second = () if self.sub_batches is None else self.sub_batches.second([each.sequence for each in work])
+        if second:
             try:
-                return self._step([[x for i, x in enumerate(work) if i not in chosen], [work[i] for i in chosen]], work)
+                return self._step([[x for i, x in enumerate(work) if i not in second], [work[i] for i in second]], work)
             except BudgetError:
                 pass  # what one of them reads cannot move for the other: together they need less
         return self._step([work], work)
-
-    def _apart(self, work: Sequence[Work]) -> Collection[int] | None:
-        """Which parts of a step are computed by a second forward that takes turns with the first; None: there is one
-        forward."""
-        return None
 
     def _step(self, batches: Sequence[Sequence[Work]], work: Sequence[Work]) -> list[torch.Tensor | None]:
         """A step in one forward, or in several that take turns."""

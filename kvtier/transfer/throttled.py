@@ -316,8 +316,11 @@ class ThrottledTransfers(TransferEngine):
         self.clock = DeviceClock() if clock is None else clock
         self._poison = poison
         self._in_flight: list[Transfer] = []
-        # For each cache, when its last query arrived, what the host had attended to, and in how many seconds.
-        self._hosted: dict[int, tuple[Counters, float, int, float]] = {}
+        # For each call under way, known by its buffer, when its query arrives and what the host attends to for it.
+        self._hosted: dict[int, tuple[float, int]] = {}
+        # For each cache, what the host was asked to attend to, and the seconds that it took until its last result.
+        self._of_cache: dict[int, tuple[Counters, int, float]] = {}
+        self._host_free = 0.0
         self._lanes: dict[Direction, Lane] = {}
         self._finalizer = weakref.finalize(self, _stop, self._lanes.values())
         for direction in (Direction.FETCH, Direction.WRITE_BACK):
@@ -340,7 +343,7 @@ class ThrottledTransfers(TransferEngine):
             arrives = self._result_at(transfer, now) if transfer.direction is Direction.RESULT else self._query_at(now)
             ticket.end = arrives + self.link.seconds(transfer.direction, transfer.nbytes)
             if transfer.direction is Direction.QUERY:
-                self._asked(transfer.counters, ticket.end)
+                self._asked(transfer, ticket.end)
             self._in_flight.append(transfer)
             return
         assert self._finalizer.alive, "a closed engine"
@@ -359,25 +362,32 @@ class ThrottledTransfers(TransferEngine):
         """When a query is there to be copied."""
         return max(now, self.clock.query_ready) if self.clock.running else now
 
-    def _asked(self, counters: Counters, arrived: float) -> None:
+    def _asked(self, transfer: Transfer, arrived: float) -> None:
         """The host gets a query at a time. What it attends to for it is counted already."""
-        before = self._hosted.get(id(counters))
-        done = before[2] if before is not None and before[2] <= counters.host_bytes else 0
-        self._hosted[id(counters)] = (counters, arrived, done, counters.host_seconds)
+        counters = transfer.counters
+        _, done, seconds = self._of_cache.get(id(counters), (counters, 0, counters.host_seconds))
+        if done > counters.host_bytes:  # another cache
+            done, seconds = 0, counters.host_seconds
+        self._of_cache[id(counters)] = (counters, counters.host_bytes, seconds)
+        self._hosted[_buffer(transfer.copies[0].destination())] = (arrived, counters.host_bytes - done)
 
     def _result_at(self, transfer: Transfer, now: float) -> float:
-        """When the host has its result: now, unless it is to be slower than it is."""
-        counters, host = transfer.counters, self.link.host
-        found = self._hosted.get(id(counters))
+        """When the host has its result: now, unless it is to be slower than it is. It does one call after the other."""
+        counters, host, copy = transfer.counters, self.link.host, transfer.copies[0]
+        assert isinstance(copy, TensorCopy)
+        found = self._hosted.pop(_buffer(copy.source), None)
         if found is None:
             return now
-        _, arrived, before, seconds = found
-        self._hosted[id(counters)] = (counters, arrived, counters.host_bytes, seconds)
-        if host is None:
-            return now
-        given = (counters.host_bytes - before) / host
-        counters.host_seconds += max(given - (counters.host_seconds - seconds), 0.0)
-        return max(now, arrived + given)
+        arrived, nbytes = found
+        _, asked, before = self._of_cache[id(counters)]
+        ends = now
+        if host is not None:
+            given = nbytes / host
+            counters.host_seconds += max(given - (counters.host_seconds - before), 0.0)
+            ends = max(now, max(arrived, self._host_free) + given)
+        self._host_free = ends
+        self._of_cache[id(counters)] = (counters, asked, counters.host_seconds)
+        return ends
 
     def _wait(self, transfer: Transfer) -> None:
         ticket: Ticket = transfer.ticket
@@ -468,6 +478,11 @@ class ThrottledTransfers(TransferEngine):
         finally:
             self._in_flight.remove(transfer)
             transfer.ticket = None
+
+
+def _buffer(x: torch.Tensor) -> int:
+    """What a tensor is a part of."""
+    return x.untyped_storage().data_ptr()
 
 
 def _stop(lanes: Iterable[Lane]) -> None:

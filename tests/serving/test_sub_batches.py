@@ -1,0 +1,284 @@
+"""Steps of two forwards that take turns: the tokens of `generate`, whatever moves meanwhile, wherever it is cut short.
+
+KVTIER_TEST_WORKLOADS=100 plays a hundred times as many loads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+from workloads import MODELS, Load, by_generate, model_of
+
+import kvtier
+from kvtier import Engine, TieredMemory, UnsupportedError
+from kvtier.attention import split
+from kvtier.memory.block import State
+from kvtier.serving import turns
+from kvtier.serving.runner import PackedRunner
+from kvtier.serving.sub_batches import SubBatches
+from kvtier.testing import emulated_device, held, throttled, with_doubles
+
+pytest.importorskip("greenlet")
+TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
+PACKAGE = str(Path(kvtier.__file__).parent)
+#: Loads of each model.
+LOADS = {"llama": 6, "gemma3": 2, "mistral_sliding": 2, "deepseek_v3": 1, "gpt2": 1, "gpt_oss": 1, "qwen3_moe": 1}
+
+
+class Drawn:
+    """Any rows in any of two forwards, in place of `SubBatches`."""
+
+    def __init__(self, rng: random.Random, counts: Counter[str]) -> None:
+        self.rng, self.counts = rng, counts
+
+    def plan(self, batch: Sequence[Any]) -> list[int]:
+        chosen = list(range(len(batch)))
+        if len(batch) > 1 and self.rng.random() < 0.1:
+            self.counts["left"] += 1
+            chosen.pop(self.rng.randrange(len(batch)))
+        return chosen
+
+    def second(self, batch: Sequence[Any]) -> set[int]:
+        if len(batch) < 2 or self.rng.random() < 0.1:
+            return set()
+        self.counts["apart"] += 1
+        return set(self.rng.sample(range(len(batch)), self.rng.randrange(1, len(batch))))
+
+    def took(self, seconds: float) -> None:
+        assert seconds >= 0
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Copies go on in the background, in memory whose free slots are NaN; blocks move while a call is paused. What
+    happened is counted."""
+    counts, rng = Counter[str](), random.Random(3)
+    setup, pause, after, finish = TieredMemory._setup, turns.Turns.pause, split._after_pause, split._Begun.finish
+
+    def with_background(self: Any, options: Any, policy: Any, *args: Any, **kwargs: Any) -> None:
+        setup(self, options, policy, held(rng.randrange(1000), late=rng.random() < 0.5), poison=True)
+
+    def pausing(self: turns.Turns) -> None:
+        pause(self)
+        if moving and rng.random() < 0.3:
+            move(moving[-1], rng)
+
+    def halved(begun: Any, pause: Any) -> torch.Tensor:
+        counts["halves"] += 1
+        return after(begun, pause)
+
+    def finished(begun: Any) -> torch.Tensor:
+        counts["finished"] += 1
+        return finish(begun)
+
+    moving: list[Any] = []
+    run = turns.Turns.run
+
+    def running(self: turns.Turns, calls: Any, device: torch.device) -> Any:
+        forward = calls[0].args[0]._step
+        moving.append(forward)
+        try:
+            return run(self, calls, device)
+        finally:
+            moving.pop()
+
+    monkeypatch.setattr(TieredMemory, "_setup", with_background)
+    monkeypatch.setattr(turns.Turns, "pause", pausing)
+    monkeypatch.setattr(turns.Turns, "run", running)
+    monkeypatch.setattr(split, "_after_pause", halved)
+    monkeypatch.setattr(split._Begun, "finish", finished)
+    return counts
+
+
+def move(forward: Any, rng: random.Random) -> None:
+    """Let a block leave the device, or bring one."""
+    reader = rng.choice(list(forward.readers.values()))
+    device, blocks = reader.device, reader.layer.blocks
+    if device.slabs is None:
+        return
+    with forward.memory.lock, forward.memory.change:
+        if rng.random() < 0.5:
+            full = [run for run in blocks.runs if run.state is State.BOTH]
+            if full:
+                device.evict_run(rng.choice(full))
+        else:
+            away = [run for run in blocks.runs if run.state is State.HOST]
+            device.fetch(away, 1, blocks, evict=False)
+
+
+class Apart(Load):
+    """A load whose steps are computed by two forwards wherever they can."""
+
+    def engine(self) -> Engine:
+        engine = super().engine()
+        if isinstance(engine._runner, PackedRunner):
+            engine._runner.sub_batches = Drawn(self.random, self.seen)  # type: ignore[assignment]
+        return engine
+
+    seen: Counter[str]
+
+
+def test_every_request_gets_the_tokens_of_generate(counts: Counter[str]) -> None:
+    for name, loads in LOADS.items():
+        for seed in range(loads * TIMES):
+            load = Apart(name, seed)
+            load.seen = counts
+            load.play()
+    print(dict(counts))
+    assert counts["apart"] > 50
+    assert counts["left"]
+    assert counts["halves"] > counts["finished"] > 0, "no call had a part on the host, or none was made again"
+
+
+def engine_apart(name: str, rng: random.Random, counts: Counter[str]) -> Engine:
+    engine = Engine(tiny_model(name), host_budget="100MB", device_budget=60000, block_size=4, max_batch_tokens=40)
+    engine._runner.sub_batches = Drawn(rng, counts)  # type: ignore[attr-defined]
+    return engine
+
+
+def some(rng: random.Random) -> list[tuple[int, ...]]:
+    return [tuple(rng.randrange(1, 128) for _ in range(rng.choice((1, 9, 20, 40)))) for _ in range(5)]
+
+
+@pytest.mark.parametrize("seed", range(8 * TIMES))
+def test_after_an_interrupt_at_any_line_every_request_has_its_tokens(seed: int, counts: Counter[str]) -> None:
+    rng = random.Random(seed)
+    name, left = rng.choice(("llama", "gemma3")), rng.randrange(20000, 60000)
+    prompts, engine = some(rng), engine_apart(name, rng, counts)
+    names = [engine.add_request(list(p), max_new_tokens=8, do_sample=False) for p in prompts]
+
+    def line(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if not left:
+            raise KeyboardInterrupt
+        return line
+
+    def call(frame: FrameType, event: str, arg: Any) -> Any:
+        return line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    for _ in range(400):
+        before = sys.gettrace()
+        try:
+            sys.settrace(call if left > 0 else None)
+            engine.step()
+        except KeyboardInterrupt:
+            left = -1
+        finally:
+            sys.settrace(before)
+        assert torch.is_grad_enabled()
+        if all(engine.output(each).is_finished() for each in names):
+            break
+    for prompt, request in zip(prompts, names, strict=True):
+        assert engine.output(request).generated_tokens == by_generate(name, prompt, 8)[0]
+    engine.check_integrity()
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(6 * TIMES))
+def test_a_forward_of_two_that_raises_costs_no_other_request_its_tokens(seed: int, counts: Counter[str]) -> None:
+    rng = random.Random(seed)
+    prompts, model = some(rng), tiny_model("llama")
+    engine = engine_apart("llama", rng, counts)
+    raising, count = {rng.randrange(3, 80) for _ in range(3)}, 0
+
+    def hook(module: torch.nn.Module, args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count in raising:
+            raise RuntimeError("a forward fails")
+
+    handles = [m.register_forward_pre_hook(hook) for m in model.modules() if type(m).__name__.endswith("MLP")]
+    try:
+        names = [engine.add_request(list(p), max_new_tokens=8, do_sample=False) for p in prompts]
+        while engine.step():
+            pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    for prompt, request in zip(prompts, names, strict=True):
+        output = engine.output(request)
+        assert output.error is not None or output.generated_tokens == by_generate("llama", prompt, 8)[0]
+    assert sum(engine.output(each).error is not None for each in names) <= len(raising)
+    engine.check_integrity()
+    engine.close()
+
+
+def emulated(model: Any, machine: Any, **options: Any) -> tuple[Engine, TieredMemory]:
+    memory = TieredMemory(device_budget="100KB", host_budget="64MiB", audit="off")
+    with_doubles(memory, machine)
+    return Engine(model, memory=memory, block_size=4, **options), memory
+
+
+def test_an_engine_learns_when_two_forwards_are_quicker(caplog: pytest.LogCaptureFixture) -> None:
+    """A host so slow that its attention takes longer than a layer: it hides behind the other forward's layers."""
+    model, machine = model_of("llama"), throttled(1e9, host=2e6)
+    engine, memory = emulated(model, machine)
+    assert engine.sub_batches
+    prompts = [tuple(random.Random(i).randrange(1, 120) for _ in range(60)) for i in range(6)]
+    with emulated_device(model, machine, linear=2e-3, device_rate=1e9):
+        names = [engine.add_request(list(p), max_new_tokens=18, do_sample=False) for p in prompts]
+        seen = set()
+        while engine.step():
+            choice = engine._runner.sub_batches.choice  # type: ignore[attr-defined]
+            seen.add("" if choice is None else choice.name)
+    assert "sub-batches" in seen
+    for prompt, name in zip(prompts, names, strict=True):
+        assert engine.output(name).generated_tokens == by_generate("llama", prompt)[0]
+    engine.close()
+    memory.close()
+
+
+def test_what_is_in_the_way_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    with caplog.at_level(logging.INFO, "kvtier.serving"):
+        engine = Engine(model, host_budget="64MiB")
+    assert not engine.sub_batches
+    assert "Forwards do not take turns: no device computes behind the CPU's back." in caplog.text
+    engine.close()
+    with pytest.raises(UnsupportedError, match="no device computes"):
+        Engine(model, host_budget="64MiB", sub_batches=True)
+    with pytest.raises(kvtier.ConfigError, match="sub_batches="):
+        Engine(model, host_budget="64MiB", sub_batches="yes")  # type: ignore[arg-type]
+    machine = throttled(1e9)
+    for name, reason in (("host_attention", "host_attention is off"), ("greenlet", "not installed")):
+        if name == "greenlet":
+            monkeypatch.setitem(sys.modules, "greenlet", None)
+        with pytest.raises(UnsupportedError, match=reason):
+            emulated(model, machine, sub_batches=True, host_attention=name != "host_attention")
+    assert MODELS["falcon"][3] == "single"
+    monkeypatch.undo()
+    with pytest.raises(UnsupportedError, match="run single"):
+        Engine(model_of("falcon"), host_budget="64MiB", sub_batches=True)
+
+
+def test_a_model_whose_weights_are_offloaded_takes_no_turns() -> None:
+    class Hook:
+        offload = True
+
+    model = tiny_model("llama")
+    engine, memory = emulated(model, throttled(1e9), sub_batches=False)
+    assert not engine.sub_batches
+    from kvtier.serving import sub_batches
+
+    assert sub_batches.why_not(model, memory, True) == ""
+    layer = model.model.layers[0]
+    layer._hf_hook = Hook()
+    try:
+        assert "offloads" in sub_batches.why_not(model, memory, True)
+    finally:
+        del layer._hf_hook
+    engine.close()
+    memory.close()
+    assert SubBatches  # the decider of `Engine(sub_batches=True)`
