@@ -296,10 +296,15 @@ class PackedForward(PlannedForward):
         self._seen.clear()
 
     def _in_place(self, readers: Sequence[LayerReader], tokens: int) -> list[bool]:
-        """See `PlannedForward`. Of a step with a long part, all but that part is attended to where it is."""
-        if not self.options.host_attention or tokens > MAX_SHORT:
+        """See `PlannedForward`. What a long part reads is fetched, if any of it is on the host."""
+        if not self.options.host_attention:
             return [False] * len(readers)
-        return [split.can_attend(reader.layer) for reader in readers]
+        long = [each.sequence for each in self._segments() if each.tokens > MAX_SHORT]
+
+        def reads_there(index: int) -> bool:
+            return any(run.state is State.HOST for each in long for run in each.tables[index].resolve())
+
+        return [split.can_attend(reader.layer) and not reads_there(reader.layer.index) for reader in readers]
 
     # Layers, room
 
