@@ -50,6 +50,8 @@ INTEGRATIONS = {
     "lm-eval": Integration("lm_eval_task.py", ("lm-eval",)),
     "outlines": Integration("outlines_regex.py", ("outlines",)),
     "trl": Integration("trl_grpo.py", ("trl",)),
+    "tensor-parallel": Integration("tensor_parallel.py"),
+    "ray": Integration("ray_serve.py", ("ray[serve]",)),
     "serve": Integration("serve.py", ("fastapi", "uvicorn", "openai", "python-multipart")),
 }
 

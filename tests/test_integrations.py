@@ -39,6 +39,20 @@ def test_a_pipeline_with_several_prompts_gives_the_same_answers(runner: ModuleTy
     assert "the same answers: yes" in said
 
 
+def test_two_processes_with_half_of_the_heads_each_give_the_tokens_of_generate(runner: ModuleType) -> None:
+    result, said = runner.run("tensor-parallel")
+    assert result == "passed", said
+    assert "the same tokens: yes" in said
+
+
+def test_replicas_of_ray_serve_keep_their_conversations(runner: ModuleType) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed here; `make integrations ARGS=ray` installs it in an environment of its own")
+    result, said = runner.run("ray")
+    assert result == "passed", said
+    assert "the same tokens: yes" in said
+
+
 def test_what_cannot_be_installed_is_skipped_with_the_reason(
     runner: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

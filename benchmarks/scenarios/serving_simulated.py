@@ -8,6 +8,7 @@ trials       random loads: ways back by price, against always swap and always re
 fair         Mooncake's trace: fair against first come, first served, by rate of arrivals
 adaptivellm  128 blocks on the device and 64 on the host, all requests at once (AdaptiveLLM, section 4.2)
 pensieve     conversations: a stateful against a stateless engine, by rate (Pensieve, section 6)
+neo          rows that decode on the host, and forwards that take turns, against the device alone (Neo, section 5.4)
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from typing import Any
 from benchmarks.harness import Bench
 from benchmarks.records import RESULTS, number, table
 from benchmarks.targets import Target, table_of
-from kvtier.planning.machines import MACHINES, ModelSize
+from kvtier.planning.machines import MACHINES, Machine, ModelSize
 from kvtier.scheduling.fair import Fair
 from kvtier.scheduling.fcfs import FirstComeFirstServed
-from kvtier.scheduling.loads import conversations, lognormal, mooncake, poisson
+from kvtier.scheduling.hosted import Hosted
+from kvtier.scheduling.loads import conversations, lognormal, mooncake, poisson, uniform
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.scheduling.simulate import Profile, Simulation, percentile, simulate
 from kvtier.scheduling.trials import MODELS, against_the_better
 
 SUMMARY = "the engine's schedulers in simulation, in ratio with papers; preemption by price (--trace PATH)"
-CASES = ("trials", "fair", "adaptivellm", "pensieve")
+CASES = ("trials", "fair", "adaptivellm", "pensieve", "neo")
 NAME = "serving_simulated"
 TRIALS = 300
 #: Of the trace's arrivals, 1,000 requests; the target is read at the second one but last, with this bound in seconds.
@@ -48,6 +50,27 @@ TURNS = {"ShareGPT": (31.26, 180.44, 7.58), "LMSYS": (22.49, 100.67, 7.73)}
 BEGIN, LASTS, SETTLED = (1.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0), 150.0, 60.0
 #: Seconds per token up to which a service is usable, at the 90th percentile.
 USABLE = 0.1
+#: Neo's machines (table 1), by datasheets. NVIDIA T4: 65 TFLOPS fp16, 320 GB/s, 16 GB, PCIe 3.0; its host has six
+#: channels of DDR4-2933. A10G: 125 TFLOPS and 600 GB/s as Neo says, 24 GB, PCIe 4.0; eight of DDR4-3200. Two H100, and
+#: one of the four NUMA nodes of their host: four of DDR5-4800.
+NEO_MACHINES = {
+    "t4": Machine(65e12, 320e9, 16 * 10**9, 15.75e9, 140.8e9),
+    "a10g": Machine(125e12, 600e9, 24 * 10**9, 31.5e9, 204.8e9),
+    "2 x h100": Machine(2 * 989e12, 2 * 3.35e12, 160 * 10**9, 2 * 63e9, 153.6e9),
+}
+LLAMA_2_7B = ModelSize(32, 4096, 32, 128, 32, 6_740_000_000, 6_600_000_000, embedding=131_000_000)
+LLAMA_3_8B = ModelSize(32, 4096, 32, 128, 8, 8_030_000_000, 7_500_000_000, embedding=525_000_000)
+LLAMA_3_70B = ModelSize(80, 8192, 64, 128, 8, 70_550_000_000, 69_400_000_000, embedding=1_050_000_000)
+#: Model, bytes of KV on the host, tokens of a prompt, requests, and the gain that Neo reports at the most (figure 9).
+NEO = {
+    "t4": (LLAMA_2_7B, 40e9, 200, 200, 7.5),
+    "a10g": (LLAMA_3_8B, 40e9, 1000, 300, 1.26),
+    "2 x h100": (LLAMA_3_70B, 300e9, 2000, 150, 1.14),
+}
+#: Tokens of an answer; of the device's memory, what weights and KV take.
+NEO_OUTPUTS, NEO_MEMORY = (25, 50, 75, 100, 200, 400), 0.92
+#: Of the paper's claims: the gain on an H100, and "several times" on a T4.
+NEO_LEAST = {"2 x h100": 1.14, "t4": 3.0}
 
 
 def run(bench: Bench) -> None:
@@ -64,6 +87,8 @@ def run(bench: Bench) -> None:
         _adaptivellm(bench)
     if bench.selected("pensieve"):
         _draw(bench, "pensieve", "p90 seconds per token, by turns per second", _pensieve(bench))
+    if bench.selected("neo"):
+        _draw(bench, "neo", "tokens per second, x the device alone, by tokens of an answer", _neo(bench))
 
 
 def _trials(bench: Bench) -> dict[str, list[tuple[float, float]]]:
@@ -207,6 +232,41 @@ def _pensieve(bench: Bench) -> dict[str, list[tuple[float, float]]]:
     print("Pensieve's setting: GPT-3 6.7B on an a100, 40 GiB of KV there and 170 GiB on the host; 20 s between turns\n")
     print(table(["lengths", "begin/s", "engine", "turns/s", "p90 ms per token"], rows, left=(0, 2)) + "\n")
     _targets(bench, {"case": "pensieve"}, targets)
+    return curves
+
+
+def _neo(bench: Bench) -> dict[str, list[tuple[float, float]]]:
+    curves: dict[str, list[tuple[float, float]]] = {}
+    rows, targets = [], []
+    for name, (model, host, prompt, count, theirs) in NEO.items():
+        machine, block = NEO_MACHINES[name], 16 * model.layers * model.kv_bytes
+        device = machine.device_bytes * NEO_MEMORY - model.parameters * model.itemsize
+        profile = Profile(machine, model, int(device // block), int(host // block), 16, OVERHEAD)
+        for tokens in NEO_OUTPUTS[:2] if bench.settings.quick else NEO_OUTPUTS:
+            bench.progress(f"{NAME}: neo, {name}, {tokens} tokens")
+            requests = poisson(count, math.inf, uniform(prompt), uniform(tokens), seed=1)
+            alone = replace(profile, host_blocks=0)
+            base = simulate(requests, alone, FirstComeFirstServed(), ways="recompute")
+            simulation = Hosted(requests, profile, FirstComeFirstServed())
+            found = simulation.run()
+            workload = {"case": "neo", "machine": name, "prompt": prompt, "output": tokens, "requests": count}
+            gain = base.seconds / found.seconds
+            steps = {way: count / found.steps for way, count in sorted(simulation.steps_by_way.items())}
+            bench.record(NAME, contender="device only", workload=workload, **_rounded(base.figures()))
+            more = {"gain": gain, "hosted_rows": simulation.hosted / found.steps}
+            bench.record(NAME, contender="host too", workload=workload, **_rounded(found.figures() | more), ways=steps)
+            curves.setdefault(name, []).append((float(tokens), gain))
+            shown = (base.figures()["rows"], found.figures()["rows"], more["hosted_rows"], gain)
+            rows.append([name, str(tokens), *map(number, shown), f"{steps.get('sub-batches', 0.0):.0%}"])
+        if name in NEO_LEAST:
+            best = max(gain for _, gain in curves[name])
+            title = f"neo, {name}: tokens/s at the best length, x the device alone (there {theirs:g})"
+            targets.append(Target(title, best, ">=", NEO_LEAST[name]))
+    bench.progress("")
+    print("Neo's setting: all requests at once, lengths within 10%; figure 9\n")
+    heads = ["machine", "output", "rows, device only", "rows", "on the host", "tokens/s x", "two forwards"]
+    print(table(heads, rows, left=(0,)) + "\n")
+    _targets(bench, {"case": "neo"}, targets)
     return curves
 
 

@@ -20,6 +20,7 @@ simulate_resume.py  many conversations that go on at once, on a virtual clock
 rotation.py   Pie's swapping of whole layers, on a clock of its own
 pie.py        `WholeLayers`: the same as plans of steps, to compare with
 neo.py        `WholeSequences`: each sequence on one side, to compare with
+sub_batches.py  which rows a step computes, and in one forward or in two that take turns
 admission.py  what a step needs, in bytes: for admission and for the error
 sizing.py     sizes of slabs, workspaces and chunks
 """

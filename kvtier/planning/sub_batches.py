@@ -15,12 +15,13 @@ from typing import NamedTuple, Protocol
 
 from kvtier.planning.costs import Median
 
-#: Ways to divide rows with blocks on the host that are looked at.
-WAYS = 16
+#: Numbers of rows with blocks on the host that are looked at, and ways to divide so many.
+WAYS = 8
 #: By how much a prediction has to be better for two forwards to be used: they take turns on the CPU, too.
 WORTH = 0.03
 #: Steps in a row in which a row may be left out.
-MOST_LEFT = 4
+MOST_LEFT = 16
+_TINY = 1e-12
 
 
 class Row(NamedTuple):
@@ -53,13 +54,11 @@ class Stage(NamedTuple):
 
 
 class Times(Protocol):
-    """Seconds of a layer.
+    """Seconds of a layer."""
 
-    Attributes:
-        layers: of the model.
-    """
-
-    layers: int
+    @property
+    def layers(self) -> int:
+        """Of the model."""
 
     def linear(self, tokens: int) -> float:
         """All but attention over blocks, of one forward."""
@@ -106,24 +105,19 @@ class Choice:
     """How a step is computed.
 
     Attributes:
+        name: of the way: "together" (all rows in one forward), "sub-batches" (two), "in part" (one; some rows with
+            blocks on the host wait), "device only" (all of these wait).
         rows: that are computed, by number.
         second: of these, those of the second of two forwards; none: there is one.
         seconds: that it is predicted to take.
-        others: the best of each other way, by name: rows and seconds.
+        others: the best of each way, by name: rows and seconds.
     """
 
+    name: str
     rows: tuple[int, ...]
     second: frozenset[int]
     seconds: float
     others: dict[str, tuple[int, float]]
-
-    @property
-    def name(self) -> str:
-        """Of the way: "device only" (rows with blocks on the host wait), "together", "sub-batches"."""
-        return "sub-batches" if self.second else "together" if len(self.rows) == self.others["together"][0] else _ONLY
-
-
-_ONLY = "device only"
 
 
 def stage(rows: Sequence[Row], times: Times) -> Stage:
@@ -172,44 +166,62 @@ def choose(rows: Sequence[Row], times: Times, *, may_leave: bool = False, factor
     Args:
         rows: of a step.
         times: of a layer.
-        may_leave: whether rows with blocks on the host may wait for a later step, at most `MOST_LEFT` steps.
+        may_leave: whether rows with blocks on the host may wait for a later step, at most `MOST_LEFT` steps in a row.
         factor: by which two forwards have taken longer than was predicted.
     """
-    every = tuple(range(len(rows)))
-    whole = stage(rows, times)
-    one = together(whole, times.layers)
-    ways: dict[str, tuple[tuple[int, ...], frozenset[int], float]] = {"together": (every, frozenset(), one)}
-    hosted = sorted((i for i in every if rows[i].host_bytes), key=lambda i: (rows[i].host_bytes, i))
-    if hosted and len(rows) > 1:
-        second = _second(rows, hosted, times)
-        if second:
-            first = stage([rows[i] for i in every if i not in second], times)
-            both = apart(first, stage([rows[i] for i in every if i in second], times), times.layers)
-            ways["sub-batches"] = every, frozenset(second), factor * both
-        others = tuple(i for i in every if not rows[i].host_bytes)
-        if may_leave and others and all(rows[i].left < MOST_LEFT for i in hosted):
-            alone = together(stage([rows[i] for i in others], times), times.layers)
-            ways[_ONLY] = others, frozenset(), alone
-    worth = {name: len(way[0]) / max(way[2], 1e-12) for name, way in ways.items()}
+    layers = times.layers
+    here = [i for i, row in enumerate(rows) if not row.host_bytes]
+    # Who has waited longest has a part in the step first; of others the smallest.
+    away = sorted(
+        (i for i, row in enumerate(rows) if row.host_bytes), key=lambda i: (-rows[i].left, rows[i].host_bytes)
+    )
+    sums = [(0, 0.0, 0.0)]
+    for i in away:
+        tokens, device, host = sums[-1]
+        sums.append((tokens + rows[i].tokens, device + rows[i].device_bytes, host + rows[i].host_bytes))
+    base = sum([rows[i].tokens for i in here]), sum([rows[i].device_bytes for i in here]), 0.0
+    none = 0, 0.0, 0.0
+
+    def of(start: int, stop: int, more: tuple[int, float, float]) -> Stage:
+        """Of some of the rows with blocks on the host, and more."""
+        tokens, device, host = (b - a + c for a, b, c in zip(sums[start], sums[stop], more, strict=True))
+        return Stage(times.linear(int(tokens)), times.device(device), times.host(host))
+
+    # By name: rows, of these with blocks on the host, of these in the second forward, seconds.
+    ways: dict[str, tuple[int, int, int, float]] = {}
+
+    def consider(name: str, some: int, second: int, seconds: float) -> None:
+        count, before = len(here) + some, ways.get(name)
+        if before is None or count / max(seconds, _TINY) > before[0] / max(before[3], _TINY):
+            ways[name] = count, some, second, seconds
+
+    must = sum(rows[i].left >= MOST_LEFT for i in away) if may_leave else len(away)
+    for some in _numbers(must, len(away)):
+        if not here and not some:
+            continue
+        name = "together" if some == len(away) else "in part" if some else "device only"
+        consider(name, some, 0, together(of(0, some, base), layers))
+        paces = [
+            (_pace(of(0, some - second, base), of(some - second, some, none)), second)
+            for second in _numbers(1, some if here else some - 1)
+        ]
+        if paces:
+            second = min(paces)[1]
+            seconds = factor * apart(of(0, some - second, base), of(some - second, some, none), layers)
+            consider("sub-batches", some, second, seconds)
+    worth = {name: way[0] / max(way[3], _TINY) for name, way in ways.items()}
     best = max(worth, key=lambda name: worth[name])
     if worth[best] < (1 + WORTH) * worth["together"]:
         best = "together"
-    return Choice(*ways[best], {name: (len(way[0]), way[2]) for name, way in ways.items()})
+    _, some, second, seconds = ways[best]
+    chosen = tuple(sorted([*here, *away[:some]]))
+    others = {name: (way[0], way[3]) for name, way in ways.items()}
+    return Choice(best, chosen, frozenset(away[some - second : some]), seconds, others)
 
 
-def _second(rows: Sequence[Row], hosted: Sequence[int], times: Times) -> set[int]:
-    """Rows of the second forward: of those with blocks on the host, the largest ones, as many as are best."""
-    most = len(hosted) - (len(hosted) == len(rows))  # somebody is in the first
-    counts = sorted({max(round(most * i / WAYS), 1) for i in range(1, WAYS + 1)}) if most else []
-    best: set[int] = set()
-    shortest = math.inf
-    for count in counts:
-        some = set(hosted[len(hosted) - count :])
-        first = stage([row for i, row in enumerate(rows) if i not in some], times)
-        pace = _pace(first, stage([rows[i] for i in some], times))
-        if pace < shortest:
-            best, shortest = some, pace
-    return best
+def _numbers(first: int, last: int) -> list[int]:
+    """Some of the numbers from one to another, both included: as many as are looked at."""
+    return sorted({first + round((last - first) * i / WAYS) for i in range(WAYS + 1)}) if first <= last else []
 
 
 class Learned:

@@ -208,8 +208,8 @@ class _Kept:
     users: int = 0
 
 
-@dataclass(slots=True)
-class _Sequence:
+@dataclass(slots=True, eq=False)
+class Working:
     """A request in the engine."""
 
     index: int
@@ -262,8 +262,8 @@ class Simulation:
         self._kept: dict[Hashable, _Kept] = {}
         self._unused: OrderedDict[Hashable, None] = OrderedDict()  # on the device, nobody uses it
         self._on_host: OrderedDict[Hashable, None] = OrderedDict()
-        self._waiting: dict[Job, _Sequence] = {}
-        self._running: dict[Job, _Sequence] = {}
+        self._waiting: dict[Job, Working] = {}
+        self._running: dict[Job, Working] = {}
         self._active: dict[str, int] = {}
         self._up = self._down = 0.0  # tokens to copy in this step
         self._backlog = 0.0  # tokens that are still to be written through
@@ -310,7 +310,7 @@ class Simulation:
         self._arrived += 1
         job = Job(self._arrived, time, request.prompt, request.prompt + request.output, priority=request.priority)
         job.tenant = request.tenant
-        self._waiting[job] = _Sequence(index, request, served, job)
+        self._waiting[job] = Working(index, request, served, job)
 
     def _step(self) -> None:
         if self.stateful:
@@ -322,7 +322,7 @@ class Simulation:
             self.free + len(self._unused),
             self.profile.block_size,
             self.max_tokens,
-            self.max_running,
+            self._most_running(),
             True,
             self._rate,
             self.free_host + len(self._on_host),
@@ -333,7 +333,7 @@ class Simulation:
         self._up = self._down = 0.0
         for job in step.preempt:
             self._preempt(self._running[job], step.ways.get(job, "recompute"))
-        work: list[tuple[_Sequence, int]] = []
+        work: list[tuple[Working, int]] = []
         for job, tokens in step.tokens.items():
             sequence = self._running.get(job) or self._admit(job, tokens)
             if sequence is not None:
@@ -349,7 +349,11 @@ class Simulation:
                 )
             self.now = max(self.now, self._arrivals[0][0])
 
-    def _compute(self, work: Sequence[tuple[_Sequence, int]]) -> None:
+    def _most_running(self) -> int:
+        """Jobs that may run in the next step."""
+        return self.max_running
+
+    def _compute(self, work: Sequence[tuple[Working, int]]) -> None:
         profile = self.profile
         total = sum(tokens for _, tokens in work)
         device = profile.overhead + profile.linear(total)
@@ -366,6 +370,11 @@ class Simulation:
         seconds = max(device, up, down) if overlaps else device + up + down
         # Nobody waits for what is written through: it takes what others leave of the link.
         self._backlog = max(self._backlog - (seconds - down) / profile.token_copy, 0.0)
+        self._pass(work, device, seconds)
+
+    def _pass(self, work: Sequence[tuple[Working, int]], device: float, seconds: float) -> None:
+        """A step is over after so many seconds, in which the device computed for some: its tokens are there."""
+        total = sum(tokens for _, tokens in work)
         self.now += seconds
         outcome = self.outcome
         outcome.steps += 1
@@ -385,7 +394,7 @@ class Simulation:
             if given:
                 self._give(sequence)
 
-    def _give(self, sequence: _Sequence) -> None:
+    def _give(self, sequence: Working) -> None:
         """A new token."""
         job, served = sequence.job, sequence.served
         if math.isnan(served.first):
@@ -407,7 +416,7 @@ class Simulation:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.profile.block_size)
 
-    def _hits(self, sequence: _Sequence) -> tuple[int, int]:
+    def _hits(self, sequence: Working) -> tuple[int, int]:
         """Blocks that it begins with: in use on the device, and in all. The last token is always computed."""
         limit = (sequence.job.tokens - 1) // self.profile.block_size
         used = found = 0
@@ -432,7 +441,7 @@ class Simulation:
             own = job.cached if sequence.on_host else 0
             job.reusable, job.swapped = used * size, max(found * size, own)
 
-    def _admit(self, job: Job, tokens: int) -> _Sequence | None:
+    def _admit(self, job: Job, tokens: int) -> Working | None:
         """It runs from now on, if there is room for what it is given."""
         sequence = self._waiting[job]
         size = self.profile.block_size
@@ -472,7 +481,7 @@ class Simulation:
             sequence.served.reused = min(there, sequence.request.prompt)
         return sequence
 
-    def _preempt(self, sequence: _Sequence, way: str) -> None:
+    def _preempt(self, sequence: Working, way: str) -> None:
         job = sequence.job
         del self._running[job]
         blocks = self._blocks(job.cached)
@@ -494,7 +503,7 @@ class Simulation:
         job.cached = cached if sequence.on_host else 0
         self._waiting[job] = sequence
 
-    def _grow(self, sequence: _Sequence, blocks: int) -> None:
+    def _grow(self, sequence: Working, blocks: int) -> None:
         more = blocks - sequence.job.blocks
         if more > 0:
             self._take(more)
@@ -512,7 +521,7 @@ class Simulation:
                 del self._kept[key]
         self.free -= blocks
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _release(self, sequence: Working) -> None:
         """It gives up its blocks. Kept ones stay until somebody needs the room."""
         job = sequence.job
         self.free += job.blocks - len(sequence.shared)
@@ -524,7 +533,7 @@ class Simulation:
         sequence.shared = []
         job.running, job.blocks, job.cached = False, 0, 0
 
-    def _keep(self, sequence: _Sequence) -> None:
+    def _keep(self, sequence: Working) -> None:
         """Its full blocks are known by their keys from now on."""
         if not self.stateful:
             return

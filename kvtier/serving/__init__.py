@@ -3,6 +3,7 @@
 request.py  `Request`: ids, state and events of one request; `RequestOutput`, what its user gets
 runner.py   `Runner`: what runs a step, `PackedRunner` all tokens in one forward, `SingleRunner` each sequence alone
 turns.py    `Turns`: forwards in one thread that pause for each other, as greenlets
+sub_batches.py  `SubBatches`: which rows of a step are computed, and by how many forwards
 choice.py   which of them a model is run by, found out by trying
 prefixes.py `Prefixes`: what earlier requests have computed, for later ones to begin with
 engine.py   `Engine`: the queue and the loop

@@ -316,8 +316,8 @@ class ThrottledTransfers(TransferEngine):
         self.clock = DeviceClock() if clock is None else clock
         self._poison = poison
         self._in_flight: list[Transfer] = []
-        # For each call under way, known by its buffer, when its query arrives and what the host attends to for it.
-        self._hosted: dict[int, tuple[float, int]] = {}
+        # For each call under way, known by its cache and buffer, when its query arrives and what the host attends to.
+        self._hosted: dict[tuple[int, int], tuple[float, int]] = {}
         # For each cache, what the host was asked to attend to, and the seconds that it took until its last result.
         self._of_cache: dict[int, tuple[Counters, int, float]] = {}
         self._host_free = 0.0
@@ -369,16 +369,18 @@ class ThrottledTransfers(TransferEngine):
         if done > counters.host_bytes:  # another cache
             done, seconds = 0, counters.host_seconds
         self._of_cache[id(counters)] = (counters, counters.host_bytes, seconds)
-        self._hosted[_buffer(transfer.copies[0].destination())] = (arrived, counters.host_bytes - done)
+        self._hosted[id(counters), _buffer(transfer.copies[0].destination())] = (arrived, counters.host_bytes - done)
 
     def _result_at(self, transfer: Transfer, now: float) -> float:
         """When the host has its result: now, unless it is to be slower than it is. It does one call after the other."""
         counters, host, copy = transfer.counters, self.link.host, transfer.copies[0]
         assert isinstance(copy, TensorCopy)
-        found = self._hosted.pop(_buffer(copy.source), None)
-        if found is None:
+        key = (id(counters), _buffer(copy.source))
+        if key not in self._hosted:  # not the buffer of its query: then the oldest call of the cache
+            key = next((x for x in self._hosted if x[0] == id(counters)), key)
+        if key not in self._hosted:
             return now
-        arrived, nbytes = found
+        arrived, nbytes = self._hosted.pop(key)
         _, asked, before = self._of_cache[id(counters)]
         ends = now
         if host is not None:
