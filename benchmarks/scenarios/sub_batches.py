@@ -31,8 +31,8 @@ from kvtier.testing import Throttled, emulated_device, throttled, with_doubles
 SUMMARY = "ms of an engine's step in one forward and in two that take turns, with an emulated device (CPU only)"
 MODEL = "llama-6x32"
 CASES = ("decode", "mixed", "prompts")
-#: Sequences, tokens of each, tokens of a block, and of a part of a prompt.
-SEQUENCES, CONTEXT, BLOCK, PART = 8, 1024, 64, 32
+#: Sequences, tokens of each, tokens of a block, and of a part of a prompt: few, for the thread really computes them.
+SEQUENCES, CONTEXT, BLOCK, PART = 8, 1024, 64, 16
 #: Bytes per second of the link and of the device, seconds of a copy.
 LINK, DEVICE, LATENCY = 1e9, 20e9, 20e-6
 #: Steps before the first turn and of a turn; turns.
@@ -65,7 +65,7 @@ class Load:
 LOADS = {
     "decode": Load(0.1, "default", (6e-3, 0.0), 0.32e9),
     "mixed": Load(0.3, "neo", (6e-3, 0.0), 0.26e9),
-    "prompts": Load(0.3, "neo", (4e-3, 0.3e-3), 0.22e9, prompts=True),
+    "prompts": Load(0.3, "neo", (4e-3, 0.6e-3), 0.22e9, prompts=True),
 }
 
 

@@ -172,6 +172,8 @@ class Engine:
             reason = f"the model is run {runner.name}"
         else:
             reason = why_no_turns(self._model, self.memory, runner.forward.options.host_attention)
+        if not reason and sub_batches == "auto" and any(device.kind != "cpu" for device in self.memory.devices):
+            reason = "no accelerator was there to test that on yet; sub_batches=True asks for it"
         if reason and sub_batches is True:
             runner.close()
             if self._enabled is not None:
