@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import threading
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from cut_short import steps_with_an_interrupt
 from families import tiny_model
 from workloads import by_generate
 
@@ -22,7 +20,6 @@ import kvtier
 from kvtier import BudgetError, ConfigError, Engine, QueueFullError
 
 TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
-PACKAGE = str(Path(kvtier.__file__).parent)
 MODELS = ("llama", "gemma3", "qwen3_next", "deepseek_v3", "falcon")
 NEW = 8
 
@@ -60,27 +57,7 @@ def test_after_an_interrupt_at_any_line_every_request_has_its_tokens(seed: int) 
     engine = engine_of(name, rng)
     names = [engine.add_request(list(p), max_new_tokens=NEW, do_sample=False) for p in prompts]
 
-    def line(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal left
-        left -= event == "line"
-        if not left:
-            raise KeyboardInterrupt
-        return line
-
-    def call(frame: FrameType, event: str, arg: Any) -> Any:
-        return line if frame.f_code.co_filename.startswith(PACKAGE) else None
-
-    for _ in range(400):
-        before = sys.gettrace()
-        try:
-            sys.settrace(call if left > 0 else None)
-            engine.step()
-        except KeyboardInterrupt:
-            left = -1
-        finally:
-            sys.settrace(before)
-        if all(engine.output(each).is_finished() for each in names):
-            break
+    steps_with_an_interrupt(engine, names, left)
     check(engine, name, prompts, names)
     engine.close()
 

@@ -11,12 +11,11 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from cut_short import steps_with_an_interrupt
 from families import tiny_model
 from workloads import MODELS, Load, by_generate, model_of
 
@@ -31,7 +30,6 @@ from kvtier.testing import emulated_device, held, throttled, with_doubles
 
 pytest.importorskip("greenlet")
 TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
-PACKAGE = str(Path(kvtier.__file__).parent)
 #: Loads of each model.
 LOADS = {"llama": 6, "gemma3": 2, "mistral_sliding": 2, "deepseek_v3": 1, "gpt2": 1, "gpt_oss": 1, "qwen3_moe": 1}
 
@@ -158,28 +156,8 @@ def test_after_an_interrupt_at_any_line_every_request_has_its_tokens(seed: int, 
     prompts, engine = some(rng), engine_apart(name, rng, counts)
     names = [engine.add_request(list(p), max_new_tokens=8, do_sample=False) for p in prompts]
 
-    def line(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal left
-        left -= event == "line"
-        if not left:
-            raise KeyboardInterrupt
-        return line
-
-    def call(frame: FrameType, event: str, arg: Any) -> Any:
-        return line if frame.f_code.co_filename.startswith(PACKAGE) else None
-
-    for _ in range(400):
-        before = sys.gettrace()
-        try:
-            sys.settrace(call if left > 0 else None)
-            engine.step()
-        except KeyboardInterrupt:
-            left = -1
-        finally:
-            sys.settrace(before)
-        assert torch.is_grad_enabled()
-        if all(engine.output(each).is_finished() for each in names):
-            break
+    steps_with_an_interrupt(engine, names, left)
+    assert torch.is_grad_enabled()
     for prompt, request in zip(prompts, names, strict=True):
         assert engine.output(request).generated_tokens == by_generate(name, prompt, 8)[0]
     engine.check_integrity()
