@@ -52,6 +52,9 @@ class Ways(Protocol):
     def way(self, job: Job, load: Load, host_blocks: int) -> tuple[str, float]:
         """ "swap" or "recompute", and its price in seconds, with so many blocks free on the host."""
 
+    def step(self, load: Load) -> float:
+        """Seconds of a step in which every running job gets a token."""
+
 
 @dataclass(slots=True)
 class Load:

@@ -84,11 +84,15 @@ class Prices:
         again = self.recompute(job.cached, rows)
         if -(-job.cached // load.block_size) > host_blocks:
             return RECOMPUTE, again
-        step = max(self.fixed, rows * self.per_token)
+        step = self.step(load)
         # What waits with its KV on the host comes back over the same link.
         queued = sum(other.swapped for other in load.waiting) * self.up if self.overlaps else 0.0
         moved = self.swap(job.cached, load.block_size, max(step - queued, 0.0))
         return (SWAP, moved) if moved <= again else (RECOMPUTE, again)
+
+    def step(self, load: Load) -> float:
+        """Seconds of a step in which every running job but the one that is preempted gets a token."""
+        return max(self.fixed, (len(load.running) - 1) * self.per_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +109,7 @@ class Always:
         """See `Prices.way`. All prices are equal, so that the last in rank goes."""
         fits = -(-job.cached // load.block_size) <= host_blocks
         return (self.which if fits else RECOMPUTE), 0.0
+
+    def step(self, load: Load) -> float:
+        """See `Prices.step`: nothing is weighed against it."""
+        return 0.0

@@ -15,8 +15,9 @@ from kvtier.scheduling.prices import SWAP
 
 #: Running jobs at the end of the ranking among which the one with the cheapest way back is preempted.
 CHOICE = 4
-#: Part of the price of the last in rank below which another one is taken for it: else there is no clear gain.
-CLEARLY = 0.5
+#: Steps that must be saved by taking another one than the last in rank. It comes back later than those behind it, and until
+#: then fewer may run: over random loads that costs, or gains, a step or two. Less than that is no saving but chance.
+OUT_OF_TURN = 2.0
 
 
 class Scheduler:
@@ -96,7 +97,8 @@ class Scheduler:
     def _last(running: list[Job], step: Step, load: Load) -> Job | None:
         """The last in rank that has no part in the step yet.
 
-        Where ways back have prices, of the last few it is the one whose blocks are the cheapest to get back.
+        Where ways back have prices, of the last few it is the one whose blocks are the cheapest to get back, if that
+        saves more than it costs to take it out of turn.
         """
         last: list[Job] = []
         for job in reversed(running):
@@ -114,7 +116,8 @@ class Scheduler:
         free = _free_on_host(step, load)
         prices = [load.ways.way(job, load, free)[1] / max(job.blocks, 1) for job in last]
         best = min(range(len(last)), key=prices.__getitem__)
-        return last[best] if prices[best] < CLEARLY * prices[0] else last[0]
+        saved = (prices[0] - prices[best]) * last[best].blocks
+        return last[best] if saved > OUT_OF_TURN * load.ways.step(load) else last[0]
 
 
 def _free_on_host(step: Step, load: Load) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
-from kvtier.scheduling.job import Job, Load
+from kvtier.scheduling.job import Job, Load, Ways
 from kvtier.scheduling.prices import RECOMPUTE, SWAP, Always, Prices
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.scheduling.trials import against_the_better
@@ -22,7 +24,7 @@ def test_prices_by_hand() -> None:
     assert hides.swap(0, 16) == hides.recompute(0) == 0.0
 
 
-def _load(*jobs: Job, host: int, ways: Prices | Always) -> Load:
+def _load(*jobs: Job, host: int, ways: Ways) -> Load:
     return Load(0.0, list(jobs), [], 0, 16, 100, 8, free_host_blocks=host, ways=ways)
 
 
@@ -46,6 +48,27 @@ def test_the_cheaper_one_is_preempted_where_that_is_clear() -> None:
     plan = Scheduler().plan(_load(*jobs, host=0, ways=pairs))
     assert plan.preempt[0] is jobs[1]
     assert Scheduler().plan(_load(*jobs, host=0, ways=Always(RECOMPUTE))).preempt[0] is jobs[2]
+
+
+def test_nobody_is_preempted_out_of_turn_for_less_than_two_steps() -> None:
+    jobs = [_job(0, 16), _job(1, 16), _job(2, 16)]
+    for price, chosen in ((0.019, jobs[2]), (0.021, jobs[1])):
+        ways = _Given({jobs[0]: 0.0, jobs[1]: 0.0, jobs[2]: price}, 0.01)
+        assert Scheduler().plan(_load(*jobs, host=4, ways=ways)).preempt[0] is chosen
+
+
+@dataclass
+class _Given:
+    """Prices by job, and seconds of a step."""
+
+    prices: dict[Job, float]
+    seconds: float
+
+    def way(self, job: Job, load: Load, host_blocks: int) -> tuple[str, float]:
+        return SWAP, self.prices[job]
+
+    def step(self, load: Load) -> float:
+        return self.seconds
 
 
 def test_a_lower_priority_goes_first_whatever_it_costs() -> None:
