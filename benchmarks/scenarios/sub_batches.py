@@ -26,6 +26,7 @@ from benchmarks.records import number, table
 from benchmarks.targets import Target, table_of
 from kvtier import Engine, TieredMemory
 from kvtier.planning.sub_batches import Choice, Rates, Row, choose
+from kvtier.serving import turns
 from kvtier.testing import Throttled, emulated_device, throttled, with_doubles
 
 SUMMARY = "ms of an engine's step in one forward and in two that take turns, with an emulated device (CPU only)"
@@ -179,6 +180,9 @@ def run(bench: Bench) -> None:
     """Run the scenario."""
     if bench.settings.device.type != "cpu":
         print("sub_batches: not measured, for a device is emulated on the CPU\n", flush=True)
+        return
+    if turns.why_not():
+        print(f"sub_batches: not measured, for {turns.why_not()}\n", flush=True)
         return
     name = bench.model_names(MODEL)[0]
     model = bench.model(name)
