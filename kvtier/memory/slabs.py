@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import warnings
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier.errors import BudgetError, TransferError
+from kvtier.memory import system
 from kvtier.planning import sizing
 
 _HUGE_PAGE = 2 * 2**20
@@ -73,7 +75,8 @@ class SlabAllocator:
     """Allocates slabs of one device, or of the host, under one budget.
 
     Host memory is mapped, not allocated: exactly the size asked (torch's pinned allocator rounds up to powers of two),
-    on huge pages where the kernel grants them, resident only where touched, and given back to the system at once.
+    on huge pages where the kernel grants them and they are not slow to get (`lends_free_memory`), resident only where
+    touched, and given back to the system at once.
 
     Args:
         device: where the memory is.
@@ -281,13 +284,14 @@ class SlabAllocator:
         return _Live(torch.empty(nbytes, dtype=torch.uint8, device=self.device), None, 0)
 
     def _map(self, nbytes: int) -> _Live:
-        # Aligned to a huge page when it is worth one; the surplus is address space only and never touched.
+        # Aligned to a huge page when it is as large; the surplus is address space only and never touched.
         align = _HUGE_PAGE if nbytes >= _HUGE_PAGE else 0
         # Private: a forked child must not write into its parent's KV.
         region = mmap.mmap(-1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = torch.frombuffer(region, dtype=torch.uint8)
         start = -whole.data_ptr() % align if align else 0
-        if align and hasattr(mmap, "MADV_HUGEPAGE"):
+        # Reading is faster on huge pages, by a few percent. What is page-locked is touched at once in any case.
+        if align and hasattr(mmap, "MADV_HUGEPAGE") and (self.lock_for is not None or not _huge_pages_are_slow()):
             # Only what is whole huge pages: another one at the end would be resident beyond what is counted.
             with contextlib.suppress(OSError):  # a kernel without them
                 region.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE_PAGE * _HUGE_PAGE)
@@ -357,6 +361,12 @@ class _Locked(NamedTuple):
 
     device: torch.device
     nbytes: int
+
+
+@functools.cache
+def _huge_pages_are_slow() -> bool:
+    """To be touched for the first time. Looked up once in a process."""
+    return system.lends_free_memory()
 
 
 def _succeeded(code: Any) -> bool:

@@ -15,6 +15,8 @@ from pathlib import Path, PurePosixPath
 import torch
 
 ROOT = Path("/")
+#: The kind of a virtio device that is a balloon, and of its features the reporting of free pages.
+_BALLOON, _REPORTING = 5, 5
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,22 @@ def free_host_memory(root: Path = ROOT) -> int:
             cached = next((x for name in files.reclaimable if (x := _stat(group, name)) is not None), 0)
             free = min(free, limit - max(usage - cached, 0))
     return max(free, 0)
+
+
+def lends_free_memory(root: Path = ROOT) -> bool:
+    """Whether this is a virtual machine that gives what it has free back to its host (the reporting of free pages of a
+    virtio balloon), and gets it again, small page by small page, when it is written to first.
+
+    What is given back are large ranges, and so huge pages are what mostly has to be got again. To write to these first
+    takes several times as long as to ordinary pages, which come from what the machine has kept.
+    """
+    for device in (root / "sys/bus/virtio/devices").glob("*"):
+        try:
+            if int((device / "device").read_text(encoding="utf-8"), 16) == _BALLOON:
+                return (device / "features").read_text(encoding="utf-8")[_REPORTING] == "1"
+        except (OSError, ValueError, IndexError):
+            continue
+    return False
 
 
 def total_host_memory(root: Path = ROOT) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvtier import BudgetError
+from kvtier.memory import slabs as slabs_module
 from kvtier.memory.slabs import BACK_OFF_STEPS, Budget, SlabAllocator
 
 HUGE_PAGE = 2 * 2**20
@@ -177,9 +178,27 @@ def test_a_kernel_without_huge_pages_serves_too(monkeypatch: pytest.MonkeyPatch)
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Region)
+    monkeypatch.setattr(slabs_module, "_huge_pages_are_slow", lambda: False)
     slabs = SlabAllocator(CPU, Budget("host", 2**30))
     slab = slabs.allocate(HUGE_PAGE)
     assert slab is not None
+    slabs.release(slab)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_huge_pages_are_asked_for_where_they_are_not_slow_to_get(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
+    asked: list[int] = []
+
+    class Region(mmap.mmap):
+        def madvise(self, option: int, *args: int) -> None:
+            asked.append(option)
+
+    monkeypatch.setattr(mmap, "mmap", Region)
+    monkeypatch.setattr(slabs_module, "_huge_pages_are_slow", lambda: slow)
+    slabs = SlabAllocator(CPU, Budget("host", 2**30))
+    slab = slabs.allocate(HUGE_PAGE)
+    assert slab is not None
+    assert asked == ([] if slow else [mmap.MADV_HUGEPAGE])
     slabs.release(slab)
 
 

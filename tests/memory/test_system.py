@@ -211,3 +211,25 @@ def test_memory_that_torch_holds_and_does_not_use_is_free(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
     assert system.free_device_memory(torch.device("cuda:0")) == 140
     assert system.total_device_memory(torch.device("cuda:0")) == 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "features", "lends"),
+    [
+        ("0x0005", "0110010100", True),
+        ("0x0005", "0110000100", False),
+        ("0x0005", "01", False),
+        ("0x0002", "0110010100", False),
+        ("rubbish", "0110010100", False),
+        (None, None, False),
+    ],
+)
+def test_a_machine_lends_free_memory_where_its_balloon_reports_it(
+    kind: str | None, features: str | None, lends: bool, tmp_path: Path
+) -> None:
+    machine = Machine(tmp_path)
+    machine.write("sys/bus/virtio/devices/virtio0/device", "0x0004\n")
+    if kind is not None and features is not None:
+        machine.write("sys/bus/virtio/devices/virtio1/device", f"{kind}\n")
+        machine.write("sys/bus/virtio/devices/virtio1/features", f"{features}\n")
+    assert system.lends_free_memory(tmp_path) == lends
