@@ -1,0 +1,109 @@
+"""Time to the first token of a turn after a long history of a model of 0.6B parameters, from host memory.
+
+The shape is that of a real model with random weights, in bfloat16; the keys and values of the history are random too:
+nothing that is measured depends on what they are, and to compute those of 32,768 tokens takes a CPU a quarter of an
+hour. What computing again takes is measured for the shortest history. For a longer one it is taken to be in proportion
+to the tokens, which is less than it is: attention grows with their square.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import kvtier
+from benchmarks import models
+from benchmarks.cores import torch_threads
+from benchmarks.harness import Bench
+from benchmarks.records import number, table
+from benchmarks.targets import Target, table_of
+from kvtier.conversation.index import packed
+from kvtier.hf.generation import computed_as
+
+SUMMARY = "a turn after a long history, 0.6B shape, kept in host memory against computed again (CPU only)"
+NAME = "store_turns"
+MODEL = "qwen3-0.6b"
+CONTEXTS = (8192, 32768)
+#: New tokens of a turn; turns; times that the shortest history is computed again; tokens that are filled in at once.
+NEW, TURNS, AGAIN, PORTION = 64, 5, 2, 2048
+
+
+def run(bench: Bench) -> None:
+    """Run the scenario."""
+    if bench.settings.device.type != "cpu":
+        return
+    name = "qwen3-tiny" if bench.settings.quick else MODEL
+    contexts = bench.settings.contexts or ((512, 1024) if bench.settings.quick else CONTEXTS)
+    model = models.load(name, bench.settings.device, torch.bfloat16)
+    with torch_threads(torch.get_num_threads()):
+        measure(bench, name, model, contexts)
+
+
+def some(model: PreTrainedModel, tokens: int, draw: torch.Generator) -> torch.Tensor:
+    """Token ids, `[1, tokens]`."""
+    return torch.randint(5, model.config.vocab_size, (1, tokens), generator=draw)
+
+
+def seconds(generate: Callable[..., torch.Tensor], ids: torch.Tensor, **options: object) -> float:
+    """Until the first token is known."""
+    began = time.perf_counter()
+    mask = torch.ones_like(ids)
+    generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False, **options)[0, -1].item()
+    return time.perf_counter() - began
+
+
+def fill(store: kvtier.ConversationStore, ids: torch.Tensor, draw: torch.Generator) -> None:
+    """Keep a history without computing it."""
+    config, tokens = store.model.config, ids.shape[1]
+    with store._new_cache() as cache:
+        for at in range(0, tokens, PORTION):
+            shape = 1, config.num_key_value_heads, min(PORTION, tokens - at), config.head_dim
+            for i in range(config.num_hidden_layers):
+                keys, values = (torch.randn(shape, generator=draw).to(torch.bfloat16) for _ in range(2))
+                cache._forward.restore(i, keys, values)
+            cache._forward.steps.end()
+        kept = store._kept.keep(cache, (computed_as(store.model), None), 0, 0, packed(ids[0].tolist()), {})
+        assert kept is not None, "the host has no room for the history"
+
+
+def measure(bench: Bench, name: str, model: PreTrainedModel, contexts: tuple[int, ...]) -> None:
+    """Measure each length; print and record the figures."""
+    draw, shortest = torch.Generator("cpu").manual_seed(0), min(contexts)
+    again = []
+    for n in range(1 if bench.settings.quick else AGAIN):
+        bench.progress(f"{NAME}: computing {shortest + NEW:,} tokens, {n + 1}")
+        ids = some(model, shortest + NEW, draw)
+        again.append(seconds(model.generate, ids, past_key_values=DynamicCache(config=model.config)))
+    rows, targets = [], []
+    for context in contexts:
+        bench.progress(f"{NAME}: a history of {context:,} tokens")
+        with kvtier.ConversationStore(model) as store:
+            history = some(model, context, draw)
+            fill(store, history, draw)
+            kept = []
+            for _ in range(TURNS):
+                kept.append(seconds(store.generate, torch.cat([history, some(model, NEW, draw)], 1)))
+                assert store.reuse[0].cached == context
+        computed = [x * context / shortest for x in again]
+        workload = {"model": models.label(name), "dtype": "bfloat16", "context": context, "new_tokens": NEW, "batch": 1}
+        ratio = statistics.median(kept) / statistics.median(computed)
+        for way, times in (("kept", kept), ("computed again", computed)):
+            median, low, high = statistics.median(times), min(times), max(times)
+            facts = {"low": low, "high": high, "in_proportion_to": shortest if way != "kept" else None}
+            rows.append([f"{context:,}", way, number(median), f"{number(low)} .. {number(high)}"])
+            share = ratio if way == "kept" else None
+            bench.record(
+                NAME, contender=way, workload=workload, unit="s", median=median, n=len(times), ratio=share, facts=facts
+            )
+        limit = 1 / 40 if context >= 32768 else 1 / 20
+        targets.append(Target(f"kept / computed again, {context:,} tokens", ratio, "<=", limit))
+    bench.progress("")
+    print(f"{NAME} · {models.label(name)} · a turn of {NEW} tokens; beyond {shortest:,} in proportion to the tokens")
+    print(table(["tokens", "", "seconds to the first token", "low .. high"], rows))
+    print("\n" + table_of(targets) + "\n", flush=True)
+    for target in targets:
+        bench.record(NAME, workload={"model": models.label(name)}, **target.fields())
