@@ -29,7 +29,7 @@ NAME = "store_turns"
 MODEL = "qwen3-0.6b"
 CONTEXTS = (8192, 32768)
 #: New tokens of a turn, and turns; tokens that are filled in at once.
-NEW, TURNS, PORTION = 64, 5, 2048
+NEW, TURNS, PORTION = 64, 3, 2048
 
 
 def run(bench: Bench) -> None:
