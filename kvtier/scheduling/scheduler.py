@@ -15,8 +15,9 @@ from kvtier.scheduling.prices import SWAP
 
 #: Running jobs at the end of the ranking among which the one with the cheapest way back is preempted.
 CHOICE = 4
-#: Steps that must be saved by taking another one than the last in rank. It comes back later than those behind it, and until
-#: then fewer may run: over random loads that costs, or gains, a step or two. Less than that is no saving but chance.
+#: Steps that must be saved by taking another one than the last in rank. It comes back later than those behind it, and
+#: until then fewer may run: over random loads that costs, or gains, a step or two. Less than that is no saving but
+#: chance.
 OUT_OF_TURN = 2.0
 
 
