@@ -13,6 +13,7 @@ from typing import Any
 from kvtier.cli.plan import positive, read_config
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
+from kvtier.serving.http.keys import Keys
 
 _EXAMPLES = """\
 examples:
@@ -61,7 +62,11 @@ def _add_interface(parser: argparse.ArgumentParser) -> None:
         help="forget sessions unused for so long, such as 30m, 12h, 7d (never)",
     )
     group.add_argument(
-        "--max-sessions", type=positive, default=10_000, help="that are known; the longest unused goes first (10000)"
+        "--max-sessions",
+        type=positive,
+        metavar="N",
+        default=10_000,
+        help="that are known; the longest unused goes first (10000)",
     )
     group.add_argument(
         "--drain-timeout",
@@ -84,22 +89,36 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and memory")
     group.add_argument("--device", help="such as cuda:1 or cpu (a GPU, if there is one)")
     group.add_argument("--dtype", help="of the model, such as bfloat16 (its own; float32 on the CPU)")
-    group.add_argument("--device-budget", help="device memory for keys and values, such as 4GiB (what there is)")
-    group.add_argument("--host-budget", help="host memory for them, such as 64GiB (what there is)")
+    group.add_argument(
+        "--device-budget", metavar="SIZE", help="device memory for keys and values, such as 4GiB (what there is)"
+    )
+    group.add_argument("--host-budget", metavar="SIZE", help="host memory for them, such as 64GiB (what there is)")
     group.add_argument("--store", metavar="DIR", help="where they are saved; without it they end with the process")
-    group.add_argument("--disk-budget", help="bytes of the store, such as 500GiB (no limit)")
-    group.add_argument("--block-size", type=positive, default=64, help="tokens of a block (64)")
+    group.add_argument("--disk-budget", metavar="SIZE", help="bytes of the store, such as 500GiB (no limit)")
+    group.add_argument("--block-size", type=positive, metavar="N", default=64, help="tokens of a block (64)")
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
-    group.add_argument("--max-model-len", type=positive, help="tokens of a prompt and its answer (the model's own)")
     group.add_argument(
-        "--default-max-tokens", type=positive, default=1024, help="of a chat's answer that names no limit (1024)"
+        "--max-model-len", type=positive, metavar="N", help="tokens of a prompt and its answer (the model's own)"
     )
-    group.add_argument("--max-batch-tokens", type=positive, default=2048, help="computed in one step (2048)")
-    group.add_argument("--max-running", type=positive, default=256, help="requests that are computed at a time (256)")
-    group.add_argument("--max-waiting", type=positive, default=1024, help="requests that wait; more get a 429 (1024)")
+    group.add_argument(
+        "--default-max-tokens",
+        type=positive,
+        metavar="N",
+        default=1024,
+        help="of a chat's answer that names no limit (1024)",
+    )
+    group.add_argument(
+        "--max-batch-tokens", type=positive, metavar="N", default=2048, help="computed in one step (2048)"
+    )
+    group.add_argument(
+        "--max-running", type=positive, metavar="N", default=256, help="requests that are computed at a time (256)"
+    )
+    group.add_argument(
+        "--max-waiting", type=positive, metavar="N", default=1024, help="requests that wait; more get a 429 (1024)"
+    )
     group.add_argument("--scheduler", choices=("fair", "fcfs"), default="fair", help="who goes next (fair)")
 
 
@@ -114,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
             parse_size(f"--{name}", size)
     if args.disk_budget is not None and args.store is None:
         raise ConfigError("--disk-budget is of a store: give --store DIR.")
+    if args.api_key_file is not None:
+        Keys.read(args.api_key_file, b"")  # said before weights are read, which takes minutes
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("kvtier").setLevel(logging.INFO)
     from kvtier.conversation.disk.folder import Folder
@@ -125,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         if args.chat_template is not None:
             tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
         if args.store is not None:
-            Folder(args.store).close()  # said before weights are read, which takes minutes
+            Folder(args.store).close()  # the same
         from kvtier.serving.http.server import Server, bind
 
         with bind(args.host, args.port) as listening:  # the same

@@ -68,7 +68,7 @@ def test_killed_in_the_middle_it_goes_on_from_its_store_and_ends_in_good_order(
 
 
 def test_a_port_that_is_taken_and_packages_that_are_missing_are_said_in_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     from kvtier.cli import serve
     from kvtier.cli.main import main
@@ -77,6 +77,11 @@ def test_a_port_that_is_taken_and_packages_that_are_missing_are_said_in_a_senten
     with bind("127.0.0.1", 0) as taken:
         assert main(["serve", str(PYLM), "--port", str(taken.getsockname()[1])]) == 2
     assert "Address already in use" in capsys.readouterr().err
+    keys = tmp_path / "keys"
+    for text, said in (("alice", ":1: give a name and a key"), ("a k\na l\n", ":2: the name 'a'"), ("# x\n", "no key")):
+        keys.write_text(text)
+        assert main(["serve", str(PYLM), "--api-key-file", str(keys)]) == 2
+        assert said in capsys.readouterr().err
     monkeypatch.setattr(serve, "_PACKAGES", ("no_such_package",))
     assert main(["serve", str(PYLM)]) == 2
     assert "pip install 'kvtier[serve]'" in capsys.readouterr().err
