@@ -67,10 +67,9 @@ def _add_routes(app: FastAPI, served: Served, manager: EngineManager) -> None:
         text = await manager.read(manager.text_of_metrics)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    app.add_api_route("/v1/models", models)
-    app.add_api_route("/v1/models/{name:path}", model)
-    app.add_api_route("/health", health)
-    app.add_api_route("/metrics", metrics)
+    routes = {"/v1/models": models, "/v1/models/{name:path}": model, "/health": health, "/metrics": metrics}
+    for path, answer in routes.items():  # whoever asks whether it is there asks for its head
+        app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def health_of(manager: EngineManager) -> tuple[int, dict[str, Any]]:

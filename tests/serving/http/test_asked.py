@@ -192,3 +192,12 @@ def test_the_models_that_are_listed_are_those_that_are_served(running: Running) 
         (entry,) = json.load(answer)["data"]
     assert entry["id"] == NAME
     assert entry["max_model_len"] == 4096
+
+
+@pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{NAME}", "/health", "/metrics"])
+def test_whether_it_is_there_can_be_asked_without_a_body(running: Running, path: str) -> None:
+    url = running.url.removesuffix("/v1") + path
+    with urllib.request.urlopen(urllib.request.Request(url, method="HEAD")) as answer:
+        assert (answer.status, answer.read()) == (200, b"")
+    with urllib.request.urlopen(url) as answer:
+        assert answer.read()
