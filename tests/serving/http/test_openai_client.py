@@ -145,19 +145,33 @@ def test_log_probabilities_are_the_models_own(running: Running, trained: tuple[A
     assert len(logs.top_logprobs) == 8
 
 
-def test_penalties_lower_the_scores_of_what_was_said(running: Running, trained: tuple[Any, Any]) -> None:
-    """Against the definition, token by token."""
-    model, tokenizer = trained
-    ids, said = tokenizer(PROMPTS[2])["input_ids"], list[int]()
+def penalised(trained: tuple[Any, Any], ids: list[int], begins: int) -> list[int]:
+    """What a penalty of 1.5 for presence and .5 for frequency gives by definition, token by token.
+
+    Args:
+        begins: where in the sequence tokens begin to count.
+    """
+    said = list[int]()
     for _ in range(16):
         with torch.no_grad():
-            row = model(torch.tensor([ids + said])).logits[0, -1]
-        for token in set(said):
-            row[token] -= 1.5 + 0.5 * said.count(token)
+            row = trained[0](torch.tensor([ids + said])).logits[0, -1]
+        counted = (ids + said)[begins:]
+        for token in set(counted):
+            row[token] -= 1.5 + 0.5 * counted.count(token)
         said.append(int(row.argmax()))
-    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPTS[2], "max_tokens": 16, "temperature": 0}
+    return said
+
+
+def test_penalties_lower_the_scores_of_what_was_said_and_not_of_the_prompt(
+    running: Running, trained: tuple[Any, Any]
+) -> None:
+    prompt = "    if value:\n        return value\n" * 4
+    ids = trained[1](prompt)["input_ids"]
+    expected = penalised(trained, ids, len(ids))
+    assert expected != penalised(trained, ids, 0), "the prompt makes no difference here"
+    asked: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0}
     done = running.client().completions.create(**asked, presence_penalty=1.5, frequency_penalty=0.5)
-    assert done.choices[0].text == tokenizer.decode(said)
+    assert done.choices[0].text == trained[1].decode(expected)
     assert done.choices[0].text != running.client().completions.create(**asked).choices[0].text
 
 
