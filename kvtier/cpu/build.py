@@ -44,9 +44,11 @@ _UNITS = {
 _UNITS_X86 = {
     # GCC 12 takes its own headers' undefined values for uninitialised ones.
     "isa_avx512_bf16.cpp": (*_AVX512, "-mavx512bf16", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+    "isa_amx_bf16.cpp": (*_AVX512, "-mavx512bf16", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
     "isa_avx512.cpp": (*_AVX512, "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
     "isa_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
 }
+_UNITS_ARM: dict[str, tuple[str, ...]] = {"isa_neon.cpp": ()}
 
 
 class BuildError(RuntimeError):
@@ -70,7 +72,9 @@ def digest() -> str:
 
 def _units() -> dict[str, tuple[str, ...]]:
     """Every unit with its flags."""
-    return (_UNITS_X86 if platform.machine() in ("x86_64", "AMD64") else {}) | _UNITS
+    machine = platform.machine()
+    own = _UNITS_X86 if machine in ("x86_64", "AMD64") else _UNITS_ARM if machine in ("aarch64", "arm64") else {}
+    return own | _UNITS
 
 
 def is_current(library: Path) -> bool:

@@ -13,7 +13,8 @@ from pathlib import Path
 from kvtier.cpu import build
 from kvtier.errors import ConfigError, KVTierError
 
-#: Forces an instruction set ("avx512_bf16", "avx512", "avx2", "portable"), or "none": the torch reference.
+#: Forces an instruction set ("amx_bf16", "avx512_bf16", "avx512", "avx2", "neon", "portable"), or "none": the torch
+#: reference.
 VARIABLE = "KVTIER_CPU"
 
 _ERRORS = {
@@ -108,7 +109,7 @@ def _load() -> ctypes.CDLL | None:
     if forced and library.kvtier_use_instruction_set(forced.encode()):
         raise ConfigError(
             f"{VARIABLE}={forced}: this CPU, or this library, does not have it. Without it the best there is serves; "
-            "otherwise set it to avx512_bf16, avx512, avx2, portable or none (torch)."
+            "otherwise set it to amx_bf16, avx512_bf16, avx512, avx2, neon, portable or none (torch)."
         )
     library.kvtier_use_team(torch_team())
     # Before the interpreter frees what jobs in flight read: modules are cleared in an order that no one controls.

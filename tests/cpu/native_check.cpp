@@ -87,12 +87,12 @@ struct Problem {
     p.scale = 1.0f / std::sqrt(static_cast<float>(p.k_dim));
     p.block_stride = static_cast<int64_t>(block_bytes()) + (rarely() ? 16 : 0);
     const bool ragged = rarely();
-    const int most_queries = among({1, 1, 1, 2, 3, 7});
+    const int most_queries = among({1, 1, 1, 2, 3, 7, 16, 33});
     int64_t total = 0;
     for (int s = 0; s < p.sequence_count; s++) {
       const int64_t n = ragged ? static_cast<int>(random() % static_cast<unsigned>(most_queries + 1)) : most_queries;
       // Now and then long enough for several tasks.
-      const int most = random() % 8 ? 600 : 9000;
+      const int most = random() % 8 || most_queries > 7 ? 600 : 9000;
       const int64_t length = n + static_cast<int64_t>(random() % static_cast<unsigned>(most));
       queries.push_back({n, total * p.heads * p.k_dim, total * p.heads * p.v_dim, total * p.heads});
       sequences.push_back({nullptr, 0, length});

@@ -21,7 +21,7 @@ SANITIZERS = {
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     "thread": ("-fsanitize=thread",),
 }
-INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512_bf16")
+INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 
 
 def run(name: str, problems: int, seed: int) -> bool:
@@ -34,6 +34,9 @@ def run(name: str, problems: int, seed: int) -> bool:
         "-fno-omit-frame-pointer",
         "-Wno-uninitialized",
         "-Wno-maybe-uninitialized",
+        # AMX by plain loops: few machines have it.
+        "-DKVTIER_EMULATED_TILES",
+        f"-I{Path(__file__).parent}",
     )
     with tempfile.TemporaryDirectory() as folder:
         library = build.build(Path(folder, build.LIBRARY), extra=flags)

@@ -76,6 +76,25 @@ def test_every_head_size_is_as_exact(isa: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_rows_to_a_kv_head_are_as_exact(isa: str, dtype: torch.dtype, causal: bool) -> None:
+    # From 17 rows on, keys and values are packed; 64 are computed at once.
+    found = []
+    for group, queries, k_dim, v_dim, size, length in (
+        (1, 17, 64, 64, 16, 300),
+        (4, 16, 128, 128, 7, 515),
+        (3, 33, 80, 96, 256, 257),
+        (5, 13, 33, 17, 1, 40),
+        (16, 9, 256, 8, 64, 129),
+        (2, 70, 1, 64, 300, 71),
+    ):
+        spec = Spec(dtype, 2, group, queries, k_dim, v_dim, size, (length, queries), causal=causal, seed=queries)
+        case, exact = solved(spec)
+        found += broken(case, exact, attend(case))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "spec",
     [

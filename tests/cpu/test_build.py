@@ -262,7 +262,9 @@ def test_what_runs_on_every_processor_has_no_instruction_of_a_better_one(kernel:
             function = line[line.index("<") + 1 : -2]
         elif re.search(r"\t[vk]\w", line):  # how all of AVX and AVX-512 begins
             # Mangled: within the namespace of an instruction set, or the entry to it.
-            home = re.search(r"(?:^|\D)(?:4(avx2)|6(avx512)|11(avx512_bf16))|^_Z\d+avx\w+_kernelv", function)
+            home = re.search(
+                r"(?:^|\D)(?:4(avx2)|6(avx512)|11(avx512_bf16)|8(amx_bf16))|^_Z\d+(?:avx|amx)\w+_kernelv", function
+            )
             better = (
                 {"avx2": r"zmm|%k\d", "avx512": "dpbf16|bf16ps"}.get(home.group(1) or home.group(2)) if home else "."
             )

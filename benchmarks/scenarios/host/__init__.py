@@ -63,7 +63,7 @@ def run_shapes(bench: Bench, arena: Arena) -> None:
         starts: dict[str, Start] = {name: partial(Call, arena, shape, one) for name, one in contenders.items()}
         bench.compare_plain(
             "host",
-            f"{shape}, {words(shape.threads)}",
+            f"{shape}, all on {words(shape.threads)}",
             {CEILING: partial(Ceiling, arena, shape)} | starts,
             unit="GB/s",
             rounds=bench.rounds(9),
@@ -94,10 +94,10 @@ def problems(*, quick: bool) -> Iterator[tuple[Shape, dict[str, Make]]]:
     heads = ((32, 8), (16, 8), (32, 32))
     for query_heads, kv_heads in heads:
         for tokens in (1024, 4096, 16384, 65536):
-            some = torches if tokens in (1024, 16384) else {}
+            some = torches if tokens in (1024, 16384) else {"sdpa": sdpa}
             yield replace(usual, heads=query_heads, kv_heads=kv_heads, lengths=(tokens,)), kernel | some
     for batch, tokens in ((2, 4096), (4, 4096), (8, 4096), (16, 4096), (4, 16384), (16, 16384)):
-        yield replace(usual, lengths=(tokens,) * batch), kernel
+        yield replace(usual, lengths=(tokens,) * batch), kernel | {"sdpa": sdpa}
     ragged = (1024, 2048, 3072, 4096, 6000, 1500, 1024, 2500, 65536, 5000, 1024, 8192, 1024, 12000, 1024, 2048)
     even = (sum(ragged) // 16,) * 16
     yield replace(usual, lengths=ragged), kernel
@@ -108,10 +108,14 @@ def problems(*, quick: bool) -> Iterator[tuple[Shape, dict[str, Make]]]:
             yield shape, kernel | {"sdpa": sdpa}
     sets = {f"kvtier, {name}": ours(name) for name in ("avx512_bf16", "avx512", "avx2", "portable") if _has(name)}
     yield replace(usual, lengths=(16384,)), kernel | sets
+    for dtype in (torch.bfloat16, torch.float16):
+        yield replace(usual, dtype=dtype, heads=64, lengths=(16384,)), kernel | {"sdpa": sdpa}
+    for queries in (4, 16):
+        yield replace(usual, queries=queries, lengths=(16384,)), kernel | {"sdpa": sdpa}
     for dim in (64, 80, 96, 256):
-        yield replace(usual, dim=dim, lengths=(8192,)), kernel
+        yield replace(usual, dim=dim, lengths=(8192,)), kernel | {"sdpa": sdpa}
     for block_size in (16, 64, 128, 512):
-        yield replace(usual, block_size=block_size, lengths=(16384,)), kernel
+        yield replace(usual, block_size=block_size, lengths=(16384,)), kernel | {"sdpa": sdpa}
 
 
 def _has(name: str) -> bool:

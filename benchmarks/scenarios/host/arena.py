@@ -38,6 +38,7 @@ class Shape:
     lengths: tuple[int, ...]
     threads: int = 1
     block_size: int = HOST_BLOCK
+    queries: int = 1
 
     @property
     def block_bytes(self) -> int:
@@ -66,13 +67,15 @@ class Shape:
             "ragged": len(set(self.lengths)) > 1,
             "threads": self.threads,
             "block_size": self.block_size,
-        }
+        } | ({"queries": self.queries} if self.queries > 1 else {})
 
     def __str__(self) -> str:
         tokens = f"{max(self.lengths):,} tokens" if len(set(self.lengths)) == 1 else "ragged"
         dtype = str(self.dtype).removeprefix("torch.")
         blocks = f" in blocks of {self.block_size}" if self.block_size != HOST_BLOCK else ""
-        return f"{dtype}, {self.heads}/{self.kv_heads} heads of {self.dim}, {len(self.lengths)} x {tokens}{blocks}"
+        queries = f", {self.queries} queries" if self.queries > 1 else ""
+        heads = f"{self.heads}/{self.kv_heads} heads of {self.dim}"
+        return f"{dtype}, {heads}, {len(self.lengths)} x {tokens}{blocks}{queries}"
 
 
 Make = Callable[["Arena", Shape], Iterator[Callable[[], Any]]]

@@ -15,8 +15,8 @@ from kvtier.kernels.params import AttentionParams
 
 
 def random_query(shape: Shape) -> torch.Tensor:
-    """`[batch, heads, 1, dim]`."""
-    return torch.randn(len(shape.lengths), shape.heads, 1, shape.dim).to(shape.dtype)
+    """`[batch, heads, queries, dim]`."""
+    return torch.randn(len(shape.lengths), shape.heads, shape.queries, shape.dim).to(shape.dtype)
 
 
 def tables(arena: Arena, shape: Shape) -> Iterator[native.Sequences]:
@@ -41,7 +41,8 @@ def ours(instruction_set: str | None = None, *, own_threads: bool = False) -> Ma
     """The native kernel, on the shape's number of threads: those of torch's OpenMP runtime, or the library's own."""
 
     def make(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
-        layout, query, params = native_shape(shape), random_query(shape), AttentionParams(shape.dim**-0.5)
+        layout, query = native_shape(shape), random_query(shape)
+        params = AttentionParams(shape.dim**-0.5, causal=shape.queries > 1)
 
         def call(table: native.Sequences) -> None:
             native.attend(layout, query, table, params, threads=shape.threads)
@@ -74,9 +75,12 @@ def _dense(arena: Arena, shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Ten
 
 def sdpa(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
     """torch's own kernel on dense tensors, with its grouped heads."""
-    query = random_query(shape)
+    query, grouped, mask = random_query(shape), shape.heads != shape.kv_heads, None
+    if shape.queries > 1:
+        seen = torch.ones(shape.queries, shape.lengths[0], dtype=torch.bool)
+        mask = seen.tril(shape.lengths[0] - shape.queries)
     for keys, values in _dense(arena, shape):
-        yield partial(F.scaled_dot_product_attention, query, keys, values, enable_gqa=shape.heads != shape.kv_heads)
+        yield partial(F.scaled_dot_product_attention, query, keys, values, attn_mask=mask, enable_gqa=grouped)
 
 
 def transformers_path(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:

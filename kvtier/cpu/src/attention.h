@@ -74,7 +74,8 @@ typedef struct kvtier_problem {
 typedef struct kvtier_job kvtier_job;
 
 KVTIER_API const char* kvtier_source(void);  // a digest of the sources that this library was compiled from
-KVTIER_API const char* kvtier_instruction_set(void);  // the one in use: "avx512_bf16", "avx512", "avx2" or "portable"
+// The one in use: "amx_bf16", "avx512_bf16", "avx512", "avx2", "neon" or "portable".
+KVTIER_API const char* kvtier_instruction_set(void);
 KVTIER_API int kvtier_use_instruction_set(const char* name);  // 0, or KVTIER_INVALID where this CPU lacks it
 
 // Attend now, with up to `threads` threads, the caller's among them.

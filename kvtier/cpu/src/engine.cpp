@@ -1,5 +1,10 @@
 // The C interface: the choice of an instruction set, and who runs the tasks of a call.
 #include <pthread.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <cstring>
 #include <new>
@@ -21,6 +26,24 @@ namespace {
 
 // ------------------------------------------------------------------------------------- instruction sets
 
+#if defined(__x86_64__)
+// Whether the CPU has AMX for bf16, and the kernel lets this process use it: a thread that was not allowed to is killed.
+bool tiles_allowed() {
+#ifdef KVTIER_EMULATED_TILES
+  return true;
+#else
+  static const bool allowed = [] {
+    constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24;
+    constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (BF16 | TILES)) != (BF16 | TILES)) return false;
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+  }();
+  return allowed;
+#endif
+}
+#endif
+
 const Kernel* kernel_named(const char* name) {
   if (!std::strcmp(name, "portable")) return portable_kernel();
 #if defined(__x86_64__)
@@ -31,12 +54,17 @@ const Kernel* kernel_named(const char* name) {
   if (!std::strcmp(name, "avx2") && avx2) return avx2_kernel();
   if (!std::strcmp(name, "avx512") && avx512) return avx512_kernel();
   if (!std::strcmp(name, "avx512_bf16") && avx512 && __builtin_cpu_supports("avx512bf16")) return avx512_bf16_kernel();
+  if (!std::strcmp(name, "amx_bf16") && avx512 && __builtin_cpu_supports("avx512bf16") && tiles_allowed())
+    return amx_bf16_kernel();
+#elif defined(__aarch64__)
+  if (!std::strcmp(name, "neon")) return neon_kernel();  // every such CPU has it
 #endif
   return nullptr;
 }
 
+// "amx_bf16" was not timed yet: it serves whoever asks for it.
 const Kernel* best_kernel() {
-  for (const char* name : {"avx512_bf16", "avx512", "avx2"})
+  for (const char* name : {"avx512_bf16", "avx512", "avx2", "neon"})
     if (const Kernel* kernel = kernel_named(name)) return kernel;
   return portable_kernel();
 }

@@ -6,12 +6,13 @@
 #pragma once
 
 #include "checksum.h"
+#include "many.h"
 #include "phases.h"
 #include "products.h"
 
 namespace KVTIER_ISA {
 
-constexpr int MOST_ROWS = 64;  // whose scores and weights are kept at once
+constexpr int MOST_ROWS = ROWS_AT_ONCE;  // whose scores and weights are kept at once
 constexpr int KEY_STEP = 32;   // tokens whose scores with all rows are computed before the next ones
 constexpr int LONG_RUN = 96 << 10;  // bytes of keys from which reading them apart from the values pays
 constexpr int AHEAD = 4;       // cache lines that are prefetched with each row of softmax
@@ -42,24 +43,36 @@ class Attention {
     return {memory + values, memory + values + all, memory};
   }
 
+  // Rows of a KV head in scratch memory.
+  static int padded_rows(const kvtier_problem& p, int queries) {
+    const int rows = group_rows(p, queries);
+    return up(rows, rows >= MANY_ROWS ? 16 : 4);
+  }
   static size_t query_bytes(const kvtier_problem& p, int queries) {
-    return (static_cast<size_t>(p.kv_heads) * up(group_rows(p, queries), 4) * Shape<M>::query_pad(p) *
+    return (static_cast<size_t>(p.kv_heads) * padded_rows(p, queries) * Shape<M>::query_pad(p) *
                 sizeof(typename M::Query) + 63) / 64 * 64;
   }
   // KV heads whose scores are kept at once: enough for a long pass through memory, few enough for the L1 cache.
   static int heads_at_once(const kvtier_problem& p, int queries) {
-    return std::clamp(MOST_ROWS / up(group_rows(p, queries), 4), 1, p.kv_heads);
+    return group_rows(p, queries) >= MANY_ROWS ? 1 : std::clamp(MOST_ROWS / padded_rows(p, queries), 1, p.kv_heads);
   }
   static size_t score_bytes(const kvtier_problem& p, int queries) {
-    return static_cast<size_t>(heads_at_once(p, queries)) * up(group_rows(p, queries), 4) * ROW * 4;
+    const int rows = std::min(heads_at_once(p, queries) * padded_rows(p, queries), MOST_ROWS);
+    return static_cast<size_t>(rows) * ROW * 4;
+  }
+  static size_t packed_bytes(const kvtier_problem& p, int queries) {
+    if (group_rows(p, queries) < MANY_ROWS) return 0;
+    return packed_elements<M>(TILE, std::max(p.k_dim, p.v_dim)) * sizeof(typename M::Packed);
   }
 
   static size_t scratch_bytes(const kvtier_problem& p, int queries) {
-    return query_bytes(p, queries) + 2 * score_bytes(p, queries);
+    return query_bytes(p, queries) + 2 * score_bytes(p, queries) + 2 * packed_bytes(p, queries);
   }
 
   static void attend(const kvtier_problem& p, const Sequence& sequence, const Task& task, char* scratch, Partial out) {
     Attention self(p, sequence, scratch, out);
+    if (self.rows_ < MANY_ROWS) return self.run(task);
+    [[maybe_unused]] const Packing<M> packing;
     self.run(task);
   }
 
@@ -72,10 +85,13 @@ class Attention {
     scores_ = reinterpret_cast<float*>(scratch);
     scratch += score_bytes(p, queries_);
     weights_ = reinterpret_cast<typename M::Weight*>(scratch);
+    scratch += score_bytes(p, queries_);
+    packed_keys_ = reinterpret_cast<typename M::Packed*>(scratch);
+    packed_values_ = packed_keys_ + packed_bytes(p, queries_) / sizeof(typename M::Packed);
     // Else the scores behind a tile's last token, which are -inf, are scaled too: a scale of 0 would make them NaN, and
     // a negative one +inf.
     const int64_t run = static_cast<int64_t>(p.kv_heads) * p.block_size * p.k_dim * sizeof(T);
-    tile_ = run >= LONG_RUN ? TILE : std::min(up(16, p.block_size), TILE);
+    tile_ = run >= LONG_RUN || rows_ >= MANY_ROWS ? TILE : std::min(up(16, p.block_size), TILE);
     special_ = !(p.scale > 0) || p.causal || p.window > 0 || p.mask_dtype != KVTIER_NONE || p.slopes ||
                sequence.first_seen > 0;
   }
@@ -119,7 +135,7 @@ class Attention {
   }
 
   void pack_query() {
-    const int group = p_.heads / p_.kv_heads, padded = up(rows_, 4);
+    const int group = p_.heads / p_.kv_heads, padded = padded_rows(p_, queries_);
     const T* query = static_cast<const T*>(p_.query) + sequence_.query;
     for (int g = 0; g < p_.kv_heads; g++) {
       typename M::Query* q = query_ + static_cast<size_t>(g) * padded * query_pad_;
@@ -141,7 +157,7 @@ class Attention {
 
   template <int ROWS>
   void score_rows(const Segment& s, int g, int row, int slot, Ahead& ahead) {
-    const auto* q = query_ + (static_cast<size_t>(g) * up(rows_, 4) + row) * query_pad_;
+    const auto* q = query_ + (static_cast<size_t>(g) * padded_rows(p_, queries_) + row) * query_pad_;
     float* scores = scores_ + (slot + row) * ROW + s.column;
     switch (p_.k_dim) {
       case 32: return score<M, ROWS, 32>(keys_of(s, g), 32, s.n, q, query_pad_, scores, ROW, ahead);
@@ -154,22 +170,13 @@ class Attention {
     }
   }
 
-  // What the next head needs of its own has left the L1 cache meanwhile, and waiting for it would hold up the stream.
-  static void fetch(const void* memory, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(memory) + i, 0, 3);
-  }
-
   void score_tokens(const Segment& s, int g, int slot) {
-    if (rows_ <= 8) {
-      const int next = g + 1 < p_.kv_heads ? g + 1 : 0;
-      fetch(query_ + static_cast<size_t>(next) * up(rows_, 4) * query_pad_, sizeof(*query_) * rows_ * query_pad_);
-    }
-    const int passes = (rows_ + 3) / 4, step = passes == 1 || passes > 4 ? s.n : KEY_STEP;
+    const int passes = (rows_ + 3) / 4, step = passes == 1 ? s.n : KEY_STEP;
     const int64_t bytes = static_cast<int64_t>(step) * p_.k_dim * sizeof(T);
     for (int t = 0; t < s.n; t += step) {
       const Segment some{s.block, s.position + t, s.skip + t, std::min(step, s.n - t), s.column + t};
       Ahead ahead;
-      if (step == KEY_STEP && passes > 1)
+      if (passes > 1)
         ahead = {reinterpret_cast<const char*>(keys_of(some, g)) + bytes, lines_ahead(bytes, passes * KEY_STEP / 4)};
       for (int row = 0; row < rows_; row += 4) {
         const int left = rows_ - row;
@@ -184,7 +191,8 @@ class Attention {
   // the blocks, the more this counts: each head through all blocks of a tile was a fifth slower where a block has 64
   // tokens (docs/design/host-attention.md).
   void attend_tile(const Segment* tile, int count, int columns) {
-    const int at_once = heads_at_once(p_, queries_), padded = up(rows_, 4);
+    if (rows_ >= MANY_ROWS) return attend_packed(tile, count, columns);
+    const int at_once = heads_at_once(p_, queries_), padded = padded_rows(p_, queries_);
     for (int first = 0; first < p_.kv_heads; first += at_once) {
       const int last = std::min(first + at_once, p_.kv_heads);
       for (int i = 0; i < count; i++)
@@ -204,13 +212,35 @@ class Attention {
     }
   }
 
+  void attend_packed(const Segment* tile, int count, int columns) {
+    const T* tokens[TILE];
+    const int padded = padded_rows(p_, queries_);
+    for (int g = 0; g < p_.kv_heads; g++) {
+      for (int i = 0; i < count; i++)
+        for (int t = 0; t < tile[i].n; t++)
+          tokens[tile[i].column + t] = keys_of(tile[i], g) + static_cast<ptrdiff_t>(t) * p_.k_dim;
+      pack_keys<M>(tokens, columns, p_.k_dim, packed_keys_);
+      for (int i = 0; i < count; i++)
+        for (int t = 0; t < tile[i].n; t++)
+          tokens[tile[i].column + t] = values_of(tile[i], g) + static_cast<ptrdiff_t>(t) * p_.v_dim;
+      pack_values<M>(tokens, columns, p_.v_dim, packed_values_);
+      for (int row = 0; row < rows_; row += ROWS_AT_ONCE) {
+        const int some = std::min(ROWS_AT_ONCE, rows_ - row);
+        score_packed<M>(query_ + (static_cast<size_t>(g) * padded + row) * query_pad_, query_pad_, some, packed_keys_,
+                        columns, scores_);
+        clock_.end(Phase::keys);
+        for (int r = 0; r < some; r++) softmax(tile, count, columns, g, row + r, r);
+        clock_.end(Phase::softmax);
+        add_packed<M>(weights_, some, packed_values_, columns,
+                      out_.values + (static_cast<size_t>(g) * rows_ + row) * value_pad_, value_pad_);
+        clock_.end(Phase::values);
+      }
+    }
+  }
+
   void add_tokens(const Segment& s, int g, int slot) {
     const typename M::Weight* weights = weights_ + slot * ROW + s.column;
     float* out = out_.values + static_cast<size_t>(g) * rows_ * value_pad_;
-    if (rows_ <= 8) {
-      const int next = g + 1 < p_.kv_heads ? g + 1 : 0;
-      fetch(out_.values + static_cast<size_t>(next) * rows_ * value_pad_, sizeof(float) * rows_ * value_pad_);
-    }
     switch (p_.v_dim) {
       case 32: return add_rows<M, 32>(values_of(s, g), 32, s.n, weights, rows_, out, 32);
       case 64: return add_rows<M, 64>(values_of(s, g), 64, s.n, weights, rows_, out, 64);
@@ -370,6 +400,7 @@ class Attention {
   typename M::Query* query_;
   float* scores_;
   typename M::Weight* weights_;
+  typename M::Packed *packed_keys_, *packed_values_;
 };
 
 template <class F>

@@ -83,6 +83,17 @@ struct Widened {  // in fp32, for every dtype
     for (int i = 0; i < n; i++) p[i] = to_float(q[i]);
   }
   static void weights(float* p, V x) { store(p, x); }
+
+  // For many rows (many.h).
+  using Packed = float;
+  static constexpr int PAIR = 1;
+  static V widened(const T* p) { return from(p); }
+  static V widened(const T* p, int n) { return n > 0 ? from(p, n) : zero(); }
+  static V everywhere(const float* p) { return set1(*p); }
+  static V product(V acc, V a, V b) { return fma(a, b, acc); }
+  static void pack_values(const T* value, const T*, int n, float* to) {
+    for (int c = 0; c < n; c += W) store(to + c, n - c >= W ? from(value + c) : from(value + c, n - c));
+  }
 };
 
 #ifdef KVTIER_DOT
@@ -100,6 +111,20 @@ struct Dotted {  // bf16 in pairs, added up in fp32
   static V mac(V acc, Vector key, Vector query) { return dot(acc, key, query); }
   static void pack(bf16* p, const bf16* q, int n) { std::memcpy(p, q, static_cast<size_t>(n) * 2); }
   static void weights(bf16* p, V x) { to(p, x); }
+
+  using Packed = bf16;
+  static constexpr int PAIR = 2;
+  static V widened(const bf16* p) { return (V)load_pairs(p); }
+  static V widened(const bf16* p, int n) { return n > 0 ? (V)load_pairs(p, n) : zero(); }
+  static D everywhere(const bf16* p) { return set_pair(p); }
+  static V product(V acc, D a, V b) { return dot(acc, a, (D)b); }
+  // `next` is null where the last token is an odd one.
+  static void pack_values(const bf16* value, const bf16* next, int n, float* to) {
+    const D a = n < DOT ? load_pairs(value, n) : load_pairs(value);
+    const D b = !next ? zero_pairs() : n < DOT ? load_pairs(next, n) : load_pairs(next);
+    store(to, (V)pairs_low(a, b));
+    store(to + W, (V)pairs_high(a, b));
+  }
 };
 #endif
 
@@ -320,17 +345,17 @@ template <class M, int DIM>
 inline void add_rows(const typename M::Element* values, int dim, int n, const typename M::Weight* weights, int rows,
                      float* out, int out_stride) {
   if constexpr (DIM != 0) dim = DIM, out_stride = up(DIM, M::COLUMNS);
-  const int step = rows > 8 ? TILE : STEP_TOKENS;
+  constexpr int step = STEP_TOKENS;
   const int64_t bytes = static_cast<int64_t>(step) * dim * sizeof(*values);
   // Four rows at once convert and pair values once for all, but only whole lines are read as fast as memory goes.
-  constexpr bool FOURS = DIM != 0 && (W == 8 || panels<M, 4, DIM> == 1);
+  constexpr bool FOURS = DIM != 0 && (W <= 8 || panels<M, 4, DIM> == 1);
   const int fours = FOURS ? rows / 4 : 0, twos = (rows - 4 * fours + 1) / 2;
   constexpr int PANELS_OF_4 = DIM ? panels<M, 4, DIM> : 1, PANELS_OF_2 = DIM ? panels<M, 2, DIM> : 1;
   const int passes = fours * PANELS_OF_4 + twos * PANELS_OF_2;
   for (int t = 0; t < n; t += step, values += static_cast<ptrdiff_t>(step) * dim, weights += step) {
     const int some = std::min(step, n - t);
     Ahead ahead;
-    if (passes > 2 && rows <= 8)
+    if (passes > 2)
       ahead = {reinterpret_cast<const char*>(values) + bytes, lines_ahead(bytes, passes * (step / M::TOKENS))};
     int row = 0;
     if constexpr (FOURS)

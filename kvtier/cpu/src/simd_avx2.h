@@ -97,6 +97,22 @@ inline __attribute__((always_inline)) V sums(const V (&a)[8]) {
   return _mm256_add_ps(_mm256_permute2f128_ps(c0, c1, 0x20), _mm256_permute2f128_ps(c0, c1, 0x31));
 }
 
+// Rows become columns.
+inline __attribute__((always_inline)) void transpose(V (&x)[8]) {
+  V y[8];
+  _Pragma("GCC unroll 8") for (int i = 0; i < 8; i += 2) y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]), y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  _Pragma("GCC unroll 8") for (int i = 0; i < 8; i += 4)
+    _Pragma("GCC unroll 8") for (int j = 0; j < 2; j++) {
+      x[i + 2 * j] = _mm256_shuffle_ps(y[i + j], y[i + j + 2], 0x44);
+      x[i + 2 * j + 1] = _mm256_shuffle_ps(y[i + j], y[i + j + 2], 0xee);
+    }
+  _Pragma("GCC unroll 8") for (int j = 0; j < 4; j++) {
+    y[j] = _mm256_permute2f128_ps(x[j], x[4 + j], 0x20);
+    y[4 + j] = _mm256_permute2f128_ps(x[j], x[4 + j], 0x31);
+  }
+  _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) x[i] = y[i];
+}
+
 template <int N>
 inline void store_part(float* p, V x, int part) {
   if constexpr (N == 8) {

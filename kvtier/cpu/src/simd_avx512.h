@@ -90,6 +90,28 @@ inline __attribute__((always_inline)) V sums(const V (&a)[16]) {
   return sums_of_parts(parts);
 }
 
+// Rows become columns.
+inline __attribute__((always_inline)) void transpose(V (&x)[16]) {
+  V y[16];
+  _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 2) y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 4)
+    _Pragma("GCC unroll 16") for (int j = 0; j < 2; j++) {
+      const __m512d a = _mm512_castps_pd(y[i + j]), b = _mm512_castps_pd(y[i + j + 2]);
+      x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  // Lane l of x[4 * i + j] holds column 4 * l + j of rows 4 * i to 4 * i + 3.
+  _Pragma("GCC unroll 16") for (int j = 0; j < 4; j++) {
+    const V a = _mm512_shuffle_f32x4(x[j], x[4 + j], 0x88), b = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0x88);
+    const V c = _mm512_shuffle_f32x4(x[j], x[4 + j], 0xdd), d = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0xdd);
+    y[j] = _mm512_shuffle_f32x4(a, b, 0x88);
+    y[8 + j] = _mm512_shuffle_f32x4(a, b, 0xdd);
+    y[4 + j] = _mm512_shuffle_f32x4(c, d, 0x88);
+    y[12 + j] = _mm512_shuffle_f32x4(c, d, 0xdd);
+  }
+  _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) x[i] = y[i];
+}
+
 template <int N>
 inline void store_part(float* p, V x, int part) {
   if constexpr (N == 16) {

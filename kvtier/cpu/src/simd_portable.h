@@ -94,6 +94,16 @@ inline V sums(const V (&a)[8]) {
   return each([&](int i) { return sum(a[i]); });
 }
 
+// Rows become columns.
+inline void transpose(V (&x)[8]) {
+  for (int i = 0; i < W; i++)
+    for (int j = 0; j < i; j++) {
+      const float y = x[i][j];
+      x[i][j] = x[j][i];
+      x[j][i] = y;
+    }
+}
+
 template <int N>
 inline void store_part(float* p, V x, int part) {
   for (int i = 0; i < N; i++) p[i] = x[part * N + i];

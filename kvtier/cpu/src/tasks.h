@@ -62,4 +62,7 @@ const Kernel* portable_kernel();
 const Kernel* avx2_kernel();
 const Kernel* avx512_kernel();
 const Kernel* avx512_bf16_kernel();
+const Kernel* amx_bf16_kernel();  // null where the compiler did not know it
+#elif defined(__aarch64__)
+const Kernel* neon_kernel();
 #endif
