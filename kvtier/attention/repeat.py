@@ -7,8 +7,11 @@ as long as nothing that it depends on has changed.
 
 from __future__ import annotations
 
+import threading
 import time
-from typing import Any
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +20,17 @@ from kvtier.attention.split import MAX_HOST_QUERIES
 from kvtier.cpu import native
 from kvtier.cpu.loader import check
 from kvtier.kernels.params import AttentionParams
+
+
+class Guard(Protocol):
+    """Refuses a second thread, and use after what was cut short; see `forward.steps.Guard`."""
+
+    holder: dict[int, list[int]]
+    broken: bool
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class Repeat:
@@ -30,30 +44,29 @@ class Repeat:
         query: of the call.
         options: of `scaled_dot_product_attention`, as they were given.
         repeats: as they were given.
+        guard: around every use of the cache.
+        schedules: as below.
+
+    Attributes:
+        schedules: what the cache's forward has to do behind a layer's attention, by device; empty: nothing.
     """
 
     __slots__ = (
-        "_attend",
-        "_blocks",
-        "_call",
-        "_counters",
-        "_device_blocks",
-        "_dtype",
-        "_host_blocks",
-        "_host_bytes",
-        "_layer",
-        "_least",
-        "_memory",
-        "_most",
-        "_options",
-        "_problem",
-        "_reference",
-        "_repeats",
-        "_rows_version",
-        "_sequences",
-        "_shape",
-        "_strides",
-        "_version",
+        *("_attend", "_audit", "_blocks", "_call", "_counters", "_device_blocks", "_dtype", "_guard", "_host_blocks"),
+        *(
+            "_host_bytes",
+            "_layer",
+            "_least",
+            "_lengths",
+            "_memory",
+            "_most",
+            "_one",
+            "_options",
+            "_out_shape",
+            "_out_strides",
+        ),
+        *("_problem", "_reference", "_repeats", "_rows_version", "_sequences", "_shape", "_strides", "_version"),
+        "schedules",
     )
 
     def __init__(
@@ -66,8 +79,11 @@ class Repeat:
         query: torch.Tensor,
         options: dict[str, Any],
         repeats: int,
+        guard: Guard,
+        schedules: Mapping[Any, Any],
     ) -> None:
         layer = reader.layer
+        self._guard, self._audit, self.schedules = guard, reader.memory.audit, schedules
         self._counters, self._memory = reader.counters, reader.memory
         self._layer, self._rows_version = layer, layer.shape_version
         self._blocks, self._version = layer.blocks, layer.blocks.version
@@ -78,7 +94,9 @@ class Repeat:
         self._host_bytes = host_blocks * layer.layout.nbytes
         self._shape, self._strides, self._dtype = query.shape, query.stride(), query.dtype
         self._options, self._repeats = options, repeats
-        self._call, self._sequences = call, call.sequences
+        self._call, self._sequences = call, call.sequences  # held: the library reads what is theirs
+        self._out_shape, self._out_strides = call.out_shape, call.out_strides
+        self._lengths, self._one = call.sequences.length_words, call.sequences.rows == 1
         self._attend, self._reference, self._problem = call.function, call.reference, call.problem
 
     @staticmethod
@@ -89,6 +107,8 @@ class Repeat:
         params: AttentionParams | None,
         options: dict[str, Any],
         repeats: int,
+        guard: Guard,
+        schedules: Mapping[Any, Any],
     ) -> Repeat | None:
         """What repeats the call that was just made; None if it cannot be known to be the same next time."""
         layer = reader.layer
@@ -111,15 +131,33 @@ class Repeat:
         call = sequences.take(query, params)
         if call is None:
             return None
-        return Repeat(reader, length, call, partition.host.blocks, partition.device.blocks, query, options, repeats)
+        blocks = (partition.host.blocks, partition.device.blocks)
+        return Repeat(reader, length, call, *blocks, query, options, repeats, guard, schedules)
 
-    def __call__(self, query: torch.Tensor, length: int, options: dict[str, Any], repeats: int) -> torch.Tensor | None:
-        """The attention of `query` over the first `length` tokens; None if this is another call."""
-        blocks = self._blocks
+    def __call__(
+        self,
+        query: torch.Tensor,
+        length: int,
+        epoch: int,
+        options: dict[str, Any],
+        repeats: int,
+        audited: bool = False,
+    ) -> torch.Tensor | None:
+        """The attention of `query` over the first `length` tokens, at an epoch of the layer.
+
+        Args:
+            audited: the caller counts it as a call that reads blocks, for the memory's audit.
+
+        Returns:
+            None if this is another call, or the blocks are to be compared first, or the cache is in use.
+        """
+        blocks, layer, audit = self._blocks, self._layer, self._audit
         if not (
             blocks.version == self._version
-            and self._layer.shape_version == self._rows_version
+            and layer.shape_version == self._rows_version
+            and layer.epoch == epoch
             and self._least < length <= self._most
+            and length <= layer.length
             and query.shape == self._shape
             and query.stride() == self._strides
             and query.dtype is self._dtype
@@ -130,15 +168,37 @@ class Repeat:
             and not torch.is_autocast_enabled("cpu")
         ):
             return None
-        began, counters, problem = time.perf_counter(), self._counters, self._problem
-        blocks.last_used = self._memory.clock
-        out = self._call.new_out(query)
-        problem.query = query.data_ptr()
-        problem.out = out.data_ptr()
-        self._sequences.set_length(length)
-        error = self._attend(self._reference, torch.get_num_threads())
-        if error:
-            check(error)
+        if audit is not None and not audited:
+            if audit.calls <= 1:
+                return None
+            audit.calls -= 1
+        # `with guard`, `Call.new_out` and `Sequences.set_length` written out. `Forward.attend` says why it refuses.
+        guard, me = self._guard, [threading.get_ident()]
+        holder = guard.holder
+        if holder.setdefault(0, me) is not me:
+            return None
+        if guard.broken:
+            holder.clear()
+            return None
+        guard.broken = True
+        try:
+            began, counters, problem, strides = time.perf_counter(), self._counters, self._problem, self._out_strides
+            blocks.last_used = self._memory.clock
+            out = torch.empty_like(query) if strides is None else query.new_empty_strided(self._out_shape, strides)
+            problem.query = query.data_ptr()
+            problem.out = out.data_ptr()
+            if self._one:
+                self._lengths[0] = length
+            else:
+                self._sequences.set_length(length)
+            error = self._attend(self._reference, torch.get_num_threads())
+            if error:
+                check(error)
+        except BaseException as error:
+            guard.__exit__(type(error), error, None)
+            raise
+        guard.broken = False
+        holder.clear()
         counters.views_attended += 1
         host = self._host_blocks
         if host:

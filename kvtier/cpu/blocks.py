@@ -44,10 +44,11 @@ class Sequences:
         keep: the owner of the blocks' memory; it lives at least as long as any call over them.
 
     Attributes:
+        length_words: the length of each row, as the library reads it.
         prepared: at most one call that is at rest, to be repeated.
     """
 
-    __slots__ = ("_runs", "_words", "address", "block_stride", "keep", "prepared", "rows")
+    __slots__ = ("_runs", "_words", "address", "block_stride", "keep", "length_words", "prepared", "rows")
 
     def __init__(self, rows: int, block_stride: int, keep: object = None) -> None:
         self.rows = rows
@@ -55,6 +56,7 @@ class Sequences:
         self.keep = keep
         self._runs = [array("q") for _ in range(rows)]
         self._words = memoryview(array("q", bytes(8 * _WORDS * max(rows, 1))))
+        self.length_words = self._words[_LENGTH : _WORDS * rows : _WORDS]
         self.address = _address(self._words.obj)
         self.prepared: list[Any] = []
 
@@ -92,18 +94,18 @@ class Sequences:
     def set_length(self, length: int) -> None:
         """Set the length of every row, in tokens, those of the call to come included."""
         if self.rows == 1:
-            self._words[_LENGTH] = length
+            self.length_words[0] = length
         else:
             self.set_lengths((length,) * self.rows)
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Set the length of each row, in tokens."""
-        self._words[_LENGTH : _WORDS * self.rows : _WORDS] = memoryview(array("q", lengths))
+        self.length_words[:] = memoryview(array("q", lengths))
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each row."""
-        return self._words[_LENGTH : _WORDS * self.rows : _WORDS].tolist()
+        return self.length_words.tolist()
 
     def take(self, query: torch.Tensor, params: Any) -> Any:
         """The call at rest, if it was made with this query and these parameters: for the caller alone from now on."""

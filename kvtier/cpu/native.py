@@ -193,24 +193,14 @@ class Call:
     Attributes:
         shape, query, sequences: what is read.
         out, lse: what is written.
+        out_shape, out_strides: of `out`; the strides are None where those of `empty_like(query)` are as good.
         function, reference, problem: of the library, what it is given, and that as a structure.
     """
 
     __slots__ = (
-        *("_cu_queries", "_keep", "_out_shape", "_out_strides", "_params", "_queries", "_query_shape"),
-        *(
-            "_query_strides",
-            "_repeatable",
-            "_results",
-            "_vectors",
-            "function",
-            "lse",
-            "out",
-            "problem",
-            "reference",
-            "sequences",
-            "shape",
-        ),
+        *("_cu_queries", "_keep", "_params", "_queries", "_query_shape", "_query_strides", "_repeatable", "_results"),
+        *("_vectors", "function", "lse", "out", "out_shape", "out_strides", "problem", "reference", "sequences"),
+        "shape",
     )
 
     def __init__(
@@ -238,16 +228,16 @@ class Call:
             query = query.contiguous()
             steps = query.stride()
         self._results = None if out is None and lse is None else _described(out, lse)
-        self._out_shape, self._out_strides = (*sizes[:-1], shape.v_dim), None
+        self.out_shape, self.out_strides = (*sizes[:-1], shape.v_dim), None
         if out is None:
-            out = _new_out(query, self._out_shape)
+            out = _new_out(query, self.out_shape)
             out_steps = out.stride()
             same = (n == 1 or a == b for n, a, b in zip(sizes, steps, out_steps, strict=True))
             if shape.v_dim != shape.k_dim or not all(same):
-                self._out_strides = out_steps  # else `empty_like` gives the same, sooner
+                self.out_strides = out_steps  # else `empty_like` gives the same, sooner
         else:
             out_steps = out.stride()
-            _fit(out.shape == self._out_shape and out_steps[-1] == 1 and out.dtype in DTYPES, "out", out)
+            _fit(out.shape == self.out_shape and out_steps[-1] == 1 and out.dtype in DTYPES, "out", out)
         lse_steps, lse_address = (0,) * dims, None
         if lse is not None:
             _fit(lse.shape == sizes[:-1] and lse.dtype == torch.float32, "lse", lse)
@@ -305,8 +295,8 @@ class Call:
 
     def new_out(self, query: torch.Tensor) -> torch.Tensor:
         """Memory for the result of another query of the same shape and strides, uninitialised."""
-        strides = self._out_strides
-        return torch.empty_like(query) if strides is None else query.new_empty_strided(self._out_shape, strides)
+        strides = self.out_strides
+        return torch.empty_like(query) if strides is None else query.new_empty_strided(self.out_shape, strides)
 
     def run(self, threads: int) -> torch.Tensor:
         """Attend now, with up to so many threads, the caller's among them. Returns `out`."""

@@ -20,6 +20,7 @@ from kvtier.errors import ClosedError, StaleViewError
 from kvtier.forward import admission
 from kvtier.forward.planned import LONG_PROMPT, PlannedForward
 from kvtier.forward.steps import Steps
+from kvtier.forward.token import NextToken
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory import system
 from kvtier.memory.audit import Audit
@@ -116,6 +117,10 @@ class Forward(PlannedForward):
                 self._plan(layer.device, 1)
             self._record.layers += 1
         return reader
+
+    def next_token(self, index: int, reader: LayerReader) -> NextToken | None:
+        """What appends the next token to a layer, if that took one now; None if it took more, or less."""
+        return NextToken(self, index, reader) if self._decoding else None
 
     def tell(self, past: int, progress: Callable[[Progress], object]) -> None:
         """A layer has the new tokens behind `past` ones: tell the hook, if they are many."""
@@ -399,19 +404,21 @@ class Forward(PlannedForward):
         repeats: int = 1,
     ) -> torch.Tensor:
         """Attention of `query` over a view of a layer; see `dispatch.attend`. Then what is due is fetched."""
-        layer = reader.layer
+        layer, audit = reader.layer, self.memory.audit
         if self.closed or layer.epoch != epoch or length > layer.length:
             self.check_view(reader, length, epoch)
-        if self.memory.audit is not None:
-            self._compare(layer, self.memory.audit)
-        with self.steps.guard:
-            repeat = reader.repeat
-            if repeat is not None and options is not None:
-                out = repeat(query, length, options, repeats)
-                if out is not None:
-                    if self._schedules:
+        if audit is not None:
+            audit.calls -= 1
+            if audit.calls <= 0:
+                self._compare(layer, audit)
+        if reader.repeat is not None and options is not None:
+            out = reader.repeat(query, length, epoch, options, repeats, audited=True)
+            if out is not None:
+                if self._schedules:
+                    with self.steps.guard:
                         self._advance(reader)
-                    return out
+                return out
+        with self.steps.guard:
             reader.counters.views_attended += 1
             dtype = query.dtype
             if torch.is_autocast_enabled(layer.device.kind):
@@ -429,7 +436,9 @@ class Forward(PlannedForward):
             if self._schedules:
                 self._advance(reader)
             if options is not None and tracer is None:
-                reader.repeat = Repeat.of(reader, length, query, params, options, repeats)
+                reader.repeat = Repeat.of(
+                    reader, length, query, params, options, repeats, self.steps.guard, self._schedules
+                )
         return out if out.dtype is dtype else out.to(dtype)
 
     def densify(
@@ -437,8 +446,11 @@ class Forward(PlannedForward):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a view as tensors of the caller's own; `operation` None: by design."""
         self.check_view(reader, length, epoch)
-        if self.memory.audit is not None:
-            self._compare(reader.layer, self.memory.audit)
+        audit = self.memory.audit
+        if audit is not None:
+            audit.calls -= 1
+            if audit.calls <= 0:
+                self._compare(reader.layer, audit)
         with self.steps.changing():
             keys, values = own_kv(reader, length)
             self.counters.count_dense(operation, keys.nbytes + values.nbytes)
@@ -446,11 +458,9 @@ class Forward(PlannedForward):
         return dispatch.without_gradient(reader.layer, keys, values)
 
     def _compare(self, layer: LayerKV, audit: Audit) -> None:
-        """A layer is read: compare its blocks in host memory with what was written, if it is this call's turn."""
-        audit.calls -= 1
-        if audit.calls <= 0:
-            with self.memory.lock:
-                audit.read(layer.runs())
+        """A layer is read: compare its blocks in host memory with what was written."""
+        with self.memory.lock:
+            audit.read(layer.runs())
 
     def check_view(self, reader: LayerReader, length: int, epoch: int) -> None:
         """Raise `StaleViewError` unless the cache still holds what a view shows."""

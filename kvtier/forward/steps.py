@@ -27,28 +27,29 @@ class Guard:
 
     Attributes:
         broken: a change was cut short and did not undo itself.
+        holder: under 0, the identifier of the thread that is inside: taken and signed in one step, so that a signal
+            finds no lock without a holder.
     """
 
-    __slots__ = ("_inside", "_interrupted", "_met", "broken")
+    __slots__ = ("_interrupted", "_met", "broken", "holder")
 
     def __init__(
         self, met: Callable[[], Exception] = ConcurrentUseError, interrupted: Callable[[], None] | None = None
     ) -> None:
         self._met = met
         self._interrupted = interrupted
-        # Under 0, who is inside: taken and signed in one step, so that a signal finds no lock without a holder.
-        self._inside: dict[int, list[int]] = {}
+        self.holder: dict[int, list[int]] = {}
         self.broken = False
 
     def __enter__(self) -> None:
         me = [threading.get_ident()]
-        holder = self._inside.setdefault(0, me)
+        holder = self.holder.setdefault(0, me)
         if holder is not me:
             if holder == me:  # a signal came between two lines of this class
                 raise InterruptedStepError(_CUT_SHORT)
             raise self._met()
         if self.broken:
-            self._inside.clear()
+            self.holder.clear()
             raise InterruptedStepError(_CUT_SHORT)
         self.broken = True
 
@@ -59,7 +60,7 @@ class Guard:
         self.broken = kind is not None and not issubclass(kind, Exception)
         if self.broken and self._interrupted is not None:
             self._interrupted()
-        self._inside.clear()
+        self.holder.clear()
 
 
 class Steps:

@@ -275,6 +275,9 @@ class TieredKVCache(RecurrentFace):
         layer = list.__getitem__(layers, layer_idx)
         try:
             if type(layer) is TieredLayer:
+                views = layer.next_token(key_states, value_states)
+                if views is not None:
+                    return views
                 return layer.update(key_states, value_states, *args, **kwargs)
             return self._update_resident(layer_idx, layer, key_states, value_states, *args, **kwargs)
         except BudgetError:

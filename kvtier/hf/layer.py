@@ -11,10 +11,11 @@ from transformers.cache_utils import DynamicLayer
 from kvtier.attention.reader import LayerReader
 from kvtier.errors import MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
+from kvtier.forward.token import NextToken
 from kvtier.hf import rows
 from kvtier.hf.caller import Caller
 from kvtier.hf.rows import row_indices, whole_number
-from kvtier.hf.view import KVView, Snapshot
+from kvtier.hf.view import KVView, Snapshot, views_of
 from kvtier.kernels import launch
 from kvtier.memory.layout import in_one_dtype
 from kvtier.tables.layer import LayerKV
@@ -48,6 +49,8 @@ class TieredLayer(DynamicLayer):
         self._assigned: dict[int, torch.Tensor] = {}
         self._latest: weakref.ref[Snapshot] | None = None
         self._half: tuple[_Moment, int, torch.Tensor] | None = None
+        #: Appends the next token, where the last one was appended in a step that decodes.
+        self._token: NextToken | None = None
 
     @property
     def _reader(self) -> LayerReader | None:
@@ -108,6 +111,23 @@ class TieredLayer(DynamicLayer):
 
     # Updates
 
+    def next_token(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`update`, if that is one more token in the middle of a step that decodes; None, and nothing done, if not."""
+        token, caller = self._token, self._caller
+        if (
+            token is not None
+            and self.index > caller.at
+            and caller.takes_views
+            and not self._assigned
+            and token(key_states, value_states)
+        ):
+            caller.at = self.index
+            self._half = None
+            return views_of(self._forward, token.reader)
+        return None
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Fix shapes, dtype and device from `[batch, heads, any, dim]` tensors."""
         self._forward.check_open()
@@ -163,7 +183,9 @@ class TieredLayer(DynamicLayer):
         kv = reader.layer
         if not caller.takes_views and caller.reads_dense(kv.layout):
             return forward.densify(reader, kv.length, kv.epoch, None)
-        return Snapshot(forward, reader).views()
+        if self._token is None or self._token.reader is not reader:
+            self._token = forward.next_token(index, reader)
+        return views_of(forward, reader)
 
     # The dense face
 
@@ -205,8 +227,9 @@ class TieredLayer(DynamicLayer):
         # Keys and values read one after the other are one snapshot, so that they are fetched together.
         snapshot, kv = self._latest() if self._latest is not None else None, reader.layer
         if snapshot is None or (snapshot.reader, snapshot.length, snapshot.epoch) != (reader, kv.length, kv.epoch):
-            snapshot = Snapshot(self._forward, reader)
-            self._latest = weakref.ref(snapshot)
+            views = views_of(self._forward, reader)
+            self._latest = weakref.ref(views[0].snapshot)
+            return views[part]
         return snapshot.views()[part]
 
     def _half_of(self, reader: LayerReader, part: int) -> torch.Tensor:

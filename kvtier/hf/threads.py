@@ -66,18 +66,19 @@ class Place:
             return False
         at, end = self.depths
         try:
-            if _mark(sys._getframe(end + 2)) != self.last:
-                return False
             frame = sys._getframe(at + 2)
         except ValueError:  # the stack is not as deep
             return False
         if frame.f_code is not forward[1]:
             return False
-        outer = frame.f_back
-        for _ in range(end - at - 1):  # as deep as before, and yet another `generate` or `forward` may be between
-            if outer is None or outer.f_code.co_name == "forward" or generates(outer.f_code):
+        outer = frame
+        for depth in range(at + 1, end + 1):  # as deep as before, and no other `generate` or `forward` is between
+            back = outer.f_back
+            if back is None or (depth < end and (back.f_code.co_name == "forward" or generates(back.f_code))):
                 return False
-            outer = outer.f_back
+            outer = back
+        if _mark(outer) != self.last:
+            return False
         self.forward = (id(frame), forward[1])
         return True
 

@@ -60,8 +60,8 @@ def repeated(layer: Layer, act: Callable[[], None], monkeypatch: pytest.MonkeyPa
     answers: list[bool] = []
     call = Repeat.__call__
 
-    def watched(self: Repeat, *args: Any) -> torch.Tensor | None:
-        out = call(self, *args)
+    def watched(self: Repeat, *args: Any, **options: Any) -> torch.Tensor | None:
+        out = call(self, *args, **options)
         answers.append(out is not None)
         return out
 
@@ -196,7 +196,7 @@ CHANGES: dict[str, tuple[Callable[[Layer], None], str]] = {
     "shorter": (shorter, ""),
     "longer": (longer, "self._least < length <= self._most"),
     "moved": (moved, "blocks.version == self._version"),
-    "reordered": (reordered, "self._layer.shape_version == self._rows_version"),
+    "reordered": (reordered, "layer.shape_version == self._rows_version"),
     "more heads": (more_heads, ""),
     "more queries": (more_queries, "query.shape == self._shape"),
     "other strides": (other_strides, "query.stride() == self._strides"),
