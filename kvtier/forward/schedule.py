@@ -28,6 +28,9 @@ class Schedule:
         self._plans: list[LayerPlan] = [LayerPlan() for _ in self.readers]
         self._ahead = 0
         self._leaves = False
+        # What was seen of each layer, and what a policy was told of it.
+        self._seen: list[tuple[int, int, int, int, bool]] = []
+        self._layers: list[LayerState] = []
         # For each layer, whether all that was planned was fetched for its next use.
         self._complete: list[bool] = [False for _ in self.readers]
 
@@ -42,28 +45,17 @@ class Schedule:
         """What a policy sees; `by_rows`: what rows hold, too. The caller holds the lock."""
         device = self.readers[0].device
         assert device.slabs is not None
-        layers = []
-        # Written out, as it runs once for each layer and step.
+        # Written out, as it runs once for each layer and step; what is made of it is kept while it stays the same.
+        now = []
         for reader, host_attention in zip(self.readers, hosted, strict=True):
             layer = reader.layer
-            blocks = layer.blocks
-            counts, fetched = layer.counts, blocks.transient
+            counts = layer.counts
             on_device = counts[_DEVICE] + counts[_LEAVING] + counts[_BOTH] + counts[_ARRIVING]
-            if fetched > on_device:  # whoever needed room has taken some of them back
-                fetched = on_device
-            layers.append(
-                LayerState(
-                    layer.index,
-                    layer.layout.nbytes,
-                    on_device - fetched,
-                    fetched,
-                    counts[_HOST] + fetched,
-                    len(layer.tables),
-                    host_attention,
-                )
-            )
+            now.append((on_device, layer.blocks.transient, counts[_HOST], len(layer.tables), host_attention))
+        if now != self._seen:
+            self._seen, self._layers = now, [_layer_state(x, *each) for x, each in zip(self.readers, now, strict=True)]
         free = device.slabs.budget.free + sum(p.free * p.layout.nbytes for p in device.device_pools)
-        found = StepState(tokens, layers, free, device.slabs.budget.limit, last)
+        found = StepState(tokens, self._layers, free, device.slabs.budget.limit, last)
         if by_rows:
             found.row_bytes, found.row_spilled = self._rows()
         return found
@@ -159,3 +151,19 @@ class Schedule:
         for reader in self.readers:
             reader.forget()
         self._complete = [False] * len(self.readers)
+
+
+def _layer_state(
+    reader: LayerReader, on_device: int, fetched: int, spilled: int, sequences: int, host_attention: bool
+) -> LayerState:
+    fetched = min(fetched, on_device)  # whoever needed room may have taken some of them back
+    layer = reader.layer
+    return LayerState(
+        layer.index,
+        layer.layout.nbytes,
+        on_device - fetched,
+        fetched,
+        spilled + fetched,
+        sequences,
+        host_attention,
+    )

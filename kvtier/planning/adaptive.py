@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvtier.planning.costs import CostModel, Decision, Group, Median, Prediction, Rates, alike
 from kvtier.planning.policy import WRITE_THROUGH, Policy
 from kvtier.planning.shares import FixedShare, room_for
-from kvtier.planning.step import StepPlan, StepRecord, StepState
+from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 
 #: Shares of the spilled blocks that are considered: so many, evenly from none to all.
 CHOICES = 33
@@ -65,6 +65,9 @@ class _Cache:
     part: float = 1.0
     plan: StepPlan | None = None
     planned_for: tuple[object, ...] = ()
+    planned_layers: list[LayerState] = field(default_factory=list)
+    layers: list[LayerState] | None = None
+    layers_spilled: int = 0
     groups: list[Group] = field(default_factory=list)
     probe_from: int | None = None
     probe_until: int = 0
@@ -102,7 +105,9 @@ class Adaptive(FixedShare):
             known.prediction = known.plan = None
             share = known.choice / (CHOICES - 1)
             return self.plan_of(state, share) if known.started and state.overlaps else self._default.plan(state)
-        spilled = sum([x.spilled for x in state.layers])
+        if known.layers is not state.layers:  # else it is the list of the step before
+            known.layers, known.layers_spilled = state.layers, sum([x.spilled for x in state.layers])
+        spilled = known.layers_spilled
         if not (spilled or known.started):  # another cache has spilled: nothing is seen here
             return self._default.plan(state)
         known.step += 1
@@ -248,13 +253,11 @@ class Adaptive(FixedShare):
 
     def _as_planned(self, known: _Cache, state: StepState) -> StepPlan:
         """The choice as a plan for these layers; the last one again where nothing has changed."""
-        key = (
-            known.choice,
-            state.free_bytes,
-            [(x.spilled, x.fetched, x.resident, x.host_attention) for x in state.layers],
-        )
+        key, layers = (known.choice, state.free_bytes), state.layers
         share = known.choice / (CHOICES - 1)
-        if known.plan is None or known.planned_for != key:
+        same = known.planned_for == key and (known.planned_layers is layers or known.planned_layers == layers)
+        known.planned_layers = layers
+        if known.plan is None or not same:
             known.planned_for = key
             known.plan, known.groups = self.plan_of(state, share), alike(state.layers)
             known.reserve = known.plan.reserve

@@ -35,7 +35,8 @@ class StepState:
 
     Attributes:
         tokens: new tokens per sequence, at the most.
-        layers: of one compute device, in the order of the forward.
+        layers: of one compute device, in the order of the forward. The same list as in the step before where nothing of
+            it differs; nobody changes it.
         free_bytes: of the device budget, to be had without evicting anything.
         device_bytes: the device budget.
         last: what the cache's last finished step took; None before the first.
