@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -168,8 +169,7 @@ class PackedForward(PlannedForward):
             layers = list(self._layers().values())
             if not layers:
                 return 0, 0, 1
-            size = max(layer.layout.block_size for layer in layers)
-            nbytes = sum(layer.layout.nbytes * (size // layer.layout.block_size) for layer in layers)
+            size, nbytes = max(layer.layout.block_size for layer in layers), self.block_bytes()
             total = self.memory.host.slabs.budget.lasting
             for device in self._devices():
                 claim = self._held.owner.claims.get(device, Claim())
@@ -181,6 +181,33 @@ class PackedForward(PlannedForward):
             total -= sum(claim.held + claim.room for owner in others for claim in owner.claims.values())
             used = max((layer.blocks.blocks * layer.layout.block_size for layer in layers), default=0)
             return max(total // nbytes, 0), -(-used // size), size
+
+    def host_blocks(self) -> int:
+        """Of the blocks that may be had, those that are on the host only, where every device has a tier; else 0."""
+        with self.memory.lock:
+            if any(device.slabs is None for device in self._devices()):
+                return 0
+            return self.memory.host.slabs.budget.lasting // max(self.block_bytes(), 1)
+
+    def block_bytes(self) -> int:
+        """Bytes of a block of all layers, as `blocks` counts them."""
+        layouts = [layer.layout for layer in self._layers().values()]
+        size = max((layout.block_size for layout in layouts), default=1)
+        return sum(layout.nbytes * (size // layout.block_size) for layout in layouts)
+
+    def overlaps(self) -> bool:
+        """Whether copies go on while devices compute."""
+        return all(device.engine.asynchronous for device in self._devices())
+
+    def shared(self, found: ParkedSequence) -> int:
+        """Of the first tokens of a parked sequence, those in blocks that sequences here hold. Holds the lock."""
+        counts = []
+        for index, layer in self._layers().items():
+            if index in found.tables:
+                held = {run for table in layer.tables for run in table.resolve()}
+                mine = itertools.takewhile(held.__contains__, found.tables[index].resolve())
+                counts.append(sum([run.count for run in mine]) * layer.layout.block_size)
+        return min(counts, default=0)
 
     # A step
 

@@ -16,13 +16,16 @@ from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, QueueFullError, UnsupportedError
 from kvtier.hf import generation as of
 from kvtier.hf.sampling import Sampling, choose, log_probabilities
+from kvtier.memory import measured
 from kvtier.memory.change import Change
 from kvtier.memory.tiered import TieredMemory
-from kvtier.scheduling.job import Job, Load
+from kvtier.scheduling.job import Job, Load, Ways
 from kvtier.scheduling.names import scheduler_of
+from kvtier.scheduling.prices import RECOMPUTE, SWAP, Always
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.scheduling.shares import Shares
 from kvtier.serving.choice import choose_runner
+from kvtier.serving.costs import Costs
 from kvtier.serving.prefixes import prefixes_of
 from kvtier.serving.request import EngineLoad, Listener, Request, RequestOutput, prompt_of
 from kvtier.serving.runner import PackedRunner, Work
@@ -32,6 +35,7 @@ _LOG = logging.getLogger("kvtier.serving")
 
 #: Requests that wait, beyond which more are refused.
 MAX_WAITING = 4096
+PREEMPTION = ("price", SWAP, RECOMPUTE)
 #: Requests that have ended, whose outputs are kept for whoever asks.
 MAX_ENDED = 4096
 #: Tokens of a step from which on its time says how fast prompts are computed; and the weight of what was known.
@@ -80,6 +84,11 @@ class Engine:
         scheduler: "fair" (highest response ratio next), "fcfs" (first come, first served), or a `kvtier.Scheduler`.
         runner: "packed" (one forward for all), "ragged" (the same for models with recurrent states), "single" (a
             forward for each), or "auto": the first that gives the model's own scores in a trial of a few tokens.
+        spill: whether what runs may outgrow the device budget: its blocks are then on the host, too, attended to there
+            or fetched for each step. False: what runs is on the device, and what outgrows that is preempted.
+        preemption: how a request comes back that had to give up its blocks: "swap", its blocks wait on the host (where
+            `spill` leaves that free); "recompute", they are kept as long as nobody needs the room, and the rest is
+            computed again; "price", whichever takes less time, by what steps and copies took so far.
         clock: seconds.
 
     Raises:
@@ -105,6 +114,8 @@ class Engine:
         scheduler: Scheduler | str = "fair",
         runner: str = "auto",
         sub_batches: bool | Literal["auto"] = "auto",
+        spill: bool = True,
+        preemption: str = "price",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = CacheOptions.parse(block_size, host_attention) if store is None else store.options
@@ -125,6 +136,8 @@ class Engine:
             raise ConfigError("memory= and store= bring their own budgets: leave out device_budget and host_budget.")
         if getattr(of.inner(model).config, "is_encoder_decoder", False):
             raise UnsupportedError("An encoder-decoder has a prompt of its own for each forward: use `generate`.")
+        if preemption not in PREEMPTION:
+            raise ConfigError(f"preemption={preemption!r}: give one of {', '.join(map(repr, PREEMPTION))}.")
         self._scheduler = scheduler_of(scheduler)
         self._model = model
         self._tokenizer = tokenizer
@@ -161,6 +174,9 @@ class Engine:
         self._stopping = False
         self._closed = False
         self._rate = 1000.0
+        self._spill = bool(spill)
+        self._costs = Costs(max_batch_tokens, measured.hardware(torch.device(model.device)).rates())
+        self._ways: Ways = self._costs if preemption == "price" else Always(preemption)
         self.steps = 0
 
     def _allow(self, sub_batches: object) -> None:
@@ -497,25 +513,9 @@ class Engine:
             self._end_cancelled()
             if not self._running and not self._waiting:
                 return False
-            total, used, size = self._runner.blocks()
-            for job, request in self._running.items():
-                job.blocks = self._runner.held(request.sequence)
-            now = self._clock()
-            load = Load(
-                now,
-                list(self._running),
-                [job for job, request in self._waiting.items() if not self._waits_for_another(request, now)],
-                total - used,
-                size,
-                self._max_batch_tokens,
-                self._max_running,
-                self._runner.chunked,
-                self._rate,
-                served=self._shares.served,
-            )
-            plan = self._scheduler.plan(load)
+            plan = self._scheduler.plan(self._load_now())
             for job in plan.preempt:
-                self._preempt(job)
+                self._preempt(job, plan.ways.get(job, RECOMPUTE))
             work: list[tuple[Request, Work]] = []
             for job, tokens in plan.tokens.items():
                 request = self._admit(job)
@@ -534,9 +534,34 @@ class Engine:
                 self._run(part)
         took, tokens = self._clock() - began, sum(each.tokens for _, each in work)
         self._runner.took(took)
+        self._costs.observe(tokens, sum(each.tokens * (each.cached + each.tokens) for _, each in work), took)
         if tokens >= _TELLING and took > 0:
             self._rate = _KEEPS * self._rate + (1 - _KEEPS) * tokens / took
         return True
+
+    def _load_now(self) -> Load:
+        """What the scheduler decides on. Holds the lock."""
+        total, used, size = self._runner.blocks()
+        for job, request in self._running.items():
+            job.blocks = self._runner.held(request.sequence)
+        on_host, nbytes, overlaps = (0, 0, False) if self._spill else self._runner.tiers()
+        if on_host:
+            self._costs.machine(nbytes // size, overlaps)
+        now = self._clock()
+        return Load(
+            now,
+            list(self._running),
+            [job for job, request in self._waiting.items() if not self._waits_for_another(request, now)],
+            total - used - on_host,
+            size,
+            self._max_batch_tokens,
+            self._max_running,
+            self._runner.chunked,
+            self._rate,
+            on_host - sum(-(-job.swapped // size) for job in self._waiting) if on_host else 0,
+            self._ways,
+            self._shares.served,
+        )
 
     def _recover(self) -> None:
         """After an interrupt, which may have come between any two lines: every request that has not ended begins again
@@ -578,14 +603,17 @@ class Engine:
                 request.sequence = self._runner.add()
             if request.output.first_token is None:
                 request.output.cached_tokens = min(cached, len(request.output.prompt_ids))
-            job.running, job.cached = True, cached
+            job.running, job.cached, job.reusable, job.swapped = True, cached, 0, 0
         return request
 
-    def _preempt(self, job: Job) -> None:
-        """A job gives up its blocks, and waits. Holds the lock."""
+    def _preempt(self, job: Job, way: str = RECOMPUTE) -> None:
+        """A job gives up its blocks, and waits; they stay on the host, or as long as nobody needs the room. Holds the
+        lock."""
         request = self._running.pop(job)
         self._give_up(request)
         request.output.preempted += 1
+        if way == SWAP and self._prefixes is not None and self._prefixes.swap(request):
+            request.output.swapped += 1
         job.running, job.cached, job.blocks = False, 0, 0
         self._wait(request)
 

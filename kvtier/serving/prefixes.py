@@ -15,10 +15,10 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
-from kvtier.conversation.kept import Kept
+from kvtier.conversation.kept import Entry, Kept
 from kvtier.conversation.store import ConversationStore
 from kvtier.conversation.wake import Wake
-from kvtier.errors import BudgetError, ConfigError, CorruptionError, KVTierError
+from kvtier.errors import BudgetError, ConfigError, CorruptionError, KVTierError, TransferError
 from kvtier.eviction.names import policy_of
 from kvtier.hf import generation as of
 from kvtier.serving.request import Request
@@ -26,6 +26,8 @@ from kvtier.serving.runner import PackedRunner
 
 #: Tokens that a prompt must share with one that is being computed to wait for it.
 WORTH_WAITING = 64
+#: More bytes than there are.
+_ALL = 1 << 62
 
 
 def prefixes_of(model: Any, runner: Any, store: ConversationStore | None) -> Prefixes | None:
@@ -73,6 +75,8 @@ class Prefixes:
         # What is read from the disk, and until when a request waits for that.
         self._wakes: dict[Request, tuple[Wake, float]] = {}
         self._followers: dict[Request, list[Request]] = {}
+        # What waits on the host for its request.
+        self._swapped: dict[Request, Entry] = {}
 
     def key(self, salt: Hashable) -> Hashable:
         """What keys and values depend on besides tokens, and who may share them."""
@@ -90,11 +94,11 @@ class Prefixes:
         self._check_weights()
         ids = packed(request.ids)
         request.key = self.key(request.salt)
-        request.job.reusable = self._find(request.key, ids)
+        self._look_up(request, ids)
         shared, other = self._coming.find(request.key, ids)
         if (
             other is not None
-            and shared - request.job.reusable >= WORTH_WAITING
+            and shared - request.job.swapped >= WORTH_WAITING
             and other.job.priority >= request.job.priority
         ):
             self._waits_for[request] = other
@@ -112,11 +116,12 @@ class Prefixes:
             if wake.reads and now < until:
                 return True
             del self._wakes[request]
-            request.job.reusable = self._find(request.key, packed(request.ids))
+            self._look_up(request, packed(request.ids))
         return request in self._waits_for
 
     def there(self, request: Request) -> None:
-        """A request's prompt is computed, or it has ended: nobody waits for it any more."""
+        """A request's prompt is computed, or it has given up its blocks, or ended: nobody waits for it any more."""
+        self._unswap(request)
         if request in self._coming:
             self._coming.remove(request)
         wake, _ = self._wakes.pop(request, (None, 0.0))
@@ -127,14 +132,18 @@ class Prefixes:
             self._followers[before].remove(request)
         for follower in self._followers.pop(request, ()):
             del self._waits_for[follower]
-            follower.job.reusable = self._find(follower.key, packed(follower.ids))
+            self._look_up(follower, packed(follower.ids))
 
-    def _find(self, key: Hashable, ids: bytes) -> int:
+    def _look_up(self, request: Request, ids: bytes) -> None:
+        """What a request that waits is expected to begin with: in all, and of that what takes no more room."""
+        job = request.job
         with self._memory.lock, self._memory.change:
-            length, entry = self._kept.find(key, ids)
+            length, entry = self._kept.find(request.key, ids)
             if entry is None:
-                return 0
-            return min(length, entry.sequence.length, common(entry.ids, ids), len(ids) // WIDTH - 1)
+                job.swapped = job.reusable = 0
+                return
+            job.swapped = max(min(length, entry.sequence.length, common(entry.ids, ids), len(ids) // WIDTH - 1), 0)
+            job.reusable = min(self._forward.shared(entry.sequence), job.swapped)
 
     # Begin, keep
 
@@ -153,6 +162,8 @@ class Prefixes:
             if length <= 0:
                 return 0
             self._kept.hold([entry], request)
+            if request in self._swapped:
+                self._kept.parked.promote([entry.sequence], _ALL)
         try:
             sequence = self._forward.follow(self._kept.parked, entry.sequence, length)
         except CorruptionError:
@@ -164,12 +175,35 @@ class Prefixes:
         finally:
             with self._memory.lock, self._memory.change:
                 self._kept.release([entry], request)
+            self._unswap(request)
         if sequence is None:
             return 0
         with self._memory.lock, self._memory.change:
             self._kept.use([entry], [sequence.length])
         request.sequence = sequence
         return sequence.length
+
+    def swap(self, request: Request) -> bool:
+        """What is kept of a request that has given up its sequence leaves the device, and stays on the host until the
+        request begins again. Whether it does: else it is kept as all else is."""
+        with self._memory.lock, self._memory.change:
+            self._memory.collect()
+            length, entry = self._kept.find(request.key, packed(request.ids))
+            if entry is None or min(length, entry.sequence.length) < request.job.cached:
+                return False
+            try:
+                self._kept.parked.leave(entry.sequence)
+            except (BudgetError, TransferError):
+                return False
+            self._swapped[request] = entry
+            self._kept.hold([entry], request)
+        return True
+
+    def _unswap(self, request: Request) -> None:
+        entry = self._swapped.pop(request, None)
+        if entry is not None:
+            with self._memory.lock, self._memory.change:
+                self._kept.release([entry], request)
 
     def keep(self, request: Request) -> None:
         """Keep what a request has computed so far."""
@@ -191,6 +225,7 @@ class Prefixes:
         self._waits_for.clear()
         self._wakes.clear()
         self._followers.clear()
+        self._swapped.clear()
         with self._memory.lock, self._memory.change:
             for entry in list(self._kept.entries.values()):
                 for request in requests:

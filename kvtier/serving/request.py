@@ -30,6 +30,7 @@ class RequestOutput:
         top_logprobs: of each generated token, the likeliest tokens at its place and their log-probabilities.
         cached_tokens: of the prompt, those that were not computed for this request.
         preempted: times that it gave up its blocks.
+        swapped: of these, times that they were to stay on the host until it goes on.
         arrived, first_token, finished: seconds of the engine's clock; None: it did not come to that.
     """
 
@@ -42,6 +43,7 @@ class RequestOutput:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     cached_tokens: int = 0
     preempted: int = 0
+    swapped: int = 0
     arrived: float = 0.0
     first_token: float | None = None
     finished: float | None = None
@@ -159,7 +161,7 @@ class Request:
             output.top_logprobs[:] = (output.top_logprobs + [[]] * count)[:count]
         self.sequence = None
         job.tokens, job.running = len(self.ids), False
-        job.cached = job.blocks = job.reusable = 0
+        job.cached = job.blocks = job.reusable = job.swapped = 0
 
     def end(self, reason: str, now: float, error: BaseException | None = None) -> None:
         """It is over. Nothing, if it is over already."""

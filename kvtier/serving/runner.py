@@ -89,6 +89,11 @@ class Runner(abc.ABC):
     def blocks(self) -> tuple[int, int, int]:
         """Blocks that may be had, blocks that are held, and tokens of one; a block is of all layers."""
 
+    def tiers(self) -> tuple[int, int, bool]:
+        """Of the blocks that may be had, those that are on the host only; bytes of one; and whether copies between the
+        tiers go on while the device computes."""
+        return 0, 0, False
+
     @abc.abstractmethod
     def check_fits(self, length: int) -> None:
         """Raise `BudgetError` where a sequence of so many tokens would not fit, were it alone."""
@@ -222,6 +227,10 @@ class PackedRunner(Runner):
         """See `Runner`."""
         return self.forward.blocks()
 
+    def tiers(self) -> tuple[int, int, bool]:
+        """See `Runner`."""
+        return self.forward.host_blocks(), self.forward.block_bytes(), self.forward.overlaps()
+
     def check_fits(self, length: int) -> None:
         """See `Runner`."""
         self.forward.check_fits(length)
@@ -340,6 +349,10 @@ class RaggedRunner(Runner):
     def blocks(self) -> tuple[int, int, int]:
         """See `Runner`. Without a layer that keeps keys and values nothing takes room that is counted."""
         return self.forward.blocks() if self.forward.readers else (_NO_LIMIT, 0, self._size)
+
+    def tiers(self) -> tuple[int, int, bool]:
+        """See `Runner`."""
+        return self.forward.host_blocks(), self.forward.block_bytes(), self.forward.overlaps()
 
     def check_fits(self, length: int) -> None:
         """See `Runner`."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cut_short import steps_with_an_interrupt
 from families import tiny_model
-from workloads import by_generate
+from workloads import _bytes_of_a_block, by_generate
 
 import kvtier
 from kvtier import BudgetError, ConfigError, Engine, QueueFullError
@@ -158,3 +158,39 @@ def test_what_cannot_be_is_refused_when_it_is_added() -> None:
     engine.close()
     with pytest.raises(kvtier.ClosedError):
         engine.add_request([5])
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute", "price"])
+def test_what_outgrows_the_device_comes_back_by_the_way_that_was_asked_for(preemption: str) -> None:
+    rng = random.Random(3)
+    prompts = [tuple(rng.randrange(1, 128) for _ in range(20)) for _ in range(6)]
+    size = 4
+    model = tiny_model("llama")
+    one = _bytes_of_a_block("llama", size)
+    # Twelve blocks on the device: two prompts of five blocks, and each grows by two.
+    engine = Engine(
+        model, device_budget=13 * one, host_budget=200 * one, block_size=size, spill=False, preemption=preemption
+    )
+    names = [engine.add_request(list(p), max_new_tokens=NEW, do_sample=False) for p in prompts]
+    swapped = False
+    while engine.step():
+        engine.check_integrity()
+        if engine._prefixes is not None:
+            for request, entry in engine._prefixes._swapped.items():
+                swapped = True
+                assert request.job in engine._waiting
+                assert not any(
+                    run.device is not None and run.refs == 1
+                    for table in entry.sequence.tables.values()
+                    for run in table.resolve()
+                ), "what is swapped is on the device still"
+    outputs = [engine.output(each) for each in names]
+    assert sum(x.preempted for x in outputs) > 0
+    count = sum(x.swapped for x in outputs)
+    assert (count > 0) == swapped
+    assert count == (
+        sum(x.preempted for x in outputs) if preemption == "swap" else 0 if preemption == "recompute" else count
+    )
+    check(engine, "llama", prompts, names)
+    assert not engine._prefixes._swapped
+    engine.close()

@@ -203,6 +203,8 @@ class Load:
             "max_running": r.choice((1, 2, 4, 256)),
             "scheduler": r.choice(("fair", "fcfs")),
             "host_attention": r.random() < 0.85,
+            "spill": r.random() < 0.6,
+            "preemption": r.choice(("price", "swap", "recompute")),
         }
         if kind == "single":
             return Engine(model, host_budget="64MiB", **options)
@@ -296,6 +298,7 @@ class Load:
             assert output.error is None, f"{what}: {output.error!r}"
             assert output.is_finished(), what
             self.counts["preempted"] += output.preempted
+            self.counts["swapped"] += output.swapped
             self.counts["cached"] += bool(output.cached_tokens)
             if output.finish_reason == "cancelled":
                 assert each.cancelled, what
@@ -334,7 +337,18 @@ class Load:
             assert not layer.blocks.runs
 
 
-COUNTED = ("requests", "preempted", "cancelled", "sampled", "cached", "refused", "threaded", "budgeted", "too small")
+COUNTED = (
+    "requests",
+    "preempted",
+    "swapped",
+    "cancelled",
+    "sampled",
+    "cached",
+    "refused",
+    "threaded",
+    "budgeted",
+    "too small",
+)
 
 
 @functools.lru_cache(maxsize=256)
