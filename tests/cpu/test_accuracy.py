@@ -78,7 +78,7 @@ def test_every_head_size_is_as_exact(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_many_rows_to_a_kv_head_are_as_exact(isa: str, dtype: torch.dtype, causal: bool) -> None:
-    # From 17 rows on, keys and values are packed; 64 are computed at once.
+    # 64 rows are computed at once; from 160 on, keys and values are packed.
     found = []
     for group, queries, k_dim, v_dim, size, length in (
         (1, 17, 64, 64, 16, 300),
@@ -87,6 +87,12 @@ def test_many_rows_to_a_kv_head_are_as_exact(isa: str, dtype: torch.dtype, causa
         (5, 13, 33, 17, 1, 40),
         (16, 9, 256, 8, 64, 129),
         (2, 70, 1, 64, 300, 71),
+        (1, 159, 64, 64, 16, 300),
+        (1, 160, 64, 64, 16, 300),
+        (1, 161, 80, 96, 7, 515),
+        (4, 65, 128, 128, 256, 257),
+        (5, 33, 33, 17, 1, 40),
+        (16, 12, 256, 8, 64, 129),
     ):
         spec = Spec(dtype, 2, group, queries, k_dim, v_dim, size, (length, queries), causal=causal, seed=queries)
         case, exact = solved(spec)

@@ -12,7 +12,7 @@
 
 namespace KVTIER_ISA {
 
-constexpr int MOST_ROWS = ROWS_AT_ONCE;  // whose scores and weights are kept at once
+constexpr int MOST_ROWS = ROWS_AT_ONCE;  // whose scores and weights are kept at once, where heads can be fewer
 constexpr int KEY_STEP = 32;   // tokens whose scores with all rows are computed before the next ones
 constexpr int LONG_RUN = 96 << 10;  // bytes of keys from which reading them apart from the values pays
 constexpr int AHEAD = 4;       // cache lines that are prefetched with each row of softmax
@@ -57,7 +57,8 @@ class Attention {
     return group_rows(p, queries) >= MANY_ROWS ? 1 : std::clamp(MOST_ROWS / padded_rows(p, queries), 1, p.kv_heads);
   }
   static size_t score_bytes(const kvtier_problem& p, int queries) {
-    const int rows = std::min(heads_at_once(p, queries) * padded_rows(p, queries), MOST_ROWS);
+    const bool many = group_rows(p, queries) >= MANY_ROWS;  // then so many rows take turns
+    const int rows = many ? MOST_ROWS : heads_at_once(p, queries) * padded_rows(p, queries);
     return static_cast<size_t>(rows) * ROW * 4;
   }
   static size_t packed_bytes(const kvtier_problem& p, int queries) {
