@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import logging
 import math
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -147,9 +149,9 @@ def run(args: argparse.Namespace) -> int:
             tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
         if args.store is not None:
             Folder(args.store).close()  # the same
-        from kvtier.serving.http.server import Server, bind
+        from kvtier.serving.http.server import Server
 
-        with bind(args.host, args.port) as listening:  # the same
+        with _listening(args.host, args.port) as listening:  # the same
             model = model_of(args.model, args.dtype, args.device)
             with Server(model, tokenizer, _options(args)) as server:
                 host, port = listening.getsockname()[:2]
@@ -202,6 +204,19 @@ def _say(text: str) -> None:
 
 def _shown(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    from kvtier.serving.http.server import bind
+
+    try:
+        return bind(host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ConfigError(
+            f"Port {port} of {host} is in use. Give another --port, or 0 for any that is free."
+        ) from error
 
 
 def _port(text: str) -> int:

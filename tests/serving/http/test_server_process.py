@@ -76,7 +76,7 @@ def test_a_port_that_is_taken_and_packages_that_are_missing_are_said_in_a_senten
 
     with bind("127.0.0.1", 0) as taken:
         assert main(["serve", str(PYLM), "--port", str(taken.getsockname()[1])]) == 2
-    assert "Address already in use" in capsys.readouterr().err
+    assert "is in use. Give another --port" in capsys.readouterr().err
     keys = tmp_path / "keys"
     for text, said in (("alice", ":1: give a name and a key"), ("a k\na l\n", ":2: the name 'a'"), ("# x\n", "no key")):
         keys.write_text(text)
