@@ -145,7 +145,7 @@ class Session:
         while any(self.engine.output(name).first_token is None for name in self.names):
             self.engine.step()
         if self.load.prompts:  # from now on a part of it in each step
-            self.engine._max_batch_tokens = SEQUENCES + PART
+            self.engine._steps.max_tokens = SEQUENCES + PART
             self._add(4 * CONTEXT, draw, most=1)
 
     def _add(self, tokens: int, draw: torch.Generator, most: int) -> None:

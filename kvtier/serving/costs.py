@@ -16,6 +16,8 @@ from kvtier.scheduling.prices import Prices
 
 #: Steps of which what they took is kept; and steps after which the fit is made again.
 _KEPT, _AGAIN = 128, 32
+#: Tokens of a step from which on its time says how fast prompts are computed; and the weight of what was known.
+_TELLING, _KEEPS = 16, 0.8
 #: What a step takes until something is known: seconds, and seconds per token.
 _FIXED, _PER_TOKEN = 1e-3, 1e-3
 
@@ -26,10 +28,14 @@ class Costs:
     Args:
         max_tokens: of a step.
         rates: of the link.
+
+    Attributes:
+        rate: tokens of prompts that are computed in a second.
     """
 
     def __init__(self, max_tokens: int, rates: Rates) -> None:
         self.rates = rates
+        self.rate = 1000.0
         self.machine(0, False)
         self._max_tokens = max_tokens
         self._steps: deque[tuple[tuple[float, float, float], float]] = deque(maxlen=_KEPT)
@@ -50,6 +56,8 @@ class Costs:
         if seconds > 0 and tokens:
             self._steps.append(((1.0, float(tokens), float(pairs)), seconds))
             self._new += 1
+        if seconds > 0 and tokens >= _TELLING:
+            self.rate = _KEEPS * self.rate + (1 - _KEEPS) * tokens / seconds
 
     def prices(self) -> Prices:
         """Of this machine and model, as far as they are known."""

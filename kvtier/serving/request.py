@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -78,6 +78,25 @@ class EngineLoad:
     alive: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a request asks of an engine, besides its tokens; see `Engine.add_request`."""
+
+    request_id: str | None = None
+    priority: int = 0
+    logprobs: bool = False
+    top_logprobs: int = 0
+    salt: Hashable = None
+    conversation: str | None = None
+    tenant: str = ""
+    listener: Listener | None = None
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """Of all of them."""
+        return {each.name for each in fields(cls)}
+
+
 class Request:
     """A request of an engine. Only its engine changes it.
 
@@ -98,19 +117,13 @@ class Request:
         done: set when it has ended.
     """
 
-    def __init__(
-        self,
-        output: RequestOutput,
-        sampling: Sampling,
-        job: Job,
-        *,
-        salt: Hashable = None,
-        conversation: str | None = None,
-    ) -> None:
+    def __init__(self, output: RequestOutput, sampling: Sampling, job: Job, terms: Terms) -> None:
         self.output = output
-        self.salt = salt
-        self.key: Hashable = salt
-        self.conversation = conversation
+        self.salt = terms.salt
+        self.key: Hashable = terms.salt
+        self.conversation = terms.conversation
+        self.listener = terms.listener
+        self.top_logprobs = terms.top_logprobs
         self.sampling = sampling
         self.job = job
         self.ids = list(output.prompt_ids)
@@ -119,8 +132,6 @@ class Request:
         self.lost = 0
         self.cancelled = False
         self.samples: list[Request] = []
-        self.listener: Listener | None = None
-        self.top_logprobs = 0
         self.done = threading.Event()
 
     @property

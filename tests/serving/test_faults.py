@@ -178,7 +178,7 @@ def test_what_outgrows_the_device_comes_back_by_the_way_that_was_asked_for(preem
         if engine._prefixes is not None:
             for request, entry in engine._prefixes._swapped.items():
                 swapped = True
-                assert request.job in engine._waiting
+                assert request.job in engine._requests.waiting
                 assert not any(
                     run.device is not None and run.refs == 1
                     for table in entry.sequence.tables.values()

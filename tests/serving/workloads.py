@@ -319,8 +319,8 @@ class Load:
 
     def nothing_is_left(self, engine: Engine) -> None:
         """No block is held but by what is kept for later; without that, by nobody."""
-        assert not engine._running
-        assert not engine._waiting
+        assert not engine._requests.running
+        assert not engine._requests.waiting
         forward = getattr(engine._runner, "forward", None)
         if forward is None:
             assert not engine._runner._live  # type: ignore[attr-defined]

@@ -220,7 +220,7 @@ def test_a_crowd_of_which_a_third_leaves_gets_no_wrong_token(start: Start, train
             expected[prompt] for _, prompt, leaves, _ in plans if not leaves
         ]
         assert running.engine.load.alive
-        assert not running.engine._ended, "outputs of requests that have ended are not kept"
+        assert not running.engine._requests.ended, "outputs of requests that have ended are not kept"
 
 
 def test_keys_guard_and_share_nothing(start: Start, tmp_path: Any) -> None:

@@ -1,0 +1,103 @@
+"""`Loop`: runs an engine's steps, in a thread of its own or in whoever asks for one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from kvtier.errors import ConcurrentUseError
+from kvtier.memory.tiered import TieredMemory
+from kvtier.serving.requests import Requests
+from kvtier.serving.step import Steps
+
+_LOG = logging.getLogger("kvtier.serving")
+
+
+class Loop:
+    """Runs steps, one at a time.
+
+    Args:
+        requests: that there are.
+        steps: which computes them.
+        memory: that they are computed in.
+
+    Attributes:
+        stepping: held during a step.
+    """
+
+    def __init__(self, requests: Requests, steps: Steps, memory: TieredMemory) -> None:
+        self._requests = requests
+        self._steps = steps
+        self._memory = memory
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self.stepping = threading.RLock()
+
+    @property
+    def started(self) -> bool:
+        """Whether steps are a thread's."""
+        return self._thread is not None
+
+    @property
+    def alive(self) -> bool:
+        """Whether that thread runs."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def step(self) -> bool:
+        """Compute one step, in the caller's thread. Whether there was anything to do.
+
+        Raises:
+            ConcurrentUseError: another thread is at a step.
+        """
+        if not self.stepping.acquire(blocking=False):
+            raise ConcurrentUseError("Another thread runs this engine's steps.")
+        try:
+            return self._steps.step()
+        except Exception:
+            raise
+        except BaseException:
+            self._requests.books.interrupted = True
+            self._memory.cut_short()
+            raise
+        finally:
+            self.stepping.release()
+
+    def start(self) -> None:
+        """Run steps in a thread whenever there is something to do. Nothing, if it runs."""
+        requests = self._requests
+        with requests.lock:
+            requests.check_open()
+            if self._thread is None:
+                self._stopping = False
+                self._thread = threading.Thread(target=self._run, name="kvtier-engine", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step that it is at. Requests stay where they are."""
+        lock = self._requests.lock
+        with lock:
+            thread, self._stopping = self._thread, True
+            lock.notify_all()
+        if thread is not None:
+            thread.join()
+        with lock:
+            self._thread = None
+            lock.notify_all()
+
+    def _run(self) -> None:
+        requests = self._requests
+        while True:
+            with requests.lock:
+                while not self._stopping and not requests.running and not requests.waiting:
+                    requests.lock.wait()
+                if self._stopping:
+                    return
+            try:
+                with self.stepping:
+                    self._steps.step()
+            except Exception as error:
+                # A fault of the engine's own: whoever waits is told, and the loop goes on with whatever comes.
+                _LOG.exception("A step failed.")
+                with requests.lock, requests.change:
+                    requests.end_all("error", error)

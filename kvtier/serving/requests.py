@@ -1,0 +1,267 @@
+"""`Requests`: which requests an engine has, and where each of them is."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+
+from kvtier.conversation.store import ConversationStore
+from kvtier.errors import ClosedError, ConfigError, QueueFullError
+from kvtier.hf.sampling import Sampling
+from kvtier.memory.change import Change
+from kvtier.scheduling.job import Job
+from kvtier.scheduling.prices import RECOMPUTE, SWAP
+from kvtier.scheduling.shares import Shares
+from kvtier.serving.costs import Costs
+from kvtier.serving.prefixes import Prefixes
+from kvtier.serving.request import Request, RequestOutput, Terms
+from kvtier.serving.runner import Runner
+
+#: Requests that have ended, whose outputs are kept for whoever asks.
+MAX_ENDED = 4096
+
+
+class _Books:
+    """Whether a change of where requests are was cut short. The next step repairs it."""
+
+    interrupted = has_garbage = False
+
+    def collect(self) -> None:
+        """Nothing: the next step does."""
+
+
+class Requests:
+    """The requests of an engine: each waits, runs, or has ended. One that runs has a sequence of the runner.
+
+    Every method but `output` is called under `lock`, within `change`: `with requests.lock, requests.change:`.
+
+    Args:
+        runner: whose sequences they are.
+        prefixes: what requests begin with, and what keeps what they have computed; None: nothing does.
+        store: whose conversations go on with them.
+        costs: which know how fast prompts are computed.
+        max_waiting: requests that wait, beyond which more are refused.
+        clock: seconds.
+
+    Attributes:
+        lock: notified when a request has come, has got a token, or has ended.
+        change: marks changes, so that one that an interrupt cuts short is known to be.
+        books: whether one was.
+        named: those that have not ended, by name.
+        waiting, running: these by job. A sample whose prompt is not there yet is in neither.
+        ended: outputs of those that have ended, as far as they are kept.
+        shares: what tenants were served.
+        closed: no request comes any more.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        prefixes: Prefixes | None,
+        store: ConversationStore | None,
+        costs: Costs,
+        max_waiting: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._runner = runner
+        self._prefixes = prefixes
+        self._store = store
+        self._costs = costs
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._numbers = itertools.count()
+        self.lock = threading.Condition()
+        self.books = _Books()
+        self.change = Change(self.books)
+        self.named: dict[str, Request] = {}
+        self.waiting: dict[Job, Request] = {}
+        self.running: dict[Job, Request] = {}
+        self.ended: dict[str, RequestOutput] = {}
+        self.shares = Shares()
+        self.closed = False
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` where no request may come any more."""
+        if self.closed:
+            raise ClosedError("This Engine was closed. Make a new one.")
+
+    def output(self, name: str) -> RequestOutput | None:
+        """What there is of a request; None: there is none, or it has ended long ago."""
+        with self.lock:
+            request = self.named.get(name)
+            return self.ended.get(name) if request is None else request.output
+
+    # Coming
+
+    def add(self, prompt: Sequence[int], sampling: Sampling, terms: Terms) -> list[Request]:
+        """A request for each sequence of a prompt. The first one waits from now on, the others until it has its prompt.
+
+        Raises:
+            ConfigError: a name is in use. QueueFullError: too many wait.
+        """
+        now = self._clock()
+        active = {each.job.tenant for each in self.named.values()}
+        if terms.tenant not in active:
+            self.shares.arrives(terms.tenant, active)
+        if len(self.waiting) + sampling.count > self._max_waiting:
+            raise QueueFullError(f"{len(self.waiting)} requests wait, and max_waiting is {self._max_waiting}.")
+        number = next(self._numbers)
+        name = f"request-{number}" if terms.request_id is None else str(terms.request_id)
+        names = [name, *(f"{name}#{i}" for i in range(1, sampling.count))]
+        for each in names:
+            if each in self.named:
+                raise ConfigError(f"A request named {each!r} has not ended yet.")
+        made = []
+        for i, each in enumerate(names):
+            self.ended.pop(each, None)
+            output = RequestOutput(each, list(prompt), arrived=now)
+            output.logprobs = [] if terms.logprobs or terms.top_logprobs else None
+            output.top_logprobs = [] if terms.top_logprobs else None
+            own = sampling if not i else sampling.again(i)
+            number = number if not i else next(self._numbers)
+            job = Job(number, now, len(prompt), own.max_length, priority=terms.priority, tenant=terms.tenant)
+            made.append(Request(output, own, job, terms))
+            made[-1].conversation = None if i else terms.conversation
+            self.named[each] = made[-1]
+        made[0].samples = made[1:]
+        self.wait(made[0])
+        self.lock.notify_all()
+        return made
+
+    def wait(self, request: Request) -> None:
+        """A request waits from now on."""
+        self.waiting[request.job] = request
+        if self._prefixes is not None:
+            self._prefixes.comes(request, self._clock() + request.job.tokens / self._costs.rate)
+
+    # Running
+
+    def admit(self, job: Job) -> Request:
+        """The request of a job that runs from now on, if it did not before."""
+        request = self.running.get(job)
+        if request is None:
+            request = self.running[job] = self.waiting.pop(job)
+            cached = 0 if self._prefixes is None else self._prefixes.begin(request)
+            if not cached:
+                request.sequence = self._runner.add()
+            if request.output.first_token is None:
+                request.output.cached_tokens = min(cached, len(request.output.prompt_ids))
+            job.running, job.cached, job.reusable, job.swapped = True, cached, 0, 0
+        return request
+
+    def preempt(self, job: Job, way: str = RECOMPUTE) -> None:
+        """A job gives up its blocks, and waits; they stay on the host, or as long as nobody needs the room."""
+        request = self.running.pop(job)
+        self._give_up(request)
+        request.output.preempted += 1
+        if way == SWAP and self._prefixes is not None and self._prefixes.swap(request):
+            request.output.swapped += 1
+        job.running, job.cached, job.blocks = False, 0, 0
+        self.wait(request)
+
+    def keep(self, request: Request) -> None:
+        """Its prompt is there: it is kept for those who begin alike, and nobody waits for it any more."""
+        if self._prefixes is not None:
+            self._prefixes.keep(request)
+            self._prefixes.there(request)
+
+    def fork(self, request: Request) -> list[Request]:
+        """The other samples of a prompt that is there now: those that go on with its blocks."""
+        forked = []
+        for sample in request.samples:
+            if sample.done.is_set():
+                continue
+            sequence = self._runner.fork(request.sequence)
+            if sequence is None:
+                self.wait(sample)
+                continue
+            sample.sequence = sequence
+            sample.job.running, sample.job.cached = True, request.job.cached
+            self.running[sample.job] = sample
+            forked.append(sample)
+        request.samples = []
+        return forked
+
+    def _give_up(self, request: Request, *, keep: bool = True) -> None:
+        """A request gives up its sequence; what it has computed is kept, as long as nobody needs the room."""
+        if self._prefixes is not None:
+            if keep:
+                self._prefixes.keep(request)
+            self._prefixes.there(request)
+        if request.sequence is not None:
+            self._runner.remove(request.sequence)
+            request.sequence = None
+
+    # The end
+
+    def end(self, request: Request, reason: str, error: BaseException | None = None) -> None:
+        """A request ends. Nothing, if it has ended."""
+        if self.named.get(request.name) is not request:
+            return
+        samples, request.samples = request.samples, []
+        self.running.pop(request.job, None)
+        self.waiting.pop(request.job, None)
+        self._give_up(request, keep=reason != "error")
+        if request.conversation is not None and self._store is not None and reason in ("stop", "length"):
+            self._store.open(request.conversation, salt=request.salt).went_on(request.ids)
+        request.end(reason, self._clock(), error)
+        self._has_ended(request)
+        while len(self.ended) > MAX_ENDED:
+            del self.ended[next(iter(self.ended))]
+        for sample in samples:  # nobody computes their prompt any more
+            if reason == "error":
+                self.end(sample, reason, error)
+            else:
+                self.wait(sample)
+        self.lock.notify_all()
+
+    def end_all(self, reason: str, error: BaseException | None = None) -> None:
+        """Every request ends."""
+        for request in list(self.named.values()):
+            self.end(request, reason, error)
+
+    def end_cancelled(self) -> None:
+        """Those end that were cancelled."""
+        for request in [each for each in self.named.values() if each.cancelled]:
+            self.end(request, "cancelled")
+
+    def _has_ended(self, request: Request) -> None:
+        """It is not listed any more, and its user hears of it."""
+        del self.named[request.name]
+        if request.listener is None:
+            self.ended[request.name] = request.output
+        request.tell()
+
+    def recover(self) -> None:
+        """After an interrupt, which may have come between any two lines: every request that has not ended begins again
+        with the tokens that it has. Nothing, if there was none."""
+        if not self.books.interrupted:
+            return
+        self._runner.reset()
+        if self._prefixes is not None:
+            self._prefixes.reset(self.named.values())
+        self.running.clear()
+        self.waiting.clear()
+        later = {sample.name for request in self.named.values() for sample in request.samples}
+        for request in list(self.named.values()):
+            request.again()
+            if request.done.is_set():
+                self._has_ended(request)
+            elif request.output.generated_tokens and (reason := request.sampling.ends(request.ids)):
+                self.end(request, reason)
+            elif request.name not in later:
+                self.wait(request)
+        self.books.interrupted = False
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all counts agree. For tests and debugging, between two steps."""
+        assert not self.waiting.keys() & self.running.keys(), "a job waits and runs"
+        for job, request in self.running.items():
+            assert job.running
+            assert request.sequence is not None, "a job runs without a sequence"
+            assert job.cached == self._runner.cached(request.sequence), "cached tokens are counted wrong"
+            assert job.tokens == len(request.ids)
+        for job, request in self.waiting.items():
+            assert not job.running
+            assert request.sequence is None, "a job waits and holds blocks"

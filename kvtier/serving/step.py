@@ -1,0 +1,293 @@
+"""`Steps`: what a step of an engine does, from the scheduler's plan to the tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvtier.errors import BudgetError
+from kvtier.hf.sampling import choose, log_probabilities
+from kvtier.scheduling.job import Job, Load, Ways
+from kvtier.scheduling.prices import RECOMPUTE
+from kvtier.scheduling.scheduler import Scheduler
+from kvtier.serving.costs import Costs
+from kvtier.serving.prefixes import Prefixes
+from kvtier.serving.request import Request
+from kvtier.serving.requests import Requests
+from kvtier.serving.runner import Runner, Work
+
+_LOG = logging.getLogger("kvtier.serving")
+
+#: Seconds until it is looked again whether what a request waits for was loaded.
+_PAUSE = 0.001
+#: Times that failures may cost a request what it had computed.
+_MOST_LOST = 2
+
+
+class Steps:
+    """Computes steps. One thread at a time.
+
+    Args:
+        requests: that there are.
+        runner: that computes them.
+        prefixes: what they begin with; None: each begins with nothing.
+        scheduler: which says what a step works on.
+        costs: which learn from steps.
+        ways: how what is preempted comes back.
+        max_tokens, max_running: tokens of a step, requests that run at a time.
+        spill: whether what runs may be on the host.
+        clock: seconds.
+
+    Attributes:
+        count: of steps that were computed.
+        max_tokens: see above.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        runner: Runner,
+        prefixes: Prefixes | None,
+        *,
+        scheduler: Scheduler,
+        costs: Costs,
+        ways: Ways,
+        max_tokens: int,
+        max_running: int,
+        spill: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._requests = requests
+        self._runner = runner
+        self._prefixes = prefixes
+        self._scheduler = scheduler
+        self._costs = costs
+        self._ways = ways
+        self._max_running = max_running
+        self._spill = spill
+        self._clock = clock
+        self.max_tokens = max_tokens
+        self.count = 0
+
+    def step(self) -> bool:
+        """Compute one. Whether there was anything to do."""
+        work = self._planned()
+        if work is None:
+            return False
+        if not work:
+            return True
+        self.count += 1
+        began = self._clock()
+        for group in self._runner.forwards([each for _, each in work]):
+            # Who was preempted for the sake of a part before has no part any more.
+            part = [work[i] for i in group if work[i][0].sequence is work[i][1].sequence]
+            if part:
+                self._run(part)
+        took, tokens = self._clock() - began, sum(each.tokens for _, each in work)
+        self._runner.took(took)
+        self._costs.observe(tokens, sum(each.tokens * (each.cached + each.tokens) for _, each in work), took)
+        return True
+
+    # The plan
+
+    def _planned(self) -> list[tuple[Request, Work]] | None:
+        """What is computed now; None: there is nothing to do."""
+        requests = self._requests
+        with requests.lock, requests.change:
+            requests.check_open()
+            requests.recover()
+            requests.end_cancelled()
+            if not requests.running and not requests.waiting:
+                return None
+            plan = self._scheduler.plan(self._load())
+            for job in plan.preempt:
+                requests.preempt(job, plan.ways.get(job, RECOMPUTE))
+            work = [(request := requests.admit(job), self._work(request, n)) for job, n in plan.tokens.items()]
+            if not work and not plan.preempt:
+                # What somebody waits for is on its way from the disk.
+                requests.lock.wait(_PAUSE)
+            return work
+
+    def _load(self) -> Load:
+        """What the scheduler decides on. Holds the lock."""
+        requests = self._requests
+        total, used, size = self._runner.blocks()
+        for job, request in requests.running.items():
+            job.blocks = self._runner.held(request.sequence)
+        on_host, nbytes, overlaps = (0, 0, False) if self._spill else self._runner.tiers()
+        if on_host:
+            self._costs.machine(nbytes // size, overlaps)
+        now = self._clock()
+        return Load(
+            now,
+            list(requests.running),
+            [job for job, request in requests.waiting.items() if not self._waits_for_another(request, now)],
+            total - used - on_host,
+            size,
+            self.max_tokens,
+            self._max_running,
+            self._runner.chunked,
+            self._costs.rate,
+            on_host - sum(-(-job.swapped // size) for job in requests.waiting) if on_host else 0,
+            self._ways,
+            requests.shares.served,
+        )
+
+    def _waits_for_another(self, request: Request, now: float) -> bool:
+        return self._prefixes is not None and self._prefixes.waits(request, now)
+
+    def _work(self, request: Request, tokens: int) -> Work:
+        job = request.job
+        tokens = min(tokens, job.left) if self._runner.chunked else job.left
+        return Work(request.sequence, request.ids, job.cached, tokens, job.cached + tokens == job.tokens)
+
+    # The forward, and what becomes of one that fails
+
+    def _run(self, work: list[tuple[Request, Work]]) -> None:
+        """Compute a part of a step. A request that fails takes no other with it."""
+        while work:
+            try:
+                scores = self._runner.step([each for _, each in work])
+            except BudgetError as error:
+                work = self._with_less(work, error)
+            except Exception as error:
+                alone, work = len(work) == 1, self._follow(work, error)
+                if alone and work:
+                    self._fail(work[0][0], error)
+                    return
+                if work:
+                    _LOG.warning("A step of %d requests failed, and each is tried alone: %s", len(work), error)
+                for each in work:
+                    self._run([each])
+                return
+            else:
+                self._deliver(work, scores)
+                return
+
+    def _with_less(self, work: list[tuple[Request, Work]], error: BudgetError) -> list[tuple[Request, Work]]:
+        """What is left of a part of a step for which there was no room: less of it, or fewer others."""
+        first = work[0][0]
+        work = self._follow(work, error, counts=not self._others(first))
+        if not work:
+            self._preempt_last(self._others(first))
+            return []
+        prompts = [i for i, (_, each) in enumerate(work) if each.tokens > 1]
+        if prompts and len(work) > 1:
+            return [each for i, each in enumerate(work) if i != prompts[-1]]
+        last = self._preempt_last(self._others(work[0][0]))
+        if last is not None:
+            return [(r, w) for r, w in work if r.job is not last]
+        ((request, each),) = work
+        if self._runner.chunked and each.tokens > 1:
+            return [(request, self._work(request, each.tokens // 2))]
+        if self._prefixes is not None and not request.alone:
+            # What is kept of it, and a copy of its last block, take room that it needs.
+            request.alone = True
+            with self._requests.lock, self._requests.change:
+                self._requests.preempt(request.job)
+            return []
+        self._fail(request, error)
+        return []
+
+    def _others(self, request: Request) -> list[Job]:
+        """Jobs that run besides a request's."""
+        return [job for job in self._requests.running if job is not request.job]
+
+    def _preempt_last(self, jobs: list[Job]) -> Job | None:
+        """Preempt the last of some jobs; None: there is none."""
+        if not jobs:
+            return None
+        last = max(jobs, key=lambda job: (-job.priority, job.number))
+        with self._requests.lock, self._requests.change:
+            self._requests.preempt(last)
+        return last
+
+    def _follow(
+        self, work: list[tuple[Request, Work]], error: Exception, *, counts: bool = True
+    ) -> list[tuple[Request, Work]]:
+        """After a failure: what of a part can be tried again as it is. A sequence that the failure has cost what was
+        computed (recurrent states do not go back) begins again with the next step; for the third time, it has failed.
+        """
+        same = []
+        for request, each in work:
+            request.job.cached = self._runner.cached(each.sequence)
+            if request.job.cached == each.cached:
+                same.append((request, each))
+                continue
+            request.lost += counts
+            if request.lost > _MOST_LOST:
+                self._fail(request, error)
+        return same
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        requests = self._requests
+        with requests.lock, requests.change:
+            requests.end(request, "error", error)
+            requests.lock.notify_all()
+
+    # The tokens
+
+    def _deliver(self, work: list[tuple[Request, Work]], scores: Sequence[Any]) -> None:
+        """Give each sequence that has its prompt a new token."""
+        now, requests = self._clock(), self._requests
+        with requests.lock, requests.change:
+            asking: list[tuple[Request, Any]] = []
+            for (request, each), row in zip(work, scores, strict=True):
+                request.job.cached += each.tokens
+                requests.shares.serve(request.job.tenant, each.tokens, int(row is not None))
+                request.job.last_ran = now
+                if row is not None and request.output.first_token is None:
+                    requests.keep(request)
+                if row is not None and not request.cancelled:
+                    asking.append((request, row))
+                    asking += [(sample, row) for sample in requests.fork(request)]
+        if not asking:
+            return
+        try:
+            rows = torch.stack([row for _, row in asking])
+            tokens = choose(rows, [x.sampling for x, _ in asking], [x.ids for x, _ in asking])
+        except Exception:
+            self._deliver_alone(asking, now)
+            return
+        logs = log_probabilities(rows) if any(x.output.logprobs is not None for x, _ in asking) else None
+        with requests.lock, requests.change:
+            for i, ((request, _), token) in enumerate(zip(asking, tokens, strict=True)):
+                self._give(request, token, None if logs is None else logs[i], now)
+            requests.lock.notify_all()
+
+    def _deliver_alone(self, asking: list[tuple[Request, Any]], now: float) -> None:
+        """The same, where some request's own processors raise."""
+        requests = self._requests
+        for request, row in asking:
+            try:
+                (token,) = choose(row[None], [request.sampling], [request.ids])
+                logs = log_probabilities(row[None])[0] if request.output.logprobs is not None else None
+            except Exception as error:
+                self._fail(request, error)
+                continue
+            with requests.lock, requests.change:
+                self._give(request, token, logs, now)
+                requests.lock.notify_all()
+
+    def _give(self, request: Request, token: int, logs: torch.Tensor | None, now: float) -> None:
+        """A new token of a request, and the log-probabilities `[vocabulary]` at its place. Holds the lock."""
+        if request.done.is_set():
+            return
+        if request.output.first_token is None:
+            request.output.first_token = now
+        request.give(token)
+        request.job.tokens += 1
+        if logs is not None:
+            request.give_logs(token, logs)
+        try:
+            reason = request.sampling.ends(request.ids)
+        except Exception as error:
+            self._requests.end(request, "error", error)
+            return
+        if reason:
+            self._requests.end(request, reason)
+        else:
+            request.tell()
