@@ -37,7 +37,7 @@ from kvtier.hf.resident import WINDOW, RecurrentFace, RecurrentStates, check_res
 from kvtier.hf.rows import row_indices, whole_number
 from kvtier.hf.threads import check_alone
 from kvtier.memory.tiered import TieredMemory
-from kvtier.planning.analysis import analyse
+from kvtier.planning.analysis import analyse, decoded
 from kvtier.planning.explain import Explanation
 from kvtier.planning.names import policy_of
 from kvtier.planning.policy import Policy
@@ -574,7 +574,7 @@ class TieredKVCache(RecurrentFace):
             condition = "one tier"
         else:
             condition = "spilled" if any(x.spilled for state in states for x in state.layers) else "resident"
-        history = tuple((record, seconds) for record, seconds in list(forward.history) if record.tokens == 1)
+        history = decoded(list(forward.history))
         records = [record for record, _ in history]
         with forward.memory.lock:  # a policy is called by one at a time: others may plan with it meanwhile
             decisions = policy.decisions(number)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtier.planning.costs import CostModel, Decision, Group, Median, Prediction, Rates, alike
 from kvtier.planning.policy import WRITE_THROUGH, Policy
 from kvtier.planning.shares import FixedShare, room_for
-from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
+from kvtier.planning.step import FEW, LayerState, StepPlan, StepRecord, StepState
 
 #: Shares of the spilled blocks that are considered: so many, evenly from none to all.
 CHOICES = 33
@@ -47,7 +47,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Cache:
-    """What is known of one cache's steps on one device."""
+    """What is known of one cache's steps of one kind on one device: those of one token, or of some."""
 
     model: CostModel
     choice: int = 0
@@ -79,6 +79,10 @@ class _Cache:
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=64))
 
 
+#: Cache, device, and whether its steps are of several tokens each, as those that verify drafts.
+_Key = tuple[int, str, bool]
+
+
 class Adaptive(FixedShare):
     """Fetches what hides behind a step, lets the host attend to the rest, and learns what each costs.
 
@@ -95,16 +99,15 @@ class Adaptive(FixedShare):
         self._default = Policy(write_through=write_through)
         #: What is stored of devices.
         self._stored: dict[str, Rates] = {}
-        self._caches: dict[tuple[int, str], _Cache] = {}
+        self._caches: dict[_Key, _Cache] = {}
 
     def plan(self, state: StepState) -> StepPlan:
         """See `Policy.plan`."""
-        known = self._cache(state.cache, state.device)
-        if not state.overlaps or state.tokens > 1:
-            # Forwards of many tokens take what they take, and tell nothing of a step of one.
-            known.prediction = known.plan = None
-            share = known.choice / (CHOICES - 1)
-            return self.plan_of(state, share) if known.started and state.overlaps else self._default.plan(state)
+        if not state.overlaps or state.tokens > FEW:
+            # Forwards of many tokens take what they take, and tell nothing of a step that decodes.
+            share = self._last_share(state) if state.overlaps else None
+            return self._default.plan(state) if share is None else self.plan_of(state, share)
+        known = self._cache(state.cache, state.device, state.tokens > 1)
         if known.layers is not state.layers:  # else it is the list of the step before
             known.layers, known.layers_spilled = state.layers, sum([x.spilled for x in state.layers])
         spilled = known.layers_spilled
@@ -123,12 +126,13 @@ class Adaptive(FixedShare):
 
     def observe(self, record: StepRecord) -> None:
         """See `Policy.observe`."""
-        for (cache, _), known in self._caches.items():
+        for (cache, _, several), known in self._caches.items():
             if cache != record.cache:
                 continue
+            alike = record.tokens <= FEW and (record.tokens > 1) == several
             prediction, known.prediction = known.prediction, None
             settled = known.step - known.chosen > SETTLE
-            if known.model.observe(record, prediction, known.part):
+            if known.model.observe(record, prediction, known.part, alike=alike):
                 known.seen.clear()
                 known.looked, known.jumped, known.probe_from = -PERIOD, True, None  # no probe tells anything now
             elif settled and prediction is not None and record.seconds > 0 and prediction.base and known.part:
@@ -142,15 +146,28 @@ class Adaptive(FixedShare):
 
     # Choosing
 
-    def _cache(self, cache: int, device: str) -> _Cache:
-        key = (cache, device)
+    def _cache(self, cache: int, device: str, several: bool) -> _Cache:
+        key = (cache, device, several)
         known = self._caches.pop(key, None)
         if known is None:
-            known = _Cache(CostModel(self._stored.get(device, self.rates)))
+            rates = self._stored.get(device, self.rates)
+            other = self._caches.get((cache, device, not several))
+            if other is not None:  # it is the same link
+                rates = replace(rates, up=other.model.rates.up, down=other.model.rates.down)
+            known = _Cache(CostModel(rates))
             if len(self._caches) >= CACHES:
                 del self._caches[next(iter(self._caches))]
         self._caches[key] = known  # the latest last
         return known
+
+    def _last_share(self, state: StepState) -> float | None:
+        """The share of the cache's last step that decoded; None: there was none. Its plan is made anew behind this."""
+        share = None
+        for (cache, device, _), known in self._caches.items():  # the latest last
+            if cache == state.cache and device == state.device:
+                known.prediction = known.plan = None
+                share = known.choice / (CHOICES - 1) if known.started else share
+        return share
 
     def _is_due(self, known: _Cache, spilled: int) -> bool:
         if known.probe_from is not None:
@@ -270,17 +287,21 @@ class Adaptive(FixedShare):
 
     def prediction(self, cache: int, device: str) -> Prediction | None:
         """See `Policy.prediction`."""
-        known = self._caches.get((cache, device))
-        return None if known is None or not known.model.linear else known.prediction
+        for several in (False, True):
+            known = self._caches.get((cache, device, several))
+            if known is not None and known.model.linear and known.prediction is not None:
+                return known.prediction
+        return None
 
     def decisions(self, cache: int, device: str | None = None) -> list[Decision]:
         """See `Policy.decisions`."""
-        found = [
-            x for (c, d), known in self._caches.items() if c == cache and device in (None, d) for x in known.decisions
-        ]
+        found = [x for known in self._of(cache, device) for x in known.decisions]
         return sorted(found, key=lambda x: x.step)
 
     def model(self, cache: int, device: str | None = None) -> CostModel | None:
-        """See `Policy.model`."""
-        found = (known.model for (c, d), known in self._caches.items() if c == cache and device in (None, d))
-        return next(found, None)
+        """See `Policy.model`. Of the kind of steps of which there were most."""
+        found = max(self._of(cache, device), key=lambda known: known.step, default=None)
+        return None if found is None else found.model
+
+    def _of(self, cache: int, device: str | None) -> list[_Cache]:
+        return [known for (c, d, _), known in self._caches.items() if c == cache and device in (None, d)]

@@ -15,7 +15,7 @@ from kvtier.config import format_size
 from kvtier.planning.costs import CostModel, Group, Prediction, Rates, alike
 from kvtier.planning.policy import Policy
 from kvtier.planning.shares import FixedShare, room_for
-from kvtier.planning.step import LayerState, StepRecord, StepState
+from kvtier.planning.step import FEW, LayerState, StepRecord, StepState
 
 #: Shares of the spilled blocks that are considered where the policy chooses one.
 SHARES = 33
@@ -83,18 +83,26 @@ class Analysis:
     changes: tuple[WhatIf, ...]
 
 
+def decoded(history: Sequence[tuple[StepRecord, float | None]]) -> tuple[tuple[StepRecord, float | None], ...]:
+    """Of steps, and what was predicted of them, those that decode: of one token each, or of some that verify drafts,
+    whichever there are more of."""
+    one = tuple(x for x in history if x[0].tokens == 1)
+    several = tuple(x for x in history if 1 < x[0].tokens <= FEW)
+    return one if len(one) >= len(several) else several
+
+
 def analyse(
     state: StepState, policy: Policy, history: Sequence[StepRecord], *, more_bytes: Sequence[int] = ()
 ) -> Analysis:
     """What binds a decode step, and what would change it.
 
     Args:
-        state: of a step of one token.
+        state: of a step that decodes.
         policy: that plans it. Nothing of it is changed.
-        history: the last steps, the latest last.
+        history: the last steps of its kind, the latest last; see `decoded`.
         more_bytes: device budgets to consider, as what is added; none: a round one, and what holds everything.
     """
-    steps = [x for x in history if x.tokens == 1 and x.seconds > 0]
+    steps = [x for x in history if x.tokens <= FEW and x.seconds > 0]
     blocks = sum([x.spilled for x in state.layers])
     nbytes = sum([x.spilled * x.block_bytes for x in state.layers])
     more = list(more_bytes) or [_round(state.device_bytes // 4), nbytes]

@@ -224,13 +224,17 @@ class CostModel:
         seconds = max(base + exposed, link)
         return Prediction(share, seconds, base, exposed, link, fetched, hosted, device, copies, busy, tuple(waits))
 
-    def observe(self, record: StepRecord, prediction: Prediction | None, part: float = 1.0) -> bool:
+    def observe(
+        self, record: StepRecord, prediction: Prediction | None, part: float = 1.0, *, alike: bool = True
+    ) -> bool:
         """Learn from a step.
 
         Args:
             record: what it took.
             prediction: what was predicted of it; None: nothing, so that only rates are learned.
             part: of the model that the prediction is of.
+            alike: whether it is a step of the kind that this model predicts. Others tell the link's rates: more queries
+                take longer for the same bytes.
 
         Returns:
             whether a rate that predictions depend on is no longer what it was: what was seen before says little then.
@@ -245,8 +249,7 @@ class CostModel:
                 median.add(moved / max(seconds - overhead, seconds / 2))
                 assert median.value is not None
                 changed[name] = median.value
-        # More queries take longer for the same bytes: only steps of one token tell the rate of these.
-        if record.tokens <= 1 and record.host_bytes and record.host_seconds > 0 and record.seconds > 0:
+        if alike and record.host_bytes and record.host_seconds > 0 and record.seconds > 0:
             changed |= self._host_rates(record, prediction, part)
         jumped = False
         if changed:

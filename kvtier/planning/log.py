@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -52,15 +54,18 @@ class Logged(Policy):
 
     Raises:
         OSError: there can be no such file.
-        ConfigError: there is no such policy.
+        ConfigError: there is no such policy, or another one writes into this file.
     """
 
     def __init__(self, policy: Policy | str, path: str | Path) -> None:
         policy = policy_of(policy)
         super().__init__(write_through=policy.write_through, ahead=policy.ahead)
         self.policy, self.by_rows = policy, policy.by_rows
+        if any(log._writes_into(path) for log in _LOGS):
+            raise ConfigError(f"{path} is written by another Logged policy: close that one, or name another file.")
         self._file: IO[str] | None
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - it stays open as long as the policy serves
+        _LOGS.add(self)
         self._write({"log": _FORMAT, "policy": type(policy).__qualname__})
 
     def plan(self, state: StepState) -> StepPlan:
@@ -111,6 +116,13 @@ class Logged(Policy):
         self._attempt(lambda file: file.close())
         self._file = None
 
+    def _writes_into(self, path: str | Path) -> bool:
+        file = self._file
+        try:
+            return file is not None and not file.closed and os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+        except OSError:
+            return False
+
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_file": None}
 
@@ -133,6 +145,10 @@ class Logged(Policy):
             with contextlib.suppress(OSError):
                 file.close()  # it would write what it still has, and fail again
             warnings.warn(f"The decision log {file.name} ends early: {error}.", RuntimeWarning, stacklevel=4)
+
+
+#: Those whose file may be open.
+_LOGS: weakref.WeakSet[Logged] = weakref.WeakSet()
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ class Load:
         context: tokens per sequence at the beginning.
         sequences: decoded together.
         device_bytes: of the device budget.
+        tokens: of each sequence in a step: one, or some that verify a draft.
     """
 
     layers: int
@@ -41,6 +42,7 @@ class Load:
     context: int
     sequences: int
     device_bytes: int
+    tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +127,12 @@ class Simulation:
         return self._now - began
 
     def step(self) -> StepRecord:
-        """One token of each sequence."""
+        """One step: a token of each sequence, or as many as the load says."""
         load, number = self.load, len(self.records)
-        self._record = record = StepRecord(tokens=1, layers=load.layers, cache=1)
+        self._record = record = StepRecord(tokens=load.tokens, layers=load.layers, cache=1)
         began = self._now
-        self._tokens += 1
-        full = self._tokens % load.block_size == 0
+        before, self._tokens = self._tokens, self._tokens + load.tokens
+        full = self._tokens // load.block_size - before // load.block_size
         if any(x.spilled for x in self._layers):
             self._plan = self.policy.plan(self._state())
             if self.traced:
@@ -140,7 +142,7 @@ class Simulation:
         self._begin()
         for layer in self._layers:
             if full:
-                self._seal(layer)
+                self._seal(layer, full)
             self._now = self._layer(layer, number)
             self._after(layer)
         record.seconds = self._now - began
@@ -221,9 +223,8 @@ class Simulation:
         ]
         last = self.records[-1] if self.records else None
         bytes_of = self.load.block_bytes
-        state = StepState(
-            1, layers, self._free * bytes_of, self.load.device_bytes, last, 1, "simulated", self.load.layers
-        )
+        free, budget = self._free * bytes_of, self.load.device_bytes
+        state = StepState(self.load.tokens, layers, free, budget, last, 1, "simulated", self.load.layers)
         if self.policy.by_rows:
             rows = self.load.sequences
             each = sum(x.resident + x.spilled for x in self._layers) // rows * bytes_of
@@ -295,7 +296,7 @@ class Simulation:
         record.fetched += blocks
         self._event("up", f"fetch {layer.layer}", begins, seconds, layer=layer.layer, blocks=blocks, bytes=nbytes)
 
-    def _seal(self, layer: _Layer, each: int = 1) -> None:
+    def _seal(self, layer: _Layer, each: int) -> None:
         """So many blocks of each sequence are full."""
         blocks = each * self.load.sequences
         self._make_room(blocks)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+#: New tokens per sequence up to which a forward decodes: one, or some that verify a draft.
+FEW = 16
+
 
 @dataclass(slots=True)
 class LayerState:

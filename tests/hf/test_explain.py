@@ -16,7 +16,7 @@ from kvtier.planning.adaptive import Adaptive
 from kvtier.planning.costs import CostModel, Decision, Prediction
 from kvtier.planning.log import Logged
 from kvtier.planning.names import POLICIES
-from kvtier.planning.step import StepPlan, StepState
+from kvtier.planning.step import FEW, StepPlan, StepState
 from kvtier.testing import held, with_doubles
 
 pytestmark = pytest.mark.usefixtures("on_the_host", "one_thread")
@@ -32,6 +32,9 @@ def decode(cache: TieredKVCache, steps: int, tokens: int = 1) -> None:
             keys, values = cache.update(token, token, layer)
             if tokens == 1:
                 F.scaled_dot_product_attention(token, keys, values)
+            elif tokens <= FEW:
+                mask = torch.ones(tokens, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - tokens)
+                F.scaled_dot_product_attention(token, keys, values, attn_mask=mask)
 
 
 def spilled(policy: str | Policy = "default", *, apart: bool = True) -> TieredKVCache:
@@ -87,6 +90,21 @@ def test_predictions_are_compared_with_their_own_steps() -> None:
     assert found.error == pytest.approx(statistics.median(errors))
     assert found.decision == policy.decisions(cache._forward.number)[-1]
     assert "predicted" in str(found)
+
+
+def test_steps_that_verify_drafts_are_planned_and_explained() -> None:
+    cache = spilled("adaptive")
+    decode(cache, 12, 5)
+    found = cache.explain()
+    assert found.decision is not None
+    assert found.predicted
+    assert {record.tokens for record, _ in found.steps} == {5}
+    (analysis,) = found.analysis
+    assert "host" in analysis.learned
+    decode(cache, 3)
+    assert {record.tokens for record, _ in cache.explain().steps} == {5}, "there were more of these"
+    decode(cache, 30)
+    assert {record.tokens for record, _ in cache.explain().steps} == {1}
 
 
 def test_rates_are_estimates_until_steps_have_shown_them() -> None:

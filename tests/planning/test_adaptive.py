@@ -18,7 +18,7 @@ from kvtier.planning.names import POLICIES, policy_of
 from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.shares import FixedShare
 from kvtier.planning.simulate import Load, Machine, Simulation
-from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
+from kvtier.planning.step import FEW, LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.planning.trials import Trial, compare
 
 #: Random settings of the always-run test; KVTIER_TEST_SETTINGS asks for more.
@@ -238,18 +238,52 @@ def test_the_link_down_changes_without_anything_being_forgotten() -> None:
     assert not any(jumps[1:]), "no prediction depends on it"
 
 
-def test_forwards_of_many_tokens_do_not_change_what_the_host_is_taken_to_do_for_one() -> None:
+def test_steps_of_some_tokens_and_of_one_are_learned_apart() -> None:
     policy, nbytes = Adaptive(replace(RATES, measured=True)), 200 * 2**20
     layers = [LayerState(i, 2**20, 50, 0, 50, 1, True) for i in range(4)]
-    for tokens, host_seconds in ((1, 3.5e-3), (16, 14e-3)):
-        for _ in range(20):
-            policy.plan(StepState(tokens, layers, 2**24, 2**28, cache=1, device="cuda:0", model_layers=4))
-            policy.observe(
-                StepRecord(tokens, 4, 0.03, host_seconds=host_seconds, host_blocks=200, host_bytes=nbytes, cache=1)
+    host_seconds = {1: 3.5e-3, 5: 14e-3, 500: 99e-3}
+    for step in range(120):
+        tokens = (1, 5, 5, 500)[step % 4]  # others ask for a draft's verification in between
+        policy.plan(StepState(tokens, layers, 2**24, 2**28, cache=1, device="cuda:0", model_layers=4))
+        expected = policy.prediction(1, "cuda:0")
+        assert (expected is None) == (tokens == 500 or step < 2), "nothing is known before a kind's first step"
+        policy.observe(
+            StepRecord(
+                *(tokens, 4, 0.03, nbytes * (tokens == 500), 0, 0.02 * (tokens == 500)),
+                host_seconds=host_seconds[tokens],
+                host_blocks=200,
+                host_bytes=nbytes,
+                cache=1,
             )
-    model = policy.model(1)
-    assert model is not None
-    assert model.rates.host == pytest.approx(nbytes / 3.5e-3)
+        )
+    one, several = (policy._caches[1, "cuda:0", x].model for x in (False, True))
+    for model, tokens in ((one, 1), (several, 5)):
+        assert model.rates.host == pytest.approx(nbytes / host_seconds[tokens])
+        assert model.rates.up == pytest.approx(nbytes / 0.02)
+    assert policy.model(1) is several
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 16])
+def test_it_adapts_where_every_step_verifies_a_draft(tokens: int) -> None:
+    load, policy = replace(LOAD, tokens=tokens), Adaptive()
+    trial = Simulation(policy, Machine(RATES), load)
+    trial.run(STEPS)
+    assert policy.decisions(1)
+    assert seconds_of(trial, STEPS // 2) <= 1.02 * best_fixed(load, Machine(RATES), 0, STEPS, STEPS // 2)
+
+
+def test_a_prompt_between_steps_is_planned_with_their_share() -> None:
+    policy = Adaptive()
+    trial = Simulation(policy, Machine(RATES), LOAD)
+    trial.run(60)
+    decided = policy.decisions(1)[-1].prediction
+    assert 0 < decided.share < 1
+    state = trial._state()
+    state.tokens = FEW + 1
+    assert [x.fetch for x in policy.plan(state).layers] == [
+        x.fetch for x in FixedShare(0.0).plan_of(state, decided.share).layers
+    ]
+    assert policy.prediction(1, "simulated") is None
 
 
 def test_its_answer_does_not_depend_on_what_other_caches_do() -> None:

@@ -170,3 +170,17 @@ def test_rates_that_a_memory_found_in_a_profile_are_part_of_the_log(tmp_path: Pa
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(x for x in lines if "use_rates" not in x))
     assert replay(path, Adaptive()).differences
+
+
+def test_two_logs_do_not_write_into_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    first = Logged("default", path)
+    (tmp_path / "link").symlink_to(path)
+    before = path.read_text()
+    for same in (path, tmp_path / "link", tmp_path / "." / "decisions.jsonl"):
+        with pytest.raises(ConfigError, match="another Logged"):
+            Logged("default", same)
+    assert path.read_text() == before
+    first.close()
+    Logged("default", path).close()
+    Logged("default", tmp_path / "other.jsonl")
