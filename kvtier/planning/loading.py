@@ -1,11 +1,8 @@
 """What of the saved beginning of a conversation is loaded from a disk, and what is computed: whichever is sooner.
 
 Both are learned from what they took: a load as an overhead and a rate, a prefill by the terms of its operations
-(AdaptiveLLM, section 3.2). A token is computed from those before it, and is loaded without them: so a head may be
-computed while the tail is loaded (published as Cake), which takes as long as the longer of the two. The later the tail
-begins, the longer the head takes and the shorter the tail: the best beginning is where they cross.
-
-What both take when they overlap is learned too: where they share cores or memory, both are slower.
+(AdaptiveLLM, section 3.2), and what they take when they overlap: where they share cores or memory, both are slower.
+`resume.decide` answers, with these prices.
 """
 
 from __future__ import annotations
@@ -20,6 +17,8 @@ from typing import Any
 
 from kvtier.planning.fit import least_relative
 from kvtier.planning.predictors import Prefill, PrefillSize
+from kvtier.planning.prefix import Busy, PrefixRun, Prices, Resume
+from kvtier.planning.resume import decide
 
 #: The last loads, and the last prefills, from which is learned.
 _WINDOW = 24
@@ -140,42 +139,50 @@ class LoadOrCompute:
             step: a tail begins at multiples of this, so that it is whole blocks; None: all is loaded, or none.
             batch: rows that are computed, of these tokens each (beams): what is loaded is loaded once for all.
         """
-        starts = [] if step is None else sorted({-(-max(first, past) // step) * step for first, _ in files})
-        starts = [start for start in starts if 0 < start < length]
+        starts = set() if step is None else {-(-max(first, past) // step) * step for first, _ in files}
         # What is there need not be read again.
         whole = past if past in starts else 0
+        if self.seconds_to_load(0) is None or self.seconds_to_compute(1, 0, 0) is None:
+            return whole  # nobody knows, so it is tried
+        firsts = [first for first, _ in files]
         below = [0, *itertools.accumulate(nbytes for _, nbytes in files)]
 
-        def tail(start: int) -> float:
-            """Seconds to load what follows a head, if something is known of loads."""
-            first = max(bisect.bisect_right(files, start, key=lambda file: file[0]) - 1, 0)
-            return self.seconds_to_load(below[-1] - below[first]) or 0.0
+        def nbytes_from(start: int) -> int:
+            """Of the files that have what follows a head: each is read as a whole."""
+            return below[-1] - below[max(bisect.bisect_right(firsts, start) - 1, 0)]
 
-        def head(start: int) -> float:
-            return self.seconds_to_compute(start - past, past, 0, batch) or 0.0
-
-        def both(start: int) -> float:
-            return max(head(start) * computed_overlapped, tail(start) * loads_overlapped)
-
-        compute = self.seconds_to_compute(length - past, past, more, batch)
-        if not self._loads or compute is None:
-            return whole  # nobody knows, so it is tried
-        computed_overlapped, loads_overlapped = map(
-            statistics.median, (self._computed_overlapped, self._loads_overlapped)
+        cuts = [past, *sorted(start for start in starts if past < start < length), length]
+        left = [nbytes_from(whole), *map(nbytes_from, cuts[1:-1]), 0]
+        runs = [PrefixRun("device", past, 0)] + [
+            PrefixRun("disk", cuts[i + 1] - cuts[i], left[i] - left[i + 1]) for i in range(len(cuts) - 1)
+        ]
+        found = decide(
+            Resume(
+                runs, more, layers=1, batch=batch, block=length, host_queries=0
+            ),  # a run is one block: files stay whole
+            self._price(),
+            Busy(disk=self.seconds_to_load(0) or 0.0),
         )
-        crossing = bisect.bisect_left(
-            starts, True, key=lambda start: head(start) * computed_overlapped >= tail(start) * loads_overlapped
-        )
-        load = tail(whole)
-        split = min(
-            (start for start in starts[max(crossing - 1, 0) : crossing + 1] if start > past), key=both, default=0
-        )
-        best = min(load, compute, both(split)) if split else min(load, compute)
-        if load <= MARGIN * best or self._computed >= PROBE:
+        start = next((x.start for x in found.choices if x.verb == "load"), length)
+        if start <= past or found.alternatives["load"] <= MARGIN * found.seconds or self._computed >= PROBE:
             self._computed = 0
             return whole
         self._computed += 1
-        return split if split and both(split) * MARGIN < compute else length
+        return start
+
+    def _price(self) -> Prices:
+        """What `decide` reckons with: bytes come from the disk to where they are used, layer by layer or not."""
+        assert self._load is not None
+        assert self._prefill is not None
+        computing, loading = map(statistics.median, (self._computed_overlapped, self._loads_overlapped))
+        return Prices(
+            self._prefill.seconds,
+            up=math.inf,
+            disk=1 / self._load[1] if self._load[1] > 0 else math.inf,
+            copy_overhead=0.0,
+            computing=computing,
+            loading=loading,
+        )
 
 
 def _positive(value: float) -> float:

@@ -77,6 +77,8 @@ class Prices:
         copy_overhead: seconds that one layer's load of one run takes besides.
         host_overhead: seconds that one layer's host attention takes besides.
         chunk: tokens of a forward at the most, over all rows (chunked prefill); 0: any number.
+        computing, loading: what a head that is recomputed takes while the tail is loaded, and that load, as multiples
+            of what they take alone: where both use the same cores or the same memory, both are slower.
         error: what predictions from these are wrong by, as a share.
     """
 
@@ -87,6 +89,8 @@ class Prices:
     copy_overhead: float = 10e-6
     host_overhead: float = 60e-6
     chunk: int = 0
+    computing: float = 1.0
+    loading: float = 1.0
     error: float = 0.0
 
     @classmethod

@@ -158,14 +158,19 @@ class _Search:
         compute, came = busy.device, max(link, disk)
         up, read = prices.up * busy.link_share, prices.disk * busy.disk_share
         position = again = 0
-        hosted, bound_by_host = 0.0, False
-        piece = loads = link_work = disk_work = 0.0
+        hosted, bound_by_host, loads = 0.0, False, False
+        piece = link_work = disk_work = 0.0
+        verbs = [verb for verb, _, _ in parts]
+        # Whether something is recomputed before the last load.
+        both = "load" in verbs and "recompute" in verbs[: len(verbs) - verbs[::-1].index("load")]
+        slower = prices.loading if both else 1.0
 
         def forward(tokens: int, past: int, last: bool) -> None:
             """The next forward: layer by layer, each layer when what it reads has come."""
             nonlocal clock, compute, came, loads, bound_by_host
-            seconds = self.seconds(tokens, past)
-            first = self.seconds(min(tokens, self.chunk or tokens), past)
+            factor = prices.computing if both and not last else 1.0
+            seconds = self.seconds(tokens, past) * factor
+            first = self.seconds(min(tokens, self.chunk or tokens), past) * factor
             if last and hosted:
                 own = prices.host_overhead + hosted / prices.host
                 bound_by_host = own > seconds / layers
@@ -174,7 +179,7 @@ class _Search:
             if loads:
                 there = max(link, disk + piece)
                 start = max(start, came + (there - came) / layers, there + first / layers - first)
-                came, loads = there, 0.0
+                came, loads = there, False
             clock = start + seconds
             compute += seconds
 
@@ -193,10 +198,10 @@ class _Search:
             if verb == "attend":
                 hosted += nbytes
             elif verb == "load":
-                seconds = layers * (prices.copy_overhead + nbytes / up)
-                link, link_work, loads = link + seconds, link_work + seconds, loads + seconds
+                loads, seconds = True, slower * layers * (prices.copy_overhead + nbytes / up)
+                link, link_work = link + seconds, link_work + seconds
                 if run.where == "disk":
-                    seconds = layers * nbytes / read
+                    seconds = slower * layers * nbytes / read
                     disk, disk_work = disk + seconds, disk_work + seconds
                     piece = nbytes / up  # a layer's, which is read from disk before it passes the link
         if hosted and again + what.new > what.host_queries:

@@ -44,6 +44,19 @@ def small(seed: int) -> tuple[Resume, Prices, Busy]:
     return replace(what, runs=runs), prices, Busy(*(rng.choice((0.0, 1e-3, 5e-2)) for _ in range(3)))
 
 
+def test_what_overlaps_takes_longer_where_both_share_something_and_nothing_else_does() -> None:
+    slow = replace(PRICES, computing=1.5, loading=2.0)
+    for where in ("host", "disk"):
+        alone = conversation((where, 6400), ("dropped", 640))  # what was dropped is computed behind the loads
+        assert always(alone, slow, None, "load").seconds == always(alone, PRICES, None, "load").seconds
+        again = conversation(("dropped", 640), (where, 6400))
+        for prices, head, tail in ((PRICES, 1.0, 1.0), (slow, 1.5, 2.0)):
+            found = always(again, prices, None, "load")
+            loads = 32 * (PRICES.copy_overhead + 6400 * TOKEN / PRICES.up)
+            assert found.link == pytest.approx(tail * loads)
+            assert found.device == pytest.approx(head * PRICES.prefill(640, 0) + PRICES.prefill(256, 7040))
+
+
 def test_the_answer_is_the_best_of_all_settings_which_are_tried() -> None:
     tried = 0
     for seed in range(SETTINGS // 2):
