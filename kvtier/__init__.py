@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StaleViewError,
         StoreInUseError,
         TransferError,
+        UnknownOptionError,
         UnsupportedError,
     )
     from kvtier.eviction.policy import EvictionPolicy
@@ -85,6 +86,7 @@ _HOME = {
     "TieredKVCache": "hf.cache",
     "TieredMemory": "memory.tiered",
     "TransferError": "errors",
+    "UnknownOptionError": "errors",
     "UnsupportedError": "errors",
     "calibrate": "calibration.run",
     "disable": "hf.enable",
@@ -133,6 +135,7 @@ __all__ = [
     "TieredKVCache",
     "TieredMemory",
     "TransferError",
+    "UnknownOptionError",
     "UnsupportedError",
     "calibrate",
     "disable",

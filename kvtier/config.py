@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 import re
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnknownOptionError
 
 Size = int | float | str
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 #: Bytes of a unit. A bare letter is a power of 1024, as for docker, SLURM, systemd and the JVM; a letter with "B" is a
 #: power of 1000, as for accelerate.
@@ -28,7 +35,10 @@ _SIZE = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?)\s*([a-z%]*)", re.IGNORECASE)
 _MOST = 2**63 - 1
 #: Characters of a size.
 _LONGEST = 100
-_HOW = "give bytes (an int), a string such as '4GiB', '500MB' or '50%', a share in (0, 1], or 'auto'"
+#: The one rule of how sizes are written, for every message: of a budget that may be a share, and of one that may not.
+_UNITS_SAID = "as an int or a string ('4GiB' and '4G' are powers of 1024, '4GB' of 1000)"
+_HOW = f"give bytes {_UNITS_SAID}, a share of what is free (0.5 or '50%'), or 'auto'"
+_HOW_BYTES = f"give bytes {_UNITS_SAID}"
 
 #: Types of devices that a mapping of budgets may name, as torch spells them.
 _DEVICE = re.compile(r"cpu|(cuda|xpu|mps|hpu|npu|mlu|musa|mtia|privateuseone)(:(0|[1-9]\d*))?")
@@ -93,9 +103,24 @@ def parse_size(name: str, value: Any) -> int | float | str:
     raise ConfigError(f"{name}={value!r} is not a size: {_HOW}.")
 
 
+def parse_bytes(name: str, value: Any) -> int:
+    """Read a size where there is nothing to take a share of: the same rule, but for shares and `"auto"`.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    try:
+        size = parse_size(name, value)
+    except ConfigError:
+        size = AUTO
+    if not isinstance(size, int):
+        raise ConfigError(f"{name}={value!r} is not a positive number of bytes: {_HOW_BYTES}.")
+    return size
+
+
 def _bytes(name: str, value: object, size: int) -> int:
     if size <= 0:
-        raise ConfigError(f"{name}={value!r} is {size} bytes; a budget must be positive: {_HOW}.")
+        raise ConfigError(f"{name}={value!r} is {size} bytes, and a budget is positive: {_HOW}.")
     if size > _MOST:
         raise ConfigError(f"{name} is more than {_MOST} bytes, which no machine has: {_HOW}.")
     return size
@@ -122,13 +147,19 @@ def format_size(size: int) -> str:
 
 
 def warn_if_beyond(name: str, size: int, total: int, where: str) -> None:
-    """Warn that a budget of `size` bytes cannot be used up: `where` (the host, a device) has `total` bytes in all."""
+    """Warn that a budget of `size` bytes cannot be used up: `where` (the host, a device) has `total` bytes in all.
+
+    The warning is of the line that called kvtier, so that Python shows it once for each of these.
+    """
     if size > total:
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "kvtier":
+            level, frame = level + 1, frame.f_back
         warnings.warn(
             f"{name} is {size} bytes ({format_size(size)}), but {where} has only {total} bytes ({format_size(total)}) "
             "in total: memory may run out before the budget does.",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=level,
         )
 
 
@@ -167,8 +198,9 @@ def _by_device(budgets: Mapping[Any, Any]) -> dict[str, int | float | str]:
         name = "cpu" if name == "cpu:0" else name
         if not _DEVICE.fullmatch(name):
             raise ConfigError(
-                f"device_budget names {key!r}, which is no device: write 'cuda:0', 'cuda' (all of that kind), "
-                "torch.device('cuda', 0) or 0."
+                f"device_budget names {key!r}, which is no device of torch: write 'cuda' (all of that type), 'cuda:0', "
+                "torch.device('cuda', 0) or 0 (an index is a CUDA device's). On a machine without accelerators, leave "
+                "device_budget away."
             )
         if name in parsed:
             raise ConfigError(f"device_budget names {name!r} twice.")
@@ -280,3 +312,36 @@ def parse_share(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise ConfigError(f"{name}={value!r}: give a share in [0, 1].")
     return float(value)
+
+
+# Names of options
+
+#: What other libraries call the tiers.
+_TIERS = {"gpu": "device", "cuda": "device", "vram": "device", "cpu": "host", "ram": "host"}
+
+
+def checks_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function refuse a keyword that it does not have with an `UnknownOptionError` that names the nearest one."""
+    keywords = {
+        name: each.kind
+        for name, each in inspect.signature(function).parameters.items()
+        if each.kind != each.POSITIONAL_ONLY
+    }
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for option in kwargs:
+            if option not in keywords:
+                raise UnknownOptionError(_unknown(name, option, list(keywords)))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _unknown(function: str, option: str, known: list[str]) -> str:
+    known = [name for name in known if name != "self"]
+    words = "_".join(_TIERS.get(word, word) for word in option.lower().split("_"))
+    nearest = difflib.get_close_matches(words, known, 1)
+    meant = f" Did you mean {nearest[0]}?" if nearest else ""
+    return f"{function} has no option {option!r}.{meant} Its options are {', '.join(known)}."

@@ -2,6 +2,7 @@
 
 KVTierError
 ├── ConfigError            (ValueError)    an option that cannot be honoured
+├── UnknownOptionError     (TypeError)     an option that does not exist
 ├── MismatchError          (ValueError)    keys and values that do not belong to what the cache holds
 ├── BudgetError            (MemoryError)   a budget too small for what is asked; `.needed` names the smallest
 ├── InterruptedStepError   (RuntimeError)  the last forward did not finish
@@ -23,6 +24,10 @@ class KVTierError(Exception):
 
 class ConfigError(KVTierError, ValueError):
     """An option that is malformed or cannot be honoured on this machine."""
+
+
+class UnknownOptionError(KVTierError, TypeError):
+    """A keyword that a class or function of kvtier does not have; the message names the nearest one."""
 
 
 class MismatchError(KVTierError, ValueError):

@@ -375,6 +375,8 @@ class LayerResidency:
         host_blocks: blocks with a slot on the host (a block may have both).
         shared_blocks: blocks held by more than one block table.
         bytes: bytes of the distinct blocks, slack of the last block included.
+        both_blocks: blocks with a slot on the device and a copy on the host, counted in `device_blocks` and in
+            `host_blocks`.
     """
 
     layer: int
@@ -384,6 +386,7 @@ class LayerResidency:
     host_blocks: int
     shared_blocks: int
     bytes: int
+    both_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 import kvtier
 from kvtier import ConfigError, TieredKVCache
-from kvtier.config import MemoryOptions, format_size, parse_size, resolve_size
+from kvtier.config import MemoryOptions, format_size, parse_bytes, parse_size, resolve_size
 from kvtier.cpu import loader
 from kvtier.memory import system
 
@@ -68,6 +71,18 @@ def test_what_is_not_a_size_is_refused_by_name(given: object) -> None:
     for refuse in refusing:
         with pytest.raises(ConfigError, match=r"host_budget.*give bytes.*'4GiB'.*'auto'"):
             refuse()
+
+
+@pytest.mark.parametrize("given", ["0.25", "50%", 0.5, "auto", "4 parsecs", 0, None, -1])
+def test_where_there_is_nothing_to_take_a_share_of_bytes_are_asked_for_by_the_same_rule(given: object) -> None:
+    assert parse_bytes("x", "4G") == parse_size("x", "4G") == 4 * GIB
+    with pytest.raises(ConfigError) as refused:
+        parse_bytes("x", given)
+    rule = str(refused.value).partition("give bytes ")[2].rstrip(".")
+    assert "'4GiB' and '4G' are powers of 1024" in rule
+    with pytest.raises(ConfigError) as of_budget:
+        parse_size("x", "4 parsecs")
+    assert rule in str(of_budget.value)
 
 
 @pytest.mark.parametrize("given", ["0.25", "25%", "25.0 %", np.float32(0.25), 0.25], ids=repr)
@@ -136,19 +151,28 @@ def test_devices_are_named_by_strings_by_torch_and_by_their_index() -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])
-def test_a_budget_beyond_the_machines_memory_is_warned_of_at_first_use(tier: str, on_the_host: None) -> None:
+def test_a_budget_beyond_the_machines_memory_is_warned_of_once_as_soon_as_it_is_known(
+    tier: str, on_the_host: None
+) -> None:
     total = system.total_host_memory()
     one = torch.ones(1, 1, 1, 8)
     for budget, beyond in ((total, False), (total + 1, True)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             cache = TieredKVCache(**{f"{tier}_budget": budget})
-            assert not caught
+            # Which device the model is on is not known before its first forward.
+            assert len(caught) == (beyond and tier == "host")
             for _ in range(2):
                 cache.update(one, one, 0)
         assert len(caught) == beyond
         if beyond:
             assert all(str(n) in str(caught[0].message) for n in (total, total + 1, format_size(total)))
+            assert caught[0].filename == __file__, "the line that asked for it"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if tier == "host":
+                cache.resize(host_budget=budget)
+        assert len(caught) == (beyond and tier == "host")
         cache.close()
 
 
@@ -164,9 +188,49 @@ def test_write_through_is_a_share(write_through: object) -> None:
         TieredKVCache(write_through=write_through)  # type: ignore[arg-type]
 
 
-def test_unknown_options_and_things_that_are_no_config_are_refused() -> None:
-    with pytest.raises(TypeError):
-        TieredKVCache(blocksize=16)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("host_bugdet", "host_budget"),
+        ("hostbudget", "host_budget"),
+        ("gpu_budget", "device_budget"),
+        ("cpu_budget", "host_budget"),
+        ("ram_budget", "host_budget"),
+        ("device_memory_budget", "device_budget"),
+        ("Policy", "policy"),
+        ("zzz", None),
+    ],
+)
+def test_a_misspelt_option_names_the_nearest_one(given: str, nearest: str | None) -> None:
+    model = SimpleNamespace(config=None, generate=None)
+    for make in (
+        TieredKVCache,
+        kvtier.TieredMemory,
+        kvtier.TieredMemory(host_budget=1).resize,
+        partial(kvtier.ConversationStore, model),
+        partial(kvtier.Engine, model),
+        partial(kvtier.tiered, model),
+        partial(kvtier.tier, model),
+    ):
+        with pytest.raises(kvtier.UnknownOptionError) as raised:
+            make(**{given: 1})
+        assert isinstance(raised.value, TypeError), "as Python says it"
+        said = str(raised.value)
+        assert f"has no option {given!r}." in said
+        assert "host_budget" in said, "all options are listed"
+        assert "self" not in said
+        known = nearest is not None and nearest in said.partition("options are")[2]
+        assert (f"Did you mean {nearest}?" in said) == known
+
+
+def test_a_function_that_checks_its_options_is_the_one_it_was() -> None:
+    assert list(inspect.signature(TieredKVCache).parameters)[:2] == ["config", "device_budget"]
+    assert kvtier.tiered.__doc__.startswith("Give every")
+    with pytest.raises(TypeError, match="positional"):
+        kvtier.TieredMemory("4GiB")  # type: ignore[call-arg, misc]
+
+
+def test_things_that_are_no_config_are_refused() -> None:
     with pytest.raises(ConfigError, match="config"):
         TieredKVCache("4GiB")  # type: ignore[arg-type]
 

@@ -12,6 +12,7 @@ from kvtier import BudgetError, KVTierError, errors
 
 PARENTS: dict[str, type[Exception]] = {
     "ConfigError": ValueError,
+    "UnknownOptionError": TypeError,
     "MemoryInUseError": RuntimeError,
     "MismatchError": ValueError,
     "BudgetError": MemoryError,

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 from kvtier.cli.plan import positive, tokens
-from kvtier.config import parse_size
+from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.planning.machines import MACHINES, machine
 from kvtier.scheduling.loads import azure, conversations, lognormal, mooncake, poisson
@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
     model = MODELS[args.model]
     size = 512 if args.mooncake else 16
     block = size * model.layers * model.kv_bytes
-    device = _bytes("--device-budget", args.device_budget) // block
-    host = _bytes("--host-budget", args.host_budget) // block
+    device = parse_bytes("--device-budget", args.device_budget) // block
+    host = parse_bytes("--host-budget", args.host_budget) // block
     profile = Profile(machine(args.device), model, device, host, size, overhead=2e-3, write_through=host > 0)
     requests, load = _load(args, size)
     ways = None if args.preempt == "price" else args.preempt
@@ -108,13 +108,6 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         _draw(args.plot, found)
     return 0
-
-
-def _bytes(option: str, value: str) -> int:
-    found = parse_size(option, value)
-    if not isinstance(found, int):
-        raise ConfigError(f"{option} {value!r}: there is no whole to take a part of; give bytes, such as 16GiB.")
-    return found
 
 
 def _load(args: argparse.Namespace, size: int) -> tuple[list[Request], str]:

@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from kvtier.config import format_size, parse_size
+from kvtier.cli.store import count
+from kvtier.config import format_size, parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.memory.measured import differing, model_name
 from kvtier.planning.machines import MACHINES, Machine, ModelSize, link, machine
@@ -22,6 +23,10 @@ from kvtier.planning.profile import HardwareProfile
 ACTIVATIONS = 0.1
 #: Host memory for KV where the user gives none: of a server, on top of what else runs there.
 HOST_BUDGET = "256GiB"
+#: What is planned for where the user names no machine, and no context.
+DEVICE, CONTEXT = "h100", 32768
+#: What of a config says how many positions its model has.
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 #: What says how many layers there are, and the most that a model is taken to have.
 LAYERS, MOST_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 10_000
 
@@ -45,10 +50,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", help="a config.json, a folder that holds one, or a name on the model hub")
-    parser.add_argument("--context", type=tokens, default=32768, help="tokens of each sequence, such as 128k (32k)")
+    parser.add_argument(
+        "--context", type=tokens, help="tokens of each sequence, such as 128k (32k, or as many positions as it has)"
+    )
     parser.add_argument("--batch", type=positive, default=1, help="sequences decoded together (1)")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--device", default="h100", help=f"{', '.join(MACHINES)} (h100)")
+    where.add_argument("--device", help=f"a machine by its datasheet: {', '.join(MACHINES)} ({DEVICE})")
     where.add_argument("--profile", help="a hardware profile that was measured with this model")
     parser.add_argument(
         "--devices", type=positive, default=1, help="devices that heads and weights are divided over (1)"
@@ -77,7 +84,14 @@ def positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command. Returns the exit status."""
-    config = read_config(args.model)
+    raw = _raw_config(args.model)
+    config = completed_config(raw)
+    positions = _positions(raw)
+    if args.context is None:
+        args.context = min(CONTEXT, positions or CONTEXT)
+    assumed = args.device is None and args.profile is None
+    if args.device is None:
+        args.device = DEVICE
     whole = model_size(config)
     model = divided(whole, args.devices)
     profile, known = _profile(args, config, model)
@@ -89,9 +103,9 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise ConfigError(f"Of each of {args.devices} devices: {error}") from error
     if args.json:
-        print(json.dumps(_as_json(args, whole, profile, demand, outlook), indent=1))
+        print(json.dumps(_as_json(args, whole, profile, demand, outlook, positions), indent=1))
     else:
-        print(table(args, whole, profile, demand, outlook))
+        print(table(args, whole, profile, demand, outlook, positions, assumed=assumed))
     if args.plot is not None:
         from kvtier.cli.plot import draw
 
@@ -107,14 +121,27 @@ def read_config(name: str) -> Mapping[str, Any]:
     Raises:
         ConfigError: there is none, or it is no config.
     """
-    from kvtier.hf.model_config import completed, config_by_name
+    return completed_config(_raw_config(name))
+
+
+def completed_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with the defaults of its model type."""
+    from kvtier.hf.model_config import completed
+
+    return completed(config)
+
+
+def _raw_config(name: str) -> Mapping[str, Any]:
+    """The config as it is written, which a model type's defaults are not part of."""
+    from kvtier.hf.model_config import config_by_name
 
     path = Path(name)
     try:
         path = path.expanduser()
     except RuntimeError as error:
-        raise ConfigError(f"There is no {path}: {error}") from error
-    if path.is_dir():
+        raise ConfigError(f"There is no {name}: {error}") from error
+    folder = path.is_dir()
+    if folder:
         path /= "config.json"
     if path.is_file():
         try:
@@ -123,10 +150,29 @@ def read_config(name: str) -> Mapping[str, Any]:
             raise ConfigError(f"{path} is not JSON: {error}.") from error
         if not isinstance(found, dict):
             raise ConfigError(f"{path} holds no config.")
-        return completed(_checked(found))
+        return _checked(found)
+    if folder:
+        raise ConfigError(f"There is no config.json in {name}: give a folder of a model, or a name on the hub.")
     if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"There is no {path}: give a config.json, a folder that holds one, or a name on the hub.")
-    return completed(_checked(config_by_name(name)))
+        raise ConfigError(f"There is no {name}: give a config.json, a folder that holds one, or a name on the hub.")
+    return _checked(config_by_name(name))
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    """Positions that the model has, as its config says; None: it does not."""
+    text = config.get("text_config")
+    config = {**config, **(text if isinstance(text, Mapping) else {})}
+    found = next((x for x in map(config.get, POSITIONS) if isinstance(x, int) and x > 0), None)
+    for name in (
+        "rope_parameters",
+        "rope_scaling",
+    ):  # YaRN and others reach further than the model was trained at first
+        rope = config.get(name)
+        rope = rope if isinstance(rope, Mapping) else {}
+        factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+        if found and isinstance(factor, (int, float)) and isinstance(original, int) and factor > 1:
+            found = max(found, int(factor * original))
+    return found
 
 
 def _checked(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,17 +231,11 @@ def _budgets(args: argparse.Namespace, model: ModelSize, known: Machine | None) 
     Raises:
         ConfigError: the weights leave no room, or nobody says how much there is.
     """
-    host = parse_size("--host-budget", args.host_budget)
-    if not isinstance(host, int):
-        raise ConfigError(f"--host-budget {args.host_budget!r}: a plan needs bytes, such as 64GiB.")
-    host //= args.devices
+    host = parse_bytes("--host-budget", args.host_budget) // args.devices
     if args.device_budget is not None:
         if known is not None and not known.overlaps:
             raise ConfigError(f"All KV of a {args.device} is in the host's memory: leave --device-budget away.")
-        device = parse_size("--device-budget", args.device_budget)
-        if not isinstance(device, int):
-            raise ConfigError(f"--device-budget {args.device_budget!r}: a plan needs bytes, such as 8GiB.")
-        return device, host
+        return parse_bytes("--device-budget", args.device_budget), host
     if known is None:
         raise ConfigError("A profile does not say how much memory is left for KV: give --device-budget.")
     if not known.overlaps:  # all KV is in the host's memory
@@ -218,25 +258,56 @@ def _budgets(args: argparse.Namespace, model: ModelSize, known: Machine | None) 
 
 
 def table(
-    args: argparse.Namespace, model: ModelSize, profile: HardwareProfile, demand: Demand, outlook: Outlook
+    args: argparse.Namespace,
+    model: ModelSize,
+    profile: HardwareProfile,
+    demand: Demand,
+    outlook: Outlook,
+    positions: int | None,
+    *,
+    assumed: bool,
 ) -> str:
-    """The plan for a reader."""
+    """The plan for a reader.
+
+    Args:
+        positions: that the model has, where that is known.
+        assumed: nobody named the machine.
+    """
     n, per_token = args.devices, model.layers * model.kv_bytes
     known = "estimates from datasheets" if not profile.measured else f"measured: {', '.join(sorted(profile.measured))}"
+    each = "1 sequence" if demand.sequences == 1 else f"each of {demand.sequences:,} sequences"
+    most = most_tokens(divided(model, n), demand)
     lines = [
-        f"{args.model}: {model.parameters / 1e9:.3g}e9 weights ({format_size(model.parameters * model.itemsize)}), "
-        f"{model.layers} layers with full attention, "
-        + (f"latents of {model.latent}, " if model.latent else f"{model.kv_heads} KV heads of {model.head_dim}, ")
+        f"{args.model}: {_millions(model.parameters)} weights ({format_size(model.parameters * model.itemsize)}), "
+        f"{count(model.layers, 'layer')} with full attention, "
+        + (
+            f"latents of {model.latent}, "
+            if model.latent
+            else f"{count(model.kv_heads, 'KV head')} of {model.head_dim}, "
+        )
         + f"{format_size(per_token)} of KV per token",
         f"{n} x {profile.name} ({known})" if n > 1 else f"{profile.name} ({known})",
+    ]
+    if assumed:
+        others = ", ".join(name for name in MACHINES if name != DEVICE)
+        lines.append(
+            f"  No machine was named, so an {DEVICE} is assumed. --device takes {others}; --profile, a measured one."
+        )
+    lines += [
         "",
-        f"KV of {demand.sequences} x {demand.context} tokens: {format_size(outlook.kv_bytes * n)}",
+        f"KV of {count(demand.sequences, 'sequence')} of {count(demand.context, 'token')}: "
+        f"{format_size(outlook.kv_bytes * n)}",
         f"  on the device     {format_size(outlook.device_kv * n):>10}   of {format_size(demand.device_bytes * n)}",
         f"  on the host only  {format_size(outlook.host_kv * n):>10}   of {format_size(demand.host_bytes * n)}",
-        f"  longest context   {most_tokens(divided(model, n), demand):>10}   tokens for {demand.sequences} sequences",
+        f"  longest context   {min(most, positions or most):>10,}   tokens of {each}"
+        + (f", all positions of the model; there is room for {most:,}" if positions and positions < most else ""),
     ]
     if outlook.prefill_seconds is not None:
-        lines.append(f"  prefill           {outlook.prefill_seconds:>8.3g} s   of all prompts")
+        seconds = outlook.prefill_seconds
+        time = f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+        lines.append(f"  prefill           {time:>10}   of all prompts")
+    if positions and demand.context > positions:
+        lines.append(f"  Note: {demand.context:,} tokens fit, but the model has only {positions:,} positions.")
     lines += ["", f"{'policy':<20}{'ms / step':>11}{'tokens / s':>12}{'fetched':>12}{'on host':>12}  bound by"]
     for x in outlook.speeds:
         lines.append(
@@ -249,12 +320,24 @@ def table(
     return "\n".join(lines)
 
 
+def _millions(weights: int) -> str:
+    """A number of weights: "8.03 billion", "3.54 million"."""
+    scale, word = next((x for x in ((1e9, "billion"), (1e6, "million")) if weights >= x[0]), (1.0, ""))
+    return f"{weights / scale:.3g} {word}" if word else f"{weights:,}"
+
+
 def _as_json(
-    args: argparse.Namespace, model: ModelSize, profile: HardwareProfile, demand: Demand, outlook: Outlook
+    args: argparse.Namespace,
+    model: ModelSize,
+    profile: HardwareProfile,
+    demand: Demand,
+    outlook: Outlook,
+    positions: int | None,
 ) -> dict[str, Any]:
     return {
         "model": args.model,
         "size": asdict(model),
+        "positions": positions,
         "devices": args.devices,
         "profile": json.loads(profile.to_json()),
         "demand_per_device": asdict(demand),
@@ -264,7 +347,7 @@ def _as_json(
 
 def _title(args: argparse.Namespace, profile: HardwareProfile) -> str:
     name = Path(args.model).name if Path(args.model).name != "config.json" else Path(args.model).parent.name
-    return f"{name}, {args.batch} sequences, {args.devices} x {profile.name}"
+    return f"{name}, {count(args.batch, 'sequence')}, {args.devices} x {profile.name}"
 
 
 def _curves(model: ModelSize, profile: HardwareProfile, demand: Demand) -> dict[str, list[tuple[int, float]]]:

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from kvtier.config import format_size, parse_size
+from kvtier.config import format_size, parse_bytes
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -168,9 +168,7 @@ def verify(args: argparse.Namespace) -> int:
 
 def compact(args: argparse.Namespace) -> int:
     """Merge files. Returns the exit status."""
-    largest = parse_size("--largest", args.largest)
-    if not isinstance(largest, int):
-        raise ConfigError(f"--largest {args.largest!r}: give bytes, such as 64MiB.")
+    largest = parse_bytes("--largest", args.largest)
     with _upkeep(args) as upkeep:
         done = upkeep.compact(largest)
     sizes = f"{format_size(done.nbytes)} before, {format_size(done.left)} now"

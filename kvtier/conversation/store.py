@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvtier.config import CacheOptions, Size, parse_size
+from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
 from kvtier.conversation.call import Calls
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.chunks import Disk
@@ -36,13 +36,6 @@ from kvtier.hf import generation as of
 from kvtier.hf.cache import TieredKVCache
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
-
-
-def _bytes(name: str, size: Size) -> int:
-    found = parse_size(name, size)
-    if not isinstance(found, int):
-        raise ConfigError(f"{name}={size!r}: give bytes, such as 10**12 or '500GiB'.")
-    return found
 
 
 class ConversationStore:
@@ -86,6 +79,7 @@ class ConversationStore:
     Any number of threads may call `generate` at a time.
     """
 
+    @checks_names
     def __init__(
         self,
         model: Any,
@@ -123,7 +117,7 @@ class ConversationStore:
         self._new_cache().close()  # options that are wrong are an error here
         if loading not in ("auto", "always"):
             raise ConfigError(f"loading={loading!r}: give 'auto' or 'always'.")
-        self._kept = Kept(memory, self._new_cache, policy_of(eviction), _bytes("state_budget", state_budget))
+        self._kept = Kept(memory, self._new_cache, policy_of(eviction), parse_bytes("state_budget", state_budget))
         # Who drops a store on a memory of others gives back what it held, once nothing of it is being saved.
         self._finalizer = weakref.finalize(self._kept, memory.abandon, self._kept.parked.close)
         self._finalizer.atexit = False
@@ -131,13 +125,13 @@ class ConversationStore:
         self._conversations: dict[str, Conversation | None] = {}  # None: it is saved, and was not opened yet
         self._last = threading.local()
         self._calls = Calls(model)
-        self._encoder = EncoderOutputs(model, self._calls, _bytes("state_budget", state_budget))
+        self._encoder = EncoderOutputs(model, self._calls, parse_bytes("state_budget", state_budget))
         self._count = self._prompt_tokens = self._cached_tokens = 0
         # Calls under way, and the thread of each.
         self._active: dict[object, int] = {}
         self._disk_tier: DiskTier | None = None
         if directory is not None:
-            limit = None if disk_budget is None else _bytes("disk_budget", disk_budget)
+            limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
             disk, device = Disk(directory, limit, of.fingerprint(model)), lambda: torch.device(model.device)
             self._disk_tier = DiskTier(disk, memory, self._kept, self._new_cache, device, loading)
             try:

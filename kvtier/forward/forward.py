@@ -653,9 +653,10 @@ class Forward(PlannedForward):
             runs = layer.runs()
             device = sum(run.count for run in runs if run.device is not None)
             host = sum(run.count for run in runs if run.host is not None)
+            both = sum(run.count for run in runs if run.device is not None and run.host is not None)
             shared = sum(run.count for run in runs if run.refs > 1)
             total = sum(run.count for run in runs) * layer.layout.nbytes
-        return LayerResidency(index, "tiered", layer.length, device, host, shared, total)
+        return LayerResidency(index, "tiered", layer.length, device, host, shared, total, both)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every count agrees with every other. For tests and debugging."""

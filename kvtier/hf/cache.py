@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 from transformers.configuration_utils import PretrainedConfig
 
-from kvtier.config import CacheOptions, MemoryOptions, Size, format_size, parse_share
+from kvtier.config import CacheOptions, MemoryOptions, Size, checks_names, format_size, parse_share
 from kvtier.cpu import loader
 from kvtier.errors import BudgetError, ConfigError, KVTierError, MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
@@ -39,7 +39,7 @@ from kvtier.hf.threads import check_alone
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.analysis import analyse, decoded
 from kvtier.planning.explain import Explanation
-from kvtier.planning.names import policy_of
+from kvtier.planning.names import name_of, policy_of
 from kvtier.planning.policy import Policy
 from kvtier.stats import CacheStats, LayerResidency, Progress, Residency
 
@@ -173,6 +173,7 @@ class TieredKVCache(RecurrentFace):
     #: Whether it warns if no forward used it.
     _tells_unused = True
 
+    @checks_names
     def __init__(
         self,
         config: PretrainedConfig | None = None,
@@ -585,7 +586,7 @@ class TieredKVCache(RecurrentFace):
             stats.host,
             layers,
             stats.resident_bytes,
-            type(policy).__name__,
+            name_of(policy),
             decisions[-1] if decisions else None,
             analysis,
             history,
@@ -615,6 +616,7 @@ class TieredKVCache(RecurrentFace):
 
     # Life
 
+    @checks_names
     def resize(
         self, *, device_budget: Size | Mapping[str, Size] | None = None, host_budget: Size | None = None
     ) -> None:
@@ -662,10 +664,9 @@ class TieredKVCache(RecurrentFace):
         if any(isinstance(x, CacheLayerMixin) and x.get_seq_length() for x in self.layers):
             return
         warnings.warn(
-            f"A TieredKVCache was {how}, and no forward had used it. Whoever called the model may have left it behind: "
-            "trainers drop options that they do not know, `generate` ignores one in a GenerationConfig, prefix tuning "
-            "and Whisper put their own in its place, and use_cache=False needs none. Give it to `generate` itself, "
-            "past_key_values=cache, or let `with kvtier.tiered(model):` give every call one.",
+            f"A TieredKVCache was {how}, and no forward had used it. Pass it to the call itself, "
+            "`model.generate(..., past_key_values=cache)`; where other code makes that call, put "
+            "`with kvtier.tiered(model):` around it.",
             RuntimeWarning,
             stacklevel=stacklevel,
         )

@@ -18,7 +18,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMixin
 
-from kvtier.config import CacheOptions, Size
+from kvtier.config import CacheOptions, Size, checks_names
 from kvtier.cpu import loader
 from kvtier.errors import ConfigError, MemoryInUseError
 from kvtier.hf.cache import TieredKVCache, check_hook, memory_of
@@ -475,6 +475,7 @@ def _around_prepare(before: Any) -> Any:
 # The public functions
 
 
+@checks_names
 def tiered(
     model: nn.Module,
     *,

@@ -100,6 +100,15 @@ def total_device_memory(device: torch.device) -> int:
     return total_host_memory()
 
 
+def is_there(name: str) -> bool:
+    """Whether torch finds a device ("cuda:1"), or any of a type ("cuda")."""
+    kind, _, index = name.partition(":")
+    if kind in ("cpu", "privateuseone"):  # a CPU is always there, and of the other torch only knows its name
+        return True
+    count = getattr(getattr(torch, kind, None), "device_count", lambda: 0)()
+    return bool(count > int(index or 0))
+
+
 def has_alternatives(device: torch.device) -> bool:
     """Whether a model with a layer on this device may have others on devices of the same kind."""
     return device.type == "cuda" and torch.cuda.device_count() > 1

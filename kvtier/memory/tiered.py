@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +20,7 @@ from kvtier.config import (
     HOST_RESERVE_SHARE,
     MemoryOptions,
     Size,
+    checks_names,
     format_size,
     resolve_size,
     warn_if_beyond,
@@ -50,6 +53,22 @@ def default_engine(device: torch.device) -> TransferEngine:
     return CudaTransfers(device) if device.type == "cuda" else InlineTransfers(device)
 
 
+def _warn_if_beyond_the_host(options: MemoryOptions) -> None:
+    """At once, and not at the first forward: the host is there already. Which device is meant is not known yet."""
+    if options.host_bytes():
+        warn_if_beyond("host_budget", options.host_bytes(), system.total_host_memory(), "this machine")
+
+
+def _check_devices(budgets: Mapping[str, object]) -> None:
+    """Raise `ConfigError` for a budget of a device that is not there: it would be ignored silently."""
+    missing = [name for name in budgets if not system.is_there(name)]
+    if missing:
+        raise ConfigError(
+            f"device_budget names {missing[0]!r}, and torch finds no such device here. Give budgets to devices of this "
+            "machine; where the model runs on the CPU, leave device_budget away."
+        )
+
+
 class TieredMemory:
     """Memory for KV in two tiers, device and host, under hard budgets. Several caches may use it, from several threads.
 
@@ -75,6 +94,7 @@ class TieredMemory:
         ConfigError: an option that is malformed.
     """
 
+    @checks_names
     def __init__(
         self,
         *,
@@ -93,9 +113,16 @@ class TieredMemory:
         self.private = True
         return self
 
+    def alike(self, **budgets: int) -> TieredMemory:
+        """Another memory with the options of this one, but for some budgets."""
+        new = TieredMemory.__new__(TieredMemory)
+        new._setup(replace(self.options, **budgets), copy.deepcopy(self.policy))
+        return new
+
     def _setup(
         self, options: MemoryOptions, policy: Policy, engine: EngineFactory = default_engine, *, poison: bool = False
     ) -> None:
+        _warn_if_beyond_the_host(options)
         self.options = options
         self.policy = policy
         self.lock = threading.Lock()
@@ -227,6 +254,8 @@ class TieredMemory:
             self.check_open()
             profile.enabled()  # a wrong setting is an error here, not in the middle of a forward
             limit = None
+            if isinstance(self.options.device_budget, Mapping):
+                _check_devices(self.options.device_budget)
             size = self._device_size(device, self.options)
             if device.type != "cpu" or size is not None:
                 limit = resolve_size(
@@ -288,7 +317,6 @@ class TieredMemory:
                 HOST_RESERVE,
                 HOST_RESERVE_SHARE,
             )
-            warn_if_beyond("host_budget", limit, system.total_host_memory(), "this machine")
             self._host = HostTier(limit, self.readers, poison=self._poison)
             self._host.promote = lambda layout: any(device.promote(layout) for device in self.devices)
             self._host.drain = self._drain
@@ -399,6 +427,7 @@ class TieredMemory:
                 own = found.device
         return own, host
 
+    @checks_names
     def resize(
         self, *, device_budget: Size | Mapping[str, Size] | None = None, host_budget: Size | None = None
     ) -> None:
@@ -412,6 +441,8 @@ class TieredMemory:
             BudgetError: what the caches hold does not fit; names the smallest that works. Nothing was changed.
         """
         options = self.options.with_budgets(device_budget, host_budget)
+        if host_budget is not None:
+            _warn_if_beyond_the_host(options)
         with self.lock, self.change:
             while any(slabs.budget.goal is not None for slabs in self._tier_slabs()):
                 self.readers.pause()  # another thread gives budgets, and waits for readers

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvtier.config import format_size
 from kvtier.planning.analysis import WORTH, Analysis
 from kvtier.planning.costs import Decision
+from kvtier.planning.names import POLICIES
 from kvtier.planning.step import StepRecord
 from kvtier.stats import LayerResidency, TierStats
 
@@ -42,7 +43,7 @@ class Explanation:
         device, host: the tiers of the memory, which other caches may use too.
         layers: where the KV of each layer is.
         resident_bytes: in layers that are not tiered, outside the budgets.
-        policy: the name of its class.
+        policy: its name, as `TieredKVCache(policy=...)` takes it, or that of its class.
         decision: the last one about this cache, where the policy keeps a log.
         analysis: of a decode step, for each device with a tier.
         steps: the last steps of one token in which anything was spilled, the latest last, each with the seconds that
@@ -89,20 +90,29 @@ class Explanation:
             return "closed: the cache has given everything back."
         if self.condition == "unused":
             lines.append(("where", f"no tokens yet; {self._tiers(budgets=True)}"))
-            lines.append(("policy", f"{self.policy}; nothing to decide yet"))
+            lines.append(("policy", f"{self._policy}; nothing to decide yet"))
             return _text(lines)
         lines.append(("where", self._tiers()))
         lines += [("", x) for x in _placed(self.layers)]
+        both = sum(x.both_blocks for x in self.layers)
+        if both:
+            lines.append(
+                ("", f"{both} blocks are on both, and counted in both: they can leave the device without a copy.")
+            )
         if self.condition == "one tier":
             lines.append(("why", "there is no device tier: all blocks begin and stay on the host, attended to there."))
         elif self.condition == "resident":
-            lines.append(("why", f"every block is on the device: policy {self.policy} has nothing to decide."))
+            lines.append(("why", f"every block is on the device: {self._policy} has nothing to decide."))
         else:
             lines.append(("why", self._why()))
             lines.append(("steps", self._steps()))
             for analysis in self.analysis:
                 lines += _analysed(analysis, named=len(self.analysis) > 1)
         return _text(lines)
+
+    @property
+    def _policy(self) -> str:
+        return f"the {self.policy} policy" if self.policy in POLICIES else self.policy
 
     def _tiers(self, *, budgets: bool = False) -> str:
         parts = []
@@ -126,9 +136,9 @@ class Explanation:
         else:
             what += f"a step fetches {share:.0%} of that, the host attends to the rest"
         if self.decision is None:
-            return f"{what}. So it is with policy {self.policy}."
+            return f"{what}, as {self._policy} says."
         reason = REASONS.get(self.decision.reason, self.decision.reason)
-        return f"{what}. Policy {self.policy}, decided at step {self.decision.step}: {reason}."
+        return f"{what}, as {self._policy} decided at step {self.decision.step}: {reason}."
 
     def _steps(self) -> str:
         if self.seen is None:
@@ -149,8 +159,6 @@ def _analysed(found: Analysis, *, named: bool) -> list[tuple[str, str]]:
     if found.overlaps:
         times.append(f"{_duration(found.exposed)} waiting for the host")
     lines.append(("bound", f"{where}by {found.binding}: {', '.join(times)}"))
-    if not found.overlaps:
-        lines.append(("", "The device is emulated: copies add to a step, and its memory is the host's."))
     if found.slower < 0.95 and found.exposed:
         lines.append(("", f"While the link is busy, the host attends at {found.slower:.0%} of its rate."))
     sources: dict[str, list[str]] = {}
@@ -164,9 +172,23 @@ def _analysed(found: Analysis, *, named: bool) -> list[tuple[str, str]]:
     worth = [x for x in found.changes if x.gain >= WORTH]
     for i, change in enumerate(worth):
         lines.append(("if" if not i else "", f"{where}{change}"))
-    if not worth:
-        lines.append(("if", f"{where}no change of budget, link or host would make a step faster"))
-    else:
+    if not found.overlaps:
+        lines.append(
+            (
+                "if" if not worth else "",
+                f"{where}the device is emulated in the host's memory, and copies add to a step: "
+                "without a device_budget nothing is copied, which is the fastest on a CPU",
+            )
+        )
+    if not worth and found.overlaps:
+        lines.append(
+            (
+                "if",
+                f"{where}nothing: a step is {found.binding}-bound, and more device budget, a faster link or "
+                f"a faster host would each gain less than {WORTH - 1:.0%}",
+            )
+        )
+    elif worth:
         nothing = [x.change for x in found.changes if x.gain < WORTH]
         if nothing:
             lines.append(("", f"{where}nothing would come of {', or of '.join(nothing)}"))
@@ -184,8 +206,9 @@ def _placed(layers: Sequence[LayerResidency]) -> list[str]:
         if kind != "tiered":
             lines.append(f"{text}, in {kind}, {format_size(sum(x.bytes for x in some))}")
             continue
-        device, host = (_range([getattr(x, f"{tier}_blocks") for x in some]) for tier in ("device", "host"))
-        lines.append(f"{text}; of each, {device} blocks are on the device and {host} on the host, some on both")
+        counts = {tier: [getattr(x, f"{tier}_blocks") for x in some] for tier in ("device", "host")}
+        placed = [f"{_range(counts[tier])} on the {tier}" for tier in counts if any(counts[tier])]
+        lines.append(f"{text}; blocks of each: {' and '.join(placed) or 'none'}")
     return lines
 
 

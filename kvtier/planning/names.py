@@ -22,6 +22,15 @@ POLICIES: dict[str, Callable[[float], Policy]] = {
 }
 
 
+def name_of(policy: Policy) -> str:
+    """What a reader knows a policy by: its name in `POLICIES`, or that of its class."""
+    if type(policy) is FixedShare:
+        fixed = {0.0: "all-attend", 1.0: "all-fetch"}
+        return fixed.get(policy.share, type(policy).__name__)
+    kinds = {Policy: "default", Adaptive: "adaptive", WholeLayers: "pie", WholeSequences: "neo"}
+    return kinds.get(type(policy), type(policy).__name__)
+
+
 def policy_of(policy: Policy | str | None, write_through: float | None = None) -> Policy:
     """The policy that a user asks for.
 

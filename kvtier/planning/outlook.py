@@ -120,10 +120,14 @@ def foresee(model: ModelSize, profile: HardwareProfile, demand: Demand, *, chang
     needed = kv_bytes(model, demand.context, demand.sequences)
     open_blocks = model.layers * demand.sequences * BLOCK * model.kv_bytes
     if needed > demand.device_bytes + demand.host_bytes:
-        device, host = format_size(demand.device_bytes), format_size(demand.host_bytes)
+        where, most = f"{format_size(demand.host_bytes)} on the host", most_tokens(model, demand)
+        if demand.device_bytes:
+            where = f"{format_size(demand.device_bytes)} on the device and {where}"
+        one = demand.sequences == 1
+        what, each = ("1 sequence", "") if one else (f"{demand.sequences:,} sequences", " of each")
         raise ConfigError(
-            f"{format_size(needed)} of KV for {demand.sequences} x {demand.context} tokens do not fit {device} on the "
-            f"device and {host} on the host. With these, {most_tokens(model, demand)} tokens each do."
+            f"{format_size(needed)} of KV, for {what} of {demand.context:,} tokens, do not fit {where}: "
+            + (f"at most {most:,} tokens{each} do." if most else f"not even a block of {BLOCK} tokens{each} does.")
         )
     prefill = None if profile.prefill is None else profile.prefill.seconds(demand.context, 0, demand.sequences)
     if demand.device_bytes >= needed:

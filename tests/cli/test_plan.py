@@ -21,7 +21,7 @@ from transformers import (
 
 from kvtier import ConfigError
 from kvtier.cli.main import main
-from kvtier.cli.plan import read_config
+from kvtier.cli.plan import _millions, read_config
 from kvtier.memory import measured
 from kvtier.planning.machines import MACHINES
 from kvtier.planning.model_size import divided, model_size
@@ -246,9 +246,11 @@ def test_a_divided_model_has_its_part_of_everything() -> None:
         (["--batch", "-1"], "not a positive number"),
         (["--device", "tpu"], "No machine 'tpu'"),
         (["--devices", "3"], "cannot be divided"),
-        (["--device-budget", "much"], "not a size"),
-        (["--device-budget", "50%"], "needs bytes"),
-        (["--host-budget", "auto"], "needs bytes"),
+        (["--device-budget", "much"], "not a positive number of bytes"),
+        (["--device-budget", "50%"], "not a positive number of bytes"),
+        (["--host-budget", "auto"], "not a positive number of bytes"),
+        (["--device", "cpu", "--host-budget", "1KiB"], "do not fit 1 KiB on the host: not even a block"),
+        (["--context", "100m", "--batch", "2"], "tokens of each do."),
         (["--profile", "missing.json"], "missing.json"),
         (["--profile", __file__], "no hardware profile"),
         (["--profile", "any.json", "--devices", "2"], "one device"),
@@ -318,6 +320,56 @@ def test_however_small_the_device_budget_there_is_a_plan(tmp_path: Path, capsys:
     for blocks in range(8):
         found = planned(capsys, tmp_path, "--context", "32k", "--device-budget", blocks * block + 1)
         assert found["outlook_per_device"]["speeds"][0]["seconds"] > 0
+
+
+def test_the_machine_that_is_assumed_is_said_and_how_to_name_another(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = plan(capsys, config)
+    assert (status, "so an h100 is assumed" in out, "--device takes h200" in out) == (0, True, True)
+    named = plan(capsys, config, "--device", "h100")[1]
+    assert "assumed" not in named
+    assert [x for x in out.splitlines() if "assumed" not in x] == named.splitlines()
+
+
+def test_a_plan_stays_within_the_models_positions_unless_it_is_asked_to_go_beyond(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"max_position_embeddings": 8192}))
+    found = planned(capsys, tmp_path)
+    assert (found["demand_per_device"]["context"], found["positions"]) == (8192, 8192)
+    out = plan(capsys, tmp_path)[1]
+    assert "longest context        8,192   tokens of 1 sequence, all positions of the model; there is room for" in out
+    assert "Note" not in out
+    beyond = plan(capsys, tmp_path, "--context", "16k", "--batch", "2")[1]
+    assert "KV of 2 sequences of 16,384 tokens: 4 GiB" in beyond
+    assert "Note: 16,384 tokens fit, but the model has only 8,192 positions" in beyond
+    for stretched in ({"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 8192}}, {}):
+        of_text = {"model_type": "llava", "text_config": LLAMA_8B | {"max_position_embeddings": 8192} | stretched}
+        (tmp_path / "config.json").write_text(json.dumps(of_text))
+        assert planned(capsys, tmp_path)["positions"] == (32768 if stretched else 8192)
+
+
+def test_what_a_config_does_not_say_is_no_limit(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, config)["demand_per_device"]["context"] == 32768
+    assert "positions" not in plan(capsys, config)[1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"), [(8_030_000_000, "8.03 billion"), (3_540_000, "3.54 million"), (999, "999")]
+)
+def test_weights_are_counted_in_words(weights: int, said: str) -> None:
+    assert _millions(weights) == said
+
+
+@pytest.mark.parametrize("name", ["./nope", "a/b/c", "~/nope", "nope.json"])
+def test_what_is_not_there_is_named_as_it_was_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", name]) == 2
+    assert capsys.readouterr().err.startswith(f"kvtier: There is no {name}: give")
+
+
+def test_a_folder_without_a_config_is_not_taken_for_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(capsys, tmp_path)[2].startswith(f"kvtier: There is no config.json in {tmp_path}: ")
 
 
 def test_no_option_of_calibrate_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

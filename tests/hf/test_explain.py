@@ -63,8 +63,13 @@ def test_its_numbers_are_those_of_stats_and_residency(policy: str, apart: bool) 
     assert analysis.overlaps is apart
     text = str(found)
     assert kvtier.config.format_size(analysis.spilled_bytes) in text
-    assert type(cache._forward.memory.policy).__name__ in text
-    assert ("emulated" in text) is not apart
+    assert f"the {policy} policy" in text
+    assert ("the device is emulated" in text) is not apart
+    assert ("without a device_budget nothing is copied" in text.replace("\n         ", " ")) is not apart
+    both = sum(x.both_blocks for x in found.layers)
+    total = sum(x.device_blocks + x.host_blocks for x in found.layers)
+    assert total - both == blocks, "each block is somewhere, and those on both are counted twice"
+    assert (f"{both} blocks are on both" in text) == (both > 0)
     assert len(found.steps) == 11, "the last one is not over"
     cache.check_integrity()
 
@@ -179,6 +184,7 @@ def test_a_policy_that_says_nothing_is_explained_by_what_steps_took() -> None:
     (analysis,) = found.analysis
     assert analysis.predicted == pytest.approx(found.seen, rel=0.5)
     assert "the policy predicts nothing" in str(found)
+    assert found.policy == "Silent", "a class of one's own has no other name"
 
 
 def test_several_caches_of_one_memory_are_explained_apart() -> None:

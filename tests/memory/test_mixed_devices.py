@@ -21,6 +21,7 @@ def memory_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes memories on a machine whose accelerators are there, as far as budgets are concerned."""
     monkeypatch.setattr(system, "free_device_memory", lambda device: 64 * MIB)
     monkeypatch.setattr(system, "total_device_memory", lambda device: 64 * MIB)
+    monkeypatch.setattr(system, "is_there", lambda name: True)
 
     def make(**options: Any) -> TieredMemory:
         memory = TieredMemory(host_budget="1MiB", **options)
@@ -67,6 +68,19 @@ def test_without_a_budget_an_accelerator_takes_what_is_free_and_the_cpu_emulates
     assert (limit(memory, CPU), limit(memory, CUDA)) == (None, 32 * MIB)
     with pytest.raises(ConfigError, match="leaves nothing"):  # less than the reserve
         limit(memory_of(), CUDA)
+
+
+def test_a_budget_for_a_device_that_is_not_there_is_refused_and_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [system.is_there(x) for x in ("cpu", "cuda", "cuda:1", "cuda:2", "npu")] == [True, True, True, False, False]
+    for name, there in (("cuda:1", True), ("cuda:2", False)):
+        memory = TieredMemory(device_budget={name: "1MiB"}, host_budget="1MiB")
+        memory.set_up(InlineTransfers)
+        if there:
+            assert limit(memory, CPU) is None
+        else:
+            with pytest.raises(ConfigError, match=f"names '{name}', and torch finds no such device"):
+                limit(memory, CPU)
 
 
 @pytest.mark.parametrize(("device", "count", "expected"), [(CUDA, 1, False), (CUDA, 2, True), (CPU, 8, False)], ids=str)
