@@ -12,7 +12,7 @@ from kvtier.cli.lines import Loop
 from kvtier.cli.plan import positive, read_config
 from kvtier.cli.screen import Answer, Stop, say
 from kvtier.cli.store import count, ls, plain
-from kvtier.config import format_size, parse_size
+from kvtier.config import format_size, parse_bytes, parse_size
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _EXAMPLES = """\
 examples:
   kvtier chat Qwen/Qwen3-0.6B --store chats                  # goes on where it was left
   kvtier chat Qwen/Qwen3-0.6B --store chats --name french --system "Answer in French."
-  echo "What is paged attention?" | kvtier chat Qwen/Qwen3-0.6B --no-store
+  echo "What is paged attention?" | kvtier chat Qwen/Qwen3-0.6B
   kvtier chat --url http://127.0.0.1:8000                    # with a server, such as kvtier serve
 
 Ctrl-C stops an answer and keeps what was said of it; pressed again, it forgets the answer. At the prompt, Ctrl-C and
@@ -55,9 +55,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder, or a name on the model hub")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--store", metavar="DIR", help="where conversations are saved; made if it is missing")
-    where.add_argument("--no-store", action="store_true", help="save nothing: conversations end with the program")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--store",
+        metavar="DIR",
+        help="where conversations are saved; made if it is missing (nowhere: they end with the program)",
+    )
+    where.add_argument("--no-store", action="store_true", help="save nothing, as without --store")
     where.add_argument(
         "--url", help="talk to a server of OpenAI's interface; its key is in KVTIER_API_KEY or OPENAI_API_KEY"
     )
@@ -69,7 +73,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--top-p", type=float, help="sample from the likeliest tokens of this share (the model's own)")
     parser.add_argument("--seed", type=int, help="of sampling")
     parser.add_argument("--device", help="such as cuda:1 or cpu (a GPU, if there is one)")
-    parser.add_argument("--dtype", help="of the model, such as bfloat16 (its own; float32 on the CPU)")
+    parser.add_argument(
+        "--dtype", help="of weights, keys and values, such as bfloat16 (what the model is saved in; on the CPU float32)"
+    )
     parser.add_argument("--device-budget", help="device memory for keys and values, such as 4GiB (what there is)")
     parser.add_argument("--host-budget", help="host memory for them, such as 64GiB (what there is)")
     parser.add_argument("--disk-budget", help="bytes of the store, such as 500GiB (no limit)")
@@ -82,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         if args.store is None:
             raise ConfigError("--list is of a store: give --store DIR.")
         return ls(argparse.Namespace(directory=args.store, json=False))
-    if args.no_store and args.disk_budget is not None:
+    if args.store is None and args.disk_budget is not None:
         raise ConfigError("--disk-budget is of a store: give --store DIR.")
     if not args.name:
         raise ConfigError("--name: a conversation has a name that is not empty.")
@@ -91,10 +97,7 @@ def run(args: argparse.Namespace) -> int:
         return remote.run(args, options)
     if args.model is None:
         raise ConfigError("Give a MODEL, or --url of a server.")
-    for name in ("device-budget", "host-budget", "disk-budget"):
-        size = getattr(args, name.replace("-", "_"))
-        if size is not None:
-            parse_size(f"--{name}", size)
+    check_budgets(args)
     from kvtier.conversation.disk.folder import Folder
     from kvtier.hf.loading import model_of, quiet, tokenizer_of
 
@@ -110,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
             torch.manual_seed(args.seed)
         from kvtier.conversation.store import ConversationStore
 
+        if args.store is None and not args.no_store and sys.stdin.isatty():
+            say("What is said is not saved: --store DIR keeps conversations.")
         budgets = {"device_budget": args.device_budget, "host_budget": args.host_budget}
         store = ConversationStore(model, directory=args.store, disk_budget=args.disk_budget, **budgets)
         try:
@@ -121,6 +126,14 @@ def run(args: argparse.Namespace) -> int:
         finally:
             store.close()
     return 0
+
+
+def check_budgets(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for a budget that is no size, before weights are read."""
+    for name, parse in (("device-budget", parse_size), ("host-budget", parse_size), ("disk-budget", parse_bytes)):
+        size = getattr(args, name.replace("-", "_"))
+        if size is not None:
+            parse(f"--{name}", size)
 
 
 def generate_options(args: argparse.Namespace) -> dict[str, Any]:

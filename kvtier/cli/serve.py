@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvtier.cli.chat import check_budgets
 from kvtier.cli.plan import positive, read_config
-from kvtier.config import parse_size
+from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.serving.http.keys import Keys
 
@@ -90,7 +91,9 @@ def _add_interface(parser: argparse.ArgumentParser) -> None:
 def _add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and memory")
     group.add_argument("--device", help="such as cuda:1 or cpu (a GPU, if there is one)")
-    group.add_argument("--dtype", help="of the model, such as bfloat16 (its own; float32 on the CPU)")
+    group.add_argument(
+        "--dtype", help="of weights, keys and values, such as bfloat16 (what the model is saved in; on the CPU float32)"
+    )
     group.add_argument(
         "--device-budget", metavar="SIZE", help="device memory for keys and values, such as 4GiB (what there is)"
     )
@@ -129,10 +132,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"kvtier serve needs {', '.join(missing)}: pip install 'kvtier[serve]'.")
-    for name in ("device-budget", "host-budget", "disk-budget"):
-        size = getattr(args, name.replace("-", "_"))
-        if size is not None:
-            parse_size(f"--{name}", size)
+    check_budgets(args)
     if args.disk_budget is not None and args.store is None:
         raise ConfigError("--disk-budget is of a store: give --store DIR.")
     if args.api_key_file is not None:
@@ -171,9 +171,6 @@ def _options(args: argparse.Namespace) -> Any:
         "block_size": args.block_size,
     }
     engine = {name: getattr(args, name) for name in ("max_batch_tokens", "max_running", "max_waiting", "scheduler")}
-    max_body = parse_size("--max-body", args.max_body)
-    if not isinstance(max_body, int):
-        raise ConfigError(f"--max-body {args.max_body}: give bytes, such as 16MiB.")
     return ServerOptions(
         name=args.served_model_name or args.model,
         directory=args.store,
@@ -184,7 +181,7 @@ def _options(args: argparse.Namespace) -> Any:
         default_tokens=args.default_max_tokens,
         ttl=args.session_ttl,
         sessions=args.max_sessions,
-        max_body=max_body,
+        max_body=parse_bytes("--max-body", args.max_body),
         timeout=args.client_timeout,
         drain=args.drain_timeout,
     )

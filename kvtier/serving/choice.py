@@ -11,11 +11,12 @@ refused.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from kvtier.config import CacheOptions
+from kvtier.config import CacheOptions, format_size
 from kvtier.errors import BudgetError, ConfigError, UnsupportedError
 from kvtier.hf import generation as of
 from kvtier.hf.enable import Enabled, enable
@@ -54,12 +55,20 @@ def choose_runner(
 
     Raises:
         ConfigError: no such name.
-        BudgetError: there is no room for the trial, of some fifty tokens.
+        BudgetError: there is no room for the trial, of some forty tokens; names the smallest budget that has.
         UnsupportedError: "packed" or "ragged" was asked for, and the model cannot be run so; or it cannot be run
             by an engine at all.
     """
     if name not in RUNNERS:
         raise ConfigError(f"runner={name!r}: give one of {', '.join(map(repr, RUNNERS))}.")
+    try:
+        return _chosen(model, memory, options, name)
+    except BudgetError as error:
+        # The traceback of the trial goes through the model, and says nothing to whoever makes an engine.
+        raise _too_small(model, memory, options, name, error) from None
+
+
+def _chosen(model: Any, memory: TieredMemory, options: CacheOptions, name: str) -> tuple[Runner, Enabled | None]:
     why = "it was asked for"
     if name != "single":
         runner, enabled, why = _together(model, memory, options)
@@ -74,6 +83,39 @@ def choose_runner(
             raise UnsupportedError(f"{type(model).__name__} cannot be {name}: {why}.")
         _LOG.info("%s is run one sequence at a time: %s.", type(model).__name__, why)
     return _alone(model, memory, options), None
+
+
+def _too_small(model: Any, memory: TieredMemory, options: CacheOptions, name: str, error: BudgetError) -> BudgetError:
+    """What to say of a trial that was refused. The refused step named what it needs, and the next may need more: the
+    trial runs again, in a memory of its own, until it ends."""
+    needed = {error.tier: error.needed}
+    with memory.lock:
+        alone = not memory.owners
+    while alone:  # else what is needed depends on what others hold
+        try:
+            _try_with(model, memory, options, name, needed)
+            break
+        except BudgetError as more:
+            needed[more.tier] = more.needed
+    tokens = max(sum(x) for x in zip(_PROMPTS, _SECOND, _THIRD, strict=True))
+    give = " and ".join(f"{tier}_budget={nbytes}" for tier, nbytes in sorted(needed.items()))
+    return BudgetError(
+        f"{error.tier}_budget is {error.budget} bytes ({format_size(error.budget)}). An engine tries its model on two "
+        f"sequences of up to {tokens} tokens when it is made: give at least {give} "
+        f"({', '.join(format_size(nbytes) for _, nbytes in sorted(needed.items()))}), and more for requests.",
+        tier=error.tier,
+        needed=needed[error.tier],
+        budget=error.budget,
+    )
+
+
+def _try_with(model: Any, memory: TieredMemory, options: CacheOptions, name: str, budgets: Mapping[str, int]) -> None:
+    """The trial, as in this memory, but for some budgets. Raises `BudgetError`."""
+    with memory.alike(**{f"{tier}_budget": nbytes for tier, nbytes in budgets.items()}) as scratch:
+        runner, enabled = _chosen(model, scratch, options, name)
+        runner.close()
+        if enabled is not None:
+            enabled.disable()
 
 
 def _together(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[Runner | None, Enabled | None, str]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvtier.config import CacheOptions, Size
+from kvtier.config import CacheOptions, Size, checks_names
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ConfigError, QueueFullError, UnsupportedError
 from kvtier.hf import generation as of
@@ -80,6 +80,7 @@ class Engine:
             it gives its own scores.
     """
 
+    @checks_names
     def __init__(
         self,
         model: Any,
@@ -174,7 +175,7 @@ class Engine:
         if reason and sub_batches is True:
             raise UnsupportedError(f"sub_batches=True: {reason}.")
         if reason:
-            _LOG.info("Forwards do not take turns: %s.", reason)
+            _LOG.debug("Forwards do not take turns: %s.", reason)
         elif isinstance(runner, PackedRunner):
             runner.allow_sub_batches()
 

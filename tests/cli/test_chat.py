@@ -125,9 +125,12 @@ def test_a_system_prompt_begins_new_conversations_and_no_others(talk: Talk, tmp_
     assert "has begun without this system prompt" in talk.err
 
 
-def test_without_a_store_nothing_is_written(talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("no_store", [[], ["--no-store"]])
+def test_without_a_store_nothing_is_written(
+    no_store: list[str], talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    talk("--no-store", "--max-new-tokens", "2", "--temperature", "0.9", "--top-p", "0.9", "--seed", "1", lines="x\n")
+    talk(*no_store, "--max-new-tokens", "2", "--temperature", "0.9", "--top-p", "0.9", "--seed", "1", lines="x\n")
     assert talk.status == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -147,6 +150,8 @@ def test_a_seed_gives_the_same_answers_again(talk: Talk) -> None:
         (["--store", "DIR", "--list"], "not a folder of saved sequences"),
         (["--no-store", "--list"], "give --store"),
         (["--no-store", "--disk-budget", "1GiB"], "give --store"),
+        (["--disk-budget", "1GiB"], "give --store"),
+        (["--store", "DIR", "--disk-budget", "50%"], "--disk-budget='50%' is not a positive number of bytes"),
         (["--no-store", "--dtype", "int8"], "no floating-point dtype"),
         (["--no-store", "--dtype", "nonsense"], "no floating-point dtype"),
         (["--no-store", "--device", "nonsense"], "--device nonsense"),
@@ -157,7 +162,6 @@ def test_a_seed_gives_the_same_answers_again(talk: Talk) -> None:
         (["--no-store", "--top-p", "0.5", "--temperature", "0"], "does not sample"),
         (["--no-store", "--name", ""], "a name that is not empty"),
         (["--no-store", "--max-new-tokens", "0"], "not a positive number"),
-        ([], "required"),
         (["--store", "DIR", "--no-store"], "not allowed with"),
     ],
 )

@@ -134,6 +134,35 @@ def test_threads_add_stream_and_cancel_while_the_loop_runs() -> None:
     assert not any(thread.name == "kvtier-engine" for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "falcon"])
+@pytest.mark.parametrize("given", [{"host_budget": 1}, {"device_budget": 1, "host_budget": 1}], ids=["host", "both"])
+def test_too_small_a_budget_for_the_trial_names_the_smallest_that_works(name: str, given: dict[str, int]) -> None:
+    given = dict(given)
+    for _ in given:
+        with pytest.raises(BudgetError, match="An engine tries its model") as refused:
+            Engine(tiny_model(name), block_size=4, **given)
+        assert refused.value.__suppress_context__, "the traceback of the trial helps nobody"
+        assert f"{refused.value.tier}_budget={refused.value.needed}" in str(refused.value)
+        given[f"{refused.value.tier}_budget"] = refused.value.needed
+        if refused.value.tier == "host":
+            break
+    Engine(tiny_model(name), block_size=4, **given).close()
+    for tier in given:
+        with pytest.raises(BudgetError):
+            Engine(tiny_model(name), block_size=4, **{**given, tier: given[tier] - 1})
+
+
+def test_in_a_memory_of_others_too_small_a_budget_counts_what_they_hold() -> None:
+    model = tiny_model("llama")
+    with kvtier.TieredMemory(host_budget="150KB") as memory, kvtier.TieredKVCache(model.config, memory=memory) as other:
+        model.generate(torch.ones(1, 4, dtype=torch.long), past_key_values=other, max_new_tokens=2)
+        held = memory.stats.host.bytes
+        assert held
+        with pytest.raises(BudgetError, match="An engine tries its model") as refused:
+            Engine(model, memory=memory, block_size=4)
+        assert refused.value.needed > held
+
+
 def test_what_cannot_be_is_refused_when_it_is_added() -> None:
     engine = Engine(tiny_model("llama"), host_budget="64KiB", block_size=4, max_waiting=2)
     with pytest.raises(BudgetError, match="does not fit"):

@@ -16,7 +16,20 @@ _LONGEST_STOP, _LONGEST_NAME = 1024, 256
 
 #: Fields that every endpoint has: those of OpenAI, and those that vLLM and Transformers add.
 _COMMON = frozenset(
-    ("model", "stream", "stream_options", "temperature", "top_p", "seed", "user", "metadata", "service_tier", "store")
+    (
+        "model",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_p",
+        "seed",
+        "user",
+        "prompt_cache_key",
+        "safety_identifier",
+        "metadata",
+        "service_tier",
+        "store",
+    )
 )
 _OWN = frozenset(
     (
@@ -73,8 +86,6 @@ _FIELDS = {
             "truncation",
             "max_tool_calls",
             "top_logprobs",
-            "prompt_cache_key",
-            "safety_identifier",
         )
     ),
 }

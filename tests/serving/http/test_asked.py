@@ -119,7 +119,9 @@ def test_a_generation_config_may_limit_the_answer() -> None:
 
 def test_a_session_is_named_by_the_most_telling_field() -> None:
     assert asked_of("chat", {"user": "u", "session_id": "s"}).session == "s"
-    assert asked_of("chat", {"user": "u"}).session == "u"
+    for kind in ("chat", "completions", "responses"):
+        assert asked_of(kind, {"user": "u"}).session == "u"
+        assert asked_of(kind, {"user": "u", "prompt_cache_key": "k"}).session == "k"
 
 
 # ------------------------------------------------------------------------------------- over HTTP
