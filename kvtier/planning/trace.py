@@ -40,6 +40,10 @@ FORMAT = "kvtier trace 1"
 LIMIT = 2_000_000
 #: Events that are sorted and written together.
 CHUNK = 4096
+#: Numbers of threads of a lane: more devices of all caches share them.
+_DEVICES = 4096
+#: Nanoseconds by which sums of seconds may be off.
+_ROUNDED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,8 @@ class TraceWriter:
         self._caches: dict[str, int] = {}
         self._devices: dict[tuple[str, str], int] = {}
         self._threads: dict[tuple[int, int], str] = {}
+        #: Where the last event of a lane ends, in nanoseconds.
+        self._ends: dict[tuple[int, int], int] = {}
         self._part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
         self._file: IO[bytes] = open(self._part, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
         self._good = 0
@@ -163,32 +169,36 @@ class TraceWriter:
 
     def _line(self, event: Event) -> dict[str, Any]:
         pid = self._caches.setdefault(event.cache, len(self._caches) + 1)
-        device = self._devices.setdefault((event.cache, event.device), len(self._devices))
-        tid = len(LANES) * device + list(LANES).index(event.lane) + 1
+        device = self._devices.setdefault((event.cache, event.device), len(self._devices) % _DEVICES)
+        tid = _DEVICES * list(LANES).index(event.lane) + device + 1
         self._threads[pid, tid] = LANES[event.lane] + (f", {event.device}" if event.device else "")
+        start, seconds = event.start - self.origin, event.seconds or 0.0
+        begin, end = round(start * 1e9), round((start + seconds) * 1e9)
+        if event.seconds is not None:
+            # A viewer drops what overlaps what is before it in its lane, if only by what a sum was rounded.
+            last = self._ends.get((pid, tid), begin)
+            begin = last if begin < last <= begin + _ROUNDED else begin
+            end = max(begin, end)
+            self._ends[pid, tid] = end
         line: dict[str, Any] = {
             "ph": "X",
             "pid": pid,
             "tid": tid,
-            "ts": round((event.start - self.origin) * 1e6, 3),
+            "ts": _microseconds(begin),
             "cat": event.lane,
             "name": event.name,
             "args": {name: _finite(value) for name, value in event.args.items()},
         }
-        return line | ({"ph": "i", "s": "t"} if event.seconds is None else {"dur": round(event.seconds * 1e6, 3)})
+        return line | ({"ph": "i", "s": "t"} if event.seconds is None else {"dur": _microseconds(end - begin)})
 
     def _names(self) -> list[dict[str, Any]]:
-        """Names of processes and threads. Threads are shown lane by lane, and within a lane device by device."""
-
-        def order(tid: int) -> int:
-            device, lane = divmod(tid - 1, len(LANES))
-            return lane * len(self._devices) + device
-
+        """Names of processes and threads. Viewers show threads by number, or by index: lane by lane, and within a lane
+        device by device."""
         lines: list[dict[str, Any]] = []
         for cache, pid in self._caches.items():
             lines.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": cache or "kvtier"}})
         for (pid, tid), name in sorted(self._threads.items()):
-            for what, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": order(tid)})):
+            for what, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})):
                 lines.append({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args})
         return lines
 
@@ -241,6 +251,12 @@ def read_trace(path: str | os.PathLike[str]) -> list[Event]:
             Event(line["cat"], line["name"], line["ts"] / 1e6, seconds, line["args"], caches[line["pid"]], device)
         )
     return sorted(found, key=lambda x: x.start)
+
+
+def _microseconds(ns: int) -> float:
+    """As trace files have it. Perfetto multiplies by 1000 and cuts off what is behind the point."""
+    found = ns / 1000
+    return found if int(found * 1000) == ns else math.nextafter(found, math.inf)
 
 
 def busy_seconds(events: Iterable[Event], lane: str) -> float:

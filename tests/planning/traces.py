@@ -9,9 +9,6 @@ from typing import Any
 
 from kvtier.planning.trace import FORMAT, LANES
 
-#: Microseconds by which rounding may let two events of a lane overlap.
-ROUNDING = 0.002
-
 
 def problems(path: str | os.PathLike[str]) -> list[str]:
     """What is wrong with a trace file; empty if nothing is."""
@@ -43,10 +40,11 @@ def problems(path: str | os.PathLike[str]) -> list[str]:
         needed = {"step"} | ({"bytes", "blocks", "layer"} if x["cat"] in ("up", "down", "host") else set())
         if needed - set(x["args"]):
             found.append(f"{where}: no {needed - set(x['args'])} in {x['args']}")
-    ends: dict[tuple[int, int], float] = {}
-    for x in sorted((x for x in events if x["ph"] == "X"), key=lambda x: x["ts"]):
-        key = (x["pid"], x["tid"])
-        if x["ts"] < ends.get(key, 0.0) - ROUNDING:
-            found.append(f"{x['name']} at {x['ts']} in {threads[key]}: the one before ends at {ends[key]}")
-        ends[key] = x["ts"] + x["dur"]
+    # As Perfetto reads them: it cuts nanoseconds off, and drops an event that overlaps the one before it in its lane.
+    ends: dict[tuple[int, int], int] = {}
+    for x in sorted((x for x in events if x["ph"] == "X"), key=lambda x: int(x["ts"] * 1000)):
+        key, start = (x["pid"], x["tid"]), int(x["ts"] * 1000)
+        if start < ends.get(key, 0):
+            found.append(f"{x['name']} at {x['ts']} in {threads[key]}: the one before ends at {ends[key] / 1000}")
+        ends[key] = start + int(x["dur"] * 1000)
     return found
