@@ -2,13 +2,14 @@
 
     accelerate launch integrations/accelerate_generate.py --model DIR
 
-The prompts are split over the processes; each generates for its own with a cache of its own, and the
-first prints all of them in order.
+The prompts are split over the processes; each generates for its own with a cache of its own, and once more with
+Transformers' own cache. The first process prints all answers in order, and whether they are the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -41,33 +42,39 @@ def parse_args() -> argparse.Namespace:
 
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], args: argparse.Namespace
-) -> list[str]:
-    """The continuations of a batch of prompts, prompts included."""
+) -> tuple[list[str], bool]:
+    """The continuations of a batch of prompts, prompts included; and whether they are those of `DynamicCache`."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
+    options = {**inputs, "max_new_tokens": args.max_new_tokens, "do_sample": False}
     with TieredKVCache(model.config, device_budget=args.device_budget, host_budget=args.host_budget) as cache:
-        tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.max_new_tokens, do_sample=False)
-    return tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        tokens = model.generate(**options, past_key_values=cache)
+    same = torch.equal(tokens, model.generate(**options))
+    return tokenizer.batch_decode(tokens, skip_special_tokens=True), same
 
 
-def main() -> None:
+def main() -> int:
+    """Returns 0 if the tokens are those without a tiered cache."""
     args = parse_args()
     accelerator = Accelerator()
 
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(args.model).to(accelerator.device).eval()
+    # In fp32 the tokens are equal; in bf16 either cache may choose another where two are nearly as likely.
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(accelerator.device).eval()
 
     prompts = args.prompt or PROMPTS
     with accelerator.split_between_processes(prompts) as mine, torch.inference_mode():
-        texts = generate(model, tokenizer, mine, args) if mine else []
+        texts, same = generate(model, tokenizer, mine, args) if mine else ([], True)
 
-    texts = gather_object(texts)
+    texts, equal = gather_object(texts), all(gather_object([same]))
     if accelerator.is_main_process:
         for text in texts:
             print(f"{'-' * 80}\n{text}")
+        print(f"{'-' * 80}\nthe same tokens: {'yes' if equal else 'no'}")
     accelerator.end_training()
+    return 0 if equal else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

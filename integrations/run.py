@@ -154,7 +154,7 @@ def main() -> int:
         began = time.monotonic()
         result, said = run(name)
         failed += result == "failed"
-        print(f"{name:<12}{result:<9}{time.monotonic() - began:>6.0f} s  {said}", flush=True)
+        print(f"{name:<17}{result:<9}{time.monotonic() - began:>6.0f} s  {said}", flush=True)
     return 1 if failed else 0
 
 
