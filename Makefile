@@ -122,7 +122,7 @@ judge: $(NEWEST)/.ready if-native ## load generators of others against kvtier se
 	@$(NEWEST)/bin/python integrations/judge.py $(ARGS)
 
 soak: $(NEWEST)/.ready if-native ## slow tests, and random walks and searches for longer than in the tests, about an hour, seeded
-	KVTIER_TEST_OPERATIONS=100000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 KVTIER_TEST_TURNS=2000 KVTIER_TEST_FLIPS=1000 KVTIER_TEST_WORLDS=10000 KVTIER_TEST_WORKLOADS=50 KVTIER_TEST_CLIENTS=200 \
+	KVTIER_TEST_OPERATIONS=100000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 KVTIER_TEST_TURNS=2000 KVTIER_TEST_FLIPS=1000 KVTIER_TEST_WORLDS=10000 KVTIER_TEST_WORKLOADS=50 KVTIER_TEST_LOADS=500 KVTIER_TEST_CLIENTS=200 \
 		KVTIER_TEST_KILLS=100 $(call RUN_PYTEST,$(NEWEST),tests/memory/test_shared_memory.py \
 		tests/memory/test_memory_threads.py tests/hf/test_needed.py tests/planning/test_adaptive.py tests/conversation tests/serving)
 	$(call RUN_PYTEST,$(NEWEST),-m slow)

@@ -25,6 +25,8 @@ _CAPACITY = 1 << 16
 LEAST_BEHIND = 16
 #: Copies of states that one sequence keeps: the first, and the last ones.
 MOST_STATES = 8
+#: Tokens between two positions of a prompt at which states are copied.
+SPACING = 512
 
 
 class Entry:
@@ -289,6 +291,7 @@ class Kept:
         key: Hashable,
         ids: bytes,
         park: Callable[[ParkedSequences, Callable[[ParkedSequence], None]], object],
+        states: dict[int, States],
         name: str | None = None,
     ) -> Entry | None:
         """Keep what `park` parks, the tokens `ids`, unless they are kept already. As `keep`. `park` calls its second
@@ -296,12 +299,12 @@ class Kept:
         with self._memory.lock, self._memory.change:
             if name is not None:
                 self.ranks.follow(name, key, ids)
-            entry = self._known(key, ids, {})
+            entry = self._known(key, ids, states)
         if entry is not None:
             return entry
         found = list[Entry | None]()
         try:
-            park(self.parked, lambda sequence: found.append(self._add(key, ids, sequence, {})))
+            park(self.parked, lambda sequence: found.append(self._add(key, ids, sequence, states)))
         except BudgetError:
             return None
         return found[0]

@@ -13,7 +13,7 @@ from kvtier.conversation.call import Call, Calls
 from kvtier.conversation.disk_tier import DiskTier
 from kvtier.conversation.index import WIDTH, packed
 from kvtier.conversation.journal import GivenAgain, JournalledCache, Took
-from kvtier.conversation.kept import MOST_STATES, Entry, Kept
+from kvtier.conversation.kept import MOST_STATES, SPACING, Entry, Kept
 from kvtier.conversation.reuse import RowReuse
 from kvtier.conversation.states import States, copied, has_states, joined
 from kvtier.conversation.tail import Tail
@@ -21,8 +21,6 @@ from kvtier.errors import BudgetError, CorruptionError, KVTierError
 from kvtier.hf import generation as of
 from kvtier.memory.tiered import TieredMemory
 
-#: Tokens between two positions of a prompt at which states are copied.
-SPACING = 512
 #: Times that a call looks for what is kept, where what it finds is damaged, or goes before it is continued.
 _TRIES = 3
 _NO_ROOM = "no room for what is kept and the rest of the call"

@@ -22,10 +22,12 @@ def has_states(layers: Sequence[Any]) -> bool:
 
 def copied(layers: Sequence[Any], row: int | None = None) -> States:
     """Copies of the layers that are not tiered; of one row of the batch, or of all."""
-    found = {i: _copy(layer) for i, layer in enumerate(layers) if not isinstance(layer, TieredLayer)}
-    if row is not None:
-        _map(found, lambda x: x[row : row + 1].clone())
-    return found
+    return {i: _copy(layer, row) for i, layer in enumerate(layers) if not isinstance(layer, TieredLayer)}
+
+
+def row_of(states: States, row: int) -> States:
+    """Copies of some states, of one row of the batch."""
+    return {i: _copy(layer, row) for i, layer in states.items()}
 
 
 def joined(rows: Sequence[States]) -> States:
@@ -40,20 +42,15 @@ def joined(rows: Sequence[States]) -> States:
 
 def nbytes(states: States) -> int:
     """Bytes that they take."""
-    total = 0
-
-    def count(x: torch.Tensor) -> torch.Tensor:
-        nonlocal total
-        total += x.nbytes
-        return x
-
-    _map(states, count, change=False)
-    return total
+    return sum(x.nbytes for layer in states.values() for x in _tensors(layer) if _batched(x))
 
 
-def _copy(layer: Any) -> Any:
+def _copy(layer: Any, row: int | None = None) -> Any:
+    """A copy of one row of the batch, or of all."""
     with torch.inference_mode(False), torch.no_grad():
-        return copy.deepcopy(layer, {id(x): x.detach().clone() for x in _tensors(layer)})
+        tensors = _tensors(layer)
+        parts = (x if row is None or not _batched(x) else x[row : row + 1] for x in tensors)
+        return copy.deepcopy(layer, {id(x): part.detach().clone() for x, part in zip(tensors, parts, strict=True)})
 
 
 def _tensors(layer: Any) -> list[torch.Tensor]:
@@ -65,20 +62,6 @@ def _tensors(layer: Any) -> list[torch.Tensor]:
 
 def _batched(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 1
-
-
-def _map(states: States, change_one: Any, change: bool = True) -> None:
-    """Apply a function to every tensor with a batch dimension."""
-    for layer in states.values():
-        for name, value in list(vars(layer).items()):
-            if _batched(value):
-                made = change_one(value)
-                if change:
-                    setattr(layer, name, made)
-            elif isinstance(value, dict):
-                made = {key: change_one(x) if _batched(x) else x for key, x in value.items()}
-                if change:
-                    setattr(layer, name, made)
 
 
 def _join(layer: Any, rows: Sequence[Any]) -> None:

@@ -26,7 +26,7 @@ from kvtier.conversation.kept import Entry, Kept
 from kvtier.conversation.prefix_reuse import PrefixReuse
 from kvtier.conversation.ranks import rank_of
 from kvtier.conversation.reuse import RowReuse, StoreStats
-from kvtier.conversation.states import has_states
+from kvtier.conversation.states import copied, has_states
 from kvtier.conversation.verify import verify
 from kvtier.conversation.wake import Wake, Waker
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError
@@ -529,9 +529,15 @@ class ConversationStore:
         return self._kept
 
     @functools.cached_property
-    def tiers_all_layers(self) -> bool:
-        """Whether all that a model keeps of its tokens is keys and values of full attention."""
-        return not _stateful(self._new_cache) and not self._calls.varies
+    def state_layers(self) -> dict[int, type]:
+        """The layers of which states are copied, for they keep more or less than all keys and values: their types."""
+        with self._new_cache() as cache:
+            return {i: type(layer) for i, layer in copied(cache.layers).items()}
+
+    @property
+    def positions_vary(self) -> bool:
+        """Whether keys depend on how long a sequence is."""
+        return self._calls.varies
 
     @property
     def saves(self) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -233,6 +233,11 @@ def states_go_on(model: Any) -> bool:
 def keeps_recurrent_states(config: Any) -> bool:
     """Whether some layer keeps a state instead of keys and values."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in transformers_layers(config))
+
+
+def keeps_both(layers: Mapping[int, type]) -> bool:
+    """Whether some of these types of layers keep keys and values next to a state."""
+    return any(issubclass(layer, CacheLayerMixin) for layer in layers.values())
 
 
 def knows_length(config: Any) -> bool:

@@ -75,6 +75,11 @@ class Costs:
             overlaps=self.overlaps,
         )
 
+    def one_by_one(self, tokens: int, whole: int) -> bool:
+        """Whether tokens are computed one at a time, each in a step, sooner than so many at once."""
+        prices = self.prices()
+        return tokens * (prices.fixed + prices.per_token) <= prices.fixed + whole * prices.per_token
+
     def way(self, job: Job, load: Load, host_blocks: int) -> tuple[str, float]:
         """See `Ways`."""
         return self.prices().way(job, load, host_blocks)

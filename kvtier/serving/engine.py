@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvtier.config import CacheOptions, Size, checks_names
+from kvtier.config import CacheOptions, Size, checks_names, parse_size
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ConfigError, QueueFullError, UnsupportedError
 from kvtier.hf import generation as of
@@ -72,6 +72,8 @@ class Engine:
         preemption: how a request comes back that had to give up its blocks: "swap", its blocks wait on the host (where
             `spill` leaves that free); "recompute", they are kept as long as nobody needs the room, and the rest is
             computed again; "price", whichever takes less time, by what steps and copies took so far.
+        state_budget: bytes of all copies of recurrent states, where the model is, with which requests of a model that
+            has such states begin. Those of a store are within its own. 0: nothing of such a model is used again.
         clock: seconds.
 
     Raises:
@@ -100,6 +102,7 @@ class Engine:
         sub_batches: bool | Literal["auto"] = "auto",
         spill: bool = True,
         preemption: str = "price",
+        state_budget: Size = "1GiB",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = CacheOptions.parse(block_size, host_attention) if store is None else store.options
@@ -122,6 +125,9 @@ class Engine:
             raise UnsupportedError("An encoder-decoder has a prompt of its own for each forward: use `generate`.")
         if preemption not in PREEMPTION:
             raise ConfigError(f"preemption={preemption!r}: give one of {', '.join(map(repr, PREEMPTION))}.")
+        states = state_budget if state_budget == 0 else parse_size("state_budget", state_budget)
+        if not isinstance(states, int):
+            raise ConfigError(f"state_budget={state_budget!r}: give bytes, such as 10**9 or '1GiB'.")
         chosen = scheduler_of(scheduler)
         self._model = model
         self._tokenizer = tokenizer
@@ -132,11 +138,12 @@ class Engine:
             )
         self.memory = memory
         self._enabled = None
+        self._costs = costs = Costs(max_batch_tokens, measured.hardware(torch.device(model.device)).rates())
         try:
             self._runner, self._enabled = choose_runner(model, memory, options, runner)
             try:
                 self._allow(sub_batches)
-                self._prefixes = prefixes_of(model, self._runner, store)
+                self._prefixes = prefixes_of(model, self._runner, store, costs, states)
             except BaseException:
                 self._runner.close()
                 raise
@@ -144,8 +151,6 @@ class Engine:
             self._give_back()
             raise
         self._store = store
-        costs = Costs(max_batch_tokens, measured.hardware(torch.device(model.device)).rates())
-        self._costs = costs
         self._requests = Requests(self._runner, self._prefixes, store, costs, max_waiting, clock)
         self._steps = Steps(
             self._requests,

@@ -5,6 +5,11 @@ in turn: when its prompt is there, when it gives up its blocks, and when it ends
 are shared as in vLLM). What is kept takes no room that a request needs: it goes by an eviction policy, ends first.
 
 A request whose prompt begins as one that is being computed waits for that one: computed once, it serves both.
+
+A model with recurrent states goes on from copies of them only. They are made before the last token of a prompt, which
+is then computed with those that decode, every `SPACING` tokens of a longer one, and where a request ends or gives up
+its blocks: the next turn of a conversation begins where the last one ended. Some models go on from a state by one token
+at a time only: then a copy is used where that is sooner than to begin again.
 """
 
 from __future__ import annotations
@@ -15,14 +20,16 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
-from kvtier.conversation.kept import Entry, Kept
+from kvtier.conversation.kept import SPACING, Entry, Kept
 from kvtier.conversation.store import ConversationStore
 from kvtier.conversation.wake import Wake
 from kvtier.errors import BudgetError, ConfigError, CorruptionError, KVTierError, TransferError
 from kvtier.eviction.names import policy_of
 from kvtier.hf import generation as of
+from kvtier.scheduling.job import Job
+from kvtier.serving.costs import Costs
 from kvtier.serving.request import Request
-from kvtier.serving.runner import PackedRunner
+from kvtier.serving.runner import PackedRunner, RaggedRunner
 
 #: Tokens that a prompt must share with one that is being computed to wait for it.
 WORTH_WAITING = 64
@@ -30,26 +37,36 @@ WORTH_WAITING = 64
 _ALL = 1 << 62
 
 
-def prefixes_of(model: Any, runner: Any, store: ConversationStore | None) -> Prefixes | None:
-    """The prefixes of an engine: those of a store, or of its own; None where its runner cannot go on with blocks.
+def prefixes_of(
+    model: Any, runner: Any, store: ConversationStore | None, costs: Costs, state_budget: int
+) -> Prefixes | None:
+    """The prefixes of an engine: those of a store, or of its own; None where its runner cannot go on with blocks, or
+    there is no room for copies of states that it goes on with.
+
+    Args:
+        costs: of steps.
+        state_budget: bytes of the engine's own copies of states.
 
     Raises:
         ConfigError: a store of another model or memory.
     """
     if store is not None and (of.inner(store.model) is not of.inner(model)):
         raise ConfigError("store= is of another model.")
-    if not isinstance(runner, PackedRunner):
+    if not isinstance(runner, (PackedRunner, RaggedRunner)):
         return None
-    if store is not None and store.tiers_all_layers:
-        return Prefixes(model, runner, store.kept, store)
-    return Prefixes(model, runner, _own(runner), None)
+    states = runner.state_layers if isinstance(runner, RaggedRunner) else {}
+    if store is not None and store.state_layers == states and not store.positions_vary and not of.keeps_both(states):
+        return Prefixes(model, runner, store.kept, store, costs, stateful=bool(states))
+    if states and not state_budget:
+        return None
+    return Prefixes(model, runner, _own(runner, state_budget), None, costs, stateful=bool(states))
 
 
-def _own(runner: PackedRunner) -> Kept:
+def _own(runner: PackedRunner | RaggedRunner, state_budget: int) -> Kept:
     def new_cache() -> Any:
         raise AssertionError("rows of an engine are not padded")
 
-    return Kept(runner.forward.memory, new_cache, policy_of(None), state_budget=0)
+    return Kept(runner.forward.memory, new_cache, policy_of(None), state_budget)
 
 
 class Prefixes:
@@ -60,10 +77,24 @@ class Prefixes:
         runner: that continues what is kept.
         kept: of the store, or the engine's own.
         store: that has it; None: it is the engine's own.
+        costs: of steps.
+        stateful: whether it is continued at copies of states only.
     """
 
-    def __init__(self, model: Any, runner: PackedRunner, kept: Kept, store: ConversationStore | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        runner: PackedRunner | RaggedRunner,
+        kept: Kept,
+        store: ConversationStore | None,
+        costs: Costs,
+        *,
+        stateful: bool,
+    ) -> None:
         self._model = model
+        self._runner = runner
+        self._costs = costs
+        self._stateful = stateful
         self._forward = runner.forward
         self._memory = runner.forward.memory
         self._kept = kept
@@ -98,7 +129,7 @@ class Prefixes:
         shared, other = self._coming.find(request.key, ids)
         if (
             other is not None
-            and shared - request.job.swapped >= WORTH_WAITING
+            and self._useful(shared, other) - request.job.swapped >= WORTH_WAITING
             and other.job.priority >= request.job.priority
         ):
             self._waits_for[request] = other
@@ -108,6 +139,11 @@ class Prefixes:
             wake = self._store.wake(request.ids, salt=request.salt)
             if wake.reads:
                 self._wakes[request] = wake, until
+
+    def _useful(self, shared: int, other: Request) -> int:
+        """Of tokens that a request shares with one that is being computed, those that it can begin with then."""
+        last = len(other.ids) - 1
+        return shared if not self._stateful else last if shared >= last else shared - shared % SPACING
 
     def waits(self, request: Request, now: float) -> bool:
         """Whether another request is to compute what this one begins with, or it is being loaded."""
@@ -138,12 +174,25 @@ class Prefixes:
         """What a request that waits is expected to begin with: in all, and of that what takes no more room."""
         job = request.job
         with self._memory.lock, self._memory.change:
-            length, entry = self._kept.find(request.key, ids)
+            job.swapped, entry = self._find(request.key, ids)
             if entry is None:
-                job.swapped = job.reusable = 0
+                job.reusable = 0
                 return
-            job.swapped = max(min(length, entry.sequence.length, common(entry.ids, ids), len(ids) // WIDTH - 1), 0)
             job.reusable = min(self._forward.shared(entry.sequence), job.swapped)
+
+    def _find(self, key: Hashable, ids: bytes) -> tuple[int, Entry | None]:
+        """The longest beginning that is kept and can be gone on from, which lacks at least the last token: its scores
+        are wanted. Holds the lock."""
+        if self._stateful:
+            length, entry = next(self._kept.states_of(key, ids[:-WIDTH]), (0, None))
+            whole = len(ids) // WIDTH
+            if entry is not None and not self._runner.chunked and not self._costs.one_by_one(whole - length, whole):
+                return 0, None
+            return length, entry
+        length, entry = self._kept.find(key, ids)
+        if entry is not None:
+            length = min(length, entry.sequence.length, common(entry.ids, ids), len(ids) // WIDTH - 1)
+        return (length, entry) if length > 0 else (0, None)
 
     # Begin, keep
 
@@ -155,12 +204,10 @@ class Prefixes:
         ids = packed(request.ids)
         with self._memory.lock, self._memory.change:
             self._memory.collect()
-            length, entry = self._kept.find(request.key, ids)
+            length, entry = self._find(request.key, ids)
             if entry is None:
                 return 0
-            length = min(length, entry.sequence.length, common(entry.ids, ids), len(ids) // WIDTH - 1)
-            if length <= 0:
-                return 0
+            states = entry.states[length] if self._stateful else {}
             self._kept.hold([entry], request)
             if request in self._swapped:
                 self._kept.parked.promote([entry.sequence], _ALL)
@@ -176,11 +223,14 @@ class Prefixes:
             with self._memory.lock, self._memory.change:
                 self._kept.release([entry], request)
             self._unswap(request)
+        if sequence is not None and states and sequence.length < length:  # its end has gone meanwhile
+            self._forward.remove(sequence)
+            sequence = None
         if sequence is None:
             return 0
         with self._memory.lock, self._memory.change:
             self._kept.use([entry], [sequence.length])
-        request.sequence = sequence
+        request.sequence = self._runner.go_on(sequence, states)
         return sequence.length
 
     def swap(self, request: Request) -> bool:
@@ -188,8 +238,8 @@ class Prefixes:
         request begins again. Whether it does: else it is kept as all else is."""
         with self._memory.lock, self._memory.change:
             self._memory.collect()
-            length, entry = self._kept.find(request.key, packed(request.ids))
-            if entry is None or min(length, entry.sequence.length) < request.job.cached:
+            length, entry = self._find(request.key, packed(request.ids))
+            if entry is None or length < request.job.cached:
                 return False
             try:
                 self._kept.parked.leave(entry.sequence)
@@ -205,16 +255,41 @@ class Prefixes:
             with self._memory.lock, self._memory.change:
                 self._kept.release([entry], request)
 
+    def part(self, job: Job, tokens: int) -> int:
+        """How many of the next tokens of a request are computed in one part: up to where its states are copied."""
+        if not self._stateful or job.left == 1:
+            return tokens
+        if not self._runner.chunked:
+            return 1 if job.cached else job.left - 1
+        return min(tokens, job.left - 1, SPACING - job.cached % SPACING)
+
+    def computed(self, request: Request) -> None:
+        """A part of a request's prompt was computed: what others can begin with is kept, and who waits for it waits no
+        longer."""
+        job, left = request.job, request.job.left
+        end = left == 1 if self._stateful else not left
+        if end or (self._stateful and left and not job.cached % SPACING):
+            self.keep(request)
+        if end or not left:
+            self.there(request)
+
     def keep(self, request: Request) -> None:
         """Keep what a request has computed so far."""
-        sequence = request.sequence
-        if sequence is None or not sequence.length or request.alone:
+        if request.sequence is None or request.alone:
+            return
+        sequence = self._runner.kv(request.sequence)
+        if not sequence.length:
             return
         self._check_weights()
         ids = packed(request.ids[: sequence.length])
+        states = self._runner.states(request.sequence) if self._stateful else {}
         with contextlib.suppress(KVTierError):
             entry = self._kept.add(
-                request.key, ids, functools.partial(self._forward.park, sequence=sequence), request.conversation
+                request.key,
+                ids,
+                functools.partial(self._forward.park, sequence=sequence),
+                {sequence.length: states} if states else {},
+                request.conversation,
             )
             if entry is not None and self._store is not None:
                 self._store.save(entry)

@@ -160,11 +160,10 @@ class Requests:
         job.running, job.cached, job.blocks = False, 0, 0
         self.wait(request)
 
-    def keep(self, request: Request) -> None:
-        """Its prompt is there: it is kept for those who begin alike, and nobody waits for it any more."""
+    def computed(self, request: Request) -> None:
+        """A part of its prompt is there, for others to begin with."""
         if self._prefixes is not None:
-            self._prefixes.keep(request)
-            self._prefixes.there(request)
+            self._prefixes.computed(request)
 
     def fork(self, request: Request) -> list[Request]:
         """The other samples of a prompt that is there now: those that go on with its blocks."""

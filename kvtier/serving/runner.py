@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvtier.config import CacheOptions
-from kvtier.conversation.states import States, copied, joined
+from kvtier.conversation.states import States, joined, row_of
 from kvtier.errors import BudgetError
 from kvtier.forward.packed import PackedForward
 from kvtier.forward.sub_batch import PackedSequence, SubBatch
@@ -64,6 +64,19 @@ class Runner(abc.ABC):
     @abc.abstractmethod
     def fork(self, sequence: Any) -> Any:
         """A second sequence with the same tokens; None: that cannot be had, its tokens are computed again."""
+
+    def kv(self, sequence: Any) -> PackedSequence:
+        """The keys and values of a sequence, where a runner's sequences can be continued by others."""
+        raise NotImplementedError
+
+    def states(self, sequence: Any) -> States:
+        """A sequence's recurrent states behind the tokens that are cached, which nobody changes; empty: the model has
+        none."""
+        return {}
+
+    def go_on(self, kv: PackedSequence, states: States) -> Any:
+        """A sequence that goes on with keys and values, and with the states behind their last token."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def remove(self, sequence: Any) -> None:
@@ -147,6 +160,16 @@ class PackedRunner(Runner):
     def fork(self, sequence: Any) -> PackedSequence | None:
         """See `Runner`."""
         return self.forward.fork(sequence)
+
+    def kv(self, sequence: Any) -> PackedSequence:
+        """See `Runner`."""
+        found: PackedSequence = sequence
+        return found
+
+    def go_on(self, kv: PackedSequence, states: States) -> PackedSequence:
+        """See `Runner`."""
+        assert not states, "a packed row has no states"
+        return kv
 
     def remove(self, sequence: Any) -> None:
         """See `Runner`."""
@@ -277,6 +300,8 @@ class RaggedRunner(Runner):
         self._cache = of.cache_argument(self._model)
         self.chunked = of.states_go_on(self._model)
         self.forward = PackedForward(memory, options, int(self._config.num_hidden_layers))
+        #: Layers that keep a state: their types.
+        self.state_layers = {i: type(layer) for i, layer in state_layers(self._config).items()}
         self._rows: list[_Ragged] = []
         self._stacked: States = {}
 
@@ -288,7 +313,25 @@ class RaggedRunner(Runner):
         """See `Runner`."""
         self._part()
         made = _Ragged(self.forward.fork(sequence.kv))
-        made.states = joined([sequence.states]) if sequence.states else {}
+        made.states = sequence.states
+        return made
+
+    def kv(self, sequence: Any) -> PackedSequence:
+        """See `Runner`."""
+        found: PackedSequence = sequence.kv
+        return found
+
+    def states(self, sequence: Any) -> States:
+        """See `Runner`."""
+        if sequence in self._rows:
+            return row_of(self._stacked, self._rows.index(sequence))
+        found: States = sequence.states
+        return found
+
+    def go_on(self, kv: PackedSequence, states: States) -> _Ragged:
+        """See `Runner`."""
+        made = _Ragged(kv)
+        made.states = states
         return made
 
     def remove(self, sequence: Any) -> None:
@@ -343,7 +386,7 @@ class RaggedRunner(Runner):
         """Give each sequence its own states again."""
         for i, row in enumerate(self._rows):
             if not row.removed:
-                row.states = dict(zip(self._stacked, copied(list(self._stacked.values()), i).values(), strict=True))
+                row.states = row_of(self._stacked, i)
         self._rows, self._stacked = [], {}
 
     def blocks(self) -> tuple[int, int, int]:
@@ -386,7 +429,7 @@ class _Ragged:
 
     Attributes:
         kv: its keys and values.
-        states: its own, while they are not stacked with those of others.
+        states: its own, while they are not stacked with those of others. Nobody changes them: the stack is a copy.
         removed: it has ended.
     """
 

@@ -142,6 +142,8 @@ class Steps:
     def _work(self, request: Request, tokens: int) -> Work:
         job = request.job
         tokens = min(tokens, job.left) if self._runner.chunked else job.left
+        if self._prefixes is not None:
+            tokens = self._prefixes.part(job, tokens)
         return Work(request.sequence, request.ids, job.cached, tokens, job.cached + tokens == job.tokens)
 
     # The forward, and what becomes of one that fails
@@ -239,8 +241,8 @@ class Steps:
                 request.job.cached += each.tokens
                 requests.shares.serve(request.job.tenant, each.tokens, int(row is not None))
                 request.job.last_ran = now
-                if row is not None and request.output.first_token is None:
-                    requests.keep(request)
+                if row is None or request.output.first_token is None:
+                    requests.computed(request)
                 if row is not None and not request.cancelled:
                     asking.append((request, row))
                     asking += [(sample, row) for sample in requests.fork(request)]

@@ -44,3 +44,10 @@ def test_a_fast_way_up_swaps_and_a_slow_one_recomputes() -> None:
 def test_before_the_first_step_there_is_an_answer() -> None:
     costs = Costs(512, Rates())
     assert costs.prices().fixed > 0
+
+
+def test_few_tokens_are_computed_one_by_one_sooner_than_many_at_once() -> None:
+    costs = costs_of(Rates())  # a step takes as long as 200 tokens of it
+    assert costs.one_by_one(1, 1)
+    assert costs.one_by_one(2, 500)
+    assert not costs.one_by_one(4, 500)

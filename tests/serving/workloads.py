@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from families import WINDOW, build_model
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvtier
-from kvtier import BudgetError, Engine
+from kvtier import BudgetError, ConversationStore, Engine
 
 #: Tokens of the longest answers.
 NEW = 18
+#: A small model that was really trained.
+TRAINED = Path(__file__).resolve().parents[2] / "examples" / "pylm"
+#: Open files of this process, where the system lists them.
+HANDLES = Path("/proc/self/fd")
 #: How a model is built: family, attention, settings; and how it is run.
 MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "trained": (str(TRAINED), "sdpa", {}, "packed"),
     "llama": ("llama", "sdpa", {}, "packed"),
     "qwen3": ("qwen3", "sdpa", {}, "packed"),
     "qwen2": ("qwen2", "sdpa", {}, "packed"),
@@ -58,7 +65,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
 def model_of(name: str) -> PreTrainedModel:
     """A model, built once."""
     family, attention, settings, _ = MODELS[name]
-    return build_model(family, attention, **settings)
+    if name != "trained":
+        return build_model(family, attention, **settings)
+    model = AutoModelForCausalLM.from_pretrained(family, dtype=torch.float32, attn_implementation=attention).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -126,6 +138,16 @@ def stream_of_tokens(number: int) -> list[int]:
     return torch.randint(1, 120, (200,), generator=torch.Generator().manual_seed(number)).tolist()
 
 
+def threads() -> set[threading.Thread]:
+    """That run in this process; tqdm's own comes and goes with the bars of whoever loads a model."""
+    return {each for each in threading.enumerate() if each.name != "tqdm_monitor"}
+
+
+def handles() -> int:
+    """Open files of this process."""
+    return len(os.listdir(HANDLES)) if HANDLES.exists() else 0
+
+
 @dataclass
 class Asked:
     """A request of a load."""
@@ -133,6 +155,7 @@ class Asked:
     name: str
     prompt: tuple[int, ...]
     new: int
+    conversation: str | None = None
     seed: int | None = None
     count: int = 1
     end: int | None = None
@@ -155,7 +178,9 @@ class Load:
     def play(self) -> None:
         """Run it."""
         self.random = random.Random(f"{self.name} {self.seed}")
-        threads = threading.active_count()
+        self.store: ConversationStore | None = None
+        model_of(self.name)
+        before, files = threads(), handles()
         engine = self.engine()
         memory = engine.memory
         try:
@@ -167,18 +192,22 @@ class Load:
                 self.step_by_step(engine)
             for each in self.asked:
                 self.check(engine, each)
+            self.check_conversation(engine)
             engine.check_integrity()
             self.nothing_is_left(engine)
         finally:
             engine.close()
+            if self.store is not None:
+                self.store.close()
         assert not memory.owners
         assert not any(slabs.budget.used for slabs in memory._tier_slabs())
-        assert threading.active_count() == threads
+        assert threads() == before
+        assert handles() == files
 
     def engine(self) -> Engine:
         """With random settings, and budgets down to the smallest."""
         r = self.random
-        name, model = self.name, model_of(self.name)
+        name = self.name
         kind = MODELS[name][3]
         size = r.choice((4, 8, 16, 16))
         self.asked: list[Asked] = []
@@ -197,6 +226,9 @@ class Load:
                 expected = by_generate(name, prompt)[0]
                 each.end = r.choice(expected)
             self.asked.append(each)
+        stored = r.random() < 0.4
+        if stored:
+            self.asked += self.turns(limit)
         options: dict[str, Any] = {
             "block_size": size,
             "max_batch_tokens": r.choice((1, 2, 5, 16, 17, 64, 2048)),
@@ -207,13 +239,13 @@ class Load:
             "preemption": r.choice(("price", "swap", "recompute")),
         }
         if kind == "single":
-            return Engine(model, host_budget="64MiB", **options)
+            return self.made({"host_budget": "64MiB"}, options, stored=stored)
         budgets: dict[str, Any] = {"host_budget": "64MiB"}
         if r.random() < 0.75:
             one = self.bytes_of_a_block(options)
             most = max(-(-(len(x.prompt) + x.new) // size) for x in self.asked)
             most = max(most, -(-26 // size) + -(-11 // size))  # what the engine's own trial takes
-            total = int(one * most * r.choice((1.0, 1.0, 1.2, 2.0, 4.0)))
+            total = int(one * most * r.choice((1.0, 1.0, 1.2, 1.5, 3.0)))
             if r.random() < 0.5:
                 device = max(int(total * r.choice((0.3, 0.6, 1.0))), one * 3)
                 budgets = {"device_budget": device, "host_budget": max(total - device // 2, one * 2)}
@@ -224,7 +256,7 @@ class Load:
             budgets["device_budget"] = "1MiB"
         for _ in range(12):
             try:
-                return Engine(model, runner=kind, **budgets, **options)
+                return self.made(budgets, options | {"runner": kind}, stored=stored)
             except (BudgetError, kvtier.UnsupportedError) as error:
                 if "udget" not in str(error):
                     raise
@@ -232,13 +264,39 @@ class Load:
                 budgets = {key: int(value * 1.3) for key, value in budgets.items()}
         raise AssertionError("no budget is enough")
 
+    def turns(self, limit: int) -> list[Asked]:
+        """The turns of a conversation, each of which begins with all that was said."""
+        r, found = self.random, list[Asked]()
+        prompt = stream_of_tokens(4)[: r.randint(1, limit // 3)]
+        for i in range(r.randint(2, 3)):
+            new = r.randint(1, min(NEW, limit // 3))
+            found.append(Asked(f"turn{i}", tuple(prompt), new, conversation="alice"))
+            prompt += by_generate(self.name, tuple(prompt))[0][:new]
+            prompt += stream_of_tokens(5 + i)[: r.randint(1, 6)]
+        return found
+
+    def made(self, budgets: dict[str, Any], options: dict[str, Any], *, stored: bool) -> Engine:
+        """An engine, on a store or with a memory of its own."""
+        model = model_of(self.name)
+        if not stored:
+            return Engine(model, **budgets, **options)
+        options = dict(options)
+        own = {name: options.pop(name) for name in ("block_size", "host_attention")}
+        self.store = ConversationStore(model, **budgets, **own)
+        try:
+            return Engine(model, store=self.store, **options)
+        except BaseException:
+            self.store.close()
+            raise
+
     def bytes_of_a_block(self, options: dict[str, Any]) -> int:
         """Of all layers."""
         return _bytes_of_a_block(self.name, options["block_size"])
 
     def add(self, engine: Engine, each: Asked) -> None:
         """Add a request; one that never fits is refused at once."""
-        options = {"max_new_tokens": each.new, "request_id": each.name}
+        options: dict[str, Any] = {"max_new_tokens": each.new, "request_id": each.name}
+        options["conversation"] = each.conversation
         if each.seed is not None:
             options |= sampling(each.seed, each.new, each.count)
         elif each.end is not None:
@@ -299,6 +357,7 @@ class Load:
             assert output.is_finished(), what
             self.counts["preempted"] += output.preempted
             self.counts["swapped"] += output.swapped
+            self.counts["recomputed"] += output.preempted - output.swapped
             self.counts["cached"] += bool(output.cached_tokens)
             if output.finish_reason == "cancelled":
                 assert each.cancelled, what
@@ -316,6 +375,18 @@ class Load:
                 if output.finish_reason != "cancelled":
                     assert output.finish_reason == "stop", what
         self.counts["requests"] += 1
+
+    def check_conversation(self, engine: Engine) -> None:
+        """Its history is that of the turn that ended last."""
+        turns = [x for x in self.asked if x.conversation is not None and "refused" not in x.options]
+        whole = [engine.output(x.name) for x in turns]
+        whole = [x for x in whole if x.finish_reason == "length"]
+        if self.store is None or not whole:
+            return
+        last = max(whole, key=lambda output: output.finished or 0.0)
+        assert self.store.open("alice").ids == [*last.prompt_ids, *last.generated_tokens]
+        self.counts["conversations"] += 1
+        self.counts["later turns"] += sum(bool(output.cached_tokens) for output in whole[1:])
 
     def nothing_is_left(self, engine: Engine) -> None:
         """No block is held but by what is kept for later; without that, by nobody."""
@@ -341,9 +412,12 @@ COUNTED = (
     "requests",
     "preempted",
     "swapped",
+    "recomputed",
     "cancelled",
     "sampled",
     "cached",
+    "conversations",
+    "later turns",
     "refused",
     "threaded",
     "budgeted",

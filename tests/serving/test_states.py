@@ -1,0 +1,179 @@
+"""Models with recurrent states begin with what earlier requests have left, at copies of their states: the tokens of
+`generate`."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build_model
+from model_types import tiny_model_of_type
+from transformers import PreTrainedModel
+from workloads import Load, same_as_generate
+from workloads import stream_of_tokens as tokens_below_120
+
+import kvtier
+from kvtier import ConversationStore, Engine
+from kvtier.serving import prefixes
+from kvtier.serving.costs import Costs
+
+NEW = 6
+#: Attention and states in layers of their own, states alone, both in one layer; and one that goes on token by token.
+GOES_ON, TOKEN_BY_TOKEN = ("qwen3_next", "lfm2", "falcon_h1"), ("jamba", "mamba")
+
+
+def stream_of_tokens(number: int) -> list[int]:
+    """That every one of the models knows."""
+    return [x % 60 + 1 for x in tokens_below_120(number)]
+
+
+@functools.cache
+def model_of(name: str) -> PreTrainedModel:
+    return build_model(name, "sdpa") if name in ("qwen3_next", "jamba") else tiny_model_of_type(name)
+
+
+def generated(name: str, prompt: list[int], new: int = NEW) -> Any:
+    return model_of(name).generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+
+
+def ask(engine: Engine, name: str, prompt: list[int], **options: Any) -> tuple[list[int], int]:
+    """Tokens of a request, which are those of `generate`, and how many of its prompt were not computed."""
+    request = engine.add_request(prompt, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, **options)
+    while engine.step():
+        engine.check_integrity()
+    output = engine.output(request)
+    assert output.error is None, output.error
+    out = generated(name, prompt)
+    assert same_as_generate(output.generated_tokens, out.sequences[0, len(prompt) :].tolist(), out.scores)
+    return output.generated_tokens, output.cached_tokens
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_a_turn_begins_where_the_last_one_ended(name: str) -> None:
+    engine = Engine(model_of(name), host_budget="16MiB", block_size=4)
+    try:
+        assert engine.runner == "ragged"
+        history = stream_of_tokens(1)[:21]
+        for turn in range(4):
+            answer, cached = ask(engine, name, history)
+            # The last token of the answer was never computed.
+            assert cached == (len(history) - 4 if turn else 0)
+            history = [*history, *answer, 5 + turn, 6, 7]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "mamba"])
+def test_a_prompt_that_comes_again_is_computed_but_for_its_last_token(name: str) -> None:
+    engine = Engine(model_of(name), host_budget="16MiB", block_size=4)
+    try:
+        prompt = stream_of_tokens(2)[:30]
+        assert [ask(engine, name, prompt)[1] for _ in range(3)] == [0, 29, 29]
+        assert ask(engine, name, prompt, salt="another tenant")[1] == 0
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", TOKEN_BY_TOKEN)
+def test_what_goes_on_token_by_token_does_where_that_is_sooner(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact in both ways; and which of them it is, is a matter of price."""
+    history = stream_of_tokens(3)[:40]
+    for sooner in (True, False):
+        monkeypatch.setattr(Costs, "one_by_one", lambda self, tokens, whole, sooner=sooner: sooner)
+        engine = Engine(model_of(name), host_budget="16MiB", block_size=4)
+        try:
+            assert not engine._runner.chunked, "it goes on with many tokens at a time"
+            answer, _ = ask(engine, name, history)
+            turn = [*history, *answer, 8, 9]
+            assert ask(engine, name, turn)[1] == (len(turn) - 3 if sooner else 0)
+        finally:
+            engine.close()
+
+
+def test_prompts_that_begin_alike_share_what_is_before_the_last_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are made every 8 tokens here; one of the prompts computes what is common, and the others wait for it."""
+    monkeypatch.setattr(prefixes, "SPACING", 8)
+    monkeypatch.setattr(prefixes, "WORTH_WAITING", 8)
+    name, head = "qwen3_next", stream_of_tokens(1)[:19]
+    prompts = [[*head, *stream_of_tokens(10 + i)[: 3 + i]] for i in range(4)]
+    engine = Engine(model_of(name), host_budget="16MiB", block_size=4)
+    try:
+        names = [engine.add_request(p, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False) for p in prompts]
+        while engine.step():
+            engine.check_integrity()
+        for prompt, each in zip(prompts, names, strict=True):
+            out = generated(name, prompt)
+            assert same_as_generate(
+                engine.output(each).generated_tokens, out.sequences[0, len(prompt) :].tolist(), out.scores
+            )
+        assert [engine.output(each).cached_tokens for each in names] == [0, 16, 16, 16]
+    finally:
+        engine.close()
+
+
+def test_copies_of_states_stay_within_their_budget() -> None:
+    name = "qwen3_next"
+    engine = Engine(model_of(name), host_budget="16MiB", block_size=4, state_budget="20KiB")
+    try:
+        kept = engine._prefixes._kept  # type: ignore[union-attr]
+        one = 0
+        for i in range(8):
+            ask(engine, name, stream_of_tokens(i)[:20])
+            one = one or kept.state_bytes // 2
+            assert kept.state_bytes <= 20 * 1024
+        assert 0 < kept.state_bytes < 8 * 2 * one, "nothing was given up"
+    finally:
+        engine.close()
+
+
+def test_without_a_budget_for_states_nothing_is_used_again() -> None:
+    engine = Engine(model_of("qwen3_next"), host_budget="16MiB", block_size=4, state_budget=0)
+    try:
+        prompt = stream_of_tokens(1)[:20]
+        assert [ask(engine, "qwen3_next", prompt)[1] for _ in range(2)] == [0, 0]
+    finally:
+        engine.close()
+    with pytest.raises(kvtier.ConfigError, match="state_budget"):
+        Engine(model_of("qwen3_next"), host_budget="16MiB", state_budget=0.5)  # type: ignore[arg-type]
+
+
+def test_a_conversation_goes_on_from_call_to_engine_and_from_the_disk(tmp_path: Path) -> None:
+    """What a call of the store has left, the engine begins with; and so does the engine of a later process."""
+    name, model = "qwen3_next", model_of("qwen3_next")
+    history = stream_of_tokens(1)[:24]
+    for process in range(2):
+        store = ConversationStore(model, host_budget="16MiB", block_size=4, directory=tmp_path, loading="always")
+        engine = Engine(model, store=store)
+        try:
+            if not process:
+                out = store.generate(torch.tensor([history]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+                history = [*out[0].tolist(), 5, 6]
+            answer, cached = ask(engine, name, history, conversation="alice")
+            assert cached == len(history) - 3
+            history = [*history, *answer]
+            assert store.open("alice").ids == history
+            history += [7, 8]
+            store.flush()
+        finally:
+            engine.close()
+            store.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_gives_up_its_blocks_goes_on_from_its_states(seed: int) -> None:
+    """Room for few: requests are preempted, and come back with what is kept of them."""
+    load = Load("qwen3_next", 1000 + seed)
+    load.play()
+    assert load.counts["requests"]
