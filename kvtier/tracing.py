@@ -58,7 +58,7 @@ def trace(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Trace:
             model.generate(**inputs, past_key_values=cache)
 
     Each cache is a process in it, with threads for its steps and plans (decisions, predicted seconds), compute,
-    fetches, write-backs, attention on the host, and stalls; `kvtier.planning.trace` has the format and reads it back. A
+    fetches, write-backs, attention on the host, waits for that, and stalls; `kvtier.planning.trace` has the format and reads it back. A
     step ends where the next one begins, the last one with its last attention. While a trace is recorded, attention
     calls that would be repeated take the general way; without one, nothing is slower.
 
@@ -103,7 +103,7 @@ class _Cache:
         device: of its last attention.
         attended: whether it had any.
         computed: until when the device's work is known.
-        stalls: of the device since `computed`.
+        stalls: of the device since `computed`, waits for the host included.
         ends: of the last events, by device and lane, in lanes where one thing follows another.
     """
 
@@ -231,6 +231,13 @@ class Trace:
             args = {"step": cache.told, "layer": layer, "blocks": blocks, "bytes": nbytes}
             self._add(cache, Event("host", f"layer {layer}", began, seconds, args, cache.name))
 
+    def waited(self, counters: Counters, layer: int, device: str, began: Time, ended: Time) -> None:
+        """The device had done its part of a layer's attention, and waited for the host's."""
+        with self._lock:
+            cache = self._cache(counters)
+            args = {"step": cache.told, "layer": layer}
+            self._tell(cache, _Span("wait", f"layer {layer}", began, ended, device, args, cuts=True))
+
     def step_of(self, counters: Counters) -> int:
         """The number of the step that a cache is in; -1 before the first."""
         return self._cache(counters).told
@@ -276,8 +283,8 @@ class Trace:
                 cache.computed = max(cache.computed, began)
             elif span.kind == "plan":
                 self._add(cache, Event("step", "plan", began, None, span.args, cache.name))
-            elif span.kind == "stall":
-                self._in_turn(cache, "stall", span.name, began, ended, span.device, span.args)
+            elif span.kind in ("stall", "wait"):
+                self._in_turn(cache, span.kind, span.name, began, ended, span.device, span.args)
                 if span.cuts:
                     cache.stalls.append((began, ended))
             else:
@@ -286,7 +293,8 @@ class Trace:
                 cache.attended, cache.device = True, span.device
 
     def _computed(self, cache: _Cache, name: str, until: float, device: str, args: dict[str, Any]) -> None:
-        """The device computed from where its work is known up to `until`, but for the time in which it stalled."""
+        """The device computed from where its work is known up to `until`, but for the time in which it stalled, or waited
+        for the host."""
         start, left = cache.computed, list[tuple[float, float]]()
         for began, ended in cache.stalls:
             if began < until:

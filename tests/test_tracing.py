@@ -107,8 +107,8 @@ def test_each_step_has_its_layers_its_plan_and_its_numbers(engine: str, tmp_path
             name for n in range(LAYERS) for name in (f"layer {n}", f"attention {n}")
         ]
         assert (step.args["bytes_up"], step.args["tokens"]) == (sums(mine)["up"], 1)
-        # What is neither computed nor stalled is nothing: the device is the CPU.
-        whole = sum(x.seconds or 0 for x in mine if x.lane in ("compute", "stall"))
+        # What is not computed, and no wait, is nothing: the device is the CPU.
+        whole = sum(x.seconds or 0 for x in mine if x.lane in ("compute", "stall", "wait"))
         assert whole == pytest.approx(step.seconds, abs=1e-5)
 
 
@@ -136,7 +136,7 @@ def test_without_a_trace_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     def told(*args: object, **options: object) -> None:
         raise AssertionError("somebody tells")
 
-    for name in ("step", "plan", "attention", "stall", "host", "copied"):
+    for name in ("step", "plan", "attention", "stall", "waited", "host", "copied"):
         monkeypatch.setattr(Trace, name, told)
     cache = spilled("all-fetch", "late")
     fill(cache)

@@ -420,6 +420,7 @@ class _HostPart:
         self.on_device = {name: x.detach().to(query.device).contiguous() for name, x in _tensors(params).items()}
         self._future: native.Future | None = None
         self._began = 0.0
+        self._waits: tracing.Time | None = None
         with reader.memory.lock:
             self._buffers = reader.io_buffers
             misses = self._buffers.misses
@@ -477,7 +478,9 @@ class _HostPart:
         return made
 
     def wait(self) -> None:
-        """Until no thread reads or writes any more."""
+        """Until no thread reads or writes any more. The device has its own part of the call by now."""
+        if tracing.active is not None:
+            self._waits = self._of.reader.device.engine.stamp()
         if self._future is not None:
             self._future.wait()
             _count_host(self._of.reader, self._part, self._began, self._future.seconds)
@@ -498,6 +501,11 @@ class _HostPart:
         with reader.memory.lock:
             back = buffer.last = reader.device.engine.submit(copies, Direction.RESULT, reader.counters)
             back.wait()
+        tracer = tracing.active
+        if tracer is not None and self._waits is not None:
+            tracer.waited(
+                reader.counters, reader.layer.index, reader.device.name, self._waits, reader.device.engine.stamp()
+            )
         return up[0], up[1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -131,6 +132,7 @@ class SubBatch:
         self._lengths = [each.length for each in segments]
         self._new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._paused = False
+        self._began: tracing.Time | None = None
         for index in readers:
             self.choose(index)
 
@@ -189,15 +191,24 @@ class SubBatch:
             `[1, heads, tokens, v_dim]`.
         """
         self.check_view(reader, length, epoch)
-        tracer, stamp = tracing.active, reader.device.engine.stamp
-        began = 0.0 if tracer is None else stamp()
         self._paused = False
+        self._begin_trace(reader)
         out = self._attend(reader, query, params)
-        if tracer is not None:
-            index, device = reader.layer.index, reader.device.name
-            tracer.attention(self.counters, index, device, began, stamp(), max(x.tokens for x in self.segments))
+        self._end_trace(reader)
         self._after(reader.layer.index)
         return out
+
+    def _begin_trace(self, reader: LayerReader) -> None:
+        """Attention begins, or goes on behind a pause."""
+        self._began = None if tracing.active is None else reader.device.engine.stamp()
+
+    def _end_trace(self, reader: LayerReader) -> None:
+        """It has ended, or pauses."""
+        tracer = tracing.active
+        if tracer is not None and self._began is not None:
+            queries = max(each.tokens for each in self.segments)
+            ended, device = reader.device.engine.stamp(), reader.device.name
+            tracer.attention(self.counters, reader.layer.index, device, self._began, ended, queries)
 
     def _after(self, index: int) -> None:
         """A layer was attended to."""
@@ -211,6 +222,12 @@ class SubBatch:
         if self.pause is not None:
             self.pause()
 
+    def _pause_within(self, reader: LayerReader) -> None:
+        """Let others go on in the midst of an attention call; what they do meanwhile is not its own."""
+        self._end_trace(reader)
+        self._let_others()
+        self._begin_trace(reader)
+
     def _attend(self, reader: LayerReader, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
         self.counters.views_attended += 1
         short, out = self._short, None
@@ -219,7 +236,7 @@ class SubBatch:
             stop = self._bounds[short]
             bounds = self._bounds[: short + 1] + [stop] * (len(rows) - short)
             lengths = self._lengths[:short] + [0] * (len(rows) - short)
-            pause = None if self.pause is None else self._let_others
+            pause = None if self.pause is None else functools.partial(self._pause_within, reader)
             out = split.attend(reader, lengths, query[:, :, :stop], params, cu_queries=bounds, pause=pause)
             if stop == query.shape[2]:
                 return out

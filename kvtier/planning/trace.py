@@ -8,6 +8,7 @@ for each lane that anything happened in:
     up       fetches, host -> device
     down     write-backs, device -> host
     host     attention of host threads
+    wait     the device has its part of an attention call, and waits for the host's
     stall    attention, or room for new tokens, waits for a copy of blocks
 """
 
@@ -32,6 +33,7 @@ LANES = {
     "up": "link up (fetch)",
     "down": "link down (write back)",
     "host": "host attention",
+    "wait": "wait for host attention",
     "stall": "stall",
 }
 #: What `otherData.format` of a file says.
