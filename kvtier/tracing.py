@@ -58,9 +58,9 @@ def trace(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Trace:
             model.generate(**inputs, past_key_values=cache)
 
     Each cache is a process in it, with threads for its steps and plans (decisions, predicted seconds), compute,
-    fetches, write-backs, attention on the host, waits for that, and stalls; `kvtier.planning.trace` has the format and reads it back. A
-    step ends where the next one begins, the last one with its last attention. While a trace is recorded, attention
-    calls that would be repeated take the general way; without one, nothing is slower.
+    fetches, write-backs, attention on the host, waits for that, and stalls; `kvtier.planning.trace` has the format
+    and reads it back. A step ends where the next one begins, the last one with its last attention. While a trace is
+    recorded, attention calls that would be repeated take the general way; without one, nothing is slower.
 
     The file appears when the block is left, also by an exception, and replaces an older one then.
 
@@ -293,8 +293,7 @@ class Trace:
                 cache.attended, cache.device = True, span.device
 
     def _computed(self, cache: _Cache, name: str, until: float, device: str, args: dict[str, Any]) -> None:
-        """The device computed from where its work is known up to `until`, but for the time in which it stalled, or waited
-        for the host."""
+        """The device computed from where its work is known up to `until`, but for stalls, and waits for the host."""
         start, left = cache.computed, list[tuple[float, float]]()
         for began, ended in cache.stalls:
             if began < until:
