@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvtier.config import CacheOptions, Size, checks_names, parse_size
+from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ConfigError, QueueFullError, UnsupportedError
 from kvtier.hf import generation as of
@@ -125,9 +125,7 @@ class Engine:
             raise UnsupportedError("An encoder-decoder has a prompt of its own for each forward: use `generate`.")
         if preemption not in PREEMPTION:
             raise ConfigError(f"preemption={preemption!r}: give one of {', '.join(map(repr, PREEMPTION))}.")
-        states = state_budget if state_budget == 0 else parse_size("state_budget", state_budget)
-        if not isinstance(states, int):
-            raise ConfigError(f"state_budget={state_budget!r}: give bytes, such as 10**9 or '1GiB'.")
+        states = 0 if state_budget == 0 else parse_bytes("state_budget", state_budget)
         chosen = scheduler_of(scheduler)
         self._model = model
         self._tokenizer = tokenizer
