@@ -158,7 +158,7 @@ def room_for(
         return 0
     if not host_attention or not streaming.can_stream(layer):
         return layer.workspace_bytes(length, batch)
-    if tokens <= split.MAX_HOST_QUERIES and split.can_attend(layer):
+    if split.can_attend(layer, tokens):
         return 0
     return streaming.workspace_bytes(layer, length, batch, limit)
 

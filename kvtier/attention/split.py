@@ -31,7 +31,8 @@ from kvtier.tables.layer import LayerKV
 from kvtier.transfer.copies import TensorCopy
 from kvtier.transfer.engine import Direction
 
-#: Queries per sequence up to which host threads serve. With more, arithmetic counts and not memory: see `streaming`.
+#: Queries per sequence up to which host threads serve where there is a device: with more, arithmetic counts and not
+#: memory, so blocks go there; see `streaming`. Where the CPU is all there is, they serve any number.
 MAX_HOST_QUERIES = 16
 
 _HOST = torch.device("cpu")
@@ -51,11 +52,20 @@ def release_threads(owner: Owner) -> None:
             native.library().kvtier_shutdown()
 
 
-def can_attend(layer: LayerKV) -> bool:
-    """Whether host threads serve this layer's decoding, whatever is asked, so that it needs no workspace for it."""
+def can_attend(layer: LayerKV, queries: int = 1) -> bool:
+    """Whether host threads serve a step of so many queries per sequence on this layer, whatever is asked, so that it
+    needs no workspace for it."""
     layout = layer.layout
     graph = torch.is_grad_enabled() and layer.carries_graph
-    return not graph and layout.dtype in native.DTYPES and layout.k_heads == layout.v_heads and native.available()
+    if graph or layout.dtype not in native.DTYPES or layout.k_heads != layout.v_heads or not native.available():
+        return False
+    return queries <= MAX_HOST_QUERIES or _serves_prompts(layer)
+
+
+def _serves_prompts(layer: LayerKV) -> bool:
+    """Whether host threads attend with any number of queries: nothing is faster where there is no device."""
+    device = layer.device
+    return device.slabs is None and device.device.type == "cpu" and native.serves_prompts()
 
 
 def serves(reader: LayerReader, query: torch.Tensor, params: AttentionParams, queries: int = 0) -> bool:
@@ -68,7 +78,7 @@ def serves(reader: LayerReader, query: torch.Tensor, params: AttentionParams, qu
     layout = layer.layout
     heads, queries = query.shape[1], queries or query.shape[2]
     if (
-        queries > MAX_HOST_QUERIES
+        (queries > MAX_HOST_QUERIES and not _serves_prompts(layer))
         or query.dtype is not layout.dtype
         or layout.dtype not in native.DTYPES
         or layout.k_heads != layout.v_heads

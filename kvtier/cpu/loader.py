@@ -17,6 +17,9 @@ from kvtier.errors import ConfigError, KVTierError
 #: reference.
 VARIABLE = "KVTIER_CPU"
 
+#: On which attention of many queries was timed against torch's kernel on dense tensors, and is as fast.
+_FOR_PROMPTS = frozenset(("avx2", "avx512", "avx512_bf16", "amx_bf16"))
+
 _ERRORS = {
     1: "shapes that do not fit each other",
     2: "no memory left",
@@ -57,6 +60,11 @@ def library_with_gil() -> ctypes.PyDLL:
 def instruction_set() -> str:
     """The one in use."""
     return library().kvtier_instruction_set().decode()
+
+
+def serves_prompts() -> bool:
+    """Whether the one in use is known to attend as fast as torch where there are many queries."""
+    return instruction_set() in _FOR_PROMPTS
 
 
 def use_instruction_set(name: str) -> None:

@@ -20,6 +20,7 @@ from kvtier.cpu.loader import check
 from kvtier.cpu.loader import check_environment as check_environment
 from kvtier.cpu.loader import instruction_set as instruction_set
 from kvtier.cpu.loader import library as library
+from kvtier.cpu.loader import serves_prompts as serves_prompts
 from kvtier.cpu.loader import torch_team as torch_team
 from kvtier.cpu.loader import use_instruction_set as use_instruction_set
 from kvtier.cpu.merge import DTYPES as DTYPES

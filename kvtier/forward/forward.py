@@ -379,12 +379,12 @@ class Forward(PlannedForward):
         it."""
         began, found = self.steps.began, list[bool]()
         # A model that makes tensors of views reads all of it itself.
-        hosted = self.options.host_attention and tokens <= split.MAX_HOST_QUERIES and self._dense()
+        hosted = self.options.host_attention and self._dense()
         pools, served = None, False
         for reader in readers:
             layer = reader.layer
             if layer.blocks.pools is not pools or layer.carries_graph:  # layers of one layout are served alike
-                pools, served = layer.blocks.pools, hosted and split.can_attend(layer)
+                pools, served = layer.blocks.pools, hosted and split.can_attend(layer, tokens)
                 if layer.carries_graph:
                     pools = None
             # First tokens are their own keys and values.

@@ -84,15 +84,22 @@ struct Problem {
     p.causal = random() % 2;
     p.window = rarely() ? among({1, 2, 31, 257}) : 0;
     p.softcap = rarely() ? 5.0f : 0.0f;
+    const bool ragged = rarely();
+    // With so many, the queries of a sequence are shared out.
+    const int most_queries = among({1, 1, 1, 2, 3, 7, 16, 33, 200});
+    if (most_queries > 100) {
+      p.sequence_count = 1;
+      p.kv_heads = std::min(p.kv_heads, 2);
+      p.heads = p.kv_heads * 3;
+      p.k_dim = p.v_dim = among({32, 17});
+    }
     p.scale = 1.0f / std::sqrt(static_cast<float>(p.k_dim));
     p.block_stride = static_cast<int64_t>(block_bytes()) + (rarely() ? 16 : 0);
-    const bool ragged = rarely();
-    const int most_queries = among({1, 1, 1, 2, 3, 7, 16, 33});
     int64_t total = 0;
     for (int s = 0; s < p.sequence_count; s++) {
       const int64_t n = ragged ? static_cast<int>(random() % static_cast<unsigned>(most_queries + 1)) : most_queries;
       // Now and then long enough for several tasks.
-      const int most = random() % 8 || most_queries > 7 ? 600 : 9000;
+      const int most = most_queries > 100 ? 300 : random() % 8 || most_queries > 7 ? 600 : 9000;
       const int64_t length = n + static_cast<int64_t>(random() % static_cast<unsigned>(most));
       queries.push_back({n, total * p.heads * p.k_dim, total * p.heads * p.v_dim, total * p.heads});
       sequences.push_back({nullptr, 0, length});

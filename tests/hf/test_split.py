@@ -148,16 +148,26 @@ def test_plain_sdpa_decoding_densifies_nothing_and_the_stats_show_who_attended()
     assert cache.stats.host_blocks == layers * 2 * 4
 
 
-def test_a_long_prefill_on_a_warm_cache_is_read_as_one_tensor_and_gives_its_memory_back() -> None:
+@pytest.mark.parametrize("prompts", [True, False])
+def test_a_long_prefill_on_a_warm_cache_is_attended_in_place_where_there_is_no_device(
+    prompts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it is read as one tensor, which gives its memory back."""
+    if not prompts:
+        monkeypatch.setattr(native, "serves_prompts", lambda: False)
     model = tiny_model("llama")
-    steps = (40, 1, split.MAX_HOST_QUERIES + 1, 1)
+    in_place = ON_HOST and native.available() and native.serves_prompts()
+    steps = (40, 1, split.MAX_HOST_QUERIES + 1, 1, *((150, 1) if in_place else ()))
     cache = tiered_cache(model, None, host_attention=True)
     expected = list(forwards(dynamic_cache(model), steps))
     actual = forwards(cache, steps)
     for i in range(len(steps)):
         assert close(expected[i], next(actual))
         tier = cache.stats.host if ON_HOST else cache.stats.device
-        assert (tier.workspace_bytes > 0) == (i == 2)
+        assert (tier.workspace_bytes > 0) == (i == 2 and not in_place)
+    assert cache.stats.dense_fallbacks == 0
+    if in_place:
+        assert cache.stats.host_attended == 5 * len(cache._forward.readers)
 
 
 @pytest.mark.parametrize("late", [False, True])

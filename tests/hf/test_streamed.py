@@ -13,8 +13,9 @@ from families import dynamic_cache, prompt_ids, tiny_model
 from placements import outcome, smallest_budget, tiered_cache
 
 from kvtier import BudgetError, TieredKVCache
-from kvtier.attention import streaming
+from kvtier.attention import split, streaming
 from kvtier.attention.reader import LayerReader
+from kvtier.cpu import native
 from kvtier.kernels import reference
 from kvtier.kernels.params import AttentionParams
 from kvtier.planning import sizing
@@ -145,7 +146,52 @@ def _largest_layer(make: Any, model: Any, lengths: tuple[int, ...]) -> int:
     return max(x.layer.layout.token_bytes * x.layer.length for x in cache._forward.readers.values())
 
 
+@pytest.mark.usefixtures("on_the_host")
+@pytest.mark.skipif(not native.available() or not native.serves_prompts(), reason="no kernel for prompts")
+@pytest.mark.parametrize("seed", range(40))
+def test_in_place_it_is_what_the_whole_gives(seed: int) -> None:
+    problem = Problem(seed)
+    cache = TieredKVCache(host_budget=2**24, block_size=problem.size)
+    reader = problem.reader(cache)
+    if problem.dtype is torch.float64:
+        assert not split.serves(reader, problem.query, problem.params)
+        pytest.skip("the kernel has no double precision")
+    assert split.serves(reader, problem.query, problem.params)
+    threads, outs = torch.get_num_threads(), []
+    for n in (1, 2):
+        torch.set_num_threads(n)
+        outs.append(split.attend(reader, problem.length, problem.query, problem.params))
+    torch.set_num_threads(threads)
+    assert outs[0].dtype is problem.dtype
+    assert torch.equal(*outs)
+    torch.testing.assert_close(outs[0].double(), problem.expected(), rtol=0, atol=tolerance(problem.dtype))
+    assert cache.stats.host.workspace_bytes == 0
+    cache.check_integrity()
+    cache.close()
+
+
+@pytest.mark.usefixtures("on_the_host")
+@pytest.mark.skipif(not native.available() or not native.serves_prompts(), reason="no kernel for prompts")
+def test_a_second_prompt_in_place_needs_no_more_than_the_blocks() -> None:
+    model = tiny_model("llama")
+    lengths = (90, 40, 70)
+
+    def run(cache: Any) -> list[torch.Tensor]:
+        return list(turns(model, cache, lengths))
+
+    cache = TieredKVCache(config=model.config, host_budget=2**24, block_size=4)
+    expected = run(dynamic_cache(model))
+    run(cache)
+    held_bytes = sum(x.layer.count * x.layer.layout.nbytes for x in cache._forward.readers.values())
+    assert cache.stats.host.peak_bytes < 1.1 * held_bytes
+    cache = TieredKVCache(config=model.config, host_budget=cache.stats.host.peak_bytes, block_size=4)
+    for ours, theirs in zip(run(cache), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_on_the_host_a_long_past_takes_a_bounded_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the native library does not serve prompts."""
+    monkeypatch.setattr(native, "serves_prompts", lambda: False)
     model = tiny_model("llama")
     cache = tiered_cache(model, None, block_size=4, host_attention=True)
     monkeypatch.setattr(sizing, "STREAM_BYTES", 2000)

@@ -5,6 +5,7 @@ shapes    numbers of heads, contexts, batches, dtypes, head sizes, block sizes a
 threads   one thread against several, and how far memory itself goes along
 busy      all cores against one core less, while another process is busy on one core
 submit    how soon `submit` returns, and how much Python gets done meanwhile
+prompts   chunks of a prompt over a long past, in place, against torch's kernel on dense tensors
 phases    how the kernel's time is split over keys, softmax and values
 """
 
@@ -18,7 +19,7 @@ import torch
 
 from benchmarks.cores import words
 from benchmarks.harness import Bench
-from benchmarks.scenarios.host import phases, submit, threads
+from benchmarks.scenarios.host import phases, prompts, submit, threads
 from benchmarks.scenarios.host.arena import Arena, Call, Ceiling, Make, Shape
 from benchmarks.scenarios.host.calls import ours, sdpa, torch_blocks, transformers_path
 from benchmarks.turns import Start
@@ -78,6 +79,7 @@ _CASES: dict[str, Callable[[Bench, Arena], None]] = {
     "threads": threads.run_threads,
     "busy": threads.run_busy,
     "submit": submit.run_submit,
+    "prompts": prompts.run_prompts,
     "phases": phases.run_phases,
 }
 CASES = tuple(_CASES)

@@ -7,7 +7,10 @@
 #include "tasks.h"
 
 constexpr int64_t TASK_BYTES = 1 << 20;  // of keys and values: enough work to pay for a task's start
-constexpr int64_t MOST_TASKS = 32;       // of one sequence: their results must be combined
+constexpr int64_t MOST_TASKS = 32;       // over the blocks of one sequence: their results must be combined
+// Rows (head, query) of a KV head. From so many on arithmetic is the limit, and each KV head is a share of its own; so
+// are about so many rows, over which packing keys and values is spread, and whose sums stay in the L2 cache.
+constexpr int64_t ROWS_OF_A_HEAD = 32, ROWS_OF_A_SHARE = 256;
 
 // Nothing in here throws but std::bad_alloc.
 class Job {
@@ -17,7 +20,7 @@ class Job {
     if (!valid(p)) return KVTIER_INVALID;
     problem_ = p;
     kernel_ = kernel;
-    sequences_.clear();
+    shares_.clear();
     runs_.clear();
     tasks_.clear();
     next_ = done_ = 0;
@@ -29,7 +32,7 @@ class Job {
     for (int32_t s = 0; s < p.sequence_count; s++) most_runs += p.sequences[s].run_count;
     if (static_cast<size_t>(most_runs) > runs_.capacity()) runs_.reserve(static_cast<size_t>(most_runs));
     size_t floats = 0;
-    scratch_bytes_ = 0;
+    scratch_bytes_ = own_partial_bytes_ = 0;
     for (int32_t s = 0; s < p.sequence_count; s++)
       if (p.queries[s].count && !add(s, floats)) return KVTIER_INVALID;
     char* start = memory_.take(floats * 4);
@@ -40,17 +43,21 @@ class Job {
 
   // Take tasks until there are none.
   void run(Scratch& scratch) {
-    char* memory = scratch.take(scratch_bytes_);
+    char* memory = scratch.take(scratch_bytes_ + own_partial_bytes_);
     for (;;) {
       const size_t i = next_.fetch_add(1, std::memory_order_relaxed);
       if (i >= tasks_.size()) return;
       if (i == 0) began_ = Clock::now();
       const Task& task = tasks_[i];
-      const Sequence& sequence = sequences_[static_cast<size_t>(task.sequence)];
-      if (memory) {
-        kernel_->attend(problem_, sequence, task, memory, partials_[i]);
-        if (left_[task.sequence].fetch_sub(1, std::memory_order_acq_rel) == 1)
-          kernel_->finish(problem_, sequence, &partials_[sequence.first_task], sequence.task_count);
+      const Share& share = shares_[static_cast<size_t>(task.share)];
+      if (memory && share.task_count == 1) {
+        const Partial own = kernel_->partial_at(problem_, share, reinterpret_cast<float*>(memory + scratch_bytes_));
+        kernel_->attend(problem_, share, task, memory, own);
+        kernel_->finish(problem_, share, &own, 1);
+      } else if (memory) {
+        kernel_->attend(problem_, share, task, memory, partials_[i]);
+        if (left_[task.share].fetch_sub(1, std::memory_order_acq_rel) == 1)
+          kernel_->finish(problem_, share, &partials_[share.first_task], share.task_count);
       } else {
         error_ = KVTIER_MEMORY;
       }
@@ -84,90 +91,130 @@ class Job {
     return true;
   }
 
-  // Copy sequence s and the runs that its queries see, and cut it. Adds the floats that its partials need.
+  // Copy the runs that the queries of sequence s see, share them out and cut them. Adds the floats that partials need.
   bool add(int32_t s, size_t& floats) {
     const kvtier_problem& p = problem_;
     const kvtier_sequence& from = p.sequences[s];
     const kvtier_queries& rows = p.queries[s];
-    Sequence to{};
-    to.row = s;
-    to.queries = static_cast<int32_t>(rows.count);
-    to.length = from.length;
-    to.query = rows.query;
-    to.out = rows.out;
-    to.lse = rows.lse;
-    to.first_seen = p.first_valid ? std::max<int64_t>(p.first_valid[s], 0) : 0;
-    to.lowest = to.first_seen;
-    if (p.window > 0) to.lowest = std::max<int64_t>(to.lowest, to.length - to.queries - p.window + 1);
+    Share all{};
+    all.row = s;
+    all.kv_heads = p.kv_heads;
+    all.query_heads = p.heads;
+    all.queries = static_cast<int32_t>(rows.count);
+    all.position = from.length - rows.count;
+    all.length = from.length;
+    all.query = rows.query;
+    all.out = rows.out;
+    all.lse = rows.lse;
+    all.first_seen = p.first_valid ? std::max<int64_t>(p.first_valid[s], 0) : 0;
+    all.lowest = lowest(all);
 
-    const int64_t low = to.lowest / p.block_size, high = (to.length + p.block_size - 1) / p.block_size;
+    const int64_t low = all.lowest / p.block_size, high = (all.length + p.block_size - 1) / p.block_size;
     const kvtier_run* const end = from.runs + from.run_count;
     const kvtier_run* run = std::partition_point(from.runs, end, [low](const kvtier_run& r) {
       return static_cast<int64_t>(r.index) + r.count <= low;
     });
     const size_t first_run = runs_.size();
-    int64_t blocks = 0, before = 0;  // blocks: seen so far; before: end of the last run
+    int64_t before = 0;  // end of the last run
     for (; run != end && run->index < high; run++) {
       const int64_t stop = static_cast<int64_t>(run->index) + run->count;
       if (run->count < 1 || run->index < before || stop > INT32_MAX) return false;
       before = stop;
       const int64_t index = std::max<int64_t>(run->index, low), count = std::min(stop, high) - index;
-      runs_.push_back({run->address + (index - run->index) * p.block_stride, static_cast<int32_t>(index),
-                       static_cast<int32_t>(count)});
-      blocks += count;
+      if (count > 0)
+        runs_.push_back({run->address + (index - run->index) * p.block_stride, static_cast<int32_t>(index),
+                         static_cast<int32_t>(count)});
     }
 
-    const int64_t element = p.dtype == KVTIER_F32 ? 4 : 2;
-    const int64_t total = blocks * p.kv_heads * p.block_size * (p.k_dim + p.v_dim) * element;
-    bytes_ += total;
-    const size_t partial = (kernel_->partial_floats(p, to.queries) + 15) / 16 * 16;
-    const int64_t partial_bytes = static_cast<int64_t>(partial) * 4;
-    const int64_t count = std::min({total / TASK_BYTES, MOST_TASKS, total / (8 * partial_bytes), blocks});
-    to.first_task = tasks_.size();
-    to.task_count = static_cast<size_t>(std::max<int64_t>(count, 1));
-    cut(static_cast<int32_t>(sequences_.size()), runs_.data() + first_run, blocks, static_cast<int64_t>(to.task_count));
-    floats += to.task_count * partial;
-    scratch_bytes_ = std::max(scratch_bytes_, kernel_->scratch_bytes(p, to.queries));
-    sequences_.push_back(to);
+    // Where there are many queries, their number is what threads share; each then works on one KV head.
+    const bool many = all.group_rows() >= ROWS_OF_A_HEAD;
+    const int64_t heads = many ? p.kv_heads : 1;
+    const int64_t parts = std::clamp<int64_t>((all.group_rows() + ROWS_OF_A_SHARE / 2) / ROWS_OF_A_SHARE, 1, all.queries);
+    for (int32_t g = 0; g < heads; g++)
+      for (int64_t i = 0; i < parts; i++) {
+        Share part = all;
+        const int64_t first = all.queries * i / parts;
+        part.kv_head = g;
+        part.kv_heads = static_cast<int32_t>(p.kv_heads / heads);
+        part.query_heads = static_cast<int32_t>(p.heads / heads);
+        part.first_query = static_cast<int32_t>(first);
+        part.queries = static_cast<int32_t>(all.queries * (i + 1) / parts - first);
+        part.position += first;
+        if (p.causal) part.length = std::min(part.length, part.position + part.queries);
+        part.query += first * p.query_strides[1];
+        part.out += first * p.out_strides[1];
+        part.lse += first * p.lse_strides[1];
+        part.lowest = lowest(part);
+        cut(part, first_run, MOST_TASKS / (heads * parts), floats);
+      }
     return true;
   }
 
-  // One pass over the runs finds where each of `count` tasks begins.
-  void cut(int32_t sequence, const kvtier_run* run, int64_t blocks, int64_t count) {
-    int64_t at = 0, passed = 0;  // blocks before this task, blocks before this run
+  // The first position that any query of a share sees.
+  int64_t lowest(const Share& share) const {
+    const int64_t window = problem_.window;
+    return window > 0 ? std::max(share.first_seen, share.position - window + 1) : share.first_seen;
+  }
+
+  // Cut a share into at most so many tasks, where its sequence's runs begin there. Adds the floats that its partials need.
+  void cut(Share& share, size_t first_run, int64_t most, size_t& floats) {
+    const kvtier_problem& p = problem_;
+    const int64_t low = share.lowest / p.block_size, high = (share.length + p.block_size - 1) / p.block_size;
+    const kvtier_run *run = runs_.data() + first_run, *const end = runs_.data() + runs_.size();
+    while (run != end && static_cast<int64_t>(run->index) + run->count <= low) run++;
+    int64_t skip = run == end ? 0 : std::max<int64_t>(low - run->index, 0), blocks = -skip;
+    for (const kvtier_run* r = run; r != end && r->index < high; r++)
+      blocks += std::min<int64_t>(r->count, high - r->index);
+    blocks = std::max<int64_t>(blocks, 0);  // none is listed
+
+    const int64_t element = p.dtype == KVTIER_F32 ? 4 : 2;
+    const int64_t total = blocks * share.kv_heads * p.block_size * (p.k_dim + p.v_dim) * element;
+    bytes_ += total;
+    const size_t partial = (kernel_->partial_floats(p, share) + 15) / 16 * 16;
+    const int64_t partial_bytes = static_cast<int64_t>(partial) * 4;
+    const int64_t count = std::max<int64_t>(std::min({total / TASK_BYTES, most, total / (8 * partial_bytes), blocks}), 1);
+    share.first_task = tasks_.size();
+    share.task_count = static_cast<size_t>(count);
+    // One pass over the runs finds where each task begins.
+    int64_t at = 0;
     for (int64_t i = 0; i < count; i++) {
       const int64_t next = blocks * (i + 1) / count;
-      while (at < next && at - passed >= run->count) passed += run++->count;
-      tasks_.push_back({sequence, run, at - passed, next - at});
+      tasks_.push_back({static_cast<int32_t>(shares_.size()), run, skip, next - at});
+      for (skip += next - at; run != end && skip >= run->count; run++) skip -= run->count;
       at = next;
     }
+    scratch_bytes_ = std::max(scratch_bytes_, (kernel_->scratch_bytes(p, share) + 63) / 64 * 64);
+    if (count == 1) own_partial_bytes_ = std::max(own_partial_bytes_, static_cast<size_t>(partial_bytes));
+    else floats += share.task_count * partial;
+    shares_.push_back(share);
   }
 
   void assign(float* memory) {
-    if (left_size_ < sequences_.size()) {
-      left_.reset(new std::atomic<int64_t>[sequences_.size()]);
-      left_size_ = sequences_.size();
+    if (left_size_ < shares_.size()) {
+      left_.reset(new std::atomic<int64_t>[shares_.size()]);
+      left_size_ = shares_.size();
     }
-    partials_.clear();
-    for (size_t s = 0; s < sequences_.size(); s++) {
-      const Sequence& sequence = sequences_[s];
-      left_[s].store(static_cast<int64_t>(sequence.task_count), std::memory_order_relaxed);
-      const size_t floats = (kernel_->partial_floats(problem_, sequence.queries) + 15) / 16 * 16;
-      for (size_t i = 0; i < sequence.task_count; i++, memory += floats)
-        partials_.push_back(kernel_->partial_at(problem_, sequence.queries, memory));
+    partials_.assign(tasks_.size(), {});
+    for (size_t s = 0; s < shares_.size(); s++) {
+      const Share& share = shares_[s];
+      if (share.task_count == 1) continue;  // in the scratch memory of its thread
+      left_[s].store(static_cast<int64_t>(share.task_count), std::memory_order_relaxed);
+      const size_t floats = (kernel_->partial_floats(problem_, share) + 15) / 16 * 16;
+      for (size_t i = 0; i < share.task_count; i++, memory += floats)
+        partials_[share.first_task + i] = kernel_->partial_at(problem_, share, memory);
     }
   }
 
   kvtier_problem problem_;
   const Kernel* kernel_ = nullptr;
-  std::vector<Sequence> sequences_;  // those with queries
+  std::vector<Share> shares_;        // of the sequences that have queries
   std::vector<kvtier_run> runs_;     // of all sequences, only blocks that are seen
   std::vector<Task> tasks_;
-  std::vector<Partial> partials_;                 // [tasks]
-  std::unique_ptr<std::atomic<int64_t>[]> left_;  // tasks of each sequence that are not done
+  std::vector<Partial> partials_;                 // [tasks], of shares with more than one
+  std::unique_ptr<std::atomic<int64_t>[]> left_;  // tasks of such a share that are not done
   size_t left_size_ = 0;
   Scratch memory_;
-  size_t scratch_bytes_ = 0;
+  size_t scratch_bytes_ = 0, own_partial_bytes_ = 0;  // of a thread: what the kernel needs, and a share's partial
   int64_t bytes_ = 0;
   std::atomic<size_t> next_{0}, done_{0};
   Clock::time_point began_, ended_;  // of the first and the last task

@@ -26,80 +26,84 @@ struct Segment {
   int column;  // where its scores begin within the tile
 };
 
+// Tokens of a tile whose positions follow each other.
+struct Span {
+  int64_t position;
+  int n, column;
+};
+
 template <class M>
 class Attention {
  public:
   using T = typename M::Element;
 
-  static int rows(const kvtier_problem& p, int queries) { return p.heads * queries; }
-  static int group_rows(const kvtier_problem& p, int queries) { return p.heads / p.kv_heads * queries; }
-
-  static size_t partial_floats(const kvtier_problem& p, int queries) {
-    return static_cast<size_t>(rows(p, queries)) * (Shape<M>::value_pad(p) + 2) + 64;
+  static size_t partial_floats(const kvtier_problem& p, const Share& share) {
+    return static_cast<size_t>(share.rows()) * (Shape<M>::value_pad(p) + 2) + 64;
   }
 
-  static Partial partial_at(const kvtier_problem& p, int queries, float* memory) {
-    const size_t all = static_cast<size_t>(rows(p, queries)), values = all * Shape<M>::value_pad(p);
+  static Partial partial_at(const kvtier_problem& p, const Share& share, float* memory) {
+    const size_t all = static_cast<size_t>(share.rows()), values = all * Shape<M>::value_pad(p);
     return {memory + values, memory + values + all, memory};
   }
 
   // Rows of a KV head in scratch memory.
-  static int padded_rows(const kvtier_problem& p, int queries) {
-    const int rows = group_rows(p, queries);
+  static int padded_rows(const Share& share) {
+    const int rows = share.group_rows();
     return up(rows, rows >= MANY_ROWS ? 16 : 4);
   }
-  static size_t query_bytes(const kvtier_problem& p, int queries) {
-    return (static_cast<size_t>(p.kv_heads) * padded_rows(p, queries) * Shape<M>::query_pad(p) *
+  static size_t query_bytes(const kvtier_problem& p, const Share& share) {
+    return (static_cast<size_t>(share.kv_heads) * padded_rows(share) * Shape<M>::query_pad(p) *
                 sizeof(typename M::Query) + 63) / 64 * 64;
   }
   // KV heads whose scores are kept at once: enough for a long pass through memory, few enough for the L1 cache.
-  static int heads_at_once(const kvtier_problem& p, int queries) {
-    return group_rows(p, queries) >= MANY_ROWS ? 1 : std::clamp(MOST_ROWS / padded_rows(p, queries), 1, p.kv_heads);
+  static int heads_at_once(const Share& share) {
+    return share.group_rows() >= MANY_ROWS ? 1 : std::clamp(MOST_ROWS / padded_rows(share), 1, share.kv_heads);
   }
-  static size_t score_bytes(const kvtier_problem& p, int queries) {
-    const bool many = group_rows(p, queries) >= MANY_ROWS;  // then so many rows take turns
-    const int rows = many ? MOST_ROWS : heads_at_once(p, queries) * padded_rows(p, queries);
+  static size_t score_bytes(const Share& share) {
+    const bool many = share.group_rows() >= MANY_ROWS;  // then so many rows take turns
+    const int rows = many ? MOST_ROWS : heads_at_once(share) * padded_rows(share);
     return static_cast<size_t>(rows) * ROW * 4;
   }
-  static size_t packed_bytes(const kvtier_problem& p, int queries) {
-    if (group_rows(p, queries) < MANY_ROWS) return 0;
+  static size_t packed_bytes(const kvtier_problem& p, const Share& share) {
+    if (share.group_rows() < MANY_ROWS) return 0;
     return packed_elements<M>(TILE, std::max(p.k_dim, p.v_dim)) * sizeof(typename M::Packed);
   }
 
-  static size_t scratch_bytes(const kvtier_problem& p, int queries) {
-    return query_bytes(p, queries) + 2 * score_bytes(p, queries) + 2 * packed_bytes(p, queries);
+  static size_t scratch_bytes(const kvtier_problem& p, const Share& share) {
+    return query_bytes(p, share) + 2 * score_bytes(share) + 2 * packed_bytes(p, share);
   }
 
-  static void attend(const kvtier_problem& p, const Sequence& sequence, const Task& task, char* scratch, Partial out) {
-    Attention self(p, sequence, scratch, out);
+  static void attend(const kvtier_problem& p, const Share& share, const Task& task, char* scratch, Partial out) {
+    Attention self(p, share, scratch, out);
     if (self.rows_ < MANY_ROWS) return self.run(task);
     [[maybe_unused]] const Packing<M> packing;
     self.run(task);
   }
 
  private:
-  Attention(const kvtier_problem& p, const Sequence& sequence, char* scratch, Partial out)
-      : p_(p), sequence_(sequence), out_(out), queries_(sequence.queries), rows_(group_rows(p, sequence.queries)),
-        query_pad_(Shape<M>::query_pad(p)), value_pad_(Shape<M>::value_pad(p)), length_(sequence.length) {
+  Attention(const kvtier_problem& p, const Share& share, char* scratch, Partial out)
+      : p_(p), share_(share), out_(out), queries_(share.queries), group_(share.query_heads / share.kv_heads),
+        rows_(share.group_rows()), padded_(padded_rows(share)), query_pad_(Shape<M>::query_pad(p)),
+        value_pad_(Shape<M>::value_pad(p)), length_(share.length) {
     query_ = reinterpret_cast<typename M::Query*>(scratch);
-    scratch += query_bytes(p, queries_);
+    scratch += query_bytes(p, share);
     scores_ = reinterpret_cast<float*>(scratch);
-    scratch += score_bytes(p, queries_);
+    scratch += score_bytes(share);
     weights_ = reinterpret_cast<typename M::Weight*>(scratch);
-    scratch += score_bytes(p, queries_);
+    scratch += score_bytes(share);
     packed_keys_ = reinterpret_cast<typename M::Packed*>(scratch);
-    packed_values_ = packed_keys_ + packed_bytes(p, queries_) / sizeof(typename M::Packed);
+    packed_values_ = packed_keys_ + packed_bytes(p, share) / sizeof(typename M::Packed);
     // Else the scores behind a tile's last token, which are -inf, are scaled too: a scale of 0 would make them NaN, and
     // a negative one +inf.
     const int64_t run = static_cast<int64_t>(p.kv_heads) * p.block_size * p.k_dim * sizeof(T);
     tile_ = run >= LONG_RUN || rows_ >= MANY_ROWS ? TILE : std::min(up(16, p.block_size), TILE);
-    special_ = !(p.scale > 0) || p.causal || p.window > 0 || p.mask_dtype != KVTIER_NONE || p.slopes ||
-               sequence.first_seen > 0;
+    const bool biased = p.mask_dtype != KVTIER_NONE && p.mask_dtype != KVTIER_BOOL;
+    adjusted_ = !(p.scale > 0) || p.softcap > 0 || p.slopes || biased;
   }
 
   void run(const Task& task) {
     pack_query();
-    const int all = p_.heads * queries_;
+    const int all = share_.rows();
     std::fill_n(out_.highest, all, NEVER);
     std::fill_n(out_.sum, all, 0.0f);
     std::memset(out_.values, 0, static_cast<size_t>(all) * value_pad_ * 4);
@@ -115,7 +119,7 @@ class Attention {
       int64_t start = (run->index + skip) * p_.block_size;
       for (int64_t b = 0; b < blocks; b++, block += p_.block_stride, start += p_.block_size) {
         // The tokens of this block that any query may see.
-        int64_t position = std::max(start, sequence_.lowest);
+        int64_t position = std::max(start, share_.lowest);
         int skipped = static_cast<int>(position - start);
         int n = static_cast<int>(std::min<int64_t>(start + p_.block_size, length_) - position);
         while (n > 0) {
@@ -136,29 +140,31 @@ class Attention {
   }
 
   void pack_query() {
-    const int group = p_.heads / p_.kv_heads, padded = padded_rows(p_, queries_);
-    const T* query = static_cast<const T*>(p_.query) + sequence_.query;
-    for (int g = 0; g < p_.kv_heads; g++) {
-      typename M::Query* q = query_ + static_cast<size_t>(g) * padded * query_pad_;
-      std::memset(q, 0, static_cast<size_t>(padded) * query_pad_ * sizeof(*q));
-      for (int h = 0; h < group; h++)
+    const T* query = static_cast<const T*>(p_.query) + share_.query;
+    for (int g = 0; g < share_.kv_heads; g++) {
+      typename M::Query* q = query_ + static_cast<size_t>(g) * padded_ * query_pad_;
+      std::memset(q, 0, static_cast<size_t>(padded_) * query_pad_ * sizeof(*q));
+      for (int h = 0; h < group_; h++)
         for (int i = 0; i < queries_; i++)
           M::pack(q + static_cast<size_t>(h * queries_ + i) * query_pad_,
-                  query + (g * group + h) * p_.query_strides[0] + i * p_.query_strides[1], p_.k_dim);
+                  query + head_of(g, h) * p_.query_strides[0] + i * p_.query_strides[1], p_.k_dim);
     }
   }
 
+  // In the problem, of KV heads and rows of the share.
+  int64_t head_of(int g, int h) const { return static_cast<int64_t>(share_.kv_head + g) * group_ + h; }
   const T* keys_of(const Segment& s, int g) const {
-    return reinterpret_cast<const T*>(s.block) + (static_cast<size_t>(g) * p_.block_size + s.skip) * p_.k_dim;
+    const size_t head = static_cast<size_t>(share_.kv_head + g);
+    return reinterpret_cast<const T*>(s.block) + (head * p_.block_size + s.skip) * p_.k_dim;
   }
   const T* values_of(const Segment& s, int g) const {
-    return reinterpret_cast<const T*>(s.block) + static_cast<size_t>(p_.kv_heads) * p_.block_size * p_.k_dim +
-           (static_cast<size_t>(g) * p_.block_size + s.skip) * p_.v_dim;
+    const size_t head = static_cast<size_t>(share_.kv_head + g), keys = static_cast<size_t>(p_.kv_heads) * p_.block_size;
+    return reinterpret_cast<const T*>(s.block) + keys * p_.k_dim + (head * p_.block_size + s.skip) * p_.v_dim;
   }
 
   template <int ROWS>
   void score_rows(const Segment& s, int g, int row, int slot, Ahead& ahead) {
-    const auto* q = query_ + (static_cast<size_t>(g) * padded_rows(p_, queries_) + row) * query_pad_;
+    const auto* q = query_ + (static_cast<size_t>(g) * padded_ + row) * query_pad_;
     float* scores = scores_ + (slot + row) * ROW + s.column;
     switch (p_.k_dim) {
       case 32: return score<M, ROWS, 32>(keys_of(s, g), 32, s.n, q, query_pad_, scores, ROW, ahead);
@@ -192,31 +198,31 @@ class Attention {
   // the blocks, the more this counts: each head through all blocks of a tile was a fifth slower where a block has 64
   // tokens (docs/design/host-attention.md).
   void attend_tile(const Segment* tile, int count, int columns) {
+    look_at(tile, count);
     if (rows_ >= MANY_ROWS) return attend_packed(tile, count, columns);
-    const int at_once = heads_at_once(p_, queries_), padded = padded_rows(p_, queries_);
-    for (int first = 0; first < p_.kv_heads; first += at_once) {
-      const int last = std::min(first + at_once, p_.kv_heads);
+    const int at_once = heads_at_once(share_);
+    for (int first = 0; first < share_.kv_heads; first += at_once) {
+      const int last = std::min(first + at_once, share_.kv_heads);
       for (int i = 0; i < count; i++)
-        for (int g = first; g < last; g++) score_tokens(tile[i], g, (g - first) * padded);
+        for (int g = first; g < last; g++) score_tokens(tile[i], g, (g - first) * padded_);
       clock_.end(Phase::keys);
       // Softmax reads nothing from memory: meanwhile the first values are prefetched.
       const char* ahead = reinterpret_cast<const char*>(values_of(tile[0], first));
       for (int g = first; g < last; g++)
         for (int row = 0; row < rows_; row++) {
           for (int line = 0; line < AHEAD; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-          softmax(tile, count, columns, g, row, (g - first) * padded + row);
+          softmax(columns, g, row, (g - first) * padded_ + row);
         }
       clock_.end(Phase::softmax);
       for (int i = 0; i < count; i++)
-        for (int g = first; g < last; g++) add_tokens(tile[i], g, (g - first) * padded);
+        for (int g = first; g < last; g++) add_tokens(tile[i], g, (g - first) * padded_);
       clock_.end(Phase::values);
     }
   }
 
   void attend_packed(const Segment* tile, int count, int columns) {
     const T* tokens[TILE];
-    const int padded = padded_rows(p_, queries_);
-    for (int g = 0; g < p_.kv_heads; g++) {
+    for (int g = 0; g < share_.kv_heads; g++) {
       for (int i = 0; i < count; i++)
         for (int t = 0; t < tile[i].n; t++)
           tokens[tile[i].column + t] = keys_of(tile[i], g) + static_cast<ptrdiff_t>(t) * p_.k_dim;
@@ -227,10 +233,10 @@ class Attention {
       pack_values<M>(tokens, columns, p_.v_dim, packed_values_);
       for (int row = 0; row < rows_; row += ROWS_AT_ONCE) {
         const int some = std::min(ROWS_AT_ONCE, rows_ - row);
-        score_packed<M>(query_ + (static_cast<size_t>(g) * padded + row) * query_pad_, query_pad_, some, packed_keys_,
+        score_packed<M>(query_ + (static_cast<size_t>(g) * padded_ + row) * query_pad_, query_pad_, some, packed_keys_,
                         columns, scores_);
         clock_.end(Phase::keys);
-        for (int r = 0; r < some; r++) softmax(tile, count, columns, g, row + r, r);
+        for (int r = 0; r < some; r++) softmax(columns, g, row + r, r);
         clock_.end(Phase::softmax);
         add_packed<M>(weights_, some, packed_values_, columns,
                       out_.values + (static_cast<size_t>(g) * rows_ + row) * value_pad_, value_pad_);
@@ -253,17 +259,32 @@ class Attention {
     }
   }
 
+  // Where the tokens of a tile stand, and whether a row may not see all of them.
+  void look_at(const Segment* tile, int count) {
+    span_count_ = 0;
+    for (int i = 0; i < count; i++) {
+      Span* last = spans_ + span_count_ - 1;
+      if (i && tile[i].position == last->position + last->n) last->n += tile[i].n;
+      else spans_[span_count_++] = {tile[i].position, tile[i].n, tile[i].column};
+    }
+    const Span& last = spans_[span_count_ - 1];
+    const int64_t start = spans_[0].position, stop = last.position + last.n;
+    hidden_ = p_.mask_dtype != KVTIER_NONE || start < share_.first_seen ||
+              (p_.causal && stop > share_.position + 1) ||
+              (p_.window > 0 && start < share_.position + queries_ - p_.window);
+  }
+
   // Online softmax: scores of one row become weights; sums of earlier tiles are rescaled where the highest score rises.
-  void softmax(const Segment* tile, int count, int columns, int g, int row, int slot) {
+  void softmax(int columns, int g, int row, int slot) {
     float* s = scores_ + slot * ROW;
     const int padded = up(columns, W);
-    V top = set1(NEVER);
+    if (adjusted_) scale(columns, s);
     for (int i = columns; i < padded; i++) s[i] = NEVER;
-    const bool adjusted = special_ || p_.softcap > 0;
-    if (adjusted) adjust(tile, count, columns, g, row, s);
+    if (adjusted_ || hidden_) adjust(g, row, s);
+    V top = set1(NEVER);
     for (int i = 0; i < padded; i += W) top = max(top, load(s + i));
     // Scaled below, together with the weights: a positive scale does not change which score is the highest.
-    const V scale = set1(adjusted ? 1.0f : p_.scale);
+    const V scale = set1(adjusted_ ? 1.0f : p_.scale);
     top = mul(top, scale);
     const size_t at = static_cast<size_t>(g) * rows_ + row;
     const float before = out_.highest[at], now = std::max(before, highest(top));
@@ -288,35 +309,38 @@ class Attention {
     out_.sum[at] += sum(total);
   }
 
-  // Scale, softcap, biases and masks of one row.
-  void adjust(const Segment* tile, int count, int columns, int g, int row, float* s) {
-    const int group = p_.heads / p_.kv_heads, head = g * group + row / queries_, query = row % queries_;
-    const int64_t position = length_ - queries_ + query;
+  // Scale and cap the scores of one row.
+  void scale(int columns, float* s) const {
     for (int i = 0; i < columns; i += W) {
       V x = mul(load(s + i), set1(p_.scale));
       if (p_.softcap > 0) x = mul(set1(p_.softcap), tanh(mul(x, set1(1.0f / p_.softcap))));
       store(s + i, x);
     }
-    for (int i = columns; i < up(columns, W); i++) s[i] = NEVER;
-    for (int i = 0; i < count; i++) {
-      const Segment& segment = tile[i];
-      float* scores = s + segment.column;
+  }
+
+  // Biases and masks of one row.
+  void adjust(int g, int row, float* s) const {
+    const int query = row % queries_;
+    const int64_t head = head_of(g, row / queries_), position = share_.position + query;
+    int64_t low = share_.first_seen, high = length_;
+    if (p_.causal) high = std::min(high, position + 1);
+    if (p_.window > 0) low = std::max(low, position - p_.window + 1);
+    for (int i = 0; i < span_count_; i++) {
+      const Span& span = spans_[i];
+      float* scores = s + span.column;
       if (p_.slopes) {
         const float slope = p_.slopes[head];
-        for (int t = 0; t < segment.n; t++) scores[t] += slope * static_cast<float>(segment.position + t - position);
+        for (int t = 0; t < span.n; t++) scores[t] += slope * static_cast<float>(span.position + t - position);
       }
       if (p_.mask_dtype != KVTIER_NONE) {
-        const int64_t offset = sequence_.row * p_.mask_strides[0] + head * p_.mask_strides[1] +
-                               query * p_.mask_strides[2] + segment.position;
-        mask(scores, segment.n, offset);
+        const int64_t offset = share_.row * p_.mask_strides[0] + head * p_.mask_strides[1] +
+                               (share_.first_query + query) * p_.mask_strides[2] + span.position;
+        mask(scores, span.n, offset);
       }
-      int64_t low = sequence_.first_seen, high = length_;
-      if (p_.causal) high = std::min(high, position + 1);
-      if (p_.window > 0) low = std::max(low, position - p_.window + 1);
-      const int64_t begin = std::clamp<int64_t>(low - segment.position, 0, segment.n);
-      const int64_t end = std::clamp<int64_t>(high - segment.position, begin, segment.n);
+      const int64_t begin = std::clamp<int64_t>(low - span.position, 0, span.n);
+      const int64_t end = std::clamp<int64_t>(high - span.position, begin, span.n);
       std::fill(scores, scores + begin, NEVER);
-      std::fill(scores + end, scores + segment.n, NEVER);
+      std::fill(scores + end, scores + span.n, NEVER);
     }
   }
 
@@ -338,12 +362,13 @@ class Attention {
   }
 
  public:
-  static void finish(const kvtier_problem& p, const Sequence& sequence, const Partial* parts, size_t count) {
+  static void finish(const kvtier_problem& p, const Share& share, const Partial* parts, size_t count) {
     const int pad = Shape<M>::value_pad(p);
     const Partial& first = parts[0];
-    for (int h = 0; h < p.heads; h++)
-      for (int i = 0; i < sequence.queries; i++) {
-        const size_t row = static_cast<size_t>(h) * sequence.queries + i;
+    for (int of_share = 0; of_share < share.query_heads; of_share++)
+      for (int i = 0; i < share.queries; i++) {
+        const size_t row = static_cast<size_t>(of_share) * share.queries + i;
+        const int64_t h = static_cast<int64_t>(share.kv_head) * (share.query_heads / share.kv_heads) + of_share;
         float top = p.sinks ? p.sinks[h] : NEVER;
         for (size_t k = 0; k < count; k++) top = std::max(top, parts[k].highest[row]);
         if (top == NEVER) top = 0.0f;  // nothing is seen, or only NaN, which must show
@@ -360,14 +385,14 @@ class Attention {
           }
         }
         const bool blind = total == 0.0f;
-        const float share = blind ? 0.0f : 1.0f / total;
+        const float quotient = blind ? 0.0f : 1.0f / total;
         if (p.lse)
-          p.lse[sequence.lse + h * p.lse_strides[0] + i * p.lse_strides[1]] = blind ? NEVER : top + std::log(total);
-        const int64_t offset = sequence.out + h * p.out_strides[0] + i * p.out_strides[1];
+          p.lse[share.lse + h * p.lse_strides[0] + i * p.lse_strides[1]] = blind ? NEVER : top + std::log(total);
+        const int64_t offset = share.out + h * p.out_strides[0] + i * p.out_strides[1];
         switch (p.out_dtype) {
-          case KVTIER_F32: write(static_cast<float*>(p.out) + offset, values, p.v_dim, share); break;
-          case KVTIER_BF16: write(static_cast<bf16*>(p.out) + offset, values, p.v_dim, share); break;
-          default: write(static_cast<f16*>(p.out) + offset, values, p.v_dim, share); break;
+          case KVTIER_F32: write(static_cast<float*>(p.out) + offset, values, p.v_dim, quotient); break;
+          case KVTIER_BF16: write(static_cast<bf16*>(p.out) + offset, values, p.v_dim, quotient); break;
+          default: write(static_cast<f16*>(p.out) + offset, values, p.v_dim, quotient); break;
         }
       }
   }
@@ -391,12 +416,15 @@ class Attention {
   }
 
   const kvtier_problem& p_;
-  const Sequence& sequence_;
+  const Share& share_;
   const Partial out_;
-  const int queries_, rows_, query_pad_, value_pad_;
+  const int queries_, group_, rows_, padded_, query_pad_, value_pad_;
   const int64_t length_;
-  int tile_;  // tokens whose scores are kept at once
-  bool special_;
+  int tile_;       // tokens whose scores are kept at once
+  bool adjusted_;  // scores are more than scaled, by a positive number
+  Span spans_[TILE];
+  int span_count_ = 0;
+  bool hidden_ = false;  // of the tile: some row may not see all of it
   PhaseClock clock_;
   typename M::Query* query_;
   float* scores_;
@@ -466,26 +494,20 @@ inline void merge(const kvtier_merge_problem& m) {
 inline const Kernel* kernel(const char* name) {
   static const Kernel it{
       name,
-      [](const kvtier_problem& p, int queries) {
-        return with_dtype(p, [&](auto* a) {
-          return std::remove_reference_t<decltype(*a)>::partial_floats(p, queries);
-        });
+      [](const kvtier_problem& p, const Share& share) {
+        return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::partial_floats(p, share); });
       },
-      [](const kvtier_problem& p, int queries) {
-        return with_dtype(p, [&](auto* a) {
-          return std::remove_reference_t<decltype(*a)>::scratch_bytes(p, queries);
-        });
+      [](const kvtier_problem& p, const Share& share) {
+        return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::scratch_bytes(p, share); });
       },
-      [](const kvtier_problem& p, int queries, float* memory) {
-        return with_dtype(p, [&](auto* a) {
-          return std::remove_reference_t<decltype(*a)>::partial_at(p, queries, memory);
-        });
+      [](const kvtier_problem& p, const Share& share, float* memory) {
+        return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::partial_at(p, share, memory); });
       },
-      [](const kvtier_problem& p, const Sequence& sequence, const Task& task, char* scratch, Partial out) {
-        with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::attend(p, sequence, task, scratch, out); });
+      [](const kvtier_problem& p, const Share& share, const Task& task, char* scratch, Partial out) {
+        with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::attend(p, share, task, scratch, out); });
       },
-      [](const kvtier_problem& p, const Sequence& sequence, const Partial* parts, size_t count) {
-        with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::finish(p, sequence, parts, count); });
+      [](const kvtier_problem& p, const Share& share, const Partial* parts, size_t count) {
+        with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::finish(p, share, parts, count); });
       },
       merge,
       checksum,

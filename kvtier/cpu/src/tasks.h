@@ -9,27 +9,35 @@
 
 #include "attention.h"
 
-// One sequence of a problem, copied, so that the caller may change its own as soon as the call was taken.
-struct Sequence {
-  int32_t row;      // in the problem: of the mask
-  int32_t queries;  // at least 1
-  int64_t length;
-  int64_t first_seen;  // first position that is no padding
-  int64_t lowest;      // first position that any query sees
-  int64_t query, out, lse;
+// Queries of one sequence that follow each other, in KV heads that do: one result, which tasks over blocks add up to. All
+// of a sequence that has few; see `Job::add`. Copied, so that the caller may change its own as soon as the call was taken.
+struct Share {
+  int32_t row;                // of the sequence in the problem: of the mask
+  int32_t kv_head, kv_heads;  // the first, and how many
+  int32_t query_heads;        // of all these KV heads
+  int32_t first_query;        // within the sequence
+  int32_t queries;            // at least 1
+  int64_t position;           // of the first query
+  int64_t length;             // behind the last token that any query sees
+  int64_t first_seen;         // first position that is no padding
+  int64_t lowest;             // first position that any query sees
+  int64_t query, out, lse;    // of the first query, in elements
   size_t first_task, task_count;
+
+  int group_rows() const { return query_heads / kv_heads * queries; }  // of each KV head
+  int rows() const { return query_heads * queries; }
 };
 
-// Some of one sequence's blocks. Where a sequence is cut depends on its size alone, never on the number of threads, on
+// Some of the blocks of one share. Where a sequence is cut depends on its size alone, never on the number of threads, on
 // their timing, or on how its blocks are grouped in runs: results are the same, bit for bit, each time.
 struct Task {
-  int32_t sequence;
+  int32_t share;
   const kvtier_run* run;  // the first
   int64_t skip;           // blocks of the first run that belong to an earlier task
   int64_t blocks;         // of this run and those behind it
 };
 
-// What has been seen so far, for every row (head, query) of a sequence: out = values / sum.
+// What has been seen so far, for every row (head, query) of a share: out = values / sum.
 struct Partial {
   float* highest;  // [rows] highest score
   float* sum;      // [rows] of exp(score - highest)
@@ -46,13 +54,13 @@ struct Scratch {
 
 struct Kernel {
   const char* name;
-  // Floats of one partial and bytes of scratch, for a sequence with so many queries.
-  size_t (*partial_floats)(const kvtier_problem&, int queries);
-  size_t (*scratch_bytes)(const kvtier_problem&, int queries);
-  Partial (*partial_at)(const kvtier_problem&, int queries, float* memory);
-  void (*attend)(const kvtier_problem&, const Sequence&, const Task&, char* scratch, Partial);
-  // Combine a sequence's partials into `out` and `lse`. Overwrites parts[0].
-  void (*finish)(const kvtier_problem&, const Sequence&, const Partial* parts, size_t count);
+  // Floats of one partial and bytes of scratch, for one share.
+  size_t (*partial_floats)(const kvtier_problem&, const Share&);
+  size_t (*scratch_bytes)(const kvtier_problem&, const Share&);
+  Partial (*partial_at)(const kvtier_problem&, const Share&, float* memory);
+  void (*attend)(const kvtier_problem&, const Share&, const Task&, char* scratch, Partial);
+  // Combine a share's partials into `out` and `lse`. Overwrites parts[0].
+  void (*finish)(const kvtier_problem&, const Share&, const Partial* parts, size_t count);
   void (*merge)(const kvtier_merge_problem&);
   uint64_t (*checksum)(const uint64_t* words, int64_t count, uint64_t seed);
 };
