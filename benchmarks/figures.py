@@ -319,7 +319,7 @@ def draw_decode(axes: Any, series: Series) -> None:
         axes.fill_between(context, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
         axes.plot(context, median, marker="o", markersize=4, color=COLOURS[name], label=NAMES[name])
     axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="decode, tokens/s")
-    axes.set_title("Decode, one CPU thread: Qwen3-0.6B's shape, bf16", fontsize=10)
+    axes.set_title("Decode, one CPU thread: Qwen3-0.6B's shape, bf16", fontsize=12)
     _ticks(axes, [p[0] for p in series["kvtier"]], [0.2, 0.5, 1, 2, 5])
 
 
@@ -337,7 +337,7 @@ def draw_held(axes: Any, series: Series) -> None:
             label=NAMES[name],
         )
     axes.set(xlabel="context, tokens", ylabel="held by the cache, GiB")
-    axes.set_title("Memory on a CPU model: Qwen3-0.6B's shape, fp32", fontsize=10)
+    axes.set_title("Memory on a CPU model: Qwen3-0.6B's shape, fp32", fontsize=12)
     contexts = [p[0] for p in series["kvtier"]]
     axes.set_xticks(contexts, [_thousands(c) for c in contexts])
 
@@ -347,11 +347,11 @@ def draw_conversation(axes: Any, series: Series) -> None:
     places = range(len(series["kept"]))
     for shift, name, colour in ((-0.2, "computed again", COLOURS["dynamic"]), (0.2, "kept", COLOURS["kvtier"])):
         bars = axes.bar([p + shift for p in places], [p[1] for p in series[name]], 0.38, color=colour, label=name)
-        axes.bar_label(bars, labels=[f"{p[1] * 1000:,.0f} ms" for p in series[name]], fontsize=8, padding=2)
+        axes.bar_label(bars, labels=[f"{p[1] * 1000:,.0f} ms" for p in series[name]], fontsize=10, padding=2)
     axes.set_xticks(list(places), [f"{p[0]:,} tokens of history" for p in series["kept"]])
     axes.set_ylabel("time to the first token, s")
     axes.margins(y=0.12)
-    axes.set_title("A later turn of a conversation, the example model", fontsize=10)
+    axes.set_title("A later turn of a conversation, the example model", fontsize=12)
 
 
 def _thousands(count: float) -> str:
@@ -386,12 +386,12 @@ def draw_all() -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "kvtier", "svg.fonttype": "path", "font.size": 9})
+    matplotlib.rcParams.update({"svg.hashsalt": "kvtier", "svg.fonttype": "path", "font.size": 11})
     from matplotlib import pyplot
 
     PLOTS.mkdir(parents=True, exist_ok=True)
     for name, (points, draw) in DRAWN.items():
-        figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
+        figure, axes = pyplot.subplots(figsize=(6.0, 3.8), layout="constrained")
         draw(axes, points())
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
