@@ -5,12 +5,14 @@ KVTIER_TEST_WORKLOADS=100 plays a hundred times as many loads.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,9 @@ from workloads import MODELS, Load, by_generate, model_of
 import kvtier
 from kvtier import Engine, TieredMemory, UnsupportedError
 from kvtier.attention import split
+from kvtier.forward.packed import PackedForward
 from kvtier.memory.block import State
+from kvtier.planning.trace import busy_seconds, read_trace
 from kvtier.serving import turns
 from kvtier.serving.runner import PackedRunner
 from kvtier.serving.sub_batches import SubBatches
@@ -31,7 +35,7 @@ from kvtier.testing import emulated_device, held, throttled, with_doubles
 pytest.importorskip("greenlet")
 TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
 #: Loads of each model.
-LOADS = {"llama": 6, "gemma3": 2, "mistral_sliding": 2, "deepseek_v3": 1, "gpt2": 1, "gpt_oss": 1, "qwen3_moe": 1}
+LOADS = {"llama": 9, "gemma3": 2, "mistral_sliding": 2, "deepseek_v3": 1, "gpt2": 1, "gpt_oss": 1, "qwen3_moe": 1}
 
 
 class Drawn:
@@ -69,7 +73,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def pausing(self: turns.Turns) -> None:
         pause(self)
-        if moving and rng.random() < 0.3:
+        if moving and rng.random() < 0.6:
             move(moving[-1], rng)
 
     def halved(begun: Any, pause: Any) -> torch.Tensor:
@@ -147,6 +151,75 @@ def engine_apart(name: str, rng: random.Random, counts: Counter[str]) -> Engine:
 
 def some(rng: random.Random) -> list[tuple[int, ...]]:
     return [tuple(rng.randrange(1, 128) for _ in range(rng.choice((1, 9, 20, 40)))) for _ in range(5)]
+
+
+class Halves(Drawn):
+    """Two forwards, each over half of the rows, wherever there are two."""
+
+    def plan(self, batch: Sequence[Any]) -> list[int]:
+        return list(range(len(batch)))
+
+    def second(self, batch: Sequence[Any]) -> set[int]:
+        return set(range(len(batch) // 2))
+
+
+def answer_in_halves(counts: Counter[str]) -> None:
+    """Some requests, most of whose blocks are on the host, by two forwards in every step."""
+    rng = random.Random(5)
+    engine = engine_apart("llama", rng, counts)
+    engine._runner.sub_batches = Halves(rng, counts)  # type: ignore[attr-defined]
+    prompts = [tuple(rng.randrange(1, 128) for _ in range(40)) for _ in range(4)]
+    names = [engine.add_request(list(p), max_new_tokens=8, do_sample=False) for p in prompts]
+    while engine.step():
+        pass
+    for prompt, request in zip(prompts, names, strict=True):
+        assert engine.output(request).generated_tokens == by_generate("llama", prompt, 8)[0]
+    engine.close()
+
+
+def test_what_a_paused_call_has_sent_to_the_host_stays_its_own(
+    counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, begun, alive = split._Begun.finish, split._Begun.__init__, list[Any]()
+
+    def begins(self: Any, *args: Any) -> None:
+        begun(self, *args)
+        alive.append(self)
+        counts["at once"] = max(counts["at once"], len(alive))
+
+    def finishes(self: Any) -> torch.Tensor:
+        self._host._down.synchronize()
+        assert torch.equal(self._host._buffer.query, self.call.query), "another call's query is in its buffer"
+        return finish(self)
+
+    def ends(self: Any) -> None:
+        if self in alive:
+            alive.remove(self)
+        end(self)
+
+    end = split._Begun.end
+    for name, new in (("__init__", begins), ("finish", finishes), ("end", ends)):
+        monkeypatch.setattr(split._Begun, name, new)
+    answer_in_halves(counts)
+    assert counts["at once"] == 2
+    assert counts["finished"] > 20
+
+
+def test_what_is_due_behind_a_layer_waits_until_both_have_attended_to_it(
+    counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance, due = PackedForward._advance, Counter[int]()
+
+    def advancing(self: PackedForward, reader: Any) -> None:
+        assert all(reader.layer.index in each.attended for each in self.under_way)
+        due[len(self.under_way)] += 1
+        advance(self, reader)
+
+    monkeypatch.setattr(PackedForward, "_advance", advancing)
+    answer_in_halves(counts)
+    layers = tiny_model("llama").config.num_hidden_layers
+    assert due[2] > 0
+    assert due[2] % layers == 0, "once for each layer of a step"
 
 
 @pytest.mark.parametrize("seed", range(8 * TIMES))
@@ -262,3 +335,35 @@ def test_a_model_whose_weights_are_offloaded_takes_no_turns() -> None:
     engine.close()
     memory.close()
     assert SubBatches  # the decider of `Engine(sub_batches=True)`
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_trace_tells_computing_from_waiting_for_the_host(apart: bool, tmp_path: Path) -> None:
+    """On a device that computes for 4 ms a layer and forward, with a host whose attention takes longer."""
+    model, machine = model_of("llama"), throttled(1e9, host=2e6)
+    engine, memory = emulated(model, machine, sub_batches=False)
+    runner: Any = engine._runner
+    if apart:
+        runner.sub_batches = Halves(random.Random(0), Counter())
+    prompts = [tuple(random.Random(i).randrange(1, 120) for _ in range(60)) for i in range(6)]
+    with emulated_device(model, machine, linear=4e-3, device_rate=1e9):
+        for prompt in prompts:
+            engine.add_request(list(prompt), max_new_tokens=8, do_sample=False)
+        for _ in range(3):
+            engine.step()
+        before, steps = runner.forward.counters.host_seconds, 0
+        with kvtier.trace(tmp_path / "x.json"):
+            while engine.step():
+                steps += 1
+        hosted = runner.forward.counters.host_seconds - before
+    engine.close()
+    memory.close()
+    events = read_trace(tmp_path / "x.json")
+    pieces = sorted((x.start, x.end) for x in events if x.lane in ("compute", "wait"))
+    assert all(b[0] - a[1] > -1e-6 for a, b in itertools.pairwise(pieces)), "it computes and waits at once"
+    computed, waited = (busy_seconds(events, lane) for lane in ("compute", "wait"))
+    print(f"{apart=} {steps=} {computed=:.4f} {waited=:.4f} {hosted=:.4f}")
+    assert computed > 0.9 * 4e-3 * model.config.num_hidden_layers * (2 if apart else 1) * steps
+    # In one forward the device has little else to do; of two one computes while the host attends for the other.
+    assert waited > 0.3 * hosted
+    assert not apart or waited < hosted - 4e-3 * model.config.num_hidden_layers * (steps - 1)
