@@ -18,7 +18,7 @@ from kvtier.forward.held import Held
 from kvtier.forward.schedule import Schedule
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.tiered import TieredMemory
-from kvtier.planning.step import StepRecord, StepState
+from kvtier.planning.step import StepRecord, StepState, checked
 from kvtier.planning.trace import plan_args
 from kvtier.stats import CacheStats, Counters
 
@@ -155,7 +155,11 @@ class PlannedForward:
         self.memory.policy.observe(record)
 
     def _plan(self, device: ComputeDevice, tokens: int) -> None:
-        """Let the policy plan the step on a device where anything is spilled."""
+        """Let the policy plan the step on a device where anything is spilled.
+
+        Raises:
+            ConfigError: its answer is no plan of these layers; nothing has begun.
+        """
         if not device.spilled:
             return
         if self._before is None:
@@ -164,7 +168,7 @@ class PlannedForward:
         if schedule is None:
             schedule = self._schedules[device] = Schedule(self._readers_on(device))
         policy, state = self.memory.policy, self._state(schedule, device, tokens)
-        plan = policy.plan(state)
+        plan = checked(policy.plan(state), len(schedule.readers))
         expected = policy.prediction(state.cache, state.device)
         if expected is not None:
             self._expected[device] = expected.seconds

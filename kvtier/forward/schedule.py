@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvtier.attention.reader import LayerReader
-from kvtier.errors import ConfigError
 from kvtier.memory.block import Run, State
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.tables.table import distinct
@@ -77,13 +76,9 @@ class Schedule:
     def begin(self, plan: StepPlan) -> None:
         """A step begins: fetch what is due before its first layer. The caller holds the lock.
 
-        Raises:
-            ConfigError: it is a plan for another number of layers.
+        Args:
+            plan: of as many layers; see `planning.step.checked`.
         """
-        if len(plan.layers) != len(self.readers):
-            raise ConfigError(
-                f"The policy has planned {len(plan.layers)} layers where {len(self.readers)} were asked for."
-            )
         self._plans = plan.layers
         self._ahead = max((x.ahead for x in plan.layers if x.fetch), default=0)
         self._leaves = any([x.leave > 0 for x in plan.layers])

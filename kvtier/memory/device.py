@@ -18,7 +18,8 @@ from kvtier.memory.pool import BlockPool, Fence
 from kvtier.memory.readers import Readers
 from kvtier.memory.slabs import Budget, SlabAllocator
 from kvtier.planning import sizing
-from kvtier.planning.policy import Policy
+from kvtier.planning.policy import Policy, checked_victims
+from kvtier.planning.step import whole
 from kvtier.stats import Counters
 from kvtier.transfer.engine import Event, TransferEngine
 from kvtier.transfer.engine import State as TransferState
@@ -194,7 +195,7 @@ class ComputeDevice:
         residency.seal(run)
         if self.slabs is not None:
             used = sum([pool.used * pool.layout.nbytes for pool in self.device_pools])
-            due = self.policy.write_back(used, self.slabs.budget.limit, run.count)
+            due = whole(self.policy.write_back(used, self.slabs.budget.limit, run.count), "answer to write_back")
             if due > 0:
                 # Ahead of need: what cannot be copied now is copied when it has to leave.
                 with contextlib.suppress(BudgetError, TransferError):
@@ -259,7 +260,7 @@ class ComputeDevice:
             return left
         candidates = [each for each in self.sets if each.pools is pools and each is not keep and each.evictable]
         if candidates:
-            for candidate, blocks, latest_first in self.policy.victims(candidates, count):
+            for candidate, blocks, latest_first in checked_victims(self.policy.victims(candidates, count)):
                 if not any(candidate is each for each in candidates):
                     continue  # it was not asked about that: it may be being read
                 assert isinstance(candidate, BlockSet)

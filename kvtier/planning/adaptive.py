@@ -126,13 +126,14 @@ class Adaptive(FixedShare):
 
     def observe(self, record: StepRecord) -> None:
         """See `Policy.observe`."""
-        for (cache, _, several), known in self._caches.items():
-            if cache != record.cache:
-                continue
+        mine = [(key[2], known) for key, known in self._caches.items() if key[0] == record.cache]
+        # Of what was planned on any device, for steps of whichever kind: the record is of all of it.
+        copies = sum([known.prediction.copies for _, known in mine if known.prediction is not None])
+        for several, known in mine:
             alike = record.tokens <= FEW and (record.tokens > 1) == several
             prediction, known.prediction = known.prediction, None
             settled = known.step - known.chosen > SETTLE
-            if known.model.observe(record, prediction, known.part, alike=alike):
+            if known.model.observe(record, prediction, known.part, alike=alike, copies=copies):
                 known.seen.clear()
                 known.looked, known.jumped, known.probe_from = -PERIOD, True, None  # no probe tells anything now
             elif settled and prediction is not None and record.seconds > 0 and prediction.base and known.part:
@@ -196,7 +197,8 @@ class Adaptive(FixedShare):
         if best != known.choice or not known.started:
             before = known.choice / (CHOICES - 1)
             known.choice, known.chosen, known.started = best, known.step, True
-            known.decisions.append(Decision(known.step, reason, self._predict(known, groups, best), before))
+            number = sum([each.step for each in self._of(state.cache, state.device)])
+            known.decisions.append(Decision(number, reason, self._predict(known, groups, best), before))
 
     def _predict(self, known: _Cache, groups: Sequence[Group], choice: int) -> Prediction:
         share = choice / (CHOICES - 1)
@@ -270,7 +272,8 @@ class Adaptive(FixedShare):
 
     def _as_planned(self, known: _Cache, state: StepState) -> StepPlan:
         """The choice as a plan for these layers; the last one again where nothing has changed."""
-        key, layers = (known.choice, state.free_bytes), state.layers
+        # The first step of all brings nothing back, whatever room there is.
+        key, layers = (known.choice, state.free_bytes, state.device_bytes, state.last is None), state.layers
         share = known.choice / (CHOICES - 1)
         same = known.planned_for == key and (known.planned_layers is layers or known.planned_layers == layers)
         known.planned_layers = layers

@@ -130,7 +130,7 @@ class Decision:
     """Why a step is as it is.
 
     Attributes:
-        step: number of the cache's step.
+        step: number of the cache's step on the device, of those that were planned.
         reason: "first", "model" (a better prediction), "probe", or "back" (a probe brought nothing).
         prediction: of the choice.
         before: the share before.
@@ -225,7 +225,13 @@ class CostModel:
         return Prediction(share, seconds, base, exposed, link, fetched, hosted, device, copies, busy, tuple(waits))
 
     def observe(
-        self, record: StepRecord, prediction: Prediction | None, part: float = 1.0, *, alike: bool = True
+        self,
+        record: StepRecord,
+        prediction: Prediction | None,
+        part: float = 1.0,
+        *,
+        alike: bool = True,
+        copies: int | None = None,
     ) -> bool:
         """Learn from a step.
 
@@ -235,12 +241,14 @@ class CostModel:
             part: of the model that the prediction is of.
             alike: whether it is a step of the kind that this model predicts. Others tell the link's rates: more queries
                 take longer for the same bytes.
+            copies: layers for which the step fetched anything, on all devices; None: as predicted.
 
         Returns:
             whether a rate that predictions depend on is no longer what it was: what was seen before says little then.
         """
         rates, changed = self.rates, dict[str, float]()
-        copies = 0 if prediction is None else prediction.copies
+        if copies is None:
+            copies = 0 if prediction is None else prediction.copies
         for name, median, moved, seconds, overhead in (
             ("up", self._up, record.bytes_up, record.seconds_up, copies * rates.copy_overhead),
             ("down", self._down, record.bytes_down, record.seconds_down, 0.0),

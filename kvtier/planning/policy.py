@@ -14,11 +14,12 @@ is not fetched, what must be read is read. One policy serves all caches of a mem
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+from kvtier.errors import ConfigError
 from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
-from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
+from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState, whole
 
 T = TypeVar("T")
 
@@ -58,6 +59,16 @@ class Victims(NamedTuple):
     candidate: Candidate
     blocks: int
     latest_first: bool = False
+
+
+def checked_victims(answer: object) -> Iterator[Victims]:
+    """A policy's answer as victims, one by one. Raises ConfigError: it holds something else."""
+    if not isinstance(answer, Iterable):
+        raise ConfigError(f"The policy's victims are {answer!r}: they have to be a list of Victims.")
+    for x in answer:
+        if not isinstance(x, tuple) or len(x) != len(Victims._fields):
+            raise ConfigError(f"Of the policy's victims one is {x!r}: it has to be Victims(candidate, blocks).")
+        yield Victims(x[0], whole(x[1], "Victims.blocks"), x[2])
 
 
 class Policy:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Collection
 from dataclasses import dataclass, field
+
+from kvtier.errors import ConfigError
 
 #: New tokens per sequence up to which a forward decodes: one, or some that verify a draft.
 FEW = 16
@@ -132,3 +136,30 @@ class StepRecord:
     fetched: int = 0
     evicted: int = 0
     cache: int = 0
+
+
+def checked(plan: object, layers: int) -> StepPlan:
+    """A policy's answer as a plan of so many layers, in whole numbers. Raises ConfigError: it is none."""
+    if not isinstance(plan, StepPlan):
+        raise ConfigError(f"The policy has planned {plan!r}: it has to be a StepPlan.")
+    planned = plan.layers
+    if not isinstance(planned, Collection) or not all([isinstance(x, LayerPlan) for x in planned]):
+        raise ConfigError(f"The policy's StepPlan.layers is {planned!r}: it has to be a list of LayerPlan.")
+    if len(planned) != layers:
+        raise ConfigError(f"The policy has planned {len(planned)} layers where {layers} were asked for.")
+    for x in planned:
+        if not type(x.fetch) is type(x.ahead) is type(x.keep) is type(x.leave) is int:
+            for name in ("fetch", "ahead", "keep", "leave"):
+                setattr(x, name, whole(getattr(x, name), f"LayerPlan.{name}"))
+    plan.reserve = whole(plan.reserve, "StepPlan.reserve")
+    if plan.on_host is not None and not isinstance(plan.on_host, Collection):
+        raise ConfigError(f"The policy's StepPlan.on_host is {plan.on_host!r}: it has to be a list of rows, or None.")
+    return plan
+
+
+def whole(answer: object, what: str) -> int:
+    """A number that a policy has answered. Raises ConfigError: it is not a whole one."""
+    try:
+        return int(operator.index(answer))  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"The policy's {what} is {answer!r}: it has to be a whole number.") from None

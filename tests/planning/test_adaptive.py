@@ -272,6 +272,41 @@ def test_it_adapts_where_every_step_verifies_a_draft(tokens: int) -> None:
     assert seconds_of(trial, STEPS // 2) <= 1.02 * best_fixed(load, Machine(RATES), 0, STEPS, STEPS // 2)
 
 
+def test_kinds_of_steps_in_turn_see_the_same_link_and_do_not_make_it_flap() -> None:
+    # A copy is short, so that what it takes besides its bytes counts as much as these.
+    small = Load(32, 5e-5, 512 * BLOCK, BLOCK, 2048, 1, 32 * 2048 * 512 * 7 // 10)
+    rates = Rates(up=25e9, host=6e9, device=1.5e12, copy_overhead=20e-6, measured=True)
+    policy = Adaptive(rates)
+    trial, rng = Simulation(policy, Machine(rates), small), random.Random(0)
+    seen = list[float]()
+    for _ in range(STEPS):
+        trial.load = replace(small, tokens=rng.choice((1, 5)))  # a draft to verify is not found for each step
+        trial.step()
+        seen += [known.model.rates.up for known in policy._caches.values()]
+    assert max(seen) <= 1.2 * min(seen)
+    found = policy.decisions(1)
+    assert len([x for x in found if x.step > 30 and x.reason == "model"]) <= 2
+
+
+def test_decisions_are_in_the_order_in_which_they_were_made() -> None:
+    policy, layers = Adaptive(), FOUR
+    for step in range(90):
+        tokens = 1 if step < 80 else 5
+        policy.plan(StepState(tokens, layers, 2**24, 2**28, cache=1, device="cuda:0", model_layers=4))
+        policy.observe(StepRecord(tokens, 4, 0.03, host_seconds=3.5e-3, host_blocks=200, host_bytes=2**27, cache=1))
+    steps = [x.step for x in policy.decisions(1)]
+    assert steps[0] == 1
+    assert steps[-1] > 80, "the last one is about the last steps"
+
+
+def test_what_a_cache_goes_on_with_comes_back_from_its_second_step_on() -> None:
+    policy = Adaptive(replace(RATES, host=1e15, measured=True))  # which does not fetch
+    state = StepState(1, FOUR, 2**30, 2**30, cache=1, device="cuda:0", model_layers=4)
+    assert not any(x.fetch for x in policy.plan(state).layers), "nobody waits for it before the first token"
+    state = replace(state, last=StepRecord(1, 4, 0.03, cache=1))
+    assert all(x.keep for x in policy.plan(state).layers)
+
+
 def test_a_prompt_between_steps_is_planned_with_their_share() -> None:
     policy = Adaptive()
     trial = Simulation(policy, Machine(RATES), LOAD)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from least_recently_used import EvictLeastRecentlyUsed
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvtier import Policy, TieredKVCache, TieredMemory
+from kvtier import ConfigError, Policy, TieredKVCache, TieredMemory
 from kvtier.planning.policy import RESERVE_SHARE, Candidate, Victims, level
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.testing import held, with_doubles
@@ -258,6 +261,97 @@ def test_whatever_a_policy_answers_is_exact(seed: int, host_attention: bool, mod
     with_doubles(cache, held(seed))
     assert tokens(model, cache, prompt) == tokens(model, DynamicCache(config=CONFIG), prompt)
     assert cache.stats.evictions > 5
+    cache.check_integrity()
+
+
+class Nonsense(Policy):
+    """As the default, until it is asked to answer something that is no decision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: dict[str, Any] = {}
+
+    def plan(self, state: StepState) -> StepPlan:
+        """The default's plan, or with a number that is none."""
+        plan = self.wrong.get("plan", super().plan(state))
+        for name in ("fetch", "ahead", "keep", "leave"):
+            if name in self.wrong:
+                setattr(plan.layers[-1], name, self.wrong[name])
+        for name in ("layers", "reserve", "on_host"):
+            if name in self.wrong:
+                setattr(plan, name, self.wrong[name])
+        return plan  # type: ignore[no-any-return]
+
+    def victims(self, candidates: Sequence[Candidate], blocks: int) -> Iterable[Victims]:
+        """The default's, or others."""
+        if "blocks" in self.wrong:
+            return [Victims(x, self.wrong["blocks"]) for x in candidates]
+        return self.wrong.get("victims", super().victims(candidates, blocks))  # type: ignore[no-any-return]
+
+    def write_back(self, used_bytes: int, device_bytes: int, sealed: int) -> int:
+        """The default's number, or another."""
+        return self.wrong.get("write_back", super().write_back(used_bytes, device_bytes, sealed))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("named", ["fetch", "ahead", "keep", "leave", "reserve", "write_back", "blocks"])
+@pytest.mark.parametrize("wrong", [1.5, math.nan, None])
+def test_a_number_that_is_no_whole_one_is_refused_by_name_and_the_cache_goes_on(
+    named: str, wrong: object, model: LlamaForCausalLM
+) -> None:
+    refused_and_mended(model, {named: wrong}, named)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"plan": None}, "StepPlan"),
+        ({"layers": None}, "list of LayerPlan"),
+        ({"layers": [LayerPlan()]}, "1 layers where 3"),
+        ({"on_host": 3}, "list of rows"),
+        ({"victims": None}, "list of Victims"),
+        ({"victims": [3]}, r"Victims\(candidate"),
+    ],
+)
+def test_what_is_no_decision_is_refused_in_a_sentence_and_the_cache_goes_on(
+    wrong: dict[str, Any], said: str, model: LlamaForCausalLM
+) -> None:
+    refused_and_mended(model, wrong, said)
+
+
+def refused_and_mended(model: LlamaForCausalLM, wrong: dict[str, Any], said: str) -> None:
+    """A policy answers `wrong` in the middle of a decode; with a better answer the tokens are the right ones."""
+    ids = torch.randint(64, (1, 61), generator=torch.Generator().manual_seed(0))
+    policy, right = Nonsense(), DynamicCache(config=CONFIG)
+    with (
+        TieredKVCache(CONFIG, device_budget=24 * SLOT, block_size=SIZE, policy=policy) as cache,
+        torch.no_grad(),
+    ):
+        model(ids[:, :45], past_key_values=cache)
+        policy.wrong = wrong
+        with pytest.raises(ConfigError, match=said):
+            decode(model, ids[:, 45 : 45 + 2 * SIZE], cache)  # blocks are sealed and evicted in it
+        policy.wrong = {}
+        cache.check_integrity()
+        with contextlib.suppress(ValueError):  # it was not begun
+            cache.crop(0)
+        had = cache.get_seq_length()
+        model(ids[:, :had], past_key_values=right)
+        found, expected = (decode(model, ids[:, had:], each) for each in (cache, right))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        cache.check_integrity()
+
+
+def decode(model: LlamaForCausalLM, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    """Logits of some tokens, one by one."""
+    return torch.stack([model(x[None, None], past_key_values=cache).logits for x in ids[0]])
+
+
+@pytest.mark.parametrize("whole", [True, torch.tensor(1)])
+def test_what_counts_as_a_whole_number_is_taken_as_one(whole: Any, model: LlamaForCausalLM) -> None:
+    ids, policy = torch.randint(64, (1, 61), generator=torch.Generator().manual_seed(0)), Nonsense()
+    policy.wrong = dict.fromkeys(("fetch", "ahead", "keep", "leave", "reserve", "write_back"), whole)
+    cache = TieredKVCache(CONFIG, device_budget=24 * SLOT, block_size=SIZE, policy=policy)
+    assert tokens(model, cache, ids) == tokens(model, DynamicCache(config=CONFIG), ids)
     cache.check_integrity()
 
 
