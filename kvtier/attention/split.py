@@ -7,6 +7,7 @@ partition is exact. On a CPU model without a device tier there is one part, and 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import weakref
@@ -20,6 +21,7 @@ from kvtier import tracing
 from kvtier.attention.partition import Part, Partition
 from kvtier.attention.reader import LayerReader
 from kvtier.cpu import fallback, native
+from kvtier.errors import TransferError
 from kvtier.kernels import launch, paged
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import memory_at
@@ -429,6 +431,7 @@ class _HostPart:
         # Masks, sinks and biases come down with the query: a copy of their own would wait for all the device has to do.
         self.on_device = {name: x.detach().to(query.device).contiguous() for name, x in _tensors(params).items()}
         self._future: native.Future | None = None
+        self._arrived = False
         self._began = 0.0
         self._waits: tracing.Time | None = None
         with reader.memory.lock:
@@ -445,13 +448,18 @@ class _HostPart:
             copies += [TensorCopy(self.on_device[name], x) for name, x in others.items()]
             self._down = self._buffer.last = engine.submit(copies, Direction.QUERY, reader.counters)
 
+    def _receive(self) -> None:
+        """Wait for the query. Others go on meanwhile."""
+        self._arrived = True
+        self._down.block()
+        with self._of.reader.memory.lock:
+            self._down.synchronize()
+
     def begin(self) -> None:
         """Wait for the query, and let the threads begin."""
         reader, buffer = self._of.reader, self._buffer
-        # Also the end of the last call's use of these tensors; see `IoBuffer`. Others go on meanwhile.
-        self._down.block()
+        self._receive()  # also the end of the last call's use of these tensors; see `IoBuffer`
         with reader.memory.lock:
-            self._down.synchronize()
             if reader.device.engine.asynchronous:
                 reader.device.engine.poll()  # so what the last result's copy held on to is given up now
         if not native.available():
@@ -500,6 +508,9 @@ class _HostPart:
         try:
             if self._future is not None:
                 self._future.wait()
+            if not self._arrived:  # it was never asked for, and must not come into the next call's buffer
+                with contextlib.suppress(TransferError):
+                    self._receive()
         finally:
             self._buffers.in_use = False
 
