@@ -83,6 +83,9 @@ def is_native(wheel: Path) -> bool:
     assert re.search(rf"^Tag: {tag}$", about, re.MULTILINE)
     assert f"Root-Is-Purelib: {str(not native).lower()}" in about
     assert "kvtier/py.typed" in names
+    # A folder without an __init__.py works in a checkout, and would be missing in what is installed.
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kvtier").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == sources
     # Native.py takes a folder of sources for a tree in which the library can be compiled.
     assert not [name for name in names if "/src" in name or "tests" in name]
     return native
