@@ -43,7 +43,7 @@ LIMIT = 2_000_000
 #: Events that are sorted and written together.
 CHUNK = 4096
 #: Numbers of threads of a lane: more devices of all caches share them.
-_DEVICES = 4096
+_DEVICES = 100
 #: Nanoseconds by which sums of seconds may be off.
 _ROUNDED = 2
 
