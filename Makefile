@@ -91,28 +91,22 @@ demo: $(NEWEST)/.ready if-native ## run the demo (ARGS="--model NAME ...")
 # No test may depend on a model hub; tiny tensors only lose by threads.
 RUN_PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -o cache_dir=$(1)/.pytest_cache $(2) $(PYTEST_ARGS)
 RUN_TESTS = $(call RUN_PYTEST,$(1),-m "not slow" $(2))
-# What does not depend on the version of Transformers runs in one of the two.
-NOT_IN_NEWEST = $(addprefix --ignore=tests/,memory transfer tables forward cpu) \
-	--ignore-glob='tests/test_benchmarks*'
-NOT_IN_OLDEST = $(addprefix --ignore=tests/,kernels attention cuda planning calibration scheduling) \
-	$(addprefix --ignore=tests/test_,imports.py packaging.py documents.py figures.py demo.py) \
-	$(addprefix --ignore=tests/hf/test_,trained.py half_precision.py interrupted_hybrids.py needed.py) \
-	$(addprefix --ignore=tests/conversation/test_,disk.py disk_faults.py disk_rows.py store.py index.py)
-
+# What does not depend on the version of Transformers runs in one of the two, and of other tests each case does: see
+# tests/conftest.py. `test-newest` and `test-oldest` run all.
 test: $(NEWEST)/.ready $(OLDEST)/.ready if-native ## run the tests on the newest and the oldest Transformers, side by side (PYTEST_ARGS="-k NAME")
 	@log=$(OLDEST)/pytest.log; \
-	$(call RUN_TESTS,$(OLDEST),$(NOT_IN_OLDEST)) >$$log 2>&1 & oldest=$$!; \
+	KVTIER_TEST_SIDE=oldest $(call RUN_TESTS,$(OLDEST)) >$$log 2>&1 & oldest=$$!; \
 	trap 'kill $$oldest 2>/dev/null' INT TERM; \
 	echo "newest Transformers ($(NEWEST)); meanwhile the oldest ($(OLDEST)) reports to $$log"; \
-	$(call RUN_TESTS,$(NEWEST),$(NOT_IN_NEWEST)); newest=$$?; \
+	KVTIER_TEST_SIDE=newest $(call RUN_TESTS,$(NEWEST)); newest=$$?; \
 	wait $$oldest; oldest=$$?; \
 	echo "oldest Transformers ($(OLDEST))"; cat $$log; \
 	exit $$((newest ? newest : oldest))
 
-test-newest: $(NEWEST)/.ready if-native ## run the tests on the newest supported Transformers
+test-newest: $(NEWEST)/.ready if-native ## run all tests on the newest supported Transformers
 	$(call RUN_TESTS,$(NEWEST))
 
-test-oldest: $(OLDEST)/.ready if-native ## run the tests on the oldest supported Transformers
+test-oldest: $(OLDEST)/.ready if-native ## run all tests on the oldest supported Transformers
 	$(call RUN_TESTS,$(OLDEST))
 
 integrations: $(NEWEST)/.ready if-native ## run the scripts for other libraries, each in an environment of its own (ARGS="peft trl ...")

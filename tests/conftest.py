@@ -1,16 +1,38 @@
 """Where the tests run: on the CPU, or with KVTIER_TEST_DEVICE=cuda everything that torch makes is made there.
 
 KVTIER_TEST_SHARE=1/3 runs every third test, beginning with the second.
+
+KVTIER_TEST_SIDE=newest or oldest runs one of two sides, for two versions of Transformers that are tested side by side.
+What does not depend on the version is on one side. Elsewhere the cases of a test are dealt out: every test runs on both
+sides, and every case on one. Without it all runs.
 """
 
 import contextlib
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+
+SIDES = ("newest", "oldest")
+#: What runs on one side alone: folders, and files by the beginning of their names.
+ONE_SIDED = {
+    "newest": (
+        *("planning/", "calibration/", "scheduling/"),
+        *("test_imports", "test_packaging", "test_documents", "test_figures", "test_demo"),
+        *(f"hf/test_{x}" for x in ("trained", "half_precision", "interrupted_hybrids", "needed")),
+        *(f"conversation/test_{x}" for x in ("disk", "store", "index")),
+    ),
+    "oldest": (
+        *("memory/", "transfer/", "tables/", "forward/", "cpu/", "kernels/", "attention/", "cuda/", "eviction/"),
+        "test_benchmarks",
+    ),
+}
+TESTS = Path(__file__).parent
 
 
 class DrawnOnTheHost(TorchFunctionMode):
@@ -111,7 +133,37 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def side_of(path: Path) -> str | None:
+    """The side on which alone a file runs."""
+    name = path.relative_to(TESTS).as_posix()
+    return next((side for side, names in ONE_SIDED.items() if name.startswith(names)), None)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    side = os.environ.get("KVTIER_TEST_SIDE")
+    if side not in (None, *SIDES):
+        raise pytest.UsageError(f"KVTIER_TEST_SIDE is {side!r}; it may be {' or '.join(SIDES)}.")
+    if side and collection_path.suffix == ".py" and side_of(collection_path) not in (None, side):
+        return True
+    return None
+
+
+def dealt(items: list[pytest.Item], side: str) -> list[pytest.Item]:
+    """The tests of one side. Of a test's cases one half, drawn by their names; a test of one case is on both."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    first, other = SIDES.index(side), set[pytest.Item]()
+    for some in cases.values():
+        if len(some) > 1 and side_of(some[0].path) is None:
+            drawn = sorted(some, key=lambda item: (zlib.crc32(item.nodeid.encode()), item.nodeid))
+            other.update(drawn[1 - first :: 2])
+    return [item for item in items if item not in other]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if side := os.environ.get("KVTIER_TEST_SIDE"):
+        items[:] = dealt(items, side)
     if share := os.environ.get("KVTIER_TEST_SHARE"):
         first, step = map(int, share.split("/"))
         items[:] = items[first::step]

@@ -17,10 +17,10 @@ import transformers
 from world import run, worlds
 
 #: Worlds of one run, and tests that share them.
-WORLDS, SHARES = int(os.environ.get("KVTIER_TEST_WORLDS", "1000")), 10
+WORLDS, SHARES = int(os.environ.get("KVTIER_TEST_WORLDS", "2000")), 10
 #: Runs in different minutes have different worlds, and so has the oldest Transformers.
 OLDEST = transformers.__version__.startswith("5.17.")
-FIRST = int(os.environ.get("KVTIER_TEST_SEED") or int(time.time()) // 60 * 2000 % 10**9 + 1000 * OLDEST)
+FIRST = int(os.environ.get("KVTIER_TEST_SEED") or int(time.time()) // 60 * 4000 % 10**9 + 2000 * OLDEST)
 
 
 def check(seed: int) -> dict[str, int]:
