@@ -8,17 +8,25 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from kvtier.conversation.disk.chunks import Chunk, Disk, Part
 from kvtier.conversation.disk.files import LARGEST
+from kvtier.conversation.disk.straight import Entry
 from kvtier.conversation.index import WIDTH
 from kvtier.conversation.journal import JournalledCache
 from kvtier.conversation.states import States, packed_states, unpacked_states
 from kvtier.conversation.waiting import Saved, Waiting
+from kvtier.cpu.cached import CachedFile
 from kvtier.errors import BudgetError
+from kvtier.memory import system
+from kvtier.tables.layer import Pieces
+
+#: While the first tensors of a file are read, one of so many, a thread gets memory for the others.
+_READ_FIRST = 3
 
 
 class Archive:
@@ -181,25 +189,27 @@ class Archive:
             BudgetError: there is no room. A cache whose `max_tokens` are these says so before anything is written.
         """
         device, until, last = self._device(), 0, dict[str, torch.Tensor]()
-        said = ""
-        with contextlib.closing(self.disk.read(chunk, length, start)) as parts:
-            for part in parts:
-                if not go_on():
-                    break
-                try:
-                    if not _restore(cache, part, device):
+        said, blocks = "", None if stateful else _Blocks(cache)
+        try:
+            with (
+                contextlib.closing(blocks) if blocks is not None else contextlib.nullcontext(),
+                contextlib.closing(self.disk.read(chunk, length, start, blocks)) as parts,
+            ):
+                while go_on() and (part := next(parts, None)) is not None:
+                    if part.tensors and not _restore(cache, part, device):
                         return 0, None
-                except BudgetError as error:
-                    if stateful or not until:
-                        raise
-                    self.disk.problem = f"{error} Of what is saved, the tokens from {start} to {until} were loaded."
-                    cache.crop(0)
-                    break
-                until, said = part.stop, part.said
-                # The tensors of a part are in a buffer, which a later part is read into.
-                last = (
-                    {name: x.clone() for name, x in part.tensors.items() if name.startswith("s.")} if stateful else {}
-                )
+                    until, said = part.stop, part.said
+                    # The tensors of a part are in a buffer, which a later part is read into.
+                    last = (
+                        {name: x.clone() for name, x in part.tensors.items() if name.startswith("s.")}
+                        if stateful
+                        else {}
+                    )
+        except BudgetError as error:
+            if stateful or not until:
+                raise
+            self.disk.problem = f"{error} Of what is saved, the tokens from {start} to {until} were loaded."
+            cache.crop(0)
         if not until or not stateful:
             return until, None
         if until != length:
@@ -239,6 +249,87 @@ def _restore(cache: JournalledCache, part: Part, device: torch.device) -> bool:
         cache._forward.restore(i, keys.to(device), values.to(device))
     cache._forward.steps.end()
     return True
+
+
+class _Blocks:
+    """The blocks of a cache that is loaded, behind what it holds: see `disk.straight.Blocks`.
+
+    Args:
+        cache: of one row, whose blocks begin and stay in host memory; that of another kind takes none.
+    """
+
+    def __init__(self, cache: JournalledCache) -> None:
+        self._cache = cache
+        self._first = self._tokens = 0
+        # New memory comes page by page, which takes longer than to read it full: a thread gets what is read last.
+        self._pool = ThreadPoolExecutor(1, "kvtier-reading")
+        self._pages: Future[None] | None = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def reserve(self, tokens: int, entries: Mapping[str, Entry]) -> bool:
+        """As of `Blocks`."""
+        forward = self._cache._forward
+        expected = dict[str, tuple[torch.dtype, list[int]]]()
+        for i, reader in forward.readers.items():
+            layer, layout = reader.layer, reader.layer.layout
+            if layer.blocks.pools.device is not None or len(layer.rows) != 1:
+                return False
+            expected[f"k.{i}"] = layout.dtype, [layout.k_heads, tokens, layout.k_dim]
+            expected[f"v.{i}"] = layout.dtype, [layout.v_heads, tokens, layout.v_dim]
+        if tokens < 2 or expected != {name: (x.dtype, x.shape) for name, x in entries.items()}:
+            return False
+        self._first, self._tokens = self._cache.get_seq_length(), tokens
+        for i in sorted(forward.readers):
+            forward.reserve(i, tokens)
+        forward.steps.end()
+        last = list(entries)[len(entries) // _READ_FIRST :]
+        with forward.memory.lock, forward.memory.change:
+            pieces = [self._pieces(name) for name in last]
+        with contextlib.suppress(RuntimeError):  # the system has no thread to give
+            self._pages = self._pool.submit(_populate, pieces)
+        return True
+
+    def _pieces(self, name: str) -> Pieces:
+        layer = self._cache._forward.readers[int(name[2:])].layer
+        return layer.pieces(name[0], self._first, self._tokens)
+
+    def fill(self, name: str, file: CachedFile) -> bool:
+        """As of `Blocks`. A block may be moved at any time that the lock is free, so it is held while a tensor is read:
+        from memory, as long as a copy takes."""
+        memory = self._cache._forward.memory
+        with memory.lock, memory.change:
+            return file.read(*self._pieces(name))
+
+    def seal(self) -> None:
+        """As of `Blocks`."""
+        self._wait()
+        memory = self._cache._forward.memory
+        for reader in self._cache._forward.readers.values():
+            with memory.lock, memory.change:
+                reader.layer.complete()
+
+    def drop(self) -> None:
+        """As of `Blocks`."""
+        self._wait()
+        self._cache.crop(-self._tokens)
+
+    def _wait(self) -> None:
+        """Return when nobody gets pages any more."""
+        if self._pages is not None:
+            self._pages.result()
+            self._pages = None
+
+
+def _populate(pieces: list[Pieces]) -> None:
+    for first, heads, stride in pieces:
+        for address, nbytes in first:
+            for head in range(heads) if nbytes < stride else ():
+                system.populate(address + head * stride, nbytes)
+            if nbytes == stride:  # a whole block
+                system.populate(address, heads * stride)
 
 
 def _known(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], layers: Sequence[Any]) -> bool:

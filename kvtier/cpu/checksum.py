@@ -1,9 +1,11 @@
-"""Checksums of blocks in host memory: 64 bits that differ wherever one word of a block does; see src/checksum.h."""
+"""Checksums of blocks in host memory: 64 bits that differ wherever one word of a block does; see src/checksum.h. And
+zlib's CRC-32, faster where the CPU can; see src/crc32.h."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import zlib
 from array import array
 
 import torch
@@ -33,6 +35,25 @@ def checksums(address: int, blocks: int, nbytes: int, seed: int) -> array[int]:
     sizes = (ctypes.c_int64(blocks), ctypes.c_int64(nbytes), ctypes.c_uint64(seed))
     check(of.kvtier_checksums(ctypes.c_void_p(address), *sizes, where))
     return sums
+
+
+def crc32(address: int, nbytes: int, crc: int = 0) -> int:
+    """The CRC-32 of bytes in host memory, as `zlib.crc32` has it. The GIL is given back.
+
+    Args:
+        address, nbytes: where they are.
+        crc: of the bytes before these.
+    """
+    if not _crc32_is_native():
+        return zlib.crc32((ctypes.c_char * nbytes).from_address(address), crc)
+    found = ctypes.c_uint32(crc)
+    check(library().kvtier_crc32(ctypes.c_void_p(address), ctypes.c_int64(nbytes), ctypes.byref(found)))
+    return found.value
+
+
+@functools.cache
+def _crc32_is_native() -> bool:
+    return available() and library().kvtier_crc32(None, ctypes.c_int64(0), ctypes.byref(ctypes.c_uint32())) == 0
 
 
 @functools.cache

@@ -70,7 +70,7 @@ class Forward(PlannedForward):
         self._dense = dense
         self._step = -1
         self._admitted: set[ComputeDevice] = set()
-        self._decoding = False
+        self._decoding = self._reserves = False
         self._alike: Alike | None = None
         self._groups: Sequence[Group] | None = None
         #: What views of a step have in common, by layout, kept for those who make them.
@@ -143,7 +143,10 @@ class Forward(PlannedForward):
         if differs or layer.device not in self._admitted:
             self._admit(layer, groups, tokens)
             self._plan(layer.device, tokens)
-        layer.append(keys, values, groups)
+        if self._reserves:
+            layer.reserve(tokens)
+        else:
+            layer.append(keys, values, groups)
 
     def _differs(self, groups: Sequence[Group]) -> bool:
         """Whether rows share less in this layer than in the one that the step was admitted with."""
@@ -205,6 +208,21 @@ class Forward(PlannedForward):
                     self.steps.began[index] = before
         finally:
             self._dense = dense
+
+    def reserve(self, index: int, tokens: int) -> None:
+        """As `restore`, for two or more tokens that are written into the layer's blocks afterwards. It holds others of
+        one row. Whoever writes them calls the layer's `complete`, or crops them."""
+        layout = self.readers[index].layer.layout
+        # Of their shape, and of one element.
+        keys, values = (
+            torch.empty((), dtype=layout.dtype).expand(1, heads, tokens, dim)
+            for heads, dim in ((layout.k_heads, layout.k_dim), (layout.v_heads, layout.v_dim))
+        )
+        self._reserves = True
+        try:
+            self.restore(index, keys, values)
+        finally:
+            self._reserves = False
 
     def _admit_new(self, others: list[LayerKV], layer: LayerKV, groups: Sequence[Group], tokens: int) -> None:
         """Refuse, before anything changes, a new layer that does not fit in addition to all that there is."""

@@ -18,6 +18,9 @@ from kvtier.tables import sharing, writing
 from kvtier.tables.sharing import Alike, Group
 from kvtier.tables.table import BlockTable, distinct, release
 
+#: An address and bytes of each piece of one head, heads, and bytes from one head to the next one.
+Pieces = tuple[list[tuple[int, int]], int, int]
+
 
 class LayerKV:
     """One layer, `length` tokens for each of `batch` rows.
@@ -195,6 +198,44 @@ class LayerKV:
         self.length += keys.shape[2]
         if self.length % self.layout.block_size and len(self.tables) == self.batch:
             self._tails = writing.TailWriter.of(self.device, self.blocks, self.tables, self._prepared)
+
+    def reserve(self, tokens: int) -> None:
+        """Add tokens to a layer of one row, to be written where `pieces` says; `complete` ends that.
+
+        Raises:
+            BudgetError, TransferError: nothing was added.
+        """
+        self._tails = None
+        (table,) = self.tables
+        try:
+            writing.reserve(self.device, self.blocks, table, tokens)
+        except Exception:
+            self._trim(self.length)
+            raise
+        self.length += tokens
+        self.shape_version += 1
+
+    def pieces(self, which: str, first: int, tokens: int) -> Pieces:
+        """Where the keys, or the values, of reserved tokens are. Valid as long as the lock is held.
+
+        Args:
+            which: `"k"` or `"v"`.
+            first: of the tokens.
+            tokens: how many.
+        """
+        layout = self.layout
+        if which == "k":
+            heads, dim, begin = layout.k_heads, layout.k_dim, 0
+        else:
+            heads, dim, begin = layout.v_heads, layout.v_dim, layout.k_numel * layout.dtype.itemsize
+        nbytes = dim * layout.dtype.itemsize
+        places = writing.places(self.blocks, self.tables[0], first, tokens)
+        pieces = [(block + begin + skip * nbytes, n * nbytes) for block, skip, n in places]
+        return pieces, heads, layout.block_size * nbytes
+
+    def complete(self) -> None:
+        """All reserved tokens are written."""
+        writing.seal_full(self.device, self.blocks, self.tables[0])
 
     def _regroup(self, groups: Sequence[Group], batch: int) -> list[BlockTable]:
         """Give every group a table of its own."""

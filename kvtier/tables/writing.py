@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -59,6 +59,46 @@ def append(
         pool.keys(slot, 1)[0, :, : tokens - done].copy_(keys[:, done:])
         pool.values(slot, 1)[0, :, : tokens - done].copy_(values[:, done:])
     table.length += tokens
+    table.defragment()
+
+
+def reserve(device: ComputeDevice, blocks: BlockSet, table: BlockTable, tokens: int) -> None:
+    """Add open blocks for tokens that are written later, into their `places`, and sealed then (`seal_full`).
+
+    Raises: as `append`.
+    """
+    size, left = blocks.pools.layout.block_size, tokens
+    if table.length % size:
+        writable(device, blocks, table)
+        left -= min(left, size - table.length % size)
+    while left >= size:
+        left -= _allocate(device, blocks, table, left // size).count * size
+    if left:  # what is not full is a run of its own
+        _allocate(device, blocks, table, 1)
+    table.length += tokens
+
+
+def places(blocks: BlockSet, table: BlockTable, first: int, tokens: int) -> Iterator[tuple[int, int, int]]:
+    """Where tokens of a table are, block by block: the block's address, the first of its tokens, and how many. Valid as
+    long as the lock is held."""
+    pool, size, begin = blocks.pools.home, blocks.pools.layout.block_size, 0
+    for run in table.resolve():
+        for i in range(max((first - begin) // size, 0), run.count):
+            at = begin + i * size
+            if at >= first + tokens:
+                return
+            skip = max(first - at, 0)
+            yield pool.address(run.home + i), skip, min(size, first + tokens - at) - skip
+        begin += run.count * size
+
+
+def seal_full(device: ComputeDevice, blocks: BlockSet, table: BlockTable) -> None:
+    """All tokens of a table are written."""
+    open_ = table.length % blocks.pools.layout.block_size != 0
+    runs = table.resolve()
+    for run in runs[:-1] if open_ else runs:
+        if run.state is State.FILLING:
+            device.seal(run)
     table.defragment()
 
 

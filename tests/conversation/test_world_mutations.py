@@ -17,7 +17,7 @@ from kvtier.conversation import index
 from kvtier.conversation.archive import Archive
 from kvtier.conversation.call import Calls
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.disk import files, folder
+from kvtier.conversation.disk import files, folder, straight
 from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.disk.upkeep import Upkeep
 from kvtier.conversation.disk_tier import DiskTier
@@ -142,10 +142,13 @@ MUTATIONS: dict[str, Mutation] = {
     "fewer tokens are kept than were loaded": edit(
         DiskTier, "_bring", "ids[: until * WIDTH]", "ids[: (until - 1) * WIDTH]"
     ),
-    "checksums are not compared": edit(files, "read_tensors", "!= sums", "is None"),
+    "checksums are not compared": both(
+        edit(files, "read_tensors", "!= sums", "is None"),
+        edit(straight, "read_straight", "cached.sums != sums", "False"),
+    ),
     "chunks are read in another order": edit(Disk, "read", "chunk.chain()[::-1]", "chunk.chain()"),
     "the end of a chunk that another one continues is read": edit(
-        Disk, "read", "chain[i + 1].start if i + 1 < len(chain) else each.stop", "each.stop"
+        Disk, "read", "x) for x in (*(each.start for each in chain[1:]), chain[-1].stop)", "x.stop) for x in chain"
     ),
     "a file is named before it is on the disk": edit(files, "write_tensors", "os.fsync(handle)", "pass"),
     "a row is written before the name of its file is on the disk": edit(

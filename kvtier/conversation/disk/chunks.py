@@ -33,8 +33,9 @@ from kvtier.conversation.disk.files import Buffer, Damaged, read_tensors, write_
 from kvtier.conversation.disk.folder import MANIFEST, Folder
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
 from kvtier.conversation.disk.order import EXPIRED, PINNED, Ranked, going, levels
+from kvtier.conversation.disk.straight import Blocks, read_straight, seems_cached
 from kvtier.conversation.index import WIDTH, PrefixIndex
-from kvtier.errors import ClosedError, ConfigError
+from kvtier.errors import BudgetError, ClosedError, ConfigError
 from kvtier.eviction.rank import DEFAULT, Rank
 
 #: Bytes that a row takes besides its file and ids, at the most, for the budget.
@@ -92,7 +93,7 @@ class Part(NamedTuple):
 
     Attributes:
         start, stop: tokens of the sequence; the tensors may hold more, which another sequence continues.
-        tensors, said: as they were saved, but for tokens before `start`.
+        tensors, said: as they were saved, but for tokens before `start`. No tensors: the tokens are where they belong.
     """
 
     start: int
@@ -201,13 +202,20 @@ class Disk:
         with self._lock:
             return [chunk for _, chunk in self._index.prefixes(key, ids)]
 
-    def read(self, chunk: Chunk, length: int, start: int = 0) -> Generator[Part]:
+    def read(self, chunk: Chunk, length: int, start: int = 0, blocks: Blocks | None = None) -> Generator[Part]:
         """The tokens of a chain from `start` to `length`, a chunk at a time, every byte checked before it is given.
 
         Fewer come where some are damaged or cannot be read, and none where all are. While one part
         is used, a thread reads the next one, see `read_ahead`: whoever does not go to the end closes the iterator. All
         are read into two buffers, which take their time to get from the system only once, so that the tensors of a part
         are valid until the next one is asked for.
+
+        Args:
+            blocks: behind the first part, what the system has in memory goes there at once, see `read_straight`: such a
+                part has no tensors.
+
+        Raises:
+            BudgetError: there is no room in `blocks`.
         """
         while chunk.parent is not None and chunk.start >= length and chunk.stop > length:
             chunk = chunk.parent  # what was found goes on, and its end is of no use
@@ -216,24 +224,42 @@ class Disk:
             del chain[0]
         with self._lock:
             self._use(chunk)
-        with contextlib.closing(read_ahead([functools.partial(self._read, each) for each in chain])) as parts:
-            for i, each in enumerate(chain):
-                stop = min(length, chain[i + 1].start if i + 1 < len(chain) else each.stop)
-                try:
-                    tensors, said = next(parts)
-                except Damaged as error:
-                    with self._lock:
-                        if self._chunks.get(each.number) is each and not self.closed:  # or it made room meanwhile
-                            self.problem = str(error)
-                            self.damaged += 1
-                            self.forget(each)
+        # Until where each is of use: the next one may begin within it.
+        stops = [min(length, x) for x in (*(each.start for each in chain[1:]), chain[-1].stop)]
+        each = chain[0]
+        try:
+            at = 0
+            if blocks is not None and self._seem_cached(chain[1:]):
+                yield _part(each, start, stops[0], *self._read(each, Buffer()))
+                for at in range(1, len(chain)):
+                    each = chain[at]
+                    if stops[at] != each.stop or not self._read_straight(each, blocks):
+                        break
+                    yield Part(each.start, each.stop, {}, "")
+                else:
                     return
-                except _FAILURES as error:
-                    self.problem = f"{error}: what is saved of a sequence was not read, and is computed"
-                    return
-                if start > each.start:
-                    tensors = {x: t[:, start - each.start :] if x[0] in "kv" else t for x, t in tensors.items()}
-                yield Part(max(start, each.start), stop, tensors, said)
+            with contextlib.closing(read_ahead([functools.partial(self._read, x) for x in chain[at:]])) as found:
+                for i in range(at, len(chain)):
+                    each = chain[i]
+                    yield _part(each, start, stops[i], *next(found))
+        except BudgetError:  # of `blocks`: it is a MemoryError too
+            raise
+        except Damaged as error:
+            with self._lock:
+                if self._chunks.get(each.number) is each and not self.closed:  # or it made room meanwhile
+                    self.problem = str(error)
+                    self.damaged += 1
+                    self.forget(each)
+        except _FAILURES as error:
+            self.problem = f"{error}: what is saved of a sequence was not read, and is computed"
+
+    def _seem_cached(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether the first of some chunks may be in memory; False, if there is none."""
+        return any(seems_cached(self._folder.file(x.number), x.nbytes) for x in chunks[:1])
+
+    def _read_straight(self, chunk: Chunk, blocks: Blocks) -> bool:
+        file, tokens = self._folder.file(chunk.number), chunk.stop - chunk.start
+        return read_straight(file, chunk.nbytes, chunk.checksum, tokens, blocks)
 
     def _read(self, chunk: Chunk, buffer: Buffer) -> tuple[dict[str, torch.Tensor], str]:
         return read_tensors(self._folder.file(chunk.number), chunk.nbytes, chunk.checksum, buffer)
@@ -593,6 +619,13 @@ class Disk:
         self._chunks[chunk.number] = chunk
         self.nbytes += chunk.kept
         return chunk
+
+
+def _part(chunk: Chunk, start: int, stop: int, tensors: dict[str, torch.Tensor], said: str) -> Part:
+    """What is of use of a chunk's tensors: no tokens before `start`."""
+    if start > chunk.start:
+        tensors = {x: t[:, start - chunk.start :] if x[0] in "kv" else t for x, t in tensors.items()}
+    return Part(max(start, chunk.start), stop, tensors, said)
 
 
 @contextlib.contextmanager

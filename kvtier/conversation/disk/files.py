@@ -8,12 +8,12 @@ than reading does, where a cryptographic digest takes several times as long.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
 import stat
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save
 
 from kvtier.conversation.disk.folder import sync_names
+from kvtier.cpu.checksum import crc32
 
 #: Bytes of tensors in one file, where what is saved can be parted: two files are in memory while a sequence is loaded.
 LARGEST = 2**25
@@ -29,7 +30,7 @@ SEGMENT = 2**24
 #: Bytes that are read at a time: what was read is in the processor's cache when its checksum is taken.
 _PIECE = 2**18
 #: Of the tensors of a model's cache, as safetensors names them.
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -111,6 +112,23 @@ def read_tensors(
         Damaged: it is not what was written, or is gone. OSError, MemoryError: it cannot be read now.
     """
     buffer = buffer or Buffer()
+    with opened(file, nbytes) as handle:
+        data = buffer.take(nbytes)
+        if _read(handle, data, buffer) != sums:
+            raise Damaged(f"{file.name} is not what was written")
+    try:
+        return _tensors(data)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # written by something else
+        raise Damaged(f"{file.name} holds no tensors: {error}") from error
+
+
+@contextlib.contextmanager
+def opened(file: Path, nbytes: int) -> Iterator[int]:
+    """A handle of a file that has as many bytes as were written.
+
+    Raises:
+        Damaged: it has not, or is gone. OSError: it cannot be read now.
+    """
     try:
         # No link is followed, and nobody is waited for where something else has the name.
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -124,35 +142,31 @@ def read_tensors(
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode) or about.st_size != nbytes:
             raise Damaged(f"{file.name} has another size than was written")
-        data = buffer.take(nbytes)
-        if _read(handle, memoryview(data.numpy().data), buffer) != sums:
-            raise Damaged(f"{file.name} is not what was written")
+        yield handle
     finally:
         os.close(handle)
-    try:
-        return _tensors(data)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # written by something else
-        raise Damaged(f"{file.name} holds no tensors: {error}") from error
 
 
-def checksum(data: bytes | memoryview) -> bytes:
+def checksum(data: bytes) -> bytes:
     """Of the bytes of a file."""
-    view = memoryview(data)
-    return b"".join(zlib.crc32(view[at : at + SEGMENT]).to_bytes(4, "little") for at in range(0, len(view), SEGMENT))
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+    sizes = ((at, min(SEGMENT, len(data) - at)) for at in range(0, len(data), SEGMENT))
+    return b"".join(crc32(address + at, nbytes).to_bytes(4, "little") for at, nbytes in sizes)
 
 
-def _read(handle: int, into: memoryview, buffer: Buffer) -> bytes:
+def _read(handle: int, into: torch.Tensor, buffer: Buffer) -> bytes:
     """Fill memory of a buffer from a file. Returns the checksum of what was read; none, where the file ends early."""
+    view, address = memoryview(into.numpy().data), into.data_ptr()
     at, sums, current = 0, b"", 0
-    while at < len(into):
+    while at < len(view):
         if not buffer.awaited:
             raise InterruptedError("nobody waits for it any more")
-        got = os.readv(handle, [into[at : min(at + _PIECE, (at // SEGMENT + 1) * SEGMENT)]])
+        got = os.readv(handle, [view[at : min(at + _PIECE, (at // SEGMENT + 1) * SEGMENT)]])
         if not got:
             return b""
-        current = zlib.crc32(into[at : at + got], current)
+        current = crc32(address + at, got, current)
         at += got
-        if at % SEGMENT == 0 or at == len(into):
+        if at % SEGMENT == 0 or at == len(view):
             sums, current = sums + current.to_bytes(4, "little"), 0
     return sums
 
@@ -167,7 +181,7 @@ def _tensors(buffer: torch.Tensor) -> tuple[dict[str, torch.Tensor], str]:
     data, found = buffer[8 + size :], {}
     for name, about in header.items():
         begin, end = about["data_offsets"]
-        dtype, shape = _DTYPES[about["dtype"]], about["shape"]
+        dtype, shape = DTYPES[about["dtype"]], about["shape"]
         if not 0 <= begin <= end <= len(data) or end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} is not within the file")
         part = data[begin:end]

@@ -15,8 +15,8 @@ extern "C" {
 enum { KVTIER_F32 = 0, KVTIER_BF16 = 1, KVTIER_F16 = 2, KVTIER_BOOL = 3, KVTIER_NONE = -1 };
 
 // Error codes; 0 is success. CLOSED: the job was submitted before a fork, and this process is the child, which has no
-// copy of the threads.
-enum { KVTIER_OK = 0, KVTIER_INVALID = 1, KVTIER_MEMORY = 2, KVTIER_CLOSED = 3 };
+// copy of the threads. ABSENT: bytes of a file that are not in memory.
+enum { KVTIER_OK = 0, KVTIER_INVALID = 1, KVTIER_MEMORY = 2, KVTIER_CLOSED = 3, KVTIER_ABSENT = 4 };
 
 // ------------------------------------------------------------------------------------- attention
 
@@ -159,6 +159,33 @@ KVTIER_API int kvtier_merge(const kvtier_merge_problem* problem);
 
 // A checksum of each of `blocks` neighbouring blocks of `nbytes` bytes, a multiple of 8; see checksum.h.
 KVTIER_API int kvtier_checksums(const void* data, int64_t blocks, int64_t nbytes, uint64_t seed, uint64_t* sums);
+
+// The CRC-32 of bytes behind others whose CRC-32 is `crc`, as zlib has it; see crc32.h. KVTIER_INVALID, where this CPU has
+// no instruction that makes it faster than zlib's.
+KVTIER_API int kvtier_crc32(const void* data, int64_t nbytes, uint32_t* crc);
+
+// Where bytes of one head go. Those of head h go h * head_stride bytes behind them.
+typedef struct kvtier_piece {
+  void* address;
+  int64_t nbytes;
+} kvtier_piece;
+
+// The bytes of a file from `offset` on: those of all pieces for the first head, then for the next one, and so on.
+typedef struct kvtier_cached {
+  int32_t file;
+  int32_t heads;
+  int64_t offset;
+  int64_t head_stride;
+  int64_t segment;  // bytes of the file that have a checksum of their own
+  const kvtier_piece* pieces;
+  int64_t piece_count;
+  uint32_t* crc;   // of the segment so far; begins again at its end
+  uint32_t* sums;  // gets the CRC-32 of every segment that ends
+} kvtier_cached;
+
+// Read what is in the page cache, see cached.h. KVTIER_ABSENT where a byte is not, or cannot be read: some pieces may have
+// been written. KVTIER_INVALID where this system or CPU cannot do it.
+KVTIER_API int kvtier_read_cached(const kvtier_cached* from);
 
 #ifdef __cplusplus
 }

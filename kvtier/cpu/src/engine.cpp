@@ -10,6 +10,8 @@
 #include <new>
 
 #include "append.h"
+#include "cached.h"
+#include "crc32.h"
 #include "phases.h"
 #include "pool.h"
 
@@ -234,6 +236,19 @@ int kvtier_checksums(const void* data, int64_t blocks, int64_t nbytes, uint64_t 
   const auto* words = static_cast<const uint64_t*>(data);
   for (int64_t i = 0; i < blocks; i++) sums[i] = checksum(words + i * (nbytes / 8), nbytes / 8, seed);
   return KVTIER_OK;
+}
+
+int kvtier_crc32(const void* data, int64_t nbytes, uint32_t* crc) {
+  static const bool available = crc32::available();
+  if (nbytes < 0 || !available) return KVTIER_INVALID;
+  *crc = crc32::update(*crc, static_cast<const unsigned char*>(data), nbytes);
+  return KVTIER_OK;
+}
+
+int kvtier_read_cached(const kvtier_cached* from) {
+  static const bool available = cached::available();
+  if (!available || from->segment <= 0) return KVTIER_INVALID;
+  return cached::Reader(*from).run();
 }
 
 #ifdef KVTIER_PHASES
