@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from disks import OF, content, disk_of, load, save, states_of
 
@@ -242,13 +243,13 @@ def test_what_a_row_or_a_header_claims_is_not_allocated(claimed: int, tmp_path: 
     data[:8] = claimed.to_bytes(8, "little")
     file.write_bytes(bytes(data))
     with pytest.raises(Damaged, match="header"):
-        read_tensors(file, nbytes, checksum(bytes(data)))
+        read_tensors(file, nbytes, checksum(torch.frombuffer(data, dtype=torch.uint8)))
     data[:8] = (len(data) - 8 - content([1] * 9).nbytes).to_bytes(8, "little")
     at = data.index(b'"shape":[1,9,4]')
     data[at : at + 15] = b'"shape":[9,9,9]'
     file.write_bytes(bytes(data))
     with pytest.raises(Damaged, match="within"):
-        read_tensors(file, nbytes, checksum(bytes(data)))
+        read_tensors(file, nbytes, checksum(torch.frombuffer(data, dtype=torch.uint8)))
 
 
 @pytest.mark.parametrize("change", ["ids", "key", "parent", "start", "nbytes", "checksum", "digest"])
@@ -286,6 +287,36 @@ def test_every_segment_of_a_file_has_its_checksum(nbytes: int, tmp_path: Path) -
                 read_tensors(file, size, sums)
             os.pwrite(stream.fileno(), byte, at)
     assert torch.equal(read_tensors(file, size, sums)[0]["k.0"], x)
+
+
+def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
+    """Other programs read them, and files that safetensors has written are read."""
+    tensors = {
+        "k.10": torch.randn(2, 5, 4, dtype=torch.bfloat16)[:, 1:4],
+        "v.2": torch.randint(0, 9, (3, 1), dtype=torch.int64),
+        "s.0.a": torch.randn(7).to(torch.float8_e4m3fn),
+        "s.0.b": torch.tensor([True, False, True]),
+        "s.1": torch.zeros(0, 4),
+        "s.2": torch.tensor(2.5, dtype=torch.float64),
+    }
+    nbytes, _ = write_tensors(tmp_path / "x", tensors, 'said "so"')
+    data = (tmp_path / "x").read_bytes()
+    assert len(data) == nbytes
+    found = safetensors.torch.load(data)
+    assert found.keys() == tensors.keys()
+    for name, x in tensors.items():
+        assert found[name].dtype == x.dtype
+        assert found[name].shape == x.shape
+        assert bytes(found[name].reshape(-1).view(torch.uint8).numpy()) == bytes(
+            x.reshape(-1).view(torch.uint8).numpy()
+        )
+    with safetensors.safe_open(tmp_path / "x", "pt") as opened:
+        assert opened.metadata() == {"said": 'said "so"'}
+    theirs = safetensors.torch.save({name: x.contiguous() for name, x in tensors.items()}, {"said": 'said "so"'})
+    assert data == theirs or len(data) == len(theirs), "of another size than the budget is for"
+    with pytest.raises(ValueError, match="not saved"):
+        write_tensors(tmp_path / "y", {"k.0": torch.zeros(2, dtype=torch.complex128)}, "")
+    assert not (tmp_path / "y").exists()
 
 
 # Who may have it

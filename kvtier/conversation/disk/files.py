@@ -8,7 +8,7 @@ than reading does, where a cryptographic digest takes several times as long.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import itertools
 import json
 import math
 import os
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from kvtier.conversation.disk.folder import sync_names
 from kvtier.cpu.checksum import crc32
@@ -45,6 +44,7 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Damaged(Exception):
@@ -57,12 +57,12 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], said: str) ->
     Raises:
         OSError: it was not written.
     """
-    data = save({name: x.detach().to("cpu").contiguous() for name, x in tensors.items()}, {"said": said})
+    data = _packed(tensors, said)
     unfinished = file.with_suffix(".safetensors.new")
     try:
         handle = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:
-            left = memoryview(data)
+            left = memoryview(data.numpy().data)
             while left:
                 left = left[os.write(handle, left) :]
             os.fsync(handle)
@@ -147,11 +147,9 @@ def opened(file: Path, nbytes: int) -> Iterator[int]:
         os.close(handle)
 
 
-def checksum(data: bytes) -> bytes:
+def checksum(data: torch.Tensor) -> bytes:
     """Of the bytes of a file."""
-    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-    sizes = ((at, min(SEGMENT, len(data) - at)) for at in range(0, len(data), SEGMENT))
-    return b"".join(crc32(address + at, nbytes).to_bytes(4, "little") for at, nbytes in sizes)
+    return b"".join(crc32(x.data_ptr(), len(x)).to_bytes(4, "little") for x in data.split(SEGMENT) if len(x))
 
 
 def _read(handle: int, into: torch.Tensor, buffer: Buffer) -> bytes:
@@ -169,6 +167,34 @@ def _read(handle: int, into: torch.Tensor, buffer: Buffer) -> bytes:
         if at % SEGMENT == 0 or at == len(view):
             sums, current = sums + current.to_bytes(4, "little"), 0
     return sums
+
+
+def _packed(tensors: Mapping[str, torch.Tensor], said: str) -> torch.Tensor:
+    """A safetensors file, as bytes. What safetensors itself does holds the GIL for two copies, and whoever generates
+    meanwhile waits for it.
+
+    Raises:
+        ValueError: a dtype that files do not have. MemoryError: there is no room for the file.
+    """
+    # What needs to be aligned most comes first, as in files that safetensors writes.
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    ends = [0, *itertools.accumulate(tensors[name].nbytes for name in order)]
+    about: dict[str, Any] = {"__metadata__": {"said": said}}
+    for name, begin, end in zip(order, ends, ends[1:], strict=False):
+        x = tensors[name]
+        if x.dtype not in _NAMES:
+            raise ValueError(f"{name} is of {x.dtype}, which is not saved")
+        about[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
+    header = json.dumps(about, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    start = 8 + len(header)
+    data = Buffer().take(start + ends[-1])
+    data[:start].copy_(torch.frombuffer(bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8))
+    for name, begin, end in zip(order, ends, ends[1:], strict=False):
+        if end > begin:
+            x = tensors[name].detach()
+            data[start + begin : start + end].view(x.dtype).view(x.shape).copy_(x)
+    return data
 
 
 def _tensors(buffer: torch.Tensor) -> tuple[dict[str, torch.Tensor], str]:
