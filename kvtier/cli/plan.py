@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     whole = model_size(config)
     model = divided(whole, args.devices)
     profile, known = _profile(args, config, model)
-    demand = Demand(args.context, args.batch, *_budgets(args, model, known))
+    demand = Demand(args.context, args.batch, *_budgets(args, model, profile, known))
     try:
         outlook = foresee(model, profile, demand)
     except ConfigError as error:
@@ -225,33 +225,45 @@ class _Config:
             self.__dict__.update(text)
 
 
-def _budgets(args: argparse.Namespace, model: ModelSize, known: Machine | None) -> tuple[int, int]:
+def _budgets(
+    args: argparse.Namespace, model: ModelSize, profile: HardwareProfile, known: Machine | None
+) -> tuple[int, int]:
     """Bytes for KV of one device, and its part of the host.
 
     Raises:
-        ConfigError: the weights leave no room, or nobody says how much there is.
+        ConfigError: the weights leave no room, or not as much as is asked for, or nobody says how much there is.
     """
     host = parse_bytes("--host-budget", args.host_budget) // args.devices
-    if args.device_budget is not None:
-        if known is not None and not known.overlaps:
-            raise ConfigError(f"All KV of a {args.device} is in the host's memory: leave --device-budget away.")
-        return parse_bytes("--device-budget", args.device_budget), host
-    if known is None:
-        raise ConfigError("A profile does not say how much memory is left for KV: give --device-budget.")
-    if not known.overlaps:  # all KV is in the host's memory
-        return 0, host
+    on_host = profile.name.partition(",")[0] == "cpu"  # and so is all KV
+    if args.device_budget is None:
+        if on_host:
+            return 0, host
+        if known is None:
+            raise ConfigError("A profile does not say how much memory is left for KV: give --device-budget.")
+        return _left(args.devices, model, known), host
+    if on_host:
+        raise ConfigError("All KV of a cpu is in the host's memory: leave --device-budget away.")
+    budget, weights = parse_bytes("--device-budget", args.device_budget), model.parameters * model.itemsize
+    if known is not None and budget + weights > known.device_bytes:
+        raise ConfigError(
+            f"--device-budget {args.device_budget} and the weights, {format_size(weights)}, are more than the "
+            f"{format_size(known.device_bytes)} of each device."
+        )
+    return budget, host
+
+
+def _left(devices: int, model: ModelSize, known: Machine) -> int:
+    """Bytes of each device that weights and activations leave. Raises ConfigError: none."""
     weights = model.parameters * model.itemsize
     left = int(known.device_bytes * (1 - ACTIVATIONS)) - weights
     if left <= 0:
-        least = next(
-            (n for n in (2, 4, 8, 16) if weights * args.devices / n < known.device_bytes * (1 - ACTIVATIONS)), 0
-        )
+        least = next((n for n in (2, 4, 8, 16) if weights * devices / n < known.device_bytes * (1 - ACTIVATIONS)), 0)
         raise ConfigError(
             f"The weights take {format_size(weights)} of {format_size(known.device_bytes)} on each device, and "
             f"activations {ACTIVATIONS:.0%}: there is no room for KV. "
             + (f"With --devices {least} there is." if least else "Take smaller weights or larger devices.")
         )
-    return left, host
+    return left
 
 
 # What is shown
@@ -315,7 +327,7 @@ def table(
             f"{format_size(x.host_bytes * n):>12}  {x.binding}"
         )
     if outlook.changes:
-        lines += ["", "adaptive would be, with"]
+        lines += ["", "adaptive would be, with" + (", for each device" if n > 1 else "")]
         lines += [f"  {what:<34}{times:>5.2f} x as fast" for what, times in outlook.changes]
     return "\n".join(lines)
 

@@ -22,6 +22,7 @@ from transformers import (
 from kvtier import ConfigError
 from kvtier.cli.main import main
 from kvtier.cli.plan import _millions, read_config
+from kvtier.kernels import launch
 from kvtier.memory import measured
 from kvtier.planning.machines import MACHINES
 from kvtier.planning.model_size import divided, model_size
@@ -255,6 +256,7 @@ def test_a_divided_model_has_its_part_of_everything() -> None:
         (["--profile", __file__], "no hardware profile"),
         (["--profile", "any.json", "--devices", "2"], "one device"),
         (["--device", "cpu", "--device-budget", "8GiB"], "leave --device-budget away"),
+        (["--device-budget", "500GiB"], "more than the 74.5 GiB of each device"),
         (["--devices", "8", "--batch", "8", "--context", "1m"], "Of each of 8 devices"),
         (["--plot", "plan.nothing"], "plan.nothing"),
     ],
@@ -398,6 +400,28 @@ def test_a_machine_without_a_device_attends_on_the_host(config: Path, capsys: py
     status, out, err = plan(capsys, config, "--device", "cpu")
     assert status == 0, err
     assert "all on the host" in out
+
+
+def test_a_profile_of_a_machine_without_a_device_needs_no_budget_of_one(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    profile = replace(HardwareProfile.estimate("cpu", model_size(LLAMA_8B)), name=launch.machine(torch.device("cpu")))
+    path.write_text(profile.to_json())
+    status, out, err = plan(capsys, config, "--profile", path)
+    assert (status, "all on the host" in out) == (0, True), err
+    status, _, err = plan(capsys, config, "--profile", path, "--device-budget", "8GiB")
+    assert (status, "leave --device-budget away" in err) == (2, True)
+
+
+def test_what_would_change_a_plan_of_some_devices_is_of_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    args = ("--context", "128k", "--device-budget", "4GiB", "--devices")
+    for devices in (4, 8):
+        out = plan(capsys, tmp_path, *args, devices)[1]
+        assert "with, for each device\n  1 GiB more device budget" in out
 
 
 def test_a_measured_profile_is_told_from_estimates(
