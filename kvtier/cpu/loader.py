@@ -63,8 +63,8 @@ def instruction_set() -> str:
 
 
 def serves_prompts() -> bool:
-    """Whether the one in use is known to attend as fast as torch where there are many queries."""
-    return instruction_set() in _FOR_PROMPTS
+    """Whether a library is there, and its instruction set is known to attend to many queries as fast as torch does."""
+    return available() and instruction_set() in _FOR_PROMPTS
 
 
 def use_instruction_set(name: str) -> None:

@@ -14,6 +14,7 @@ from families import build_model, dynamic_cache, prompt_ids, tiny_model
 
 import kvtier
 from kvtier import BudgetError, ConfigError, MismatchError, TieredKVCache
+from kvtier.cpu import loader
 
 
 def greedy(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
@@ -165,6 +166,15 @@ def test_what_is_kept_of_a_history_gives_the_tokens_of_an_empty_cache(name: str,
         else:
             assert kept in (0, 25)
         assert torch.equal(greedy(model, new_ids, cache), expected)
+
+
+def test_without_the_native_kernel_a_prompt_over_a_past_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_load", lambda: None)  # as where there was no compiler
+    model = tiny_model("llama")
+    with TieredKVCache(model.config, block_size=4) as cache:
+        held = greedy(model, prompt_ids(rows=2, length=20), cache)
+        longer = torch.cat([held, prompt_ids(rows=2, length=40, seed=3)], 1)
+        assert torch.equal(greedy(model, longer, cache), greedy(model, longer, dynamic_cache(model)))
 
 
 def test_the_last_token_of_a_prompt_that_is_held_whole_is_computed() -> None:
