@@ -46,8 +46,8 @@ class Explanation:
         policy: its name, as `TieredKVCache(policy=...)` takes it, or that of its class.
         decision: the last one about this cache, where the policy keeps a log.
         analysis: of a decode step, for each device with a tier.
-        steps: the last steps of one token in which anything was spilled, the latest last, each with the seconds that
-            the policy predicted of it, where it did.
+        steps: the last steps that decoded and in which anything was spilled, the latest last, each with the seconds
+            that the policy predicted of it, where it did: of one token, or of some, whichever there are more of.
     """
 
     condition: str
@@ -154,7 +154,7 @@ def _analysed(found: Analysis, *, named: bool) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     where = f"{found.device}: " if named else ""
     if found.predicted is None:
-        return [("bound", f"{where}not known before a few steps of one token were seen")]
+        return [("bound", f"{where}not known before a few steps that decode were seen")]
     times = [f"{_duration(found.base)} computing", f"{_duration(found.link)} on the link"]
     if found.overlaps:
         times.append(f"{_duration(found.exposed)} waiting for the host")

@@ -9,7 +9,8 @@ The base class is the default. To decide otherwise, override what you want in a 
     TieredKVCache(model.config, device_budget="4GiB", policy=EvictLeastRecentlyUsed())
 
 A policy gets numbers and returns numbers. It never sees a tensor, and whatever it answers is exact: what does not fit
-is not fetched, what must be read is read. One policy serves all caches of a memory, one call at a time.
+is not fetched, what must be read is read. An answer that is no decision, such as half a block, is a `ConfigError`, and
+the cache goes on. One policy serves all caches of a memory, one call at a time.
 """
 
 from __future__ import annotations
