@@ -59,14 +59,14 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "the same; 1: some differ.",
     )
     parser.add_argument("log", help="written by kvtier.planning.log.Logged")
-    parser.add_argument("--policy", default="adaptive", help="by name (default: adaptive)")
+    parser.add_argument("--policy", help="by name (default: the one in the log)")
     parser.set_defaults(run=_replay)
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from kvtier.planning.log import replay
+    from kvtier.planning.log import logged_policy, replay
     from kvtier.planning.names import policy_of
 
-    found = replay(args.log, policy_of(args.policy))
+    found = replay(args.log, policy_of(args.policy or logged_policy(args.log)))
     print(found)
     return 1 if found.differences else 0

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from kvtier.errors import ConfigError
 from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
-from kvtier.planning.names import policy_of
+from kvtier.planning.names import name_of, policy_of
 from kvtier.planning.policy import Candidate, Policy, Victims
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 
@@ -66,7 +66,7 @@ class Logged(Policy):
         self._file: IO[str] | None
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - it stays open as long as the policy serves
         _LOGS.add(self)
-        self._write({"log": _FORMAT, "policy": type(policy).__qualname__})
+        self._write({"log": _FORMAT, "policy": name_of(policy)})
 
     def plan(self, state: StepState) -> StepPlan:
         """See `Policy.plan`."""
@@ -176,6 +176,11 @@ class Replay:
         )
 
 
+def logged_policy(path: str | Path) -> str:
+    """What the policy of a log is called: its name, or that of its class. Raises as `replay` does."""
+    return next((str(line.get("policy")) for number, line in _lines(path) if number == 1), "")
+
+
 def replay(path: str | Path, policy: Policy) -> Replay:
     """Ask a policy what another one was asked, and compare the answers.
 
@@ -189,6 +194,8 @@ def replay(path: str | Path, policy: Policy) -> Replay:
     """
     found = Replay()
     for number, line in _lines(path):
+        if number == 1:
+            continue  # says what it is
         try:
             ask = _question(policy, line)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -246,7 +253,6 @@ def _lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if not text.endswith("\n"):
                     return  # the run was cut short while it wrote
                 raise ConfigError(f"{path}, line {number}: this is not a line of a decision log.")
-            if number > 1:
-                yield number, line
+            yield number, line
     if not number:
         raise ConfigError(f"{path} is empty: the run wrote no decision log.")

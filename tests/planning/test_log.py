@@ -13,9 +13,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier import ConfigError, Policy, TieredKVCache
+from kvtier.cli.main import main
 from kvtier.planning.adaptive import Adaptive
 from kvtier.planning.costs import Rates
-from kvtier.planning.log import Logged, replay
+from kvtier.planning.log import Logged, logged_policy, replay
+from kvtier.planning.names import POLICIES as NAMED
 from kvtier.planning.shares import FixedShare
 from kvtier.planning.simulate import Load, Machine, Simulation
 from kvtier.testing import held, with_doubles
@@ -184,3 +186,24 @@ def test_two_logs_do_not_write_into_one_file(tmp_path: Path) -> None:
     first.close()
     Logged("default", path).close()
     Logged("default", tmp_path / "other.jsonl")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_log_says_whose_decisions_it_has_and_is_replayed_by_that_policy(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    policy = Logged(name, path)
+    Simulation(policy, Machine(Rates()), Load(4, 1e-3, 2**16, 16, 640, 2, 2**23)).run(30)
+    policy.close()
+    assert logged_policy(path) == name
+    assert main(["replay", str(path)]) == 0
+    if name in ("all-fetch", "pie"):
+        assert main(["replay", str(path), "--policy", "default"]) == 1
+
+
+def test_a_log_of_a_policy_without_a_name_asks_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Mine(Policy):
+        """Somebody's own."""
+
+    Logged(Mine(), tmp_path / "decisions.jsonl").close()
+    assert main(["replay", str(tmp_path / "decisions.jsonl")]) == 2
+    assert "Mine" in capsys.readouterr().err
