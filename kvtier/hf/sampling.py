@@ -34,9 +34,14 @@ _OTHER_WAYS: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (None,),
     "guidance_scale": (None, 1, 1.0),
     "token_healing": (None, False),
+    "use_mtp": (None, False),
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
 }
+#: Caches that give other tokens than a model's own.
+_LOSSY = ("quantized",)
 
 
 class Sampling:
@@ -75,11 +80,14 @@ class Sampling:
         allowed: Callable[[int, torch.Tensor], list[int]] | None = options.pop("prefix_allowed_tokens_fn", None)
         config, others = model._prepare_generation_config(generation_config, **options)
         others = {name: x for name, x in others.items() if x is not None and name not in ("use_cache",)}
+        for name, plain in _OTHER_WAYS.items():
+            value = others.get(name, getattr(config, name, None))
+            if value not in plain:
+                raise UnsupportedError(f"{name}={value!r}: an engine decodes token by token.")
         if others:
             raise ConfigError(f"{', '.join(sorted(others))}: no setting of `generate` for one sequence of token ids.")
-        for name, plain in _OTHER_WAYS.items():
-            if getattr(config, name, None) not in plain:
-                raise UnsupportedError(f"{name}={getattr(config, name)!r}: an engine decodes token by token.")
+        if config.cache_implementation in _LOSSY:
+            raise UnsupportedError(f"cache_implementation={config.cache_implementation!r}: an engine's cache is exact.")
         ids = torch.tensor([list(prompt)], dtype=torch.long)
         model._prepare_special_tokens(config, True, device=ids.device)
         given = generation_config if generation_config is not None else GenerationConfig()

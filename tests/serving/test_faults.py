@@ -5,9 +5,11 @@ KVTIER_TEST_WORKLOADS=100 tries a hundred times as many.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +20,19 @@ from workloads import _bytes_of_a_block, by_generate
 
 import kvtier
 from kvtier import BudgetError, ConfigError, Engine, QueueFullError
+from kvtier.serving.requests import MAX_ENDED
 
 TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
 MODELS = ("llama", "gemma3", "qwen3_next", "deepseek_v3", "falcon")
 NEW = 8
+#: Tiny requests whose memory does not add up.
+MANY = int(os.environ.get("KVTIER_TEST_REQUESTS", "20000"))
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def some(rng: random.Random, count: int = 6) -> list[tuple[int, ...]]:
@@ -223,3 +234,36 @@ def test_what_outgrows_the_device_comes_back_by_the_way_that_was_asked_for(preem
     check(engine, "llama", prompts, names)
     assert not engine._prefixes._swapped
     engine.close()
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_over_many_tiny_requests() -> None:
+    """20,000 of them, most of which share nothing: whatever is kept of each, it does not add up."""
+    model, rng = tiny_model("llama"), random.Random(7)
+    engine = Engine(model, host_budget="2MiB", block_size=4, max_running=64)
+    sizes: list[int] = []
+    sizes_of_python: list[int] = []
+    done = 0
+    try:
+        while done < MANY:
+            for _ in range(64):
+                prompt = [rng.randrange(1, 120) for _ in range(rng.randrange(1, 6))]
+                engine.add_request(prompt, max_new_tokens=rng.randrange(1, 4), do_sample=False)
+                done += 1
+            while engine.step():
+                pass
+            if done % 2048 == 0:
+                gc.collect()
+                sizes.append(resident())
+                sizes_of_python.append(len(gc.get_objects()))
+                engine.check_integrity()
+        assert len(engine._requests.ended) <= MAX_ENDED
+        assert not engine._requests.named
+        assert len(engine._prefixes._kept.entries) < 2000, "what is kept is not bounded by the memory"
+    finally:
+        engine.close()
+    print(f"{done} requests: {sizes[0] >> 20} to {sizes[-1] >> 20} MiB; objects {sizes_of_python}")
+    # The first ones fill what is bounded: outputs that are kept, the memory, its index.
+    later = sizes[len(sizes) // 2 :]
+    assert max(later) - later[0] < 8 << 20
+    assert sizes_of_python[-1] < 1.05 * sizes_of_python[len(sizes) // 2]

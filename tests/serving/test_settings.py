@@ -1,0 +1,238 @@
+"""Every setting of `generate`: an engine gives what `generate` gives by it, or refuses it by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+from transformers import GenerationConfig
+from workloads import gaps_of, stream_of_tokens
+
+from kvtier import Engine, UnsupportedError
+from kvtier.hf.sampling import Sampling
+
+PROMPT = stream_of_tokens(1)[:12]
+#: Of the plain greedy answer below, which is looked up when it is needed: a token that ends it, and the first one.
+END, FIRST = "a token of the answer", "its first token"
+#: Settings that change greedy tokens, and what is set with them.
+GREEDY: dict[str, dict[str, Any]] = {
+    "max_length": {"max_length": 17, "max_new_tokens": None},
+    "max_new_tokens": {"max_new_tokens": 3},
+    "min_length": {"min_length": 20, "eos_token_id": END},
+    "min_new_tokens": {"min_new_tokens": 7, "eos_token_id": END},
+    "eos_token_id": {"eos_token_id": [END, 1]},
+    "repetition_penalty": {"repetition_penalty": 3.0},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 4.0},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "bad_words_ids": {"bad_words_ids": [[FIRST], [FIRST, END]]},
+    "forced_eos_token_id": {"forced_eos_token_id": 5},
+    "suppress_tokens": {"suppress_tokens": [FIRST]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [FIRST]},
+    "sequence_bias": {"sequence_bias": [[[7], 30.0], [[FIRST], -30.0]]},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (2, 8.0), "eos_token_id": 9},
+    "watermarking_config": {"watermarking_config": {"bias": 20.0, "greenlist_ratio": 0.2}},
+}
+#: Settings that change what is drawn, and not the likeliest token.
+SAMPLED: dict[str, dict[str, Any]] = {
+    "do_sample": {},
+    "temperature": {"temperature": 0.3},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.3},
+    "min_p": {"min_p": 0.4},
+    "top_h": {"top_h": 0.3},
+    "typical_p": {"typical_p": 0.3},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.05},
+    "eta_cutoff": {"eta_cutoff": 0.1},
+    "renormalize_logits": {"renormalize_logits": True, "top_k": 3},
+}
+#: Settings that ask for more than one sequence, token by token, or for what an engine does not give.
+REFUSED: dict[str, Any] = {
+    "num_beams": 3,
+    "use_mtp": True,
+    "token_healing": True,
+    "guidance_scale": 2.0,
+    "prompt_lookup_num_tokens": 3,
+    "assistant_early_exit": 2,
+    "penalty_alpha": 0.6,
+    "dola_layers": "low",
+    "num_beam_groups": 2,
+    "constraints": ["a"],
+    "force_words_ids": [[5]],
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "output_scores": True,
+    "output_logits": True,
+    "cache_implementation": "quantized",
+}
+#: Of one sequence that is decoded token by token these change no token, and why.
+NO_TOKEN: dict[str, str] = {
+    **dict.fromkeys(("early_stopping", "length_penalty", "diversity_penalty"), "of beams"),
+    **dict.fromkeys(
+        (
+            *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "max_matching_ngram_size"),
+            *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "speculation_type"),
+            "assistant_ensemble_weight",
+        ),
+        "of an assistant",
+    ),
+    "low_memory": "of contrastive search",
+    "decoder_start_token_id": "of an encoder-decoder",
+    **dict.fromkeys(
+        (
+            *("use_cache", "cache_config", "max_cache_len", "compile_config", "disable_compile", "prefill_chunk_size"),
+            "continuous_batching_config",
+        ),
+        "how it is computed, which an engine decides",
+    ),
+    **dict.fromkeys(("pad_token_id", "bos_token_id"), "there is no padding, and there is a prompt"),
+    "return_dict_in_generate": "of what `generate` returns",
+    **dict.fromkeys(("transformers_version", "_from_model_config", "_commit_hash"), "no setting"),
+}
+#: Tested by themselves below, or where text is.
+ELSEWHERE = ("num_return_sequences", "max_time", "stop_strings", "remove_invalid_values", "forced_bos_token_id")
+
+
+def generated(options: dict[str, Any], prompt: list[int] = PROMPT) -> Any:
+    return tiny_model("llama").generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        output_scores=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **{"max_new_tokens": 10, "do_sample": False, **options},
+    )
+
+
+def by_engine(options: dict[str, Any], prompt: list[int] = PROMPT) -> list[int]:
+    """The same by an engine, while other requests with settings of their own are computed."""
+    engine = Engine(tiny_model("llama"), host_budget="16MiB", block_size=4)
+    try:
+        others = [{"do_sample": True, "top_k": 5}, {"repetition_penalty": 1.5}]
+        for other in others:
+            engine.add_request(prompt[:5], **{"max_new_tokens": 12, "do_sample": False, **other})
+        name = engine.add_request(prompt, **{"max_new_tokens": 10, "do_sample": False, **options})
+        while engine.step():
+            pass
+        output = engine.output(name)
+        assert output.error is None, output.error
+        return output.generated_tokens
+    finally:
+        engine.close()
+
+
+def filled(value: Any, tokens: list[int]) -> Any:
+    """With the tokens of the plain answer in their places."""
+    if isinstance(value, dict):
+        return {key: filled(x, tokens) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(filled(x, tokens) for x in value)
+    return {END: tokens[4], FIRST: tokens[0]}.get(value, value) if isinstance(value, str) else value
+
+
+def plain() -> list[int]:
+    tokens: list[int] = generated({}).sequences[0, len(PROMPT) :].tolist()
+    assert tokens[4] not in tokens[:4], "the token that ends it comes earlier"
+    return tokens
+
+
+def test_every_setting_of_transformers_is_in_a_table() -> None:
+    tables = (GREEDY, SAMPLED, REFUSED, NO_TOKEN, ELSEWHERE)
+    names = [name for table in tables for name in table]
+    assert len(names) == len(set(names)), "a setting is in two tables"
+    assert set(vars(GenerationConfig())) - set(names) == set(), "a setting that nobody has looked at"
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_tokens_are_those_of_generate(name: str) -> None:
+    before = plain()
+    options = filled(GREEDY[name], before)
+    out = generated(options)
+    expected = out.sequences[0, len(PROMPT) :].tolist()
+    without = {key: x for key, x in options.items() if key != name}
+    assert expected != generated(without).sequences[0, len(PROMPT) :].tolist(), "it changes nothing"
+    got, gaps = by_engine(options), gaps_of(out.scores)
+    same = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), len(got))
+    assert got == expected or gaps[same] < 1e-3, f"{got} {expected}"
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_what_is_drawn_from_is_what_generate_draws_from(name: str) -> None:
+    model, options = tiny_model("llama"), {"do_sample": True, **SAMPLED[name]}
+    torch.manual_seed(3)
+    out = generated(options)
+    tokens = out.sequences[0].tolist()
+    sampling = Sampling(model, PROMPT, max_new_tokens=10, **options)
+    changed = False
+    for i, (raw, processed) in enumerate(zip(out.logits, out.scores, strict=True)):
+        ids = tokens[: len(PROMPT) + i]
+        assert torch.allclose(sampling.processed(ids, raw.float().clone()), processed, atol=1e-5)
+        changed |= not torch.equal(raw, processed)
+    assert changed or name == "do_sample", "it changes nothing"
+    # What an engine draws is what may be drawn.
+    drawn, ids = by_engine({**options, "seed": 5}), list(PROMPT)
+    for token in drawn:
+        raw = model(torch.tensor([ids])).logits[:, -1].float()
+        assert torch.isfinite(sampling.processed(ids, raw)[0, token])
+        ids.append(token)
+    assert drawn == by_engine({**options, "seed": 5})
+    assert drawn != by_engine({**options, "seed": 6}) or name in ("temperature", "min_p", "top_p", "typical_p", "top_h")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_by_its_name(name: str) -> None:
+    engine = Engine(tiny_model("llama"), host_budget="16MiB", block_size=4)
+    try:
+        with pytest.raises(UnsupportedError, match=name):
+            engine.add_request(PROMPT, max_new_tokens=4, **{name: REFUSED[name]})
+        config = GenerationConfig(max_new_tokens=4)
+        setattr(config, name, REFUSED[name])
+        with pytest.raises(UnsupportedError, match=name):
+            engine.add_request(PROMPT, config)
+        assert not engine.load.waiting
+    finally:
+        engine.close()
+
+
+def test_a_first_token_is_forced_behind_a_prompt_of_one() -> None:
+    options = {"forced_bos_token_id": 5}
+    expected = generated(options, [3]).sequences[0, 1:].tolist()
+    assert expected[0] == 5
+    assert by_engine(options, [3]) == expected
+
+
+def test_scores_that_are_no_numbers_are_removed_where_that_is_asked_for() -> None:
+    def spoils(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([4, 6]), float("nan"))
+
+    options = {"remove_invalid_values": True, "logits_processor": [spoils]}
+    assert by_engine(options) == generated(options).sequences[0, len(PROMPT) :].tolist()
+
+
+def test_sequences_of_a_prompt_differ_and_each_can_be_had_again() -> None:
+    engine = Engine(tiny_model("llama"), host_budget="16MiB", block_size=4)
+    try:
+        asked = {"do_sample": True, "seed": 3, "num_return_sequences": 3, "max_new_tokens": 8}
+        first, again = (
+            [x.generated_tokens for x in engine.generate_batch([PROMPT], **asked).values()] for _ in range(2)
+        )
+        assert len(first) == 3
+        assert first == again
+        assert len({tuple(each) for each in first}) == 3
+    finally:
+        engine.close()
+
+
+def test_a_request_ends_when_its_time_is_over() -> None:
+    engine = Engine(tiny_model("llama"), host_budget="16MiB", block_size=4)
+    try:
+        name = engine.add_request(PROMPT, max_new_tokens=10_000, max_time=0.2, do_sample=False)
+        while engine.step():
+            pass
+        output = engine.output(name)
+        assert output.finish_reason == "length"
+        assert 0 < len(output.generated_tokens) < 10_000
+    finally:
+        engine.close()
