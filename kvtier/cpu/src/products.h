@@ -314,26 +314,20 @@ struct Shape {
 template <class M, int ROWS, int DIM>
 constexpr int panels = (up(DIM, M::COLUMNS) + widest<ROWS> - 1) / widest<ROWS>;
 
-template <class M, int ROWS, int DIM>
-KVTIER_INLINE void add_values(const typename M::Element* values, int dim, int n, const typename M::Weight* weights,
-                              float* out, int out_stride, Ahead& ahead) {
+// f(first column, columns, vectors as a type) for each panel.
+template <class M, int ROWS, int DIM, class F>
+KVTIER_INLINE void each_panel(int dim, F f) {
   constexpr int COLUMNS = M::COLUMNS;
-  using T = typename M::Element;
   if constexpr (DIM != 0) {
-    constexpr int COUNT = panels<M, ROWS, DIM>, WIDE = up((DIM + COUNT - 1) / COUNT, COLUMNS);
+    constexpr int COUNT = panels<M, ROWS, DIM>, WIDE = up((DIM + COUNT - 1) / COUNT, COLUMNS), REST = DIM % WIDE;
     int c = 0;
-    for (; c + WIDE <= DIM; c += WIDE)
-      add_columns<T, ROWS, WIDE / COLUMNS>(values + c, DIM, WIDE, n, weights, out + c, out_stride, ahead);
-    constexpr int REST = DIM % WIDE;
-    if constexpr (REST != 0)
-      add_columns<T, ROWS, up(REST, COLUMNS) / COLUMNS>(values + c, DIM, REST, n, weights, out + c, out_stride, ahead);
+    for (; c + WIDE <= DIM; c += WIDE) f(c, WIDE, std::integral_constant<int, WIDE / COLUMNS>());
+    if constexpr (REST != 0) f(c, REST, std::integral_constant<int, up(REST, COLUMNS) / COLUMNS>());
   } else {
     constexpr int WIDE = widest<ROWS> / 2 / COLUMNS * COLUMNS;
     int c = 0;
-    for (; c + WIDE <= dim; c += WIDE)
-      add_columns<T, ROWS, WIDE / COLUMNS>(values + c, dim, WIDE, n, weights, out + c, out_stride, ahead);
-    for (; c < dim; c += COLUMNS)
-      add_columns<T, ROWS, 1>(values + c, dim, std::min(COLUMNS, dim - c), n, weights, out + c, out_stride, ahead);
+    for (; c + WIDE <= dim; c += WIDE) f(c, WIDE, std::integral_constant<int, WIDE / COLUMNS>());
+    for (; c < dim; c += COLUMNS) f(c, std::min(COLUMNS, dim - c), std::integral_constant<int, 1>());
   }
 }
 
@@ -344,6 +338,7 @@ inline int lines_ahead(int64_t bytes, int turns) { return static_cast<int>((byte
 template <class M, int DIM>
 inline void add_rows(const typename M::Element* values, int dim, int n, const typename M::Weight* weights, int rows,
                      float* out, int out_stride) {
+  using T = typename M::Element;
   if constexpr (DIM != 0) dim = DIM, out_stride = up(DIM, M::COLUMNS);
   constexpr int step = STEP_TOKENS;
   const int64_t bytes = static_cast<int64_t>(step) * dim * sizeof(*values);
@@ -355,15 +350,23 @@ inline void add_rows(const typename M::Element* values, int dim, int n, const ty
   for (int t = 0; t < n; t += step, values += static_cast<ptrdiff_t>(step) * dim, weights += step) {
     const int some = std::min(step, n - t);
     Ahead ahead;
-    if (passes > 2)
+    if (passes > 2 || PANELS_OF_2 > 1)  // or the first pass reads a part of each token only
       ahead = {reinterpret_cast<const char*>(values) + bytes, lines_ahead(bytes, passes * (step / M::TOKENS))};
     int row = 0;
-    if constexpr (FOURS)
-      for (; row + 4 <= rows; row += 4)
-        add_values<M, 4, DIM>(values, dim, some, weights + row * ROW, out + row * out_stride, out_stride, ahead);
-    for (; row + 2 <= rows; row += 2)
-      add_values<M, 2, DIM>(values, dim, some, weights + row * ROW, out + row * out_stride, out_stride, ahead);
-    if (row < rows) add_values<M, 1, DIM>(values, dim, some, weights + row * ROW, out + row * out_stride, out_stride, ahead);
+    // A panel of all rows before the next panel: lines that are skipped at first were prefetched longer ago.
+    const auto add = [&](auto count) KVTIER_LAMBDA {
+      constexpr int ROWS = decltype(count)::value;
+      const int stop = row + (rows - row) / ROWS * ROWS;
+      each_panel<M, ROWS, DIM>(dim, [&](int c, int columns, auto vectors) KVTIER_LAMBDA {
+        for (int r = row; r < stop; r += ROWS)
+          add_columns<T, ROWS, decltype(vectors)::value>(values + c, dim, columns, some, weights + r * ROW,
+                                                         out + r * out_stride + c, out_stride, ahead);
+      });
+      row = stop;
+    };
+    if constexpr (FOURS) add(std::integral_constant<int, 4>());
+    add(std::integral_constant<int, 2>());
+    add(std::integral_constant<int, 1>());
   }
 }
 
