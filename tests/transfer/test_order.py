@@ -56,7 +56,7 @@ CPU = torch.device("cpu")
 # Nothing races
 
 #: Where the CPU waits for a query: without the lock, so that others go on, then with it.
-QUERY_WAIT = "self._down.block()\n    with reader.memory.lock:\n        self._down.synchronize()"
+QUERY_WAIT = "self._down.block()\n    with self._of.reader.memory.lock:\n        self._down.synchronize()"
 
 #: Who attends, and what of `cache.stats` shows that the conversation came by.
 WAYS: dict[str, tuple[bool, Callable[[Patch], None] | None, tuple[str, ...]]] = {
@@ -183,7 +183,7 @@ EDGES: dict[str, Lost] = {
         (
             edit(
                 split._HostPart,
-                "begin",
+                "_receive",
                 QUERY_WAIT,
                 QUERY_WAIT.replace("self._down.block()", "self._down.wait()").replace(
                     "self._down.synchronize()", "pass"
@@ -213,7 +213,7 @@ EDGES: dict[str, Lost] = {
         (edit(split._HostPart, "result", "back.wait()", "pass"),), ("result writes", "compute reads"), True
     ),
     "result: its end before the next one is written": Lost(
-        (edit(split._HostPart, "begin", QUERY_WAIT, "with reader.memory.lock:\n        pass"),),
+        (edit(split._HostPart, "_receive", QUERY_WAIT, "pass"),),
         ("result reads", "host threads writes"),
         True,
     ),
