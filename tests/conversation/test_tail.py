@@ -213,15 +213,14 @@ def test_who_is_refused_room_ends_the_load(tmp_path: Path, monkeypatch: pytest.M
     inputs = ones(grown(history, 7))
     least, steps = 8 * 2**10, 0
     with store_of(model, host_budget=least) as store:
-        while True:
+        while steps < 20:
             try:
                 store.generate(**inputs, **GREEDY)
                 break
             except BudgetError as refused:  # names what its next step needs
-                assert refused.needed > least
                 least, steps = refused.needed, steps + 1
                 store.memory.resize(host_budget=least)
-    assert steps
+    assert 0 < steps < 20
     monkeypatch.setattr(archive, "_restore", noted)
     monkeypatch.setattr(prefix_reuse.PrefixReuse, "_forward", behind)
     for budget in (least, least * 5 // 4, least * 3 // 2, 2 * least):
