@@ -162,7 +162,8 @@ class Adaptive(FixedShare):
         return known
 
     def _last_share(self, state: StepState) -> float | None:
-        """The share of the cache's last step that decoded; None: there was none. Its plan is made anew behind this."""
+        """The share of the cache's last step that decoded; None: there was none. The next such step is planned
+        again."""
         share = None
         for (cache, device, _), known in self._caches.items():  # the latest last
             if cache == state.cache and device == state.device:

@@ -171,7 +171,7 @@ class LoadOrCompute:
         return start
 
     def _price(self) -> Prices:
-        """What `decide` reckons with: bytes come from the disk to where they are used, layer by layer or not."""
+        """What was learned, as `decide` takes it. What is loaded is then in host memory: it passes no link."""
         assert self._load is not None
         assert self._prefill is not None
         computing, loading = map(statistics.median, (self._computed_overlapped, self._loads_overlapped))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Iterator
@@ -142,6 +143,28 @@ def test_what_is_not_in_memory_is_brought_or_read_as_others_are(
         assert there[0] is (brought and at % (2 + 2 * LAYERS) > 1)
         assert (went == [True, True]) is there[0], "a header that is absent, and what is not brought, is read otherwise"
     assert (disk.damaged, disk.problem) == (0, "")
+    disk.close()
+
+
+def test_a_disk_that_fails_leaves_no_token_that_was_not_read(
+    tmp_path: Path, memory: TieredMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each read in turn. `load_of` compares what the cache holds with what it was told of."""
+    disk, read, ends = saved(tmp_path, [33, 33, 50]), CachedFile.read, set[int]()
+    for at in range(2 * (2 + 2 * LAYERS)):
+        left = [at]
+
+        def reads(self: CachedFile, *args: Any, left: list[int] = left) -> bool:
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError(errno.EIO, "the disk fails")
+            return read(self, *args)
+
+        monkeypatch.setattr(CachedFile, "read", reads)
+        ends.add(load_of(disk, memory, 116))
+        assert "the disk fails" in disk.problem
+        disk.problem = ""
+    assert ends == {33, 66}
     disk.close()
 
 

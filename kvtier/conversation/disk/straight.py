@@ -86,11 +86,16 @@ def read_straight(file: Path, nbytes: int, sums: bytes, tokens: int, into: Block
         entries = _entries(cached, nbytes)
         if entries is None or not into.reserve(tokens, entries):
             return False
-        if not _fill(cached, entries, into, nbytes // _ABSENT_SHARE) or cached.at != nbytes or cached.sums != sums:
-            into.drop()
-            return False
-        into.seal()
-        return True
+        is_whole = False
+        try:
+            filled = _fill(cached, entries, into, nbytes // _ABSENT_SHARE)
+            is_whole = filled and cached.at == nbytes and cached.sums == sums
+        finally:
+            if not is_whole:  # also where the disk fails: what was reserved is not tokens yet
+                into.drop()
+        if is_whole:
+            into.seal()
+        return is_whole
 
 
 def _fill(file: CachedFile, entries: Mapping[str, Entry], into: Blocks, most: int) -> bool:
