@@ -9,6 +9,7 @@ quanto, hqq   QuantizedCache with 4 bits, if the package of that name is install
 offloaded     DynamicCache(offloading=True); CUDA only
 dense         TieredKVCache without attention on the host: each layer's KV is laid out as one tensor
 kvtier        TieredKVCache as it comes: on CUDA all that fits on the device, on a CPU all in the host tier
+enabled       the same under the model's attention implementation "kvtier": `kvtier.enable(model)`
 kvtier@25%    TieredKVCache with a device budget of 25% of the KV; at 100% everything is resident. What is not,
               host threads attend to in place. On a CPU the device is emulated in RAM.
 fetch@25%     the same, but what is not on the device is fetched, and laid out as one tensor of a layer
@@ -28,10 +29,10 @@ from operator import attrgetter
 from typing import Literal
 
 import torch
-from transformers import Cache, DynamicCache, PretrainedConfig, QuantizedCache, StaticCache
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel, QuantizedCache, StaticCache
 
 from benchmarks.models import Geometry
-from kvtier import TieredKVCache
+from kvtier import TieredKVCache, enable
 
 BASELINE = "dynamic"
 _SHARE = re.compile(r"([a-z-]+)@(\d+(?:\.\d+)?)%")
@@ -125,18 +126,24 @@ class Contender:
         name: as above.
         make: builds the cache, empty.
         device_share, host_share: memory it takes, as shares of the KV, for deciding what fits at the same time.
+        enables: whether its turns are under `kvtier.enable`.
     """
 
     name: str
     make: Callable[[Case], Cache]
     device_share: float
     host_share: float
+    enables: bool = False
 
     @property
     def tiered(self) -> bool:
         """Whether it is a cache of kvtier."""
         name = re.split("[@:]", self.name)[0]
-        return name in ("kvtier", "fetch", "dense") or name in policies()
+        return name in ("kvtier", "enabled", "fetch", "dense") or name in policies()
+
+    def attention(self, model: PreTrainedModel) -> contextlib.AbstractContextManager[object]:
+        """The attention implementation of its turns."""
+        return enable(model) if self.enables else contextlib.nullcontext()
 
     def build(self, case: Case) -> Cache:
         """An empty cache. Raises `Unavailable`."""
@@ -174,6 +181,10 @@ def _tiered(case: Case, share: float, host: bool, policy: str | None, audit: str
     return TieredKVCache(case.config, device_budget=budget, block_size=case.blocks, host_attention=host, **more)
 
 
+def _as_it_comes(case: Case) -> Cache:
+    return TieredKVCache(case.config, block_size=case.blocks)
+
+
 def _dense(case: Case) -> Cache:
     return TieredKVCache(case.config, block_size=case.blocks, host_attention=False)
 
@@ -207,7 +218,8 @@ _CONTENDERS = {
         Contender("hqq", _quantized("hqq", "hqq"), 0.8, 0),
         Contender("offloaded", _offloaded, 0.3, 3.2),
         Contender("dense", _dense, 1.3, 0),
-        Contender("kvtier", lambda case: TieredKVCache(case.config, block_size=case.blocks), 1.2, 0),
+        Contender("kvtier", _as_it_comes, 1.2, 0),
+        Contender("enabled", _as_it_comes, 1.2, 0, enables=True),
     )
 }
 

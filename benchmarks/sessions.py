@@ -32,6 +32,7 @@ class DecodeSession:
     """
 
     def __init__(self, contender: Contender, case: Case, model: PreTrainedModel, tokens: int) -> None:
+        self.contender = contender
         self.case = case
         self.model = model
         self.tokens = tokens
@@ -40,7 +41,8 @@ class DecodeSession:
         try:
             fill(self.cache, case)
             self.begin()
-            self.decode(WARM_UP_TOKENS)
+            with contender.attention(model):
+                self.decode(WARM_UP_TOKENS)
         except BaseException:
             self.close()
             raise
@@ -66,11 +68,13 @@ class DecodeSession:
 
     def measure(self) -> float:
         """Tokens/s of one turn, of all sequences together."""
-        synchronize(self.case.device)
-        before = self.decoded
-        began = time.perf_counter()
-        self.decode(self.tokens)
-        return (self.decoded - before) * self.case.batch / (time.perf_counter() - began)
+        with self.contender.attention(self.model):
+            synchronize(self.case.device)
+            before = self.decoded
+            began = time.perf_counter()
+            self.decode(self.tokens)
+            seconds = time.perf_counter() - began
+        return (self.decoded - before) * self.case.batch / seconds
 
     def facts(self) -> dict[str, Any]:
         """Bytes held; of a tiered cache, what its tiers did for each token."""
@@ -239,7 +243,9 @@ class ModelSteps(DecodeSession):
 
     def measure(self) -> float:
         """Microseconds per layer of the median forward."""
-        return statistics.median(self._timed() for _ in range(self.tokens)) / self.case.geometry.layers * 1e6
+        with self.contender.attention(self.model):
+            seconds = statistics.median(self._timed() for _ in range(self.tokens))
+        return seconds / self.case.geometry.layers * 1e6
 
     def _timed(self) -> float:
         token = self.token

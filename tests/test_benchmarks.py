@@ -116,13 +116,14 @@ def test_the_hot_path_is_measured_on_one_thread_and_held_against_its_targets(tmp
         ("update and attention", "kvtier@60%"),
         ("whole step", "dynamic"),
         ("whole step", "kvtier"),
+        ("whole step", "enabled"),
     ]
     assert {r["workload"]["threads"] for r in found if "contender" in r} == {1}
     assert {r["workload"]["context"] for r in found} == {256}
     low, high = hotpath.SPLIT_SHARES
     assert low < found[2]["facts"]["host_share"] < high
     limits = [r["limit"] for r in found if "target" in r]
-    assert limits == ["<= 1.25", "<= 45", "<= 1.66667", "<= 60", "<= 1.03947", "<= 9"]
+    assert limits == ["<= 1.25", "<= 45", "<= 1.66667", "<= 60", *["<= 1.03947", "<= 9"] * 2]
     assert all(r["figure"] is not None for r in found if "target" in r)
     assert torch.get_num_threads() == 2
 
@@ -137,8 +138,9 @@ def test_the_targets_of_the_hot_path_are_computed_within_rounds() -> None:
     split.facts["host_share"] = 0.0  # all blocks are on the device: no split layer was measured
     found = hotpath.layer_targets({"dynamic": base, "kvtier": host, "kvtier@60%": split})
     assert [target.verdict for target in found][2:] == ["no figure", "no figure"]
-    assert [target.figure for target in hotpath.step_targets({"dynamic": base, "kvtier": host})][-1] == 8.0
-    assert [target.figure for target in hotpath.step_targets({"kvtier": host})] == [None, None]
+    found = hotpath.step_targets({"dynamic": base, "kvtier": host, "enabled": base})
+    assert [target.figure for target in found] == pytest.approx([1.2, 8.0, 1.0, 0.0])
+    assert [target.figure for target in hotpath.step_targets({"kvtier": host})] == [None] * 4
 
 
 def test_policies_are_compared_on_an_emulated_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def params_of(
         scale = k_dim**-0.5
     mask = options.get("attn_mask")
     if mask is None and type(scale) is float:
-        return _plain(scale, causal and queries > 1)
+        return plain(scale, causal and queries > 1)
     if mask is not None:
         if mask.dim() > 4 or mask.shape[-1] != length:
             return None
@@ -135,8 +135,8 @@ def params_of(
 
 
 @functools.lru_cache(maxsize=64)
-def _plain(scale: float, causal: bool) -> AttentionParams:
-    # The same object for all layers and steps: native calls recognise it.
+def plain(scale: float, causal: bool) -> AttentionParams:
+    """Nothing besides these: the same object for all layers and steps, which native calls recognise."""
     return AttentionParams(scale, causal=causal)
 
 

@@ -42,7 +42,7 @@ class Repeat:
         call: of the native library, at rest; nobody else repeats it.
         host_blocks, device_blocks: blocks that it reads.
         query: of the call.
-        options: of `scaled_dot_product_attention`, as they were given.
+        asked: the options of `scaled_dot_product_attention` as they were given, or parameters.
         repeats: as they were given.
         guard: around every use of the cache.
         schedules: as below.
@@ -52,21 +52,10 @@ class Repeat:
     """
 
     __slots__ = (
-        *("_attend", "_audit", "_blocks", "_call", "_counters", "_device_blocks", "_dtype", "_guard", "_host_blocks"),
-        *(
-            "_host_bytes",
-            "_layer",
-            "_least",
-            "_lengths",
-            "_memory",
-            "_most",
-            "_one",
-            "_options",
-            "_out_shape",
-            "_out_strides",
-        ),
-        *("_problem", "_reference", "_repeats", "_rows_version", "_sequences", "_shape", "_strides", "_version"),
-        "schedules",
+        *("_asked", "_attend", "_audit", "_blocks", "_call", "_counters", "_device_blocks", "_dtype", "_guard"),
+        *("_host_blocks", "_host_bytes", "_layer", "_least", "_lengths", "_memory", "_most", "_one", "_out_shape"),
+        *("_out_strides", "_problem", "_reference", "_repeats", "_rows_version", "_sequences", "_shape", "_strides"),
+        *("_version", "schedules"),
     )
 
     def __init__(
@@ -77,7 +66,7 @@ class Repeat:
         host_blocks: int,
         device_blocks: int,
         query: torch.Tensor,
-        options: dict[str, Any],
+        asked: dict[str, Any] | AttentionParams,
         repeats: int,
         guard: Guard,
         schedules: Mapping[Any, Any],
@@ -93,7 +82,7 @@ class Repeat:
         self._host_blocks, self._device_blocks = host_blocks, device_blocks
         self._host_bytes = host_blocks * layer.layout.nbytes
         self._shape, self._strides, self._dtype = query.shape, query.stride(), query.dtype
-        self._options, self._repeats = options, repeats
+        self._asked, self._repeats = asked, repeats
         self._call, self._sequences = call, call.sequences  # held: the library reads what is theirs
         self._out_shape, self._out_strides = call.out_shape, call.out_strides
         self._lengths, self._one = call.sequences.length_words, call.sequences.rows == 1
@@ -105,7 +94,7 @@ class Repeat:
         length: int,
         query: torch.Tensor,
         params: AttentionParams | None,
-        options: dict[str, Any],
+        options: dict[str, Any] | None,
         repeats: int,
         guard: Guard,
         schedules: Mapping[Any, Any],
@@ -116,6 +105,7 @@ class Repeat:
             params is None
             or not params.plain
             or params.causal  # as torch takes it: only where there are as many queries as tokens
+            or params.window
             or not (reader.host_attention and reader.in_one_memory and reader.memory.private)
             or query.shape[2] > MAX_HOST_QUERIES
             or layer.carries_graph
@@ -132,14 +122,15 @@ class Repeat:
         if call is None:
             return None
         blocks = (partition.host.blocks, partition.device.blocks)
-        return Repeat(reader, length, call, *blocks, query, options, repeats, guard, schedules)
+        asked = params if options is None else options
+        return Repeat(reader, length, call, *blocks, query, asked, repeats, guard, schedules)
 
     def __call__(
         self,
         query: torch.Tensor,
         length: int,
         epoch: int,
-        options: dict[str, Any],
+        asked: dict[str, Any] | AttentionParams | None,
         repeats: int,
         audited: bool = False,
     ) -> torch.Tensor | None:
@@ -164,7 +155,7 @@ class Repeat:
             and query.is_cpu
             and not query.requires_grad
             and repeats == self._repeats
-            and options == self._options
+            and (asked is self._asked or asked == self._asked)
             and not torch.is_autocast_enabled("cpu")
         ):
             return None

@@ -429,8 +429,8 @@ class Forward(PlannedForward):
             audit.calls -= 1
             if audit.calls <= 0:
                 self._compare(layer, audit)
-        if reader.repeat is not None and options is not None:
-            out = reader.repeat(query, length, epoch, options, repeats, audited=True)
+        if reader.repeat is not None:
+            out = reader.repeat(query, length, epoch, params if options is None else options, repeats, audited=True)
             if out is not None:
                 if self._schedules:
                     with self.steps.guard:
@@ -453,7 +453,7 @@ class Forward(PlannedForward):
                 tracer.attention(reader.counters, layer.index, layer.device.name, began, ended, query.shape[2])
             if self._schedules:
                 self._advance(reader)
-            if options is not None and tracer is None:
+            if tracer is None:
                 reader.repeat = Repeat.of(
                     reader, length, query, params, options, repeats, self.steps.guard, self._schedules
                 )

@@ -15,10 +15,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from kvtier.attention.dispatch import repeat
+from kvtier.attention.dispatch import plain, repeat
 from kvtier.errors import UnsupportedError
 from kvtier.hf import packed
-from kvtier.hf.view import KVView, Snapshot
+from kvtier.hf.view import KEYS, VALUES, KVView, Snapshot
 from kvtier.kernels.params import AttentionParams
 
 NAME = "kvtier"
@@ -29,6 +29,8 @@ _CHUNK_BYTES = 256 << 20
 # What models hand to attention implementations of their own, and apply themselves only under "eager" and "sdpa": to
 # ignore it would be silently wrong.
 _FOREIGN = ("indices", "block_indices", "sinks")
+#: All that is read of what models pass besides.
+_READ = frozenset((*_FOREIGN, "output_attentions", "cache"))
 
 
 def register_attention() -> None:
@@ -88,6 +90,17 @@ def attention_forward(
         UnsupportedError: attention weights are asked for, or something that only other implementations know.
         StaleViewError, TransferError, BudgetError: from the cache.
     """
+    if (
+        attention_mask is None
+        and softcap is None
+        and s_aux is None
+        and position_bias is None
+        and not dropout
+        and _READ.isdisjoint(kwargs)
+    ):
+        out = _again(query, key, value, scaling, sliding_window)
+        if out is not None:
+            return out.transpose(1, 2).contiguous(), None
     _refuse(module, kwargs)
     if isinstance(attention_mask, packed.PackedMask):
         of_step = AttentionParams(
@@ -110,6 +123,8 @@ def attention_forward(
         mask=_mask(attention_mask, position_bias, tokens),
         sinks=None if s_aux is None else s_aux.flatten(),
     )
+    if params.plain and not params.window:
+        params = plain(params.scale, params.causal)
     dropout = dropout if getattr(module, "training", True) else 0.0
     snapshot = _snapshot(key, value)
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, s_aux, position_bias))
@@ -134,6 +149,28 @@ def attention_forward(
         position_bias=position_bias,
     )
     return out, None
+
+
+def _again(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: Any, window: int | None
+) -> torch.Tensor | None:
+    """The call of a step that decodes, where it is like the layer's last one: see `attention/repeat.py`."""
+    if not type(key) is type(value) is KVView:
+        return None
+    at, length = key.snapshot, key.shape[2]
+    again = at.reader.repeat
+    if (
+        again is None
+        or again.schedules
+        or at is not value.snapshot
+        or at._dense is not None
+        or key._what is not KEYS
+        or value._what is not VALUES
+        or query.shape[2] != 1
+        or (window is not None and window < length)
+    ):
+        return None
+    return again(query, length, at.epoch, plain(scale, False), 1)
 
 
 def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:

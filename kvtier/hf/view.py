@@ -24,8 +24,9 @@ _SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _subclass: Any = torch.Tensor._make_subclass
 #: Part, repeats and form of a view, as of `KVView`.
 _What = tuple[int, int, int]
-_KEYS: _What = (0, 1, 0)
-_VALUES: _What = (1, 1, 0)
+#: Of whole keys and whole values, as `update` gives them: these objects.
+KEYS: _What = (0, 1, 0)
+VALUES: _What = (1, 1, 0)
 _META = torch.device("meta")
 #: Layers for which views are made at once.
 _AT_ONCE = 16
@@ -203,7 +204,7 @@ class KVView(torch.Tensor):
                 if (
                     at is values.snapshot
                     and at._dense is None
-                    and ((what is _KEYS and values._what is _VALUES) or _are_pair(what, values._what))
+                    and ((what is KEYS and values._what is VALUES) or _are_pair(what, values._what))
                     and type(query) is not KVView
                     and (not kwargs or type(kwargs.get("attn_mask")) is not KVView)
                 ):
@@ -251,7 +252,7 @@ def _view(snapshot: Snapshot, part: int, shape: tuple[int, ...], dtype: torch.dt
 def make_view(snapshot: Snapshot, part: int, shape: tuple[int, ...], dtype: torch.dtype) -> KVView:
     """A view of keys (part 0) or values (part 1), in this shape."""
     made = _view(snapshot, part, shape, dtype, 1, 0)
-    made._what = _VALUES if part else _KEYS
+    made._what = VALUES if part else KEYS
     return made
 
 
@@ -287,9 +288,9 @@ class _Blanks:
             snapshot = Snapshot.__new__(Snapshot)
             snapshot.length, snapshot._dense = self.length, None
             keys: KVView = _subclass(KVView, k_blank)
-            keys.shape, keys._what, keys.snapshot = k_size, _KEYS, snapshot
+            keys.shape, keys._what, keys.snapshot = k_size, KEYS, snapshot
             values: KVView = _subclass(KVView, v_blank)
-            values.shape, values._what, values.snapshot = v_size, _VALUES, snapshot
+            values.shape, values._what, values.snapshot = v_size, VALUES, snapshot
             self.pairs.append((keys, values))
 
 

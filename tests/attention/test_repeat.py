@@ -11,19 +11,34 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtier import TieredKVCache
+from kvtier import TieredKVCache, UnsupportedError
 from kvtier.attention.repeat import Repeat
 from kvtier.cpu import native
+from kvtier.hf import attention
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="only the native library's calls are repeated")
 
 ROWS, HEADS, DIM, BLOCK = 2, 2, 8, 4
 
 
+def interface(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The attention implementation "kvtier", asked as `scaled_dot_product_attention` is."""
+    names = {"attn_mask": "attention_mask", "scale": "scaling"}
+    given = {names.get(name, name): value for name, value in options.items() if name != "enable_gqa"}
+    given = {"attention_mask": None, "scaling": DIM**-0.5, "is_causal": False} | given
+    return attention.attention_forward(torch.nn.Module().eval(), query, keys, values, **given)[0].transpose(1, 2)
+
+
+#: Ways to ask for attention, both of which repeat calls.
+WAYS: dict[str, Callable[..., torch.Tensor]] = {"sdpa": F.scaled_dot_product_attention, "kvtier": interface}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
 class Layer:
     """One layer of a cache beside the tensors that it should hold."""
 
-    def __init__(self, tokens: int = 9, **options: Any) -> None:
+    def __init__(self, tokens: int = 9, way: str = "sdpa", **options: Any) -> None:
+        self.attend = WAYS[way]
         self.random = torch.Generator().manual_seed(1)
         self.cache = TieredKVCache(block_size=BLOCK, **options)
         self.keys = self.values = torch.empty(ROWS, HEADS, 0, DIM)
@@ -44,7 +59,7 @@ class Layer:
         """Attention over views is that over what the layer holds, as far as they show it."""
         n = views[0].shape[2]
         want = F.scaled_dot_product_attention(query, self.keys[:, :, :n], self.values[:, :, :n], **options)
-        got = F.scaled_dot_product_attention(query, *views, **options)
+        got = self.attend(query, *views, **options)
         assert got.dtype == want.dtype
         torch.testing.assert_close(got, want)
 
@@ -71,8 +86,9 @@ def repeated(layer: Layer, act: Callable[[], None], monkeypatch: pytest.MonkeyPa
     return any(answers)
 
 
-def test_a_step_like_the_last_one_is_repeated_and_counted_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Layer()
+@ways
+def test_a_step_like_the_last_one_is_repeated_and_counted_as_any(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(way=way)
     for number in range(1, 40):
         views, query = layer.append(1), layer.query()
         known = repeated(layer, lambda v=views, q=query: layer.step(v, q), monkeypatch)
@@ -139,7 +155,7 @@ def more_heads(layer: Layer) -> None:
     query = layer.query(2 * HEADS)
     keys, values = layer.append(1)
     want = F.scaled_dot_product_attention(query, layer.keys, layer.values, enable_gqa=True)
-    got = F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+    got = layer.attend(query, keys, values, enable_gqa=True)
     torch.testing.assert_close(got, want)
 
 
@@ -173,7 +189,7 @@ def masked(layer: Layer) -> None:
 def with_gradient(layer: Layer) -> None:
     query = layer.query().requires_grad_()
     views = layer.append(1)
-    got = F.scaled_dot_product_attention(query, *views)
+    got = layer.attend(query, *views)
     assert got.requires_grad
     torch.testing.assert_close(got, F.scaled_dot_product_attention(query, layer.keys, layer.values))
 
@@ -181,7 +197,7 @@ def with_gradient(layer: Layer) -> None:
 def under_autocast(layer: Layer) -> None:
     views = layer.append(1)
     with torch.autocast("cpu", torch.bfloat16):
-        assert F.scaled_dot_product_attention(layer.query(), *views).dtype == torch.bfloat16
+        assert layer.attend(layer.query(), *views).dtype == torch.bfloat16
 
 
 def of_a_graph(layer: Layer) -> None:
@@ -189,7 +205,7 @@ def of_a_graph(layer: Layer) -> None:
     values = layer.draw(ROWS, HEADS, 1, DIM)
     with torch.enable_grad():
         views = layer.cache.update(keys, values, 0)
-        assert F.scaled_dot_product_attention(layer.query(), *views).requires_grad
+        assert layer.attend(layer.query(), *views).requires_grad
 
 
 CHANGES: dict[str, tuple[Callable[[Layer], None], str]] = {
@@ -201,24 +217,25 @@ CHANGES: dict[str, tuple[Callable[[Layer], None], str]] = {
     "more queries": (more_queries, "query.shape == self._shape"),
     "other strides": (other_strides, "query.stride() == self._strides"),
     "wide rows": (wide_rows, "query.stride() == self._strides"),
-    "other scale": (other_scale, "options == self._options"),
-    "masked": (masked, "options == self._options"),
+    "other scale": (other_scale, "(asked is self._asked or asked == self._asked)"),
+    "masked": (masked, "(asked is self._asked or asked == self._asked)"),
     "with a gradient": (with_gradient, "not query.requires_grad"),
     "under autocast": (under_autocast, 'not torch.is_autocast_enabled("cpu")'),
     "of a graph": (of_a_graph, ""),
 }
 
 
-def start() -> Layer:
-    layer = Layer(20, device_budget=16 * ROWS * BLOCK * HEADS * DIM * 8)
+def start(way: str) -> Layer:
+    layer = Layer(20, way, device_budget=16 * ROWS * BLOCK * HEADS * DIM * 8)
     layer.decode(1)
     return layer
 
 
+@ways
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_differs_is_another_call(change: str) -> None:
+def test_what_differs_is_another_call(change: str, way: str) -> None:
     with torch.no_grad() if change != "with a gradient" else torch.enable_grad():
-        layer = start()
+        layer = start(way)
         CHANGES[change][0](layer)
         layer.cache.check_integrity()
 
@@ -230,16 +247,122 @@ def test_what_is_causal_over_as_many_tokens_as_queries_is_not_so_over_more() -> 
     layer.step(layer.append(1), layer.query(queries=2), is_causal=True)
 
 
+def without(function: Callable[..., Any], condition: str, constant: str = "True") -> Callable[..., Any]:
+    """A function in which the first such condition is constant."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert condition in source, "the condition is no longer there: renew this test"
+    names: dict[str, Any] = {}
+    code = "from __future__ import annotations\n" + source.replace(condition, constant, 1)
+    exec(compile(code, "<without a condition>", "exec"), function.__globals__, names)
+    made: Callable[..., Any] = names[function.__name__]
+    return made
+
+
 @pytest.mark.parametrize("change", [name for name, (_, condition) in CHANGES.items() if condition])
 def test_each_condition_is_needed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     act, condition = CHANGES[change]
-    source = textwrap.dedent(inspect.getsource(Repeat.__call__))
-    assert condition in source, "the condition is no longer there: renew this test"
-    names: dict[str, Any] = {}
-    code = "from __future__ import annotations\n" + source.replace(condition, "True")
-    exec(compile(code, "<without a condition>", "exec"), Repeat.__call__.__globals__, names)
-    monkeypatch.setattr(Repeat, "__call__", names["__call__"])
+    monkeypatch.setattr(Repeat, "__call__", without(Repeat.__call__, condition))
     with torch.no_grad() if change != "with a gradient" else torch.enable_grad():
-        layer = start()
+        layer = start("sdpa")
         with pytest.raises(Exception):  # noqa: B017, PT011 - whatever notices
+            act(layer)
+
+
+# What the implementation "kvtier" is asked for, and a call of `scaled_dot_product_attention` is not
+
+
+def asked(layer: Layer, **options: Any) -> None:
+    """What is asked for is answered, over views as over tensors."""
+    query, views = layer.query(), layer.append(1)
+    want = interface(query, layer.keys, layer.values, **options)
+    torch.testing.assert_close(interface(query, *views, **options), want)
+
+
+def dropped(layer: Layer) -> None:
+    query, views = layer.query(), layer.append(1)
+    training = torch.nn.Module().train()
+    got = attention.attention_forward(training, query, *views, None, DIM**-0.5, 0.5, is_causal=False)[0]
+    assert not torch.allclose(got.transpose(1, 2), interface(query, layer.keys, layer.values))
+
+
+def keys_twice(layer: Layer) -> None:
+    query, (keys, _) = layer.query(), layer.append(1)
+    torch.testing.assert_close(interface(query, keys, keys), interface(query, layer.keys, layer.keys))
+
+
+def values_twice(layer: Layer) -> None:
+    query, (_, values) = layer.query(), layer.append(1)
+    torch.testing.assert_close(interface(query, values, values), interface(query, layer.values, layer.values))
+
+
+def of_two_layers(layer: Layer) -> None:
+    query, (keys, _) = layer.query(), layer.append(1)
+    other = Layer(layer.keys.shape[2])
+    values = other.cache.layers[0].values
+    assert values is not None
+    torch.testing.assert_close(interface(query, keys, values), interface(query, layer.keys, other.values))
+
+
+def two_queries(layer: Layer) -> None:
+    """Causal, though their last call was not."""
+    query, views = layer.draw(ROWS, HEADS, 2, DIM), (layer.cache.layers[0].keys, layer.cache.layers[0].values)
+    interface(query, *views)  # type: ignore[arg-type]
+    got = interface(query, *layer.append(1), is_causal=True)
+    torch.testing.assert_close(got, interface(query, layer.keys, layer.values, is_causal=True))
+
+
+def read_dense(layer: Layer) -> None:
+    """Whoever has the tensor of a view gets what they were made of, not what blocks hold later."""
+    query, views = layer.query(), layer.append(1)
+    before = layer.cache.stats.views_attended
+    (views[0] + 0, interface(query, *views))
+    assert layer.cache.stats.views_attended == before
+
+
+def weights(layer: Layer) -> None:
+    query, views = layer.query(), layer.append(1)
+    with pytest.raises(UnsupportedError):
+        interface(query, *views, output_attentions=True)
+
+
+#: By name: who notices, the function, and its condition and what it is replaced by.
+ASKED: dict[str, tuple[Callable[[Layer], None], Callable[..., Any], str, str]] = {
+    "softcap": (lambda x: asked(x, softcap=0.3), attention.attention_forward, "softcap is None", "True"),
+    "sinks": (lambda x: asked(x, s_aux=torch.ones(HEADS)), attention.attention_forward, "s_aux is None", "True"),
+    "bias": (
+        lambda x: asked(x, position_bias=torch.linspace(0, 9, 23).expand(1, HEADS, 1, 23)),
+        *(attention.attention_forward, "position_bias is None", "True"),
+    ),
+    "mask": (
+        lambda x: asked(x, attn_mask=(torch.arange(23) > 9)[None, None, None]),
+        *(attention.attention_forward, "attention_mask is None", "True"),
+    ),
+    "dropout": (dropped, attention.attention_forward, "not dropout", "True"),
+    "weights": (weights, attention.attention_forward, "_READ.isdisjoint(kwargs)", "True"),
+    "window": (
+        lambda x: asked(x, sliding_window=5, is_causal=True),
+        *(attention._again, "(window is not None and window < length)", "False"),
+    ),
+    "keys twice": (keys_twice, attention._again, "value._what is not VALUES", "False"),
+    "values twice": (values_twice, attention._again, "key._what is not KEYS", "False"),
+    "of two layers": (of_two_layers, attention._again, "at is not value.snapshot", "False"),
+    "two queries": (two_queries, attention._again, "query.shape[2] != 1", "False"),
+    "read as tensors": (read_dense, attention._again, "at._dense is not None", "False"),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_else_is_asked_for_is_another_call(name: str) -> None:
+    with torch.no_grad():
+        ASKED[name][0](start("kvtier"))
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_each_condition_of_the_short_way_is_needed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    act, function, condition, constant = ASKED[name]
+    changed = without(function, condition, constant)
+    monkeypatch.setattr(attention, function.__name__, changed)
+    with torch.no_grad():
+        layer = start("kvtier")
+        with pytest.raises((Exception, pytest.fail.Exception)):  # whatever notices
             act(layer)
