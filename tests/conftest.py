@@ -8,6 +8,7 @@ sides, and every case on one. Without it all runs.
 """
 
 import contextlib
+import gc
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -120,7 +121,8 @@ def page_locking(monkeypatch: pytest.MonkeyPatch) -> PageLocking:
 @pytest.fixture
 def on_the_host() -> Iterator[None]:
     """For what is about the host, or about a device that is emulated there, whatever the default device."""
-    with torch.device("cpu"):
+    here = torch.get_default_device().type == "cpu"  # then there is no mode to enter, which all calls of torch go by
+    with contextlib.nullcontext() if here else torch.device("cpu"):
         yield
 
 
@@ -159,6 +161,12 @@ def dealt(items: list[pytest.Item], side: str) -> list[pytest.Item]:
             drawn = sorted(some, key=lambda item: (zlib.crc32(item.nodeid.encode()), item.nodeid))
             other.update(drawn[1 - first :: 2])
     return [item for item in items if item not in other]
+
+
+def pytest_collection_finish() -> None:
+    # What is loaded by now stays: then it takes no time whenever garbage is collected.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

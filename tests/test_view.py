@@ -6,15 +6,13 @@ import copy
 import io
 import itertools
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 import torch.nn.functional as F
@@ -237,9 +235,10 @@ def test_what_attention_refuses_on_tensors_it_refuses_on_views() -> None:
 
 def test_whoever_asks_a_view_for_its_memory_gets_the_tensors_or_an_error() -> None:
     script = Path(__file__).with_name("ask_for_memory.py")
-    paths = {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    command = [sys.executable, "-W", "ignore", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | paths)
+    code = (
+        "import runpy, sys, warnings; warnings.simplefilter('ignore'); runpy.run_path(sys.argv[1], run_name='__main__')"
+    )
+    done = forks.run(code, str(script))
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert len(told) > 30

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 import torch
 from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, LlamaForCausalLM, LlavaConfig
@@ -243,8 +242,8 @@ def test_a_forward_does_not_even_import_what_measures() -> None:
         "[cache.update(k, k, 0) for _ in range(3)];"
         "print([m for m in sys.modules if 'calibration' in m])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    done = forks.run(code)
+    assert done.stdout == "[]\n", done.stderr
 
 
 # Shapes

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -294,8 +293,8 @@ def test_a_forward_measures_nothing_even_with_a_profile(tmp_path: Path, monkeypa
         "print(cache.stats.device.bytes > 0, [m for m in sys.modules if 'calibration' in m])"
     )
     monkeypatch.setenv(profile.VARIABLE, str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True []\n"
+    done = forks.run(code)
+    assert done.stdout == "True []\n", done.stderr
     assert not list(tmp_path.iterdir()), "and writes nothing"
 
 

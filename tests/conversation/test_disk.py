@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from families import build_model, tiny_model
@@ -356,16 +354,13 @@ def test_a_process_that_is_killed_leaves_what_was_saved(tmp_path: Path) -> None:
     )
     model, rng = tiny_model("llama"), random.Random(int(os.environ.get("KVTIER_TEST_SEED", "1")))
     for _ in range(int(os.environ.get("KVTIER_TEST_KILLS", "2"))):
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
+        process = forks.Fork(script, str(tmp_path))
         for _ in range(rng.randint(1, 12)):
-            process.stdout.readline()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(rng.random() * 0.05)
+            assert process.stdout.readline(), process.stderr.read()
+        time.sleep(rng.random() * 0.05)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        assert process.wait() == -signal.SIGKILL, "it ended by itself"
+        process.close()
         with store_of(model, directory=tmp_path) as store:
             assert store.stats.damaged == 0
             inputs = ones(some_ids(40))

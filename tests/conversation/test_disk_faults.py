@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from disks import disk_of, load, save, states_of
 from families import tiny_model
@@ -233,8 +234,11 @@ def in_child(script: str, folder: Path, *before: str) -> str:
         from disks import *
         folder = Path({str(folder)!r})
         """
-    command = [*before, sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(script)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    code = textwrap.dedent(head) + textwrap.dedent(script)
+    if before:
+        found = subprocess.run([*before, sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    else:
+        found = forks.run(code)
     assert found.returncode == 0, found.stderr[-2000:]
     return found.stdout
 

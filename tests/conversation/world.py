@@ -1473,6 +1473,8 @@ def worlds() -> Iterator[None]:
             yield
         finally:
             gc.unfreeze()
+            gc.collect()
+            gc.freeze()  # as for any test: what is loaded by now stays
             if collects:
                 gc.enable()
 

@@ -6,14 +6,13 @@ import functools
 import gc
 import json
 import mmap
-import subprocess
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 import torch.nn.functional as F
@@ -236,9 +235,7 @@ print(json.dumps(dict(right=right)))
 
 def run(script: str) -> dict:
     """What a script printed last, as JSON, from a process of its own."""
-    result = subprocess.run(
-        [sys.executable, "-c", PROLOGUE + script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    result = forks.run(PROLOGUE + script, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 import torch.nn.functional as F
@@ -129,9 +128,8 @@ print(resident() - before, stats.host.bytes + stats.device.bytes)
 @pytest.mark.parametrize("device", [None, "64MiB"])
 def test_a_process_takes_what_the_stats_say(device: str | None) -> None:
     """16k tokens."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, repr(device)], capture_output=True, text=True, check=True, timeout=300
-    )
+    done = forks.run(PROGRAM, repr(device), timeout=300)
+    assert done.returncode == 0, done.stderr
     seen, counted = map(int, done.stdout.split())
     assert counted >= 128 * 2**20
     # What was allocated and not written yet is not resident.
