@@ -58,7 +58,7 @@ class Unavailable(Exception):
 
 def policies() -> Collection[str]:
     """The names of kvtier's policies."""
-    from kvtier.planning.names import POLICIES
+    from kvtier.planning.policies.names import POLICIES
 
     return POLICIES.keys()
 

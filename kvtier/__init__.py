@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from kvtier.hf.tiering import Tiered, tier, tiered, untier
     from kvtier.hf.view import KVView
     from kvtier.memory.tiered import TieredMemory
-    from kvtier.planning.explain import Explanation
+    from kvtier.planning.hardware.profile import HardwareProfile
     from kvtier.planning.policy import Policy
-    from kvtier.planning.profile import HardwareProfile
+    from kvtier.planning.reports.explain import Explanation
     from kvtier.scheduling.scheduler import Scheduler
     from kvtier.serving.engine import Engine
     from kvtier.serving.request import RequestOutput
@@ -62,8 +62,8 @@ _HOME = {
     "Enabled": "hf.enable",
     "Engine": "serving.engine",
     "EvictionPolicy": "eviction.policy",
-    "Explanation": "planning.explain",
-    "HardwareProfile": "planning.profile",
+    "Explanation": "planning.reports.explain",
+    "HardwareProfile": "planning.hardware.profile",
     "InterruptedStepError": "errors",
     "KVTierError": "errors",
     "KVView": "hf.view",

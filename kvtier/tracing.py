@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from kvtier.errors import ConfigError
-from kvtier.planning.trace import LIMIT, Event, TraceWriter
+from kvtier.planning.reports.trace import LIMIT, Event, TraceWriter
 from kvtier.stats import Counters
 
 #: Spans of a cache that wait for its device, at the most; the oldest are dropped, and counted.
@@ -58,9 +58,9 @@ def trace(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Trace:
             model.generate(**inputs, past_key_values=cache)
 
     Each cache is a process in it, with threads for its steps and plans (decisions, predicted seconds), compute,
-    fetches, write-backs, attention on the host, waits for that, and stalls; `kvtier.planning.trace` has the format
-    and reads it back. A step ends where the next one begins, the last one with its last attention. While a trace is
-    recorded, attention calls that would be repeated take the general way; without one, nothing is slower.
+    fetches, write-backs, attention on the host, waits for that, and stalls; `kvtier.planning.reports.trace` has the
+    format and reads it back. A step ends where the next one begins, the last one with its last attention. While a trace
+    is recorded, attention calls that would be repeated take the general way; without one, nothing is slower.
 
     The file appears when the block is left, also by an exception, and replaces an older one then.
 

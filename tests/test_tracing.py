@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import kvtier
 from kvtier import ConfigError, TieredKVCache, tracing
-from kvtier.planning.trace import Event, busy_seconds, read_trace
+from kvtier.planning.reports.trace import Event, busy_seconds, read_trace
 from kvtier.stats import CacheStats
 from kvtier.testing import failing, held, with_doubles
 from kvtier.tracing import Trace

@@ -27,7 +27,7 @@ from benchmarks.scenarios import planner
 from benchmarks.sessions import DecodeSession
 from benchmarks.targets import Target, table_of
 from kvtier import TieredKVCache
-from kvtier.planning.trace import busy_seconds, hidden_share, read_trace
+from kvtier.planning.reports.trace import busy_seconds, hidden_share, read_trace
 
 SUMMARY = "how much of a step's fetches hides behind its compute, from a trace; explain() against the clock"
 MODEL, CPU_MODEL = "llama-3.1-8b", planner.MODEL

@@ -30,9 +30,9 @@ from benchmarks.records import number, size, table
 from benchmarks.targets import Target, table_of
 from benchmarks.turns import Outcome, Start
 from kvtier import Policy, TieredKVCache
-from kvtier.planning.machines import ModelSize
-from kvtier.planning.profile import HardwareProfile
-from kvtier.planning.shares import FixedShare
+from kvtier.planning.hardware.machines import ModelSize
+from kvtier.planning.hardware.profile import HardwareProfile
+from kvtier.planning.policies.shares import FixedShare
 from kvtier.testing import Throttled, emulated_device, throttled, with_doubles
 
 SUMMARY = "ms per decode step under each policy, with an emulated device and link (CPU only)"

@@ -1,8 +1,8 @@
 """The engine's schedulers in simulation, in ratio with what papers report; preemption by price on random loads.
 
-Nothing here is timed: seconds are virtual, machines are those of `planning/machines.py` by their datasheets, and the
-figures are the same everywhere. Profiles state the papers' machines, models, memory and lengths; none of their numbers
-is fitted to a result. `--trace` names Mooncake's trace of conversations; without it, `fair` is left out.
+Nothing here is timed: seconds are virtual, machines are those of `planning/hardware/machines.py` by their datasheets,
+and the figures are the same everywhere. Profiles state the papers' machines, models, memory and lengths; none of their
+numbers is fitted to a result. `--trace` names Mooncake's trace of conversations; without it, `fair` is left out.
 
 trials       random loads: ways back by price, against always swap and always recompute
 fair         Mooncake's trace: fair against first come, first served, by rate of arrivals
@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.harness import Bench
 from benchmarks.records import RESULTS, number, table
 from benchmarks.targets import Target, table_of
-from kvtier.planning.machines import MACHINES, Machine, ModelSize
+from kvtier.planning.hardware.machines import MACHINES, Machine, ModelSize
 from kvtier.scheduling.fair import Fair
 from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.hosted import Hosted

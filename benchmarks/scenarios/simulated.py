@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from benchmarks.harness import Bench
 from benchmarks.records import table
 from benchmarks.targets import Target, table_of
-from kvtier.planning.adaptive import Adaptive
+from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policy import Policy
-from kvtier.planning.trials import Trial, compare
+from kvtier.planning.simulation.trials import Trial, compare
 
 SUMMARY = "the adaptive policy in simulation, against every fixed share, the simple ways and a lower bound"
 STEPS, SETTINGS, ERROR = 200, 1000, 0.03

@@ -28,8 +28,8 @@ from kvtier.kernels.tables import AddressTable
 from kvtier.memory.layout import BlockLayout
 from kvtier.memory.pool import BlockPool
 from kvtier.memory.slabs import Budget, SlabAllocator
-from kvtier.planning.fit import held_out_error
-from kvtier.planning.predictors import Curve, HostAttention
+from kvtier.planning.hardware.fit import held_out_error
+from kvtier.planning.hardware.predictors import Curve, HostAttention
 from kvtier.transfer.copies import TensorCopy
 
 #: Bytes of blocks that calls go around in, more than caches hold; the largest call reads a quarter.

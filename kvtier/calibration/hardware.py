@@ -12,7 +12,7 @@ from kvtier.calibration import model as models
 from kvtier.calibration.job import Job, Value
 from kvtier.calibration.shapes import Shape
 from kvtier.memory import measured
-from kvtier.planning.predictors import Curve, Linear, Prefill
+from kvtier.planning.hardware.predictors import Curve, Linear, Prefill
 
 #: Of the time for all measurements, what each of these takes.
 LINK, HOST, LINEAR, PREFILL = 0.1, 0.3, 0.1, 0.4

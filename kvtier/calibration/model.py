@@ -14,8 +14,8 @@ import torch
 from kvtier.calibration.timing import in_turn
 from kvtier.errors import ConfigError
 from kvtier.hf.cache import TieredKVCache
-from kvtier.planning.fit import held_out_error
-from kvtier.planning.predictors import Linear, Prefill, PrefillSize
+from kvtier.planning.hardware.fit import held_out_error
+from kvtier.planning.hardware.predictors import Linear, Prefill, PrefillSize
 
 #: New tokens in which the linear part is measured, on so many cached ones that attention counts for little.
 TOKENS, FEW = (1, 2, 4, 8, 16, 32, 64, 128, 256), 16

@@ -21,7 +21,7 @@ from kvtier.kernels import launch
 from kvtier.kernels import tiles as choices
 from kvtier.kernels.tiles import Choice, Kind
 from kvtier.memory import measured
-from kvtier.planning.profile import HardwareProfile
+from kvtier.planning.hardware.profile import HardwareProfile
 from kvtier.transfer import launches
 from kvtier.transfer.engine import Direction
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvtier.cli.plan import positive, tokens
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.planning.machines import MACHINES, machine
+from kvtier.planning.hardware.machines import MACHINES, machine
 from kvtier.scheduling.loads import azure, conversations, lognormal, mooncake, poisson
 from kvtier.scheduling.names import scheduler_of
 from kvtier.scheduling.simulate import Outcome, Profile, Request, simulate

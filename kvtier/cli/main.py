@@ -55,17 +55,17 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "replay",
         help="decide a logged run again, and compare",
-        description="Ask a policy what another was asked in a decision log (kvtier.planning.log). 0: all decisions are "
-        "the same; 1: some differ.",
+        description="Ask a policy what another was asked in a decision log (kvtier.planning.reports.log). 0: all "
+        "decisions are the same; 1: some differ.",
     )
-    parser.add_argument("log", help="written by kvtier.planning.log.Logged")
+    parser.add_argument("log", help="written by kvtier.planning.reports.log.Logged")
     parser.add_argument("--policy", help="by name (default: the one in the log)")
     parser.set_defaults(run=_replay)
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from kvtier.planning.log import logged_policy, replay
-    from kvtier.planning.names import policy_of
+    from kvtier.planning.policies.names import policy_of
+    from kvtier.planning.reports.log import logged_policy, replay
 
     found = replay(args.log, policy_of(args.policy or logged_policy(args.log)))
     print(found)

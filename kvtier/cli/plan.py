@@ -14,10 +14,10 @@ from kvtier.cli.store import count
 from kvtier.config import format_size, parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.memory.measured import differing, model_name
-from kvtier.planning.machines import MACHINES, Machine, ModelSize, link, machine
-from kvtier.planning.model_size import divided, model_size
-from kvtier.planning.outlook import Demand, Outlook, foresee, most_tokens, on_device
-from kvtier.planning.profile import HardwareProfile
+from kvtier.planning.hardware.machines import MACHINES, Machine, ModelSize, link, machine
+from kvtier.planning.hardware.model_size import divided, model_size
+from kvtier.planning.hardware.profile import HardwareProfile
+from kvtier.planning.reports.outlook import Demand, Outlook, foresee, most_tokens, on_device
 
 #: Share of a device that activations, the allocator and the driver take, besides weights.
 ACTIVATIONS = 0.1

@@ -20,7 +20,7 @@ from kvtier.conversation.waiting import Saved
 from kvtier.errors import BudgetError
 from kvtier.kernels import launch
 from kvtier.memory.tiered import TieredMemory
-from kvtier.planning.loading import LoadOrCompute
+from kvtier.planning.resuming.loading import LoadOrCompute
 
 _SOONER = "what is saved is expected to be computed sooner than loaded"
 

@@ -18,8 +18,8 @@ from kvtier.forward.held import Held
 from kvtier.forward.schedule import Schedule
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.reports.trace import plan_args
 from kvtier.planning.step import StepRecord, StepState, checked
-from kvtier.planning.trace import plan_args
 from kvtier.stats import CacheStats, Counters
 
 #: What a cache counts, and what a `StepRecord` calls that.

@@ -37,10 +37,10 @@ from kvtier.hf.resident import WINDOW, RecurrentFace, RecurrentStates, check_res
 from kvtier.hf.rows import row_indices, whole_number
 from kvtier.hf.threads import check_alone
 from kvtier.memory.tiered import TieredMemory
-from kvtier.planning.analysis import analyse, decoded
-from kvtier.planning.explain import Explanation
-from kvtier.planning.names import name_of, policy_of
+from kvtier.planning.policies.names import name_of, policy_of
 from kvtier.planning.policy import Policy
+from kvtier.planning.reports.analysis import analyse, decoded
+from kvtier.planning.reports.explain import Explanation
 from kvtier.stats import CacheStats, LayerResidency, Progress, Residency
 
 

@@ -14,9 +14,9 @@ from kvtier import profile
 from kvtier.cpu import native
 from kvtier.kernels import launch
 from kvtier.memory.layout import BlockLayout
-from kvtier.planning import machines
 from kvtier.planning.costs import Rates
-from kvtier.planning.profile import HardwareProfile
+from kvtier.planning.hardware import machines
+from kvtier.planning.hardware.profile import HardwareProfile
 
 #: Of copies, whatever they move.
 LINK = "link rates"

@@ -39,7 +39,7 @@ from kvtier.memory.pool import BlockPool
 from kvtier.memory.readers import Readers
 from kvtier.memory.slabs import SlabAllocator
 from kvtier.planning.admission import Claim, demand
-from kvtier.planning.names import policy_of
+from kvtier.planning.policies.names import policy_of
 from kvtier.planning.policy import Policy
 from kvtier.stats import NO_TIER, CacheStats, Counters, TierStats
 from kvtier.transfer.cuda import CudaTransfers

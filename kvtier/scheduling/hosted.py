@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvtier.planning.machines import COPY, OF_DEVICE_MEMORY, OF_HOST_MEMORY, ROUND_TRIP
+from kvtier.planning.hardware.machines import COPY, OF_DEVICE_MEMORY, OF_HOST_MEMORY, ROUND_TRIP
 from kvtier.planning.sub_batches import Choice, Rates, Row, choose, stage
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.scheduling.simulate import Profile, Request, Simulation, Working

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.planning.machines import COPY, OF_DEVICE_MEMORY, OF_FLOPS, OF_LINK, Machine, ModelSize
+from kvtier.planning.hardware.machines import COPY, OF_DEVICE_MEMORY, OF_FLOPS, OF_LINK, Machine, ModelSize
 from kvtier.scheduling.job import Job, Load, Ways
 from kvtier.scheduling.prices import SWAP, Always, Prices
 from kvtier.scheduling.scheduler import Scheduler

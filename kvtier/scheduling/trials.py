@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from kvtier.planning.machines import MACHINES, ModelSize
+from kvtier.planning.hardware.machines import MACHINES, ModelSize
 from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.loads import lognormal, poisson
 from kvtier.scheduling.simulate import Profile, Request, simulate

@@ -22,10 +22,10 @@ from kvtier.errors import ConfigError
 from kvtier.kernels import launch
 from kvtier.memory import measured
 from kvtier.memory.layout import BlockLayout
-from kvtier.planning.adaptive import Adaptive
 from kvtier.planning.costs import Rates
-from kvtier.planning.predictors import PrefillSize
-from kvtier.planning.profile import HardwareProfile
+from kvtier.planning.hardware.predictors import PrefillSize
+from kvtier.planning.hardware.profile import HardwareProfile
+from kvtier.planning.policies.adaptive import Adaptive
 
 CPU = torch.device("cpu")
 CONFIG = LlamaConfig(
@@ -221,7 +221,7 @@ def stored(**parts: Any) -> None:
 
 
 def test_an_adaptive_cache_begins_with_what_is_stored() -> None:
-    from kvtier.planning.predictors import Curve
+    from kvtier.planning.hardware.predictors import Curve
 
     stored(up=Curve.straight(1e-5, 7e9), down=Curve.straight(1e-5, 3e9))
     policy = Adaptive()
@@ -235,7 +235,7 @@ def test_an_adaptive_cache_begins_with_what_is_stored() -> None:
 
 @pytest.mark.parametrize("damage", ["nothing", "{", '{"machine": "another one", "values": {}}', "[]"])
 def test_without_a_profile_of_this_machine_estimates_serve(damage: str) -> None:
-    from kvtier.planning.predictors import Curve
+    from kvtier.planning.hardware.predictors import Curve
 
     if damage != "nothing":
         stored(up=Curve.straight(1e-5, 7e9))
@@ -260,7 +260,7 @@ def test_a_wrong_setting_is_an_error_before_anything_changes(
 
 
 def test_another_shape_finds_what_was_measured_last_and_its_own_comes_first() -> None:
-    from kvtier.planning.predictors import Curve, HostAttention
+    from kvtier.planning.hardware.predictors import Curve, HostAttention
 
     machine, other = launch.machine(CPU), BlockLayout(4, 4, 16, 16, 64, torch.bfloat16)
     made = HardwareProfile.estimate("cpu")

@@ -24,10 +24,10 @@ from kvtier.cli.main import main
 from kvtier.cli.plan import _millions, read_config
 from kvtier.kernels import launch
 from kvtier.memory import measured
-from kvtier.planning.machines import MACHINES
-from kvtier.planning.model_size import divided, model_size
-from kvtier.planning.outlook import Demand, foresee
-from kvtier.planning.profile import HardwareProfile
+from kvtier.planning.hardware.machines import MACHINES
+from kvtier.planning.hardware.model_size import divided, model_size
+from kvtier.planning.hardware.profile import HardwareProfile
+from kvtier.planning.reports.outlook import Demand, foresee
 
 LLAMA_8B = {
     "model_type": "llama",

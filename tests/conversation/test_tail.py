@@ -18,7 +18,7 @@ from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 from kvtier import BudgetError
 from kvtier.conversation import archive, prefix_reuse
 from kvtier.conversation.disk.chunks import Chunk, Disk
-from kvtier.planning.loading import LoadOrCompute
+from kvtier.planning.resuming.loading import LoadOrCompute
 
 BLOCK = 8
 #: Tokens of a file.

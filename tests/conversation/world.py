@@ -62,9 +62,9 @@ from kvtier.hf.generation import computed_as
 from kvtier.memory import system
 from kvtier.memory.block import RESIDENT, State
 from kvtier.memory.tiered import default_engine
-from kvtier.planning.loading import LoadOrCompute
-from kvtier.planning.names import POLICIES
+from kvtier.planning.policies.names import POLICIES
 from kvtier.planning.policy import Policy
+from kvtier.planning.resuming.loading import LoadOrCompute
 from kvtier.testing import with_doubles
 from kvtier.transfer.engine import Transfer
 

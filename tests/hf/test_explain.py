@@ -12,10 +12,10 @@ from transformers import LlamaConfig, Qwen3NextConfig
 
 import kvtier
 from kvtier import Explanation, Policy, TieredKVCache
-from kvtier.planning.adaptive import Adaptive
 from kvtier.planning.costs import CostModel, Decision, Prediction
-from kvtier.planning.log import Logged
-from kvtier.planning.names import POLICIES
+from kvtier.planning.policies.adaptive import Adaptive
+from kvtier.planning.policies.names import POLICIES
+from kvtier.planning.reports.log import Logged
 from kvtier.planning.step import FEW, StepPlan, StepState
 from kvtier.testing import held, with_doubles
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from walk import ENGINES, Counts, Walk, walk
 
-from kvtier.planning.names import POLICIES, policy_of
+from kvtier.planning.policies.names import POLICIES, policy_of
 from kvtier.stats import Counters
 
 #: Operations of all walks on shared memories together; KVTIER_TEST_OPERATIONS asks for more.

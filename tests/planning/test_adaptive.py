@@ -11,15 +11,15 @@ from dataclasses import replace
 import pytest
 
 from kvtier import ConfigError, Policy, TieredKVCache
-from kvtier.planning.adaptive import Adaptive
-from kvtier.planning.bound import lower_bound
 from kvtier.planning.costs import CostModel, Median, Rates, alike
-from kvtier.planning.names import POLICIES, policy_of
+from kvtier.planning.policies.adaptive import Adaptive
+from kvtier.planning.policies.names import POLICIES, policy_of
+from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.policy import Candidate, Victims
-from kvtier.planning.shares import FixedShare
-from kvtier.planning.simulate import Load, Machine, Simulation
+from kvtier.planning.simulation.bound import lower_bound
+from kvtier.planning.simulation.simulate import Load, Machine, Simulation
+from kvtier.planning.simulation.trials import Trial, compare
 from kvtier.planning.step import FEW, LayerPlan, LayerState, StepPlan, StepRecord, StepState
-from kvtier.planning.trials import Trial, compare
 
 #: Random settings of the always-run test; KVTIER_TEST_SETTINGS asks for more.
 SETTINGS = int(os.environ.get("KVTIER_TEST_SETTINGS", "6"))

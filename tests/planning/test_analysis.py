@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.planning.adaptive import Adaptive
-from kvtier.planning.analysis import analyse
-from kvtier.planning.log import Logged
+from kvtier.planning.policies.adaptive import Adaptive
+from kvtier.planning.policies.shares import FixedShare, all_attend, all_fetch
 from kvtier.planning.policy import Policy
-from kvtier.planning.shares import FixedShare, all_attend, all_fetch
-from kvtier.planning.simulate import Load, Machine, Simulation
-from kvtier.planning.trials import Trial
+from kvtier.planning.reports.analysis import analyse
+from kvtier.planning.reports.log import Logged
+from kvtier.planning.simulation.simulate import Load, Machine, Simulation
+from kvtier.planning.simulation.trials import Trial
 from tests.planning.test_adaptive import LOAD, RATES
 
 STEPS = 120

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.planning.loading import PROBE, LoadOrCompute
-from kvtier.planning.predictors import Prefill
+from kvtier.planning.hardware.predictors import Prefill
+from kvtier.planning.resuming.loading import PROBE, LoadOrCompute
 
 BYTES = 100_000  # of a token
 

@@ -14,12 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier import ConfigError, Policy, TieredKVCache
 from kvtier.cli.main import main
-from kvtier.planning.adaptive import Adaptive
 from kvtier.planning.costs import Rates
-from kvtier.planning.log import Logged, logged_policy, replay
-from kvtier.planning.names import POLICIES as NAMED
-from kvtier.planning.shares import FixedShare
-from kvtier.planning.simulate import Load, Machine, Simulation
+from kvtier.planning.policies.adaptive import Adaptive
+from kvtier.planning.policies.names import POLICIES as NAMED
+from kvtier.planning.policies.shares import FixedShare
+from kvtier.planning.reports.log import Logged, logged_policy, replay
+from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.testing import held, with_doubles
 
 POLICIES: dict[str, Callable[[], Policy]] = {

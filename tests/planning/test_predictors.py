@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.planning import fit
-from kvtier.planning.predictors import Curve, HostAttention, Linear, Prefill, PrefillSize
+from kvtier.planning.hardware import fit
+from kvtier.planning.hardware.predictors import Curve, HostAttention, Linear, Prefill, PrefillSize
 
 SIZES = [2**i * 1024 for i in range(16)]
 

@@ -13,11 +13,11 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvtier import ConfigError, Policy, TieredKVCache
 from kvtier.memory.block import State
 from kvtier.planning.costs import Rates
-from kvtier.planning.names import POLICIES
-from kvtier.planning.neo import WholeSequences
-from kvtier.planning.pie import WholeLayers
+from kvtier.planning.policies.names import POLICIES
+from kvtier.planning.policies.neo import WholeSequences
+from kvtier.planning.policies.pie import WholeLayers
 from kvtier.planning.policy import Victims
-from kvtier.planning.simulate import Load, Machine, Simulation
+from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 from kvtier.testing import failing, held, with_doubles
 

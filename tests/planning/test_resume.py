@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 
 from kvtier.planning.costs import Rates
-from kvtier.planning.predictors import Prefill
-from kvtier.planning.prefix import ESTIMATED, Busy, PrefixRun, Prices, Resume, fixed_part
-from kvtier.planning.resume import _Search, always, decide
-from kvtier.planning.simulate_resume import Truth, always_load, always_recompute, drawn, resumed
+from kvtier.planning.hardware.predictors import Prefill
+from kvtier.planning.resuming.prefix import ESTIMATED, Busy, PrefixRun, Prices, Resume, fixed_part
+from kvtier.planning.resuming.resume import _Search, always, decide
+from kvtier.planning.resuming.simulate import Truth, always_load, always_recompute, drawn, resumed
 
 #: Random settings; KVTIER_TEST_SETTINGS asks for more.
 SETTINGS = max(int(os.environ.get("KVTIER_TEST_SETTINGS", "0")), 1000)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvtier.planning.costs import Rates
-from kvtier.planning.rotation import Expansion, rotate
-from kvtier.planning.shares import all_fetch
-from kvtier.planning.simulate import Load, Machine, Simulation
+from kvtier.planning.policies.rotation import Expansion, rotate
+from kvtier.planning.policies.shares import all_fetch
+from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 
 
 def test_figure_4_nine_layers_two_of_them_on_the_host_and_a_swap_of_two_computations() -> None:

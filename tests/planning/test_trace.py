@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.planning import trace
-from kvtier.planning.adaptive import Adaptive
-from kvtier.planning.shares import all_fetch
-from kvtier.planning.simulate import Simulation
-from kvtier.planning.trace import Event, TraceWriter, busy_seconds, hidden_share, read_trace, timeline, write_trace
+from kvtier.planning.policies.adaptive import Adaptive
+from kvtier.planning.policies.shares import all_fetch
+from kvtier.planning.reports import trace
+from kvtier.planning.reports.trace import (
+    Event,
+    TraceWriter,
+    busy_seconds,
+    hidden_share,
+    read_trace,
+    timeline,
+    write_trace,
+)
+from kvtier.planning.simulation.simulate import Simulation
 from tests.planning.test_adaptive import LOAD, RATES, Machine
 from tests.planning.traces import problems
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvtier.planning.trace import FORMAT, LANES
+from kvtier.planning.reports.trace import FORMAT, LANES
 
 
 def problems(path: str | os.PathLike[str]) -> list[str]:

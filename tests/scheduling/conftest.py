@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.planning.machines import Machine, ModelSize
+from kvtier.planning.hardware.machines import Machine, ModelSize
 from kvtier.scheduling.simulate import Profile
 
 #: One layer, one byte of KV per token and head pair; a GFLOP of arithmetic takes about a second.

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from kvtier.planning.machines import Machine, ModelSize
+from kvtier.planning.hardware.machines import Machine, ModelSize
 from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.hosted import Hosted
 from kvtier.scheduling.loads import poisson, uniform

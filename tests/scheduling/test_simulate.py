@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.planning.machines import COPY, LAUNCHES, OF_DEVICE_MEMORY, OF_FLOPS, OF_LINK
+from kvtier.planning.hardware.machines import COPY, LAUNCHES, OF_DEVICE_MEMORY, OF_FLOPS, OF_LINK
 from kvtier.scheduling.fair import Fair
 from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.job import Load, Step

@@ -26,7 +26,7 @@ from kvtier import Engine, TieredMemory, UnsupportedError
 from kvtier.attention import split
 from kvtier.forward.packed import PackedForward
 from kvtier.memory.block import State
-from kvtier.planning.trace import busy_seconds, read_trace
+from kvtier.planning.reports.trace import busy_seconds, read_trace
 from kvtier.serving import turns
 from kvtier.serving.runner import PackedRunner
 from kvtier.serving.sub_batches import SubBatches

@@ -16,8 +16,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import kvtier
 from kvtier import Policy, TieredKVCache
 from kvtier.errors import ConfigError
+from kvtier.planning.reports.trace import busy_seconds, read_trace
 from kvtier.planning.step import StepRecord
-from kvtier.planning.trace import busy_seconds, read_trace
 from kvtier.testing import Throttled, emulated_device, throttled, with_doubles
 from tests.planning.traces import problems
 

@@ -13,7 +13,7 @@ from conversations import STEPS, Conversation, through_tables
 from stream_model import StreamModel
 
 import kvtier
-from kvtier.planning.trace import busy_seconds, hidden_share, read_trace
+from kvtier.planning.reports.trace import busy_seconds, hidden_share, read_trace
 from kvtier.stats import Counters
 from kvtier.transfer import cuda
 from kvtier.transfer.copies import TensorCopy

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from kvtier.planning.costs import Rates
 from kvtier.planning.policy import Policy
+from kvtier.planning.reports.trace import Event, plan_args, step_args, write_trace
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
-from kvtier.planning.trace import Event, plan_args, step_args, write_trace
 
 #: A context is filled in so many portions at the least.
 _STRIDE = 64
@@ -153,7 +153,7 @@ class Simulation:
         return record
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write what happened so far as a trace file; see `kvtier.planning.trace`. It has to be `traced`.
+        """Write what happened so far as a trace file; see `kvtier.planning.reports.trace`. It has to be `traced`.
 
         Raises:
             ValueError: it was not traced. OSError: the file cannot be made.

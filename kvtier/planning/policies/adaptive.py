@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtier.planning.costs import CostModel, Decision, Group, Median, Prediction, Rates, alike
+from kvtier.planning.policies.shares import FixedShare, room_for
 from kvtier.planning.policy import WRITE_THROUGH, Policy
-from kvtier.planning.shares import FixedShare, room_for
 from kvtier.planning.step import FEW, LayerState, StepPlan, StepRecord, StepState
 
 #: Shares of the spilled blocks that are considered: so many, evenly from none to all.

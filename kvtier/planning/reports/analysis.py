@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from kvtier.config import format_size
 from kvtier.planning.costs import CostModel, Group, Prediction, Rates, alike
+from kvtier.planning.policies.shares import FixedShare, room_for
 from kvtier.planning.policy import Policy
-from kvtier.planning.shares import FixedShare, room_for
 from kvtier.planning.step import FEW, LayerState, StepRecord, StepState
 
 #: Shares of the spilled blocks that are considered where the policy chooses one.

@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtier.planning.fit import least_relative
-from kvtier.planning.predictors import Prefill, PrefillSize
-from kvtier.planning.prefix import Busy, PrefixRun, Prices, Resume
-from kvtier.planning.resume import decide
+from kvtier.planning.hardware.fit import least_relative
+from kvtier.planning.hardware.predictors import Prefill, PrefillSize
+from kvtier.planning.resuming.prefix import Busy, PrefixRun, Prices, Resume
+from kvtier.planning.resuming.resume import decide
 
 #: The last loads, and the last prefills, from which is learned.
 _WINDOW = 24

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 from kvtier.config import format_size
 from kvtier.errors import ConfigError
-from kvtier.planning.adaptive import Adaptive
 from kvtier.planning.costs import Rates
-from kvtier.planning.machines import ModelSize
+from kvtier.planning.hardware.machines import ModelSize
+from kvtier.planning.hardware.profile import HardwareProfile
+from kvtier.planning.policies.adaptive import Adaptive
+from kvtier.planning.policies.shares import all_attend, all_fetch
 from kvtier.planning.policy import Policy
-from kvtier.planning.profile import HardwareProfile
-from kvtier.planning.shares import all_attend, all_fetch
-from kvtier.planning.simulate import Load, Machine, Simulation
+from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 
 #: Tokens of a block.
 BLOCK = 64

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from kvtier.planning.prefix import (
+from kvtier.planning.resuming.prefix import (
     Busy,
     Choice,
     PrefixRun,

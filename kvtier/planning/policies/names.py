@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtier.errors import ConfigError
-from kvtier.planning.adaptive import Adaptive
-from kvtier.planning.neo import WholeSequences
-from kvtier.planning.pie import WholeLayers
+from kvtier.planning.policies.adaptive import Adaptive
+from kvtier.planning.policies.neo import WholeSequences
+from kvtier.planning.policies.pie import WholeLayers
+from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.policy import WRITE_THROUGH, Policy
-from kvtier.planning.shares import FixedShare
 
 #: What makes each, from the share of the device budget at which blocks are written through.
 POLICIES: dict[str, Callable[[float], Policy]] = {

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.planning.machines import ModelSize
+from kvtier.planning.hardware.machines import ModelSize
 
 #: Bytes of a number by dtype.
 _ITEMSIZE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.config import format_size
-from kvtier.planning.analysis import WORTH, Analysis
 from kvtier.planning.costs import Decision
-from kvtier.planning.names import POLICIES
+from kvtier.planning.policies.names import POLICIES
+from kvtier.planning.reports.analysis import WORTH, Analysis
 from kvtier.planning.step import StepRecord
 from kvtier.stats import LayerResidency, TierStats
 

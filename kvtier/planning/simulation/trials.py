@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from kvtier.planning.bound import lower_bound
 from kvtier.planning.costs import Rates
+from kvtier.planning.policies.shares import FixedShare, all_attend, all_fetch
 from kvtier.planning.policy import Policy
-from kvtier.planning.shares import FixedShare, all_attend, all_fetch
-from kvtier.planning.simulate import Load, Machine, Simulation
+from kvtier.planning.simulation.bound import lower_bound
+from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 
 #: Fixed shares that an exhaustive search tries, but for the one of nothing.
 SHARES = 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
-from kvtier.planning.predictors import Curve, HostAttention, Linear, Prefill
+from kvtier.planning.hardware.predictors import Curve, HostAttention, Linear, Prefill
 
 #: What programs reach of a datasheet's numbers: dense products, reads of device memory, copies over a link, attention
 #: on the host. Stated estimates, of the size that published benchmarks of these machines report.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.planning.simulate import Load, Machine
+from kvtier.planning.simulation.simulate import Load, Machine
 
 #: Weights of computation against the link that are tried; the best one found gives the bound.
 _WEIGHTS = 200

@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.planning.prefix import Busy, PrefixRun, Prices, Resume, ResumePlan, fixed_part
-from kvtier.planning.resume import always, decide
+from kvtier.planning.resuming.prefix import Busy, PrefixRun, Prices, Resume, ResumePlan, fixed_part
+from kvtier.planning.resuming.resume import always, decide
 
 #: Tokens of a forward that overtakes others, at the least.
 LEAST = 256

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from kvtier.errors import ConfigError
 from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
-from kvtier.planning.names import name_of, policy_of
+from kvtier.planning.policies.names import name_of, policy_of
 from kvtier.planning.policy import Candidate, Policy, Victims
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 

@@ -1,0 +1,8 @@
+"""What a machine takes for everything that a plan is made of, measured or estimated.
+
+profile.py     `HardwareProfile`: what `calibrate` has measured, or an estimate
+predictors.py  seconds by bytes, threads and tokens, fitted from measurements
+fit.py         least squares
+machines.py    machines and models by their datasheets
+model_size.py  a model's weights, KV and arithmetic, from its config
+"""
