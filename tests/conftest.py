@@ -150,6 +150,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None
 
 
+def shared(item: pytest.Item) -> str:
+    """The name of a case without its placement: cases that differ in that alone share what they are compared with."""
+    placement = getattr(getattr(item, "callspec", None), "params", {}).get("placement")
+    test, _, case = item.nodeid.partition("[")
+    return "-".join([test, *(part for part in case.rstrip("]").split("-") if part != placement)])
+
+
 def dealt(items: list[pytest.Item], side: str) -> list[pytest.Item]:
     """The tests of one side. Of a test's cases one half, drawn by their names; a test of one case is on both."""
     cases: dict[str, list[pytest.Item]] = {}
@@ -158,8 +165,10 @@ def dealt(items: list[pytest.Item], side: str) -> list[pytest.Item]:
     first, other = SIDES.index(side), set[pytest.Item]()
     for some in cases.values():
         if len(some) > 1 and side_of(some[0].path) is None:
-            drawn = sorted(some, key=lambda item: (zlib.crc32(item.nodeid.encode()), item.nodeid))
-            other.update(drawn[1 - first :: 2])
+            name = shared if len({shared(item) for item in some}) > 1 else lambda item: item.nodeid
+            drawn = sorted({name(item) for item in some}, key=lambda case: (zlib.crc32(case.encode()), case))
+            others = set(drawn[1 - first :: 2])
+            other.update(item for item in some if name(item) in others)
     return [item for item in items if item not in other]
 
 

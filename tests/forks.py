@@ -13,6 +13,7 @@ import functools
 import gc
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -61,9 +62,11 @@ class Fork:
         self.pid = int(self._told.readline())
         self.returncode: int | None = None
 
-    def wait(self) -> int:
+    def wait(self, timeout: float = 120) -> int:
         """Until it ends."""
         if self.returncode is None:
+            if not select.select([self._told], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a program", timeout)
             self.returncode = int(self._told.readline())
         return self.returncode
 

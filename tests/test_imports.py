@@ -7,6 +7,7 @@ Each rule is also shown a small tree that breaks it: a rule that cannot fail say
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -60,11 +61,16 @@ def part_of(root: Path, file: Path) -> str:
     return "" if first == "__init__" else first
 
 
-def imported(root: Path, file: Path) -> Iterator[tuple[int, str]]:
+@functools.cache  # every rule looks at the same files
+def imported(root: Path, file: Path) -> tuple[tuple[int, str], ...]:
     """Line and full dotted name of everything that a file imports, inside functions and for types too.
 
     `from a import b` gives `a.b`, for b may be a module; relative imports are made absolute.
     """
+    return tuple(_imported(root, file))
+
+
+def _imported(root: Path, file: Path) -> Iterator[tuple[int, str]]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

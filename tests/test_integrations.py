@@ -33,16 +33,12 @@ def test_every_script_is_run_and_listed(runner: ModuleType) -> None:
     assert [name for name in sorted(scripts) if f"`{name}`" not in readme] == []
 
 
-def test_a_pipeline_with_several_prompts_gives_the_same_answers(runner: ModuleType) -> None:
-    result, said = runner.run("pipeline")
+@pytest.mark.parametrize("name", ["pipeline", "tensor-parallel"])
+def test_what_needs_no_other_package_gives_what_plain_generate_gives(name: str, runner: ModuleType) -> None:
+    """A pipeline with several prompts; two processes with half of the heads each."""
+    result, said = runner.run(name)
     assert result == "passed", said
-    assert "the same answers: yes" in said
-
-
-def test_two_processes_with_half_of_the_heads_each_give_the_tokens_of_generate(runner: ModuleType) -> None:
-    result, said = runner.run("tensor-parallel")
-    assert result == "passed", said
-    assert "the same tokens: yes" in said
+    assert f"the same {'answers' if name == 'pipeline' else 'tokens'}: yes" in said
 
 
 def test_replicas_of_ray_serve_keep_their_conversations(runner: ModuleType) -> None:

@@ -276,7 +276,7 @@ def test_whatever_byte_is_changed_tokens_are_right(name: str, tmp_path: Path) ->
     source = tmp_path / "whole"
     ids = chat(model, source, 3, some_ids(24))
     right = fresh(model, ones(ids))
-    flips = int(os.environ.get("KVTIER_TEST_FLIPS", "60"))
+    flips = int(os.environ.get("KVTIER_TEST_FLIPS", "30"))
     for n in range(flips):
         folder = tmp_path / f"{n}"
         folder.mkdir()

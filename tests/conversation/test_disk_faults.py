@@ -33,7 +33,7 @@ from kvtier.conversation.disk import chunks, manifest
 from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.index import packed
 
-KILLS = int(os.environ.get("KVTIER_TEST_KILLS", "2")) * 10
+KILLS = int(os.environ.get("KVTIER_TEST_KILLS", "2")) * 5
 A, A2, B, NEW = [1] * 20, [1] * 20 + [2] * 30, [3] * 25, [4] * 60
 
 #: Calls of the system by which a folder is read and written. Some of them may have been done and fail.

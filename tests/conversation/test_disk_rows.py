@@ -25,7 +25,7 @@ from kvtier.conversation.disk.files import SEGMENT, Damaged, checksum, read_tens
 from kvtier.conversation.disk.folder import MANIFEST
 from kvtier.conversation.index import packed
 
-WALKS = max(2, int(os.environ.get("KVTIER_TEST_TURNS", "192")) // 64)
+WALKS = max(2, int(os.environ.get("KVTIER_TEST_TURNS", "96")) // 64)
 FLIPS = int(os.environ.get("KVTIER_TEST_FLIPS", "12")) * 10
 
 

@@ -18,7 +18,7 @@ from kvtier.conversation.kept import LEAST_BEHIND
 #: Tokens of a block in `store_of`.
 BLOCK = 8
 SEED = int(os.environ.get("KVTIER_TEST_SEED", "0"))
-WALKS = max(1, int(os.environ.get("KVTIER_TEST_TURNS", "192")) // 48)
+WALKS = max(1, int(os.environ.get("KVTIER_TEST_TURNS", "96")) // 48)
 
 
 def up(tokens: int) -> int:

@@ -54,9 +54,9 @@ def test_what_is_pinned_is_there_however_many_come(name: str, policy: str, devic
     with store_of(model, eviction=policy, host_budget=BUDGETS[name], device_budget=device_budget) as store:
         chat = store.open("a", pinned=True)
         ids = some_ids(20)
-        for _ in range(3):
+        for _ in range(2):
             out = turn(chat, ids)
-            crowd(store, 16 if device_budget else 8)
+            crowd(store, 12 if device_budget else 8)
             ids = grown(out)
         assert store.stats.dropped
         turn(chat, ids)

@@ -171,7 +171,7 @@ def test_whatever_goes_first_tokens_are_right(policy: str, name: str) -> None:
     model, draw = tiny_model(name), random.Random(len(policy))
     with store_of(model, eviction=policy, host_budget=BUDGETS[name]) as store:
         chats = [some_ids(draw.randrange(8, 40), seed=i) for i in range(5)]
-        for _ in range(24):
+        for _ in range(16):
             i = draw.randrange(5)
             inputs = ones(grown(chats[i], draw.randrange(1, 6)))
             if inputs["input_ids"].shape[1] > 56:

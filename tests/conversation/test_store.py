@@ -39,8 +39,20 @@ def ones(ids: torch.Tensor) -> dict[str, Any]:
 
 
 def fresh(model: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    out: torch.Tensor = model.generate(**inputs, past_key_values=dynamic_cache(model), **(GREEDY | options))
-    return out
+    """The oracle: what a new cache gives, asked once for each prompt of a model that nobody changes."""
+    options = GREEDY | options
+    weights = [x for _, x in model.named_parameters()]
+    known = _known.setdefault(model, {})
+    asked = repr((sorted(options.items()), {k: v.tolist() for k, v in inputs.items()}, [x._version for x in weights]))
+    if options["do_sample"] or not all(isinstance(x, int | float) for x in options.values()):
+        known, asked = {}, ""
+    if asked not in known:
+        known[asked] = model.generate(**inputs, past_key_values=dynamic_cache(model), **options)
+    return known[asked].clone()
+
+
+#: Answers of models, by what was asked.
+_known: weakref.WeakKeyDictionary[Any, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 def store_of(model: Any, **options: Any) -> ConversationStore:
@@ -494,7 +506,7 @@ def test_without_room_the_longest_unused_goes_and_tokens_stay_right(name: str, d
     model, rng = tiny_model(name), random.Random(1)
     with store_of(model, host_budget=60_000, device_budget=device_budget) as store:
         chats = [some_ids(20, seed=n) for n in range(6)]
-        for _ in range(30):
+        for _ in range(20):
             n = rng.randrange(len(chats))
             out = store.generate(**ones(chats[n]), **GREEDY)
             assert torch.equal(out, fresh(model, ones(chats[n])))

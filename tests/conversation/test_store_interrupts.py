@@ -220,16 +220,16 @@ def lines(name: str, states: States, where: tuple[str, ...], number: int, shift:
 
 @pytest.mark.parametrize("name", ACTS)
 def test_a_store_that_is_interrupted_goes_on(name: str) -> None:
-    for at in lines(name, "", BOOKS, 6):
+    for at in lines(name, "", BOOKS, 4):
         cut_short(name, "", at, BOOKS)
-    for at in lines(name, "", ("",), 4):
+    for at in lines(name, "", ("",), 3):
         cut_short(name, "", at, ("",))
 
 
 @pytest.mark.parametrize("states", ["windows", "recurrent"])
 @pytest.mark.parametrize("name", ["a turn", "giving room", "clear", "close"])
 def test_a_store_of_a_model_with_states_that_is_interrupted_goes_on(name: str, states: States) -> None:
-    for at in lines(name, states, BOOKS, 6):
+    for at in lines(name, states, BOOKS, 4):
         cut_short(name, states, at, BOOKS)
 
 

@@ -26,7 +26,7 @@ STATEFUL = ("gemma3", "qwen3_next", "jamba", "gpt_oss")
 ENCODED = ("t5", "bart")
 #: Turns of one walk, and walks of each model; KVTIER_TEST_TURNS asks for more turns in all.
 TURNS = 12
-WALKS = max(1, int(os.environ.get("KVTIER_TEST_TURNS", "192")) // (TURNS * len(PLAIN + STATEFUL)))
+WALKS = max(1, int(os.environ.get("KVTIER_TEST_TURNS", "96")) // (TURNS * len(PLAIN + STATEFUL)))
 
 
 @pytest.fixture(autouse=True)

@@ -240,7 +240,7 @@ def test_a_signal_between_any_two_operations_leaves_the_next_forward_right_or_re
         assert scenario.check(lambda: every, tokens=1) == "not cut"
         operations = 10**6 - every.left
         # Prime, so that equal layers end at different operations.
-        step = next(p for p in (37, 71, 149, 293, 587) if operations / p < 20)
+        step = next(p for p in (37, 71, 149, 293, 587) if operations / p < 14)
         outcomes = {scenario.check(lambda n=n: AtOperation(n), tokens=1 + n % 2) for n in range(0, operations, step)}
     assert outcomes == {"right", "refused"}, "the law was put to the test"
 

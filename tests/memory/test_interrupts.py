@@ -238,7 +238,7 @@ def lines(name: str, engine: str, number: int) -> list[int]:
 @pytest.mark.parametrize("engine", ["inline", "held", "throttled"])
 @pytest.mark.parametrize("name", ACTS)
 def test_what_is_cut_short_loses_nothing(name: str, engine: str) -> None:
-    for at in lines(name, engine, 6):
+    for at in lines(name, engine, 4):
         cut_short(name, engine, at)
 
 

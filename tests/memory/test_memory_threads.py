@@ -21,7 +21,7 @@ from kvtier.testing import held, with_doubles
 Patch = pytest.MonkeyPatch
 HEADS, DIM, LAYERS = 2, 8, 2
 #: Walks of threads with each engine; KVTIER_TEST_OPERATIONS asks for more.
-WALKS = max(5, int(os.environ.get("KVTIER_TEST_OPERATIONS", "0")) // 2000)
+WALKS = max(4, int(os.environ.get("KVTIER_TEST_OPERATIONS", "0")) // 2000)
 #: The same of three threads that change places often.
 BUSY_WALKS = max(2, int(os.environ.get("KVTIER_TEST_OPERATIONS", "0")) // 500)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forks
 import openai
 import pytest
 from servers import PYLM, by_generate
@@ -23,20 +21,20 @@ TURN = "def first(items):\n    " * 12
 
 
 @contextlib.contextmanager
-def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
+def served(*options: str) -> Iterator[tuple[forks.Fork, openai.OpenAI]]:
     """A process, and a client of it."""
-    command = [sys.executable, "-m", "kvtier", "serve", str(PYLM), "--port", "0", "--served-model-name", "m", *options]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT) as process:
-        try:
-            assert process.stderr is not None
-            lines = []
-            while not (found := re.search(r"http://127\.0\.0\.1:\d+/v1", lines[-1] if lines else "")):
-                lines.append(process.stderr.readline())
-                assert lines[-1], "".join(lines)
-            yield process, openai.OpenAI(base_url=found[0], api_key="none", max_retries=0, timeout=60)
-        finally:
-            process.kill()
+    code = "import runpy; runpy.run_module('kvtier', run_name='__main__', alter_sys=True)"
+    process = forks.Fork(code, "serve", str(PYLM), "--port", "0", "--served-model-name", "m", *options, cwd=ROOT)
+    try:
+        lines = []
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+/v1", lines[-1] if lines else "")):
+            lines.append(process.stderr.readline())
+            assert lines[-1], "".join(lines)
+        yield process, openai.OpenAI(base_url=found[0], api_key="none", max_retries=0, timeout=60)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.close()
 
 
 def test_killed_in_the_middle_it_goes_on_from_its_store_and_ends_in_good_order(
@@ -53,7 +51,7 @@ def test_killed_in_the_middle_it_goes_on_from_its_store_and_ends_in_good_order(
             time.sleep(0.05)
         stream = client.completions.create(prompt="class A:", model="m", max_tokens=3000, stream=True)
         next(iter(stream))
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         with pytest.raises((openai.APIError, Exception)):
             list(stream)
     with served(*options) as (process, client), ThreadPoolExecutor(1) as pool:
