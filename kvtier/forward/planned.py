@@ -18,6 +18,7 @@ from kvtier.forward.held import Held
 from kvtier.forward.schedule import Schedule
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.policy import checked_prediction
 from kvtier.planning.reports.trace import plan_args
 from kvtier.planning.step import StepRecord, StepState, checked
 from kvtier.stats import CacheStats, Counters
@@ -169,7 +170,7 @@ class PlannedForward:
             schedule = self._schedules[device] = Schedule(self._readers_on(device))
         policy, state = self.memory.policy, self._state(schedule, device, tokens)
         plan = checked(policy.plan(state), len(schedule.readers))
-        expected = policy.prediction(state.cache, state.device)
+        expected = checked_prediction(policy.prediction(state.cache, state.device))
         if expected is not None:
             self._expected[device] = expected.seconds
         if tracing.active is not None:

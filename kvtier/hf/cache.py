@@ -579,7 +579,8 @@ class TieredKVCache(RecurrentFace):
         records = [record for record, _ in history]
         with forward.memory.lock:  # a policy is called by one at a time: others may plan with it meanwhile
             decisions = policy.decisions(number)
-            analysis = tuple(analyse(state, policy, records) for state in states)
+            known = forward.memory.rates
+            analysis = tuple(analyse(x, policy, records, rates=known.get(x.device)) for x in states)
         return Explanation(
             condition,
             stats.device,

@@ -72,6 +72,7 @@ class ComputeDevice:
         self._readers = readers
         self._poison = poison
         self._pools: dict[BlockLayout, Pools] = {}
+        self._withheld = 0  # blocks that could have left in the last `evict`, and the policy did not name
         self._scattered = False
         self._until_pack = 0
         # The end of the compute stream's last work in slots that is no attention, so that no fence waits for it.
@@ -253,7 +254,7 @@ class ComputeDevice:
         Raises:
             BudgetError: the host is full. TransferError: a copy failed.
         """
-        left = 0
+        left, self._withheld = 0, 0
         for parked in self.host.parked:
             left += parked.evict(pools, count - left)
         if left >= count:
@@ -267,6 +268,8 @@ class ComputeDevice:
                 left += self.evict_from(candidate, min(blocks, count - left), latest_first=latest_first)
                 if left >= count:
                     break
+            else:
+                self._withheld = sum(each.evictable for each in candidates)
         return left
 
     def evict_end(self, run: Run, most: int) -> int:
@@ -453,6 +456,15 @@ class ComputeDevice:
                 f"{self.device} has no memory for more than the {budget.limit} bytes that the cache holds there, and "
                 f"nothing of it can move; {missing} more are needed. Leave the device more room, or drop tokens with "
                 "`crop`.",
+                tier=budget.tier,
+                needed=needed,
+                budget=budget.limit,
+            )
+        if self._withheld:
+            return BudgetError(
+                f"The {budget.tier} budget of {budget.limit} bytes is full and {missing} more are needed: "
+                f"{type(self.policy).__name__}.victims names too few blocks to evict, {self._withheld} more could "
+                f"leave. Let it name as many as it is asked for, or give {budget.tier}_budget={needed} or more.",
                 tier=budget.tier,
                 needed=needed,
                 budget=budget.limit,

@@ -39,6 +39,7 @@ from kvtier.memory.pool import BlockPool
 from kvtier.memory.readers import Readers
 from kvtier.memory.slabs import SlabAllocator
 from kvtier.planning.admission import Claim, demand
+from kvtier.planning.costs import Rates
 from kvtier.planning.policies.names import policy_of
 from kvtier.planning.policy import Policy
 from kvtier.stats import NO_TIER, CacheStats, Counters, TierStats
@@ -148,7 +149,8 @@ class TieredMemory:
         self._numbers = itertools.count()
         self._devices: dict[torch.device, ComputeDevice] = {}
         #: Devices of which the policy has been told what is stored.
-        self._rated: set[torch.device] = set()
+        #: By the name of a device, what is stored of it: what `calibrate` has measured; None: nothing.
+        self.rates: dict[str, Rates | None] = {}
         self._abandoned: deque[Callable[[], None]] = deque()
         self._totals = Counters()
         self._peaks: dict[str, TierStats] = {}
@@ -325,9 +327,8 @@ class TieredMemory:
 
     def block_set(self, owner: Owner, device: ComputeDevice, layout: BlockLayout, layer: int) -> BlockSet:
         """A new set of blocks of an owner."""
-        if device.slabs is not None and device.device not in self._rated:
-            self._rated.add(device.device)
-            rates = measured.rates(device.device, layout)
+        if device.slabs is not None and device.name not in self.rates:
+            rates = self.rates[device.name] = measured.rates(device.device, layout)
             if rates is not None:
                 self.policy.use_rates(device.name, rates)
         blocks = device.block_set(layout, layer, owner.number, owner.counters)

@@ -15,6 +15,7 @@ the cache goes on. One policy serves all caches of a memory, one call at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -70,6 +71,15 @@ def checked_victims(answer: object) -> Iterator[Victims]:
         if not isinstance(x, tuple) or len(x) != len(Victims._fields):
             raise ConfigError(f"Of the policy's victims one is {x!r}: it has to be Victims(candidate, blocks).")
         yield Victims(x[0], whole(x[1], "Victims.blocks"), x[2])
+
+
+def checked_prediction(answer: object) -> Prediction | None:
+    """A policy's answer as a prediction. Raises ConfigError: it is none, or expects no number of seconds."""
+    if answer is None:
+        return None
+    if isinstance(answer, Prediction) and isinstance(answer.seconds, int | float) and math.isfinite(answer.seconds):
+        return answer
+    raise ConfigError(f"The policy's prediction is {answer!r}: it has to be a Prediction of finite seconds, or None.")
 
 
 class Policy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from transformers import LlamaConfig, Qwen3NextConfig
 
 import kvtier
 from kvtier import Explanation, Policy, TieredKVCache
-from kvtier.planning.costs import CostModel, Decision, Prediction
+from kvtier.memory import measured
+from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.names import POLICIES
 from kvtier.planning.reports.log import Logged
@@ -124,6 +126,16 @@ def test_rates_are_estimates_until_steps_have_shown_them() -> None:
     assert "host" in analysis.learned
     assert "seen in steps: attention on the host" in str(apart.explain())
     assert not analysis.rates.measured
+
+
+def test_rates_that_were_measured_are_used_under_the_default_policy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured_rates = replace(Rates(), up=7e9, measured=True)
+    monkeypatch.setattr(measured, "rates", lambda device, layout: measured_rates)
+    cache = spilled("default")
+    decode(cache, 4)
+    (analysis,) = cache.explain().analysis
+    assert analysis.rates.up == 7e9
+    assert "estimates, not measured" not in str(cache.explain())
 
 
 def test_a_cache_that_is_unused_closed_or_of_one_tier_says_so() -> None:

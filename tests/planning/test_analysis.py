@@ -132,6 +132,15 @@ def test_to_be_asked_changes_nothing() -> None:
     assert [x.seconds for x in asked.records] == [x.seconds for x in quiet.records]
 
 
+def test_a_policy_that_learns_nothing_is_explained_with_the_rates_that_were_measured() -> None:
+    machine, policy = Machine(replace(RATES, up=7e9, measured=True)), all_attend()  # no fetch shows the link's rate
+    trial = trial_of(policy, machine, LOAD)
+    found = analyse(trial._state(), policy, trial.records, rates=machine.rates)
+    assert found.rates.up == 7e9
+    assert "up" not in found.learned
+    assert analyse(trial._state(), policy, trial.records).rates.up != 7e9
+
+
 def test_before_anything_was_seen_nothing_is_said_of_seconds() -> None:
     trial = Simulation(Adaptive(), Machine(RATES), LOAD)
     found = analyse(trial._state(), Adaptive(), [])

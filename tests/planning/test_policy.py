@@ -15,7 +15,8 @@ import torch
 from least_recently_used import EvictLeastRecentlyUsed
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvtier import ConfigError, Policy, TieredKVCache, TieredMemory
+from kvtier import BudgetError, ConfigError, Policy, TieredKVCache, TieredMemory
+from kvtier.planning.costs import Prediction
 from kvtier.planning.policy import RESERVE_SHARE, Candidate, Victims, level
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.testing import held, with_doubles
@@ -282,6 +283,10 @@ class Nonsense(Policy):
                 setattr(plan, name, self.wrong[name])
         return plan  # type: ignore[no-any-return]
 
+    def prediction(self, cache: int, device: str) -> Prediction | None:
+        """None, or something that is no prediction."""
+        return self.wrong.get("prediction")
+
     def victims(self, candidates: Sequence[Candidate], blocks: int) -> Iterable[Victims]:
         """The default's, or others."""
         if "blocks" in self.wrong:
@@ -310,12 +315,33 @@ def test_a_number_that_is_no_whole_one_is_refused_by_name_and_the_cache_goes_on(
         ({"on_host": 3}, "list of rows"),
         ({"victims": None}, "list of Victims"),
         ({"victims": [3]}, r"Victims\(candidate"),
+        ({"prediction": 0.1}, "prediction is 0.1"),
+        ({"prediction": Prediction(0.5, math.nan, 0.0, 0.0, 0.0, 0, 0)}, "prediction is Prediction"),
     ],
 )
 def test_what_is_no_decision_is_refused_in_a_sentence_and_the_cache_goes_on(
     wrong: dict[str, Any], said: str, model: LlamaForCausalLM
 ) -> None:
     refused_and_mended(model, wrong, said)
+
+
+@pytest.mark.parametrize("host_attention", [True, False])
+def test_a_step_that_lacks_room_because_a_policy_evicts_too_little_says_so(
+    host_attention: bool, model: LlamaForCausalLM
+) -> None:
+    ids, policy = torch.randint(64, (1, 61), generator=torch.Generator().manual_seed(0)), Nonsense()
+    with (
+        TieredKVCache(
+            CONFIG, device_budget=24 * SLOT, block_size=SIZE, policy=policy, host_attention=host_attention
+        ) as cache,
+        torch.no_grad(),
+    ):
+        model(ids[:, :45], past_key_values=cache)
+        policy.wrong = {"victims": []}
+        with pytest.raises(BudgetError, match=r"Nonsense.victims names too few blocks to evict, \d+ more could leave"):
+            decode(model, ids[:, 45:], cache)
+        policy.wrong = {}
+        cache.check_integrity()
 
 
 def refused_and_mended(model: LlamaForCausalLM, wrong: dict[str, Any], said: str) -> None:

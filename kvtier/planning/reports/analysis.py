@@ -92,7 +92,12 @@ def decoded(history: Sequence[tuple[StepRecord, float | None]]) -> tuple[tuple[S
 
 
 def analyse(
-    state: StepState, policy: Policy, history: Sequence[StepRecord], *, more_bytes: Sequence[int] = ()
+    state: StepState,
+    policy: Policy,
+    history: Sequence[StepRecord],
+    *,
+    more_bytes: Sequence[int] = (),
+    rates: Rates | None = None,
 ) -> Analysis:
     """What binds a decode step, and what would change it.
 
@@ -101,19 +106,20 @@ def analyse(
         policy: that plans it. Nothing of it is changed.
         history: the last steps of its kind, the latest last; see `decoded`.
         more_bytes: device budgets to consider, as what is added; none: a round one, and what holds everything.
+        rates: of the machine, as measured, where the policy learns none; None: estimates.
     """
     steps = [x for x in history if x.tokens <= FEW and x.seconds > 0]
     blocks = sum([x.spilled for x in state.layers])
     nbytes = sum([x.spilled * x.block_bytes for x in state.layers])
     more = list(more_bytes) or [_round(state.device_bytes // 4), nbytes]
     if state.overlaps:
-        case = _Case(state, policy, steps)
+        case = _Case(state, policy, steps, rates)
         now, model = case.predict(), case.model
         changes = _changes(case, [x for x in more if not blocks or x <= nbytes])
         resident = case.predict(more_bytes=nbytes, shares=(0.0,)).seconds if blocks else now.seconds
         known = model.linear > 0
     else:
-        now, model = _one_after_the_other(steps), CostModel()
+        now, model = _one_after_the_other(steps), CostModel(rates)
         for step in steps:
             model.observe(step, None)
         changes = [
@@ -144,7 +150,7 @@ def analyse(
 class _Case:
     """A step of a state under a policy, and what it would take if something were different."""
 
-    def __init__(self, state: StepState, policy: Policy, steps: Sequence[StepRecord]) -> None:
+    def __init__(self, state: StepState, policy: Policy, steps: Sequence[StepRecord], rates: Rates | None) -> None:
         self.state = state
         self.groups: Sequence[Group] = alike(state.layers)
         self.part = len(state.layers) / max(state.model_layers, len(state.layers))
@@ -156,7 +162,7 @@ class _Case:
         if expected is None and decisions:
             expected = decisions[-1].prediction  # between two steps
         self.share = _share(policy, steps) if expected is None else expected.share
-        self.model = CostModel() if learned is None else learned
+        self.model = CostModel(rates) if learned is None else learned
         self.room = room_for(self.groups, self.share, state.device_bytes)
         if learned is None:
             for step in steps:
