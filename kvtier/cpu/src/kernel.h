@@ -162,8 +162,8 @@ class Attention {
     return reinterpret_cast<const T*>(s.block) + keys * p_.k_dim + (head * p_.block_size + s.skip) * p_.v_dim;
   }
 
-  template <int ROWS>
-  void score_rows(const Segment& s, int g, int row, int slot, Ahead& ahead) {
+  template <int ROWS, class A>
+  void score_rows(const Segment& s, int g, int row, int slot, A& ahead) {
     const auto* q = query_ + (static_cast<size_t>(g) * padded_ + row) * query_pad_;
     float* scores = scores_ + (slot + row) * ROW + s.column;
     switch (p_.k_dim) {
@@ -177,20 +177,24 @@ class Attention {
     }
   }
 
+  template <class A>
+  void score_step(const Segment& s, int g, int slot, A ahead) {
+    for (int row = 0; row < rows_; row += 4) {
+      const int left = rows_ - row;
+      if (left >= 3) score_rows<4>(s, g, row, slot, ahead);
+      else if (left == 2) score_rows<2>(s, g, row, slot, ahead);
+      else score_rows<1>(s, g, row, slot, ahead);
+    }
+  }
+
   void score_tokens(const Segment& s, int g, int slot) {
-    const int passes = (rows_ + 3) / 4, step = passes == 1 ? s.n : KEY_STEP;
-    const int64_t bytes = static_cast<int64_t>(step) * p_.k_dim * sizeof(T);
-    for (int t = 0; t < s.n; t += step) {
-      const Segment some{s.block, s.position + t, s.skip + t, std::min(step, s.n - t), s.column + t};
-      Ahead ahead;
-      if (passes > 1)
-        ahead = {reinterpret_cast<const char*>(keys_of(some, g)) + bytes, lines_ahead(bytes, passes * KEY_STEP / 4)};
-      for (int row = 0; row < rows_; row += 4) {
-        const int left = rows_ - row;
-        if (left >= 3) score_rows<4>(some, g, row, slot, ahead);
-        else if (left == 2) score_rows<2>(some, g, row, slot, ahead);
-        else score_rows<1>(some, g, row, slot, ahead);
-      }
+    const int passes = (rows_ + 3) / 4;
+    if (passes == 1) return score_step(s, g, slot, Unaided());
+    const int64_t bytes = static_cast<int64_t>(KEY_STEP) * p_.k_dim * sizeof(T);
+    for (int t = 0; t < s.n; t += KEY_STEP) {
+      const Segment some{s.block, s.position + t, s.skip + t, std::min(KEY_STEP, s.n - t), s.column + t};
+      score_step(some, g, slot, Ahead{reinterpret_cast<const char*>(keys_of(some, g)) + bytes,
+                                      lines_ahead(bytes, passes * KEY_STEP / 4)});
     }
   }
 
