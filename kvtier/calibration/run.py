@@ -116,7 +116,7 @@ def calibrate(
         device: a CUDA device, or "cpu"; None: the model's, or else the current CUDA device, if there is one.
         block_size: tokens per block; None: that of a cache with a device tier.
         seconds: after so many no measurement begins, and those that repeat share them.
-        progress: print a line for each measurement to stderr.
+        progress: print a line for each measurement to stderr, its name when it begins and its result when it ends.
 
     Returns:
         what was measured, where it is stored, and all of it as a `HardwareProfile`.
@@ -160,6 +160,8 @@ def _run(
         if start - began > limit:
             skipped.append(job.name)
             continue
+        if progress:  # before it runs: some take half of the time
+            print(f"kvtier: {i}/{len(jobs)} {job.name}: ", end="", file=sys.stderr, flush=True)
         try:
             value, result = job.measure()
         except Exception as error:  # no memory, or whatever Triton, its compiler or its driver raise
@@ -172,7 +174,7 @@ def _run(
             made.append(Measurement(job.name, value, result, time.perf_counter() - start))
         if progress:
             took = time.perf_counter() - start
-            print(f"kvtier: {i}/{len(jobs)} {job.name}: {result} [{took:.1f} s]", file=sys.stderr, flush=True)
+            print(f"{result} [{took:.1f} s]", file=sys.stderr, flush=True)
     spent = time.perf_counter() - began
     if any(_in_use(job, device) for job in jobs):
         notes.append("This process has used some of these kernels already, and keeps their tiles until it ends.")

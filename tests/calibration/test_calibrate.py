@@ -131,6 +131,21 @@ def test_progress_is_one_line_for_each_measurement_on_stderr(
     assert capsys.readouterr().err == ""
 
 
+def test_what_is_being_measured_is_told_before_it_is(
+    device: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def measure(kind: Any, on: Any) -> Any:
+        told.append(capsys.readouterr().err)
+        raise MemoryError("none")
+
+    monkeypatch.setattr(tiles, "measure", measure)
+    kvtier.calibrate(LLAMA)
+    assert f"1/{len(device)} " in told[0]
+    assert device[0] in told[0]
+
+
 def test_what_fails_is_named_and_leaves_all_others_and_what_was_stored(
     device: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
