@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def enabled() -> bool:
 
 def lookup(machine: str, name: str, valid: Callable[[object], bool]) -> object | None:
     """A stored value, or None: nothing is stored, it is not valid, the file cannot be read, or KVTIER_PROFILE is "off".
+    A file that is damaged or cannot be read is warned of.
 
     The file is read at each call: a caller that needs the value again keeps it.
 
@@ -67,7 +69,9 @@ def store(machine: str, name: str, value: float | str | list[int] | list[float] 
     path = folder() / _file_name(machine)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"machine": machine, "values": {**_read(machine), name: value}}, indent=1, sort_keys=True)
+        content = json.dumps(
+            {"machine": machine, "values": {**_read(machine, tell=False), name: value}}, indent=1, sort_keys=True
+        )
         file, temporary = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(file, "w", encoding="utf-8") as out:
@@ -114,12 +118,22 @@ def _file_name(machine: str) -> str:
     return f"profile-{hashlib.sha256(machine.encode(errors='backslashreplace')).hexdigest()[:16]}.json"
 
 
-def _read(machine: str) -> dict[str, object]:
+def _read(machine: str, tell: bool = True) -> dict[str, object]:
     try:
-        with file_of(machine).open(encoding="utf-8") as file:
+        path = file_of(machine)
+        with path.open(encoding="utf-8") as file:
             found = json.load(file)
-    except (OSError, ValueError, RecursionError):  # a ConfigError too: without a home folder there is no profile
+        if found["machine"] != machine:
+            raise ValueError("it is another machine's")
+        return dict(found["values"])
+    except (ConfigError, FileNotFoundError, NotADirectoryError):  # without a home folder there is no profile either
         return {}
-    if not isinstance(found, dict) or found.get("machine") != machine or not isinstance(found.get("values"), dict):
+    except (OSError, ValueError, RecursionError, TypeError, LookupError) as error:
+        if tell:
+            warnings.warn(
+                f"The profile {path} is not used, and estimates serve: it is damaged or cannot be read "
+                f"({type(error).__name__}: {error}). `kvtier calibrate` makes it again; {VARIABLE}=off reads none.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         return {}
-    return dict(found["values"])

@@ -10,6 +10,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, format_size
@@ -76,7 +77,7 @@ def environment() -> dict[str, Any]:
             "block_size": DEVICE_BLOCK if devices else HOST_BLOCK,
             "policy": "default",
         },
-        "profile": _profile([*devices, torch.device("cpu")], problems),
+        "profile": _profile([*devices, torch.device("cpu")], problems, notes),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "problems": problems,
         "notes": notes,
@@ -185,7 +186,7 @@ def _working_device(device: Any, problems: list[str], notes: list[str]) -> dict[
     }
 
 
-def _profile(devices: list[Any], problems: list[str]) -> dict[str, Any]:
+def _profile(devices: list[Any], problems: list[str], notes: list[str]) -> dict[str, Any]:
     from kvtier import profile
     from kvtier.kernels import launch
 
@@ -194,8 +195,9 @@ def _profile(devices: list[Any], problems: list[str]) -> dict[str, Any]:
         return {"folder": None, "machines": []}
     machines = []
     for device in devices:
-        values = profile.names(launch.machine(device))
-        machines.append({"device": str(device), "file": str(profile.file_of(launch.machine(device))), "values": values})
+        machine = launch.machine(device)
+        values = _told(partial(profile.names, machine), problems, notes)
+        machines.append({"device": str(device), "file": str(profile.file_of(machine)), "values": values})
     return {"folder": str(profile.folder()), "machines": machines}
 
 

@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1: the answer is no; 2: an error, told in a sentence on stderr; 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="kvtier", description="A tiered KV cache for Hugging Face Transformers.")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     plan.add(commands)
     chat.add(commands)
     serve.add(commands)
@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_calibrate(commands)
     _add_replay(commands)
     args = parser.parse_args(argv)
+    if "run" not in args:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         return int(args.run(args))
     except (KVTierError, OSError) as error:

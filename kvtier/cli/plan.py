@@ -13,7 +13,6 @@ from typing import Any
 from kvtier.cli.store import count
 from kvtier.config import format_size, parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.memory.measured import differing, model_name
 from kvtier.planning.hardware.machines import MACHINES, Machine, ModelSize, link, machine
 from kvtier.planning.hardware.model_size import divided, model_size
 from kvtier.planning.hardware.profile import HardwareProfile
@@ -195,6 +194,8 @@ def _profile(
         ConfigError: no such machine, or a profile that is damaged or of another model.
     """
     if args.profile is not None:
+        from kvtier.memory.measured import differing, model_name  # imports torch
+
         if args.devices > 1:
             raise ConfigError("A profile is of a model on one device: --devices takes a machine's name, --device.")
         profile = HardwareProfile.from_json(Path(args.profile).read_bytes())

@@ -190,9 +190,7 @@ class TieredKVCache(RecurrentFace):
         progress: Callable[[Progress], object] | None = None,
     ) -> None:
         if config is not None and not isinstance(config, PretrainedConfig):
-            what = (
-                f"the class {config.__name__}" if isinstance(config, type) else f"an object of {type(config).__name__}"
-            )
+            what = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
             raise ConfigError(
                 f"config is {what}, not a Transformers config. Pass `model.config`; options are keywords."
             )

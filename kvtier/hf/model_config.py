@@ -80,10 +80,13 @@ def config_by_name(name: str) -> dict[str, Any]:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"There is no file or folder {name!r}, and the hub gives no config by that name: {reason}"
+            f"There is no file or folder {name!r}, and the hub gives no config by that name: {reason} "
+            "Check the name; without a network, give the folder of a model."
         ) from error
     if not found:
-        raise ConfigError(f"There is no file or folder {name!r}, and the hub has no config by that name.")
+        raise ConfigError(
+            f"There is no file or folder {name!r}, and the hub has no config by that name. Check the name."
+        )
     return dict(found)
 
 

@@ -544,8 +544,8 @@ class TieredMemory:
                 return
             if self._owners:
                 raise MemoryInUseError(
-                    f"{len(self._owners)} caches use this TieredMemory. Close them first: `cache.close()`, or a `with` "
-                    "block."
+                    f"This TieredMemory is in use: caches that are not closed: {len(self._owners)}. Close them "
+                    "first: `cache.close()`, or a `with` block. Nothing was changed."
                 )
             self.reset()
             self.closed = True

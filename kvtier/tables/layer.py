@@ -134,8 +134,8 @@ class LayerKV:
             )
         if self.length and keys.shape[0] != self.batch:
             raise MismatchError(
-                f"Layer {self.index} holds {self.batch} rows, but was given {keys.shape[0]}. Continue with the same "
-                "batch, select rows with `batch_select_indices`, or `reset()`."
+                f"The batch has {keys.shape[0]} rows, and the cache holds {self.batch} (layer {self.index}). Continue "
+                "with the same batch, select rows with `batch_select_indices`, or `reset()`."
             )
 
     def group(

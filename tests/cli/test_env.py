@@ -115,6 +115,16 @@ def test_a_profile_is_found_where_calibration_stores_it(
     assert len(found["problems"]) == 1
 
 
+def test_a_damaged_profile_is_a_note(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(profile.VARIABLE, str(tmp_path))
+    profile.file_of(launch.machine(torch.device("cpu"))).write_text("{")
+    status, found = as_json(capsys)
+    assert status == 0
+    assert any("is not used" in note for note in found["notes"])
+
+
 def test_without_a_native_kernel_it_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,8 @@ def check_there(path: Path) -> None:
         if stat.S_ISREG(os.lstat(path / MANIFEST).st_mode):
             return
         why = f"{MANIFEST} there is not a regular file"
+    except FileNotFoundError:
+        why = f"it has no {MANIFEST}" if path.is_dir() else "there is no such folder"
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
     raise ConfigError(f"{path} is not a folder of saved sequences: {why}. Give the directory of a store.")

@@ -1,0 +1,22 @@
+"""The parser of all commands: what it says without a command, and what it takes to begin."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvtier.cli.main import main
+
+
+def test_without_a_command_all_of_them_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    listed = capsys.readouterr().err
+    assert all(name in listed for name in ("plan", "chat", "serve", "store", "env", "bench", "calibrate", "replay"))
+
+
+def test_the_parser_loads_neither_torch_nor_transformers() -> None:
+    # Else Ctrl-C in the first seconds is a traceback, and `--help` takes as long as torch.
+    code = "import sys, kvtier.cli.main; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
