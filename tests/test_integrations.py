@@ -34,7 +34,7 @@ def test_every_script_is_run_and_listed(runner: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", ["pipeline", "tensor-parallel"])
-def test_what_needs_no_other_package_gives_what_plain_generate_gives(name: str, runner: ModuleType) -> None:
+def test_a_script_that_needs_no_other_package_gives_what_generate_gives(name: str, runner: ModuleType) -> None:
     """A pipeline with several prompts; two processes with half of the heads each."""
     result, said = runner.run(name)
     assert result == "passed", said

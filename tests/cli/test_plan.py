@@ -297,9 +297,9 @@ def test_more_layers_than_any_model_has_are_refused_at_once(
 def test_devices_together_copy_no_faster_than_their_host_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B | {"num_hidden_layers": 20}))
     for devices in (2, 8):
-        args = ("--devices", devices, "--device-budget", "1GiB", "--context", "64k")
+        args = ("--devices", devices, "--device-budget", "256MiB", "--context", "64k")
         outlook = planned(capsys, tmp_path, *args)["outlook_per_device"]
         (fetching,) = (x for x in outlook["speeds"] if x["name"] == "all-fetch")
         assert devices * fetching["fetched_bytes"] / fetching["seconds"] <= MACHINES["h100"].host_memory
@@ -417,11 +417,11 @@ def test_a_profile_of_a_machine_without_a_device_needs_no_budget_of_one(
 def test_what_would_change_a_plan_of_some_devices_is_of_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
-    args = ("--context", "128k", "--device-budget", "4GiB", "--devices")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B | {"num_hidden_layers": 20}))
+    args = ("--context", "128k", "--device-budget", "1GiB", "--devices")
     for devices in (4, 8):
         out = plan(capsys, tmp_path, *args, devices)[1]
-        assert "with, for each device\n  1 GiB more device budget" in out
+        assert "with, for each device\n  256 MiB more device budget" in out
 
 
 def test_a_measured_profile_is_told_from_estimates(

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from problems import instruction_sets
@@ -114,7 +115,7 @@ def test_a_process_obeys_the_variable_and_else_uses_the_best(kernel: None) -> No
     program = "from kvtier.cpu import native; print(native.available() and native.instruction_set())"
     for forced, said in (("portable", "portable\n"), ("", instruction_sets()[-1] + "\n")):
         environment = {**os.environ, native.VARIABLE: forced, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        done = forks.run(program, env=environment)
         assert (done.stdout, done.returncode) == (said, 0), done.stderr
 
 
@@ -158,8 +159,7 @@ def test_a_process_learns_early_that_its_environment_cannot_be_honoured(
     kernel: None, forced: str | None, said: str
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if forced is None else {native.VARIABLE: forced})
-    command = [sys.executable, "-c", ENVIRONMENT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = forks.run(ENVIRONMENT, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(said), done.stderr
     assert done.stdout.count("\n") == 1, done.stderr

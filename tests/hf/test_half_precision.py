@@ -20,8 +20,8 @@ import kvtier
 from kvtier.cpu import native
 
 HALF = (torch.bfloat16, torch.float16)
-#: Tokens of each forward: a prompt, a second one that is too long for the decode kernel, and 12 decoded tokens.
-FORWARDS = (23, 17, *[1] * 12)
+#: Tokens of each forward: a prompt, a second one that is too long for the decode kernel, and 20 decoded tokens.
+FORWARDS = (23, 17, *[1] * 20)
 TOKENS = sum(FORWARDS)
 #: Every token goes to all experts. Where a router chooses some of them, the model is not continuous: two experts with
 #: nearly the same score change places by rounding, and the logits then have nothing to do with the exact ones.

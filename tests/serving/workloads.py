@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import threading
@@ -198,6 +199,7 @@ class Load:
         self.random = random.Random(f"{self.name} {self.seed}")
         self.store: ConversationStore | None = None
         model_of(self.name)
+        gc.collect()  # what other tests have dropped closes its handles now, and not in the midst of this
         before, files = threads(), handles()
         engine = self.engine()
         memory = engine.memory
