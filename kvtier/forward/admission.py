@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from kvtier.attention import dispatch
 from kvtier.memory.block import State
@@ -41,8 +42,9 @@ def claim(
     """
     batch = sum(len(group.rows) for group in groups)
     total = first.length + tokens + later
-    held = filling = room = slot = 0
+    held = filling = slot = 0
     smallest = largest = first.layout.nbytes
+    reads: list[tuple[LayerKV, int]] = []
     for layer in layers:
         size, nbytes = layer.layout.block_size, layer.layout.nbytes
         open_now = layer.blocks.counts[State.FILLING]
@@ -63,14 +65,16 @@ def claim(
         if length >= size:
             slot = max(slot, nbytes)
         smallest, largest = min(smallest, nbytes), max(largest, nbytes)
-        room = max(
-            room,
-            dispatch.room_for(layer, tokens, length, batch, host_attention=host_attention, dense=dense, limit=limit),
-        )
+        reads.append((layer, length))
+
+    def room_at(limit: int) -> int:
+        how: Any = {"host_attention": host_attention, "dense": dense, "limit": limit}
+        return max((dispatch.room_for(layer, tokens, length, batch, **how) for layer, length in reads), default=0)
+
     size, nbytes = first.layout.block_size, first.layout.nbytes
     held += to_come * _coming(groups, tokens, later, size) * nbytes
     filling += to_come * _open(groups, batch, total, later, size) * nbytes
-    return Claim(held, filling, room, slot, smallest, largest)
+    return Claim(held, filling, room_at(limit), slot, smallest, largest, room_at)
 
 
 def _coming(groups: Sequence[Group], tokens: int, later: int, size: int) -> int:
@@ -87,10 +91,17 @@ def _open(groups: Sequence[Group], rows: int, length: int, later: int, size: int
     return len(groups) if length % size else 0
 
 
-def at_rest(layers: Sequence[LayerKV], room: int = 0) -> Claim:
-    """What the layers of one compute device hold between two steps, parked blocks aside."""
+def at_rest(layers: Sequence[LayerKV], room: int = 0, before: Claim | None = None) -> Claim:
+    """What the layers of one compute device hold between two steps, parked blocks aside.
+
+    Args:
+        layers: all of them.
+        room: what is kept for reading them.
+        before: what was claimed for the last step, in which that was made.
+    """
     held = sum(layer.blocks.blocks * layer.layout.nbytes for layer in layers)
     filling = sum(layer.blocks.counts[State.FILLING] * layer.layout.nbytes for layer in layers)
     sealed = [x.layout.nbytes for x in layers if x.blocks.blocks > x.blocks.counts[State.FILLING]]
     sizes = [x.layout.nbytes for x in layers if x.blocks.blocks]
-    return Claim(held, filling, room, max(sealed, default=0), min(sizes, default=0), max(sizes, default=0))
+    room_at = before.room_at if before is not None and room else None
+    return Claim(held, filling, room, max(sealed, default=0), min(sizes, default=0), max(sizes, default=0), room_at)

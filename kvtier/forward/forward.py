@@ -313,7 +313,8 @@ class Forward(PlannedForward):
             return
         for other in others:
             layers = [reader.layer for reader in self.readers.values() if reader.device is other]
-            self._held.owner.claims[other] = admission.at_rest(layers, self._rooms.get(other, 0))
+            claims = self._held.owner.claims
+            claims[other] = admission.at_rest(layers, self._rooms.get(other, 0), claims.get(other))
             self._admitted.discard(other)
 
     # A step
@@ -523,7 +524,8 @@ class Forward(PlannedForward):
         if schedule is not None:
             schedule.drop()
         layers = [reader.layer for reader in self.readers.values() if reader.device is device]
-        self._held.owner.claims[device] = admission.at_rest(layers, self._rooms.get(device, 0))
+        claims = self._held.owner.claims
+        claims[device] = admission.at_rest(layers, self._rooms.get(device, 0), claims.get(device))
         self.memory.trim()
 
     # Parked sequences
@@ -648,6 +650,8 @@ class Forward(PlannedForward):
         self._finalizer.detach()
         if self.memory.private:
             self.memory.close()
+        else:
+            self.memory.drain()  # what copies were still using is given back behind them
         self._schedules.clear()
         self.blanks.clear()
         self.steps.reset()

@@ -99,6 +99,10 @@ class PlannedForward:
         if self._planned or self._record.tokens >= LONG_PROMPT:
             self._log("the next forward")
 
+    def uncount_step(self) -> None:
+        """The forward that has just begun was refused, and nothing is changed."""
+        self.counters.steps -= 1
+
     def _log(self, until: str) -> None:
         """Tell the log of the last step. Nothing is locked: handlers have locks of their own, and may ask for this."""
         planned, self._planned = self._planned, []

@@ -312,6 +312,8 @@ class TieredKVCache(RecurrentFace):
             except BaseException:
                 vars(layer).update(before)
                 steps.undo(layer_idx)
+                if begins:
+                    self._forward.uncount_step()
                 raise
             if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
                 # The layer keeps slices of these: holding them for a step costs nothing and lets `crop` undo it.
@@ -525,6 +527,8 @@ class TieredKVCache(RecurrentFace):
     def _check_longer(self, frame: FrameType) -> None:
         """Raise `MismatchError` where the prompt of a `generate` is covered whole; other errors are for its forward."""
         self._caller.check_alone()
+        if self.layers and not any(isinstance(layer, CacheLayerMixin) for layer in self.layers):
+            return  # recurrent states alone: nobody knows of how many tokens
         try:
             self._check_whole()
         except KVTierError:
@@ -677,7 +681,7 @@ class TieredKVCache(RecurrentFace):
         layers: list[Any] = []
         for layer in self.layers:
             if isinstance(layer, TieredLayer):
-                layers.append(layer.dense("copy"))
+                layers.append(layer.dense(None))
             else:
                 layers.append(layer)
         memory = self._forward.memory
@@ -719,6 +723,11 @@ class TieredKVCache(RecurrentFace):
         shared = None if self._forward.memory.private else self._forward.memory
         if shared is None:
             state["policy"] = copy.deepcopy(state["policy"], memo)
-        clone.__setstate__(state, shared)
+        try:
+            clone.__setstate__(state, shared)
+        except BaseException:
+            if "_forward" in vars(clone):  # an error that somebody keeps would keep it in the memory
+                clone._forward.close()
+            raise
         memo[id(self)] = clone
         return clone

@@ -163,7 +163,8 @@ class TieredLayer(DynamicLayer):
         with steps.guard:
             found = forward.readers.get(index)
             before = 0 if found is None else found.layer.length
-            if steps.update(index, before):  # which may count a step that a recurrent layer began
+            begins = steps.update(index, before)  # which may count a step that a recurrent layer began
+            if begins:
                 forward.count_step()
             try:
                 if launch.captured(key_states):
@@ -175,6 +176,8 @@ class TieredLayer(DynamicLayer):
             except BaseException:
                 if self.get_seq_length() == before:
                     steps.undo(self.index)
+                    if begins:
+                        forward.uncount_step()
                 raise
         if before == 0:
             # Contiguous as the product of `DynamicCache`'s concatenation is: kernels round differently on strides.
@@ -211,8 +214,9 @@ class TieredLayer(DynamicLayer):
     def values(self, value: torch.Tensor | None) -> None:
         self._assign(1, value)
 
-    def dense(self, operation: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values as tensors of the caller's own; None before the first update."""
+    def dense(self, operation: str | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values as tensors of the caller's own; None before the first update. `operation`: that asks for
+        them, for the statistics; None: by design."""
         reader = self._reader
         return None if reader is None else Snapshot(self._forward, reader).dense(operation)
 

@@ -575,10 +575,11 @@ class ComputeDevice:
 
     def _reclaim(self, nbytes: int, keep: BlockSet | None) -> bool:
         """Give slabs of the device back until `nbytes` of its budget are free; False if that many cannot be had."""
-        pools, goal = self.device_pools, nbytes
+        goal = nbytes
         self._reclaiming += 1
         try:
             while True:
+                pools = self.device_pools  # others may have come while it waited
                 missing = goal - reclaim.free_bytes(pools)
                 if missing > 0:
                     try:

@@ -413,12 +413,14 @@ class TieredMemory:
         return None
 
     def _demand(self, owner: Owner, device: ComputeDevice, mine: Claim, limit: int) -> tuple[int, int]:
-        """Bytes that a device's tier, and the host, need at the least for one claim and all others."""
+        """Bytes that a device's tier, and the host, need at the least for one claim and all others, if the tier where
+        the device's blocks begin has `limit`."""
         host, own = 0, 0
         for each in self._devices.values():
             claims = [x.claims[each] for x in self._owners.values() if each in x.claims and x is not owner]
             if each is device:
-                claims.append(mine)
+                # With another budget, what the others read through would be another, too.
+                claims = [*(x.at(limit) for x in claims), mine]
             elif each in owner.claims:
                 claims.append(owner.claims[each])
             budget = None if each.slabs is None else each.slabs.budget.lasting
@@ -635,9 +637,10 @@ class TieredMemory:
             self._host.reclaimable += [buffers for owner in owners for buffers in owner.io_buffers.values()]
 
     def drain(self) -> None:
-        """Block until no copy is under way."""
+        """Block until no copy is under way, and give back what is free then."""
         with self.lock, self.change:
             self._drain()
+            self.trim(all_free=True)
 
     def _drain(self) -> None:
         for device in self._devices.values():

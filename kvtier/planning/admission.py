@@ -7,8 +7,8 @@ host needs room for everything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 #: Slots are multiples of so many bytes.
 _GRAIN = 64
@@ -24,6 +24,7 @@ class Claim:
         room: what one layer's KV is read through.
         slot: its largest block, if any of its blocks are sealed; else 0.
         smallest, largest: of all its blocks, those that are being filled included.
+        room_at: what `room` would be if the tier where blocks begin had so many bytes; None: the same.
     """
 
     held: int = 0
@@ -32,10 +33,16 @@ class Claim:
     slot: int = 0
     smallest: int = 0
     largest: int = 0
+    room_at: Callable[[int], int] | None = field(default=None, compare=False, repr=False)
+
+    def at(self, limit: int) -> Claim:
+        """The same claim, if the tier where blocks begin had so many bytes."""
+        return self if self.room_at is None else replace(self, room=self.room_at(limit))
 
     def union(self, other: Claim) -> Claim:
         """What is enough for both."""
         held = [x for x in (self, other) if x.held]
+        rooms = [x.room_at for x in (self, other) if x.room_at is not None]
         return Claim(
             max(self.held, other.held),
             max(self.filling, other.filling),
@@ -43,6 +50,7 @@ class Claim:
             max(self.slot, other.slot),
             min((x.smallest for x in held), default=0),
             max((x.largest for x in held), default=0),
+            (lambda limit: max(room(limit) for room in rooms)) if len(rooms) == 2 else None,
         )
 
 

@@ -555,3 +555,17 @@ def test_budgets_of_what_is_free_are_found_out_again_when_no_call_is_under_way(
             assert used.last is not None
             budgets.append(used.last.host.budget)
     assert budgets == [2**29, 2**30]
+
+
+@pytest.mark.parametrize("kind", ["Mamba", "FalconMamba", "Mamba2"])
+@torch.no_grad()
+def test_a_model_of_recurrent_layers_alone_generates(kind: str) -> None:
+    more = {"num_heads": 4, "head_dim": 16, "n_groups": 1} if kind == "Mamba2" else {}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=128, hidden_size=32, num_hidden_layers=2, state_size=8, **more
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    ids, options = prompt_ids(rows=1, length=9), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    want = model.generate(ids, cache_params=DynamicCache(config=config), **options)
+    assert torch.equal(model.generate(ids, cache_params=TieredKVCache(config), **options), want)

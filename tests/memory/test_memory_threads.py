@@ -240,7 +240,7 @@ def test_a_memory_that_caches_use_is_not_closed() -> None:
 
     def close() -> None:
         assert running.wait(60)
-        with pytest.raises(MemoryInUseError, match="1 caches"):
+        with pytest.raises(MemoryInUseError, match="not closed: 1"):
             memory.close()
         done.set()
 

@@ -30,6 +30,7 @@ from kvtier.attention.reader import LayerReader
 from kvtier.forward import admission
 from kvtier.forward.forward import Forward
 from kvtier.hf.cache import TieredKVCache
+from kvtier.kernels.params import AttentionParams
 from kvtier.memory import residency
 from kvtier.memory.block import BlockSet
 from kvtier.memory.buffers import IoBuffers, Workspace
@@ -45,7 +46,7 @@ from kvtier.tables.parked import ParkedSequences
 from kvtier.tables.table import BlockTable
 from kvtier.transfer.engine import Transfer
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
@@ -135,8 +136,8 @@ ALONE: dict[str, Mutation] = {
     "a part of a run that is cut has one reference": edit(
         residency,
         "cut",
-        "part.state, part.refs, part.move = run.state, run.refs, run.move",
-        "part.state, part.refs, part.move = run.state, 1, run.move",
+        "part.state, part.refs, part.move, part.corrupt = run.state, run.refs, run.move, run.corrupt",
+        "part.state, part.refs, part.move, part.corrupt = run.state, 1, run.move, run.corrupt",
     ),
     "a table that was copied from keeps its reference": edit(writing, "writable", "release(run, device.free)", "pass"),
     # copy on write
@@ -234,7 +235,7 @@ DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
     ),
     "what is continued is claimed by nobody": (
         edit(ParkedSequences, "_used", "if count:", "if False:"),
-        lambda: test_parked.test_what_a_cache_continues_stays_and_is_claimed(1),
+        test_parked.test_what_several_caches_continue_is_there_once_and_claimed_once,
     ),
     "what is parked is never given up": (
         gone(ParkedSequences, "give", False),
@@ -360,6 +361,23 @@ def aside(memory: TieredMemory) -> None:
         cache.layers[0].reset()
     with memory.lock, memory.change:
         parked.close()
+    with TieredKVCache(LlamaConfig(num_hidden_layers=1), memory=memory, block_size=1) as cache:
+        cache.update(x, x, 0)
+        reader = cache._forward.readers[0]
+        with memory.lock, memory.change:
+            assert reader.device.evict_from(reader.layer.blocks, 1) == 1
+            parked = ParkedSequences(memory)
+        split.attend(reader, 3, x[:, :, :1], AttentionParams(0.5), pause=lambda: None)
+        head, tail = cache._forward.park(parked, 0, 2), cache._forward.park(parked, 0, 1, 2)
+        with TieredKVCache(LlamaConfig(num_hidden_layers=1), memory=memory, block_size=1) as other:
+            assert other._forward.follow(parked, [head], 2) == 2
+            assert other._forward.follow_on(parked, tail, 1) == 1
+        with memory.lock:
+            parked.drop(head)
+            parked.drop(tail)
+    with memory.lock, memory.change:
+        parked.close()
+    memory.reset_if_unused()
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=8)
     with TieredKVCache(config, memory=memory) as cache:
@@ -410,24 +428,28 @@ def kept(monkeypatch: Patch) -> list[torch.Tensor]:
     return found
 
 
+@slow
 @pytest.mark.parametrize("mutation", ALONE)
 def test_a_broken_memory_makes_a_walk_fail(mutation: str, monkeypatch: Patch) -> None:
     ALONE[mutation](monkeypatch)
     assert noticed(alone) is not None
 
 
+@slow
 @pytest.mark.parametrize("mutation", THREADS)
 def test_a_broken_memory_makes_a_walk_of_threads_fail(mutation: str, monkeypatch: Patch) -> None:
     THREADS[mutation](monkeypatch)
     assert noticed(in_scenes) is not None
 
 
+@slow
 @pytest.mark.parametrize("mutation", PARKED)
 def test_a_broken_memory_makes_a_walk_of_parked_sequences_fail(mutation: str, monkeypatch: Patch) -> None:
     PARKED[mutation](monkeypatch)
     assert noticed(parking) is not None
 
 
+@slow
 @pytest.mark.parametrize("mutation", DIRECTED)
 def test_a_broken_memory_makes_a_test_of_its_own_fail(mutation: str, monkeypatch: Patch) -> None:
     mutate, test = DIRECTED[mutation]
@@ -437,14 +459,26 @@ def test_a_broken_memory_makes_a_test_of_its_own_fail(mutation: str, monkeypatch
         test()
 
 
+@slow
 @pytest.mark.parametrize("place", LOCKS)
 def test_a_lock_that_is_not_taken_makes_a_walk_of_threads_fail(place: str, monkeypatch: Patch) -> None:
     LOCKS[place](monkeypatch)
     assert "without the memory's lock" in str(noticed(in_turns))
 
 
+@slow
 @pytest.mark.parametrize("walk", [alone, in_scenes, parking])
 def test_nothing_broken_makes_no_walk_fail(walk: Callable[[int, str], None]) -> None:
     error = noticed(walk)
     if error is not None:
         raise error
+
+
+def test_what_mutations_change_is_where_they_look_for_it() -> None:
+    """The tests above are slow; a mutation that changes nothing any more would be found by them alone."""
+    for name, mutate in {**ALONE, **THREADS, **PARKED, **{k: v for k, (v, _) in DIRECTED.items()}, **LOCKS}.items():
+        with Patch.context() as patch:
+            try:
+                mutate(patch)
+            except Exception as error:
+                raise AssertionError(f"renew the mutation {name!r}") from error

@@ -707,3 +707,35 @@ def test_a_full_host_makes_a_device_give_its_fetches_up() -> None:
         # As many as fetches hold, besides what may leave without a copy to be made.
         device.make_room(free + (arriving + blocks.counts[State.BOTH]) * blocks.pools.layout.nbytes)
         assert not blocks.counts[State.ARRIVING]
+
+
+def test_blocks_of_a_layout_that_came_while_it_waited_are_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who makes room waits for readers; meanwhile another thread may begin with blocks of a size that was not there."""
+    memory = TieredMemory(device_budget=6_000, host_budget=100_000)
+    x = torch.ones(1, 1, 400, 4)
+    before, after = (TieredKVCache(memory=memory, block_size=size) for size in (4, 2))
+    for count in (180, 1):
+        before.update(x[:, :, :count], x[:, :, :count], 0)
+    before.crop(-24)  # some slots are free, and no slab is
+    (device,) = memory.devices
+    assert device.slabs is not None
+    wait, waits = type(memory.readers).wait, []
+
+    def waiting(readers: Any) -> bool:
+        if not waits:
+            waits.append(readers)
+            memory.lock.release()  # as a wait does
+            before.close()
+            after.update(x, x, 0)
+            memory.lock.acquire()
+            return True
+        return wait(readers)
+
+    monkeypatch.setattr(type(memory.readers), "wait", waiting)
+    with memory.lock:
+        assert device.slabs.budget.free < 512
+        device.make_room(512)
+        assert device.slabs.budget.free >= 512
+    assert waits
+    after.close()
+    memory.close()
