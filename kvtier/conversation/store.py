@@ -98,7 +98,7 @@ class ConversationStore:
         eviction: EvictionPolicy | str | None = None,
     ) -> None:
         if not hasattr(model, "generate") or not hasattr(model, "config"):
-            raise ConfigError(f"model is a {type(model).__name__}, not a Transformers model that generates.")
+            raise ConfigError(f"model is an object of {type(model).__name__}, not a Transformers model that generates.")
         self._own = memory is None
         if memory is None:
             budgets: dict[str, Any] = {"device_budget": device_budget, "policy": policy}

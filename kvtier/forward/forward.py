@@ -461,7 +461,7 @@ class Forward(PlannedForward):
         return out if out.dtype is dtype else out.to(dtype)
 
     def densify(
-        self, reader: LayerReader, length: int, epoch: int, operation: str | None
+        self, reader: LayerReader, length: int, epoch: int, operation: str | None, *, counted: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a view as tensors of the caller's own; `operation` None: by design."""
         self.check_view(reader, length, epoch)
@@ -472,7 +472,8 @@ class Forward(PlannedForward):
                 self._compare(reader.layer, audit)
         with self.steps.changing():
             keys, values = own_kv(reader, length)
-            self.counters.count_dense(operation, keys.nbytes + values.nbytes)
+            if counted:
+                self.counters.count_dense(operation, keys.nbytes + values.nbytes)
             self._after(reader)
         return dispatch.without_gradient(reader.layer, keys, values)
 
@@ -651,7 +652,7 @@ class Forward(PlannedForward):
         if self.memory.private:
             self.memory.close()
         else:
-            self.memory.drain()  # what copies were still using is given back behind them
+            self.memory.give_back()  # what copies were still using
         self._schedules.clear()
         self.blanks.clear()
         self.steps.reset()

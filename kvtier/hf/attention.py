@@ -154,7 +154,14 @@ def attention_forward(
 def _again(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: Any, window: int | None
 ) -> torch.Tensor | None:
-    """The call of a step that decodes, where it is like the layer's last one: see `attention/repeat.py`."""
+    """The call of a step that decodes, where it is like the layer's last one: see `attention/repeat.py`.
+
+    Args:
+        query, key, value, scale, window: as of `attention_forward`, where nothing else is asked for.
+
+    Returns:
+        `[batch, heads, 1, v_dim]`; None: it is another call.
+    """
     if not type(key) is type(value) is KVView:
         return None
     at, length = key.snapshot, key.shape[2]

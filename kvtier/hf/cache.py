@@ -190,7 +190,9 @@ class TieredKVCache(RecurrentFace):
         progress: Callable[[Progress], object] | None = None,
     ) -> None:
         if config is not None and not isinstance(config, PretrainedConfig):
-            what = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
+            what = (
+                f"the class {config.__name__}" if isinstance(config, type) else f"an object of {type(config).__name__}"
+            )
             raise ConfigError(
                 f"config is {what}, not a Transformers config. Pass `model.config`; options are keywords."
             )
@@ -325,10 +327,13 @@ class TieredKVCache(RecurrentFace):
         steps = self._forward.steps
         if steps.expected is None:
             # Nobody knows yet which layers there are: a first forward that was refused would pass for a finished one.
+            if steps.began and not any(steps.began.values()):  # a first layer has taken back its part by itself
+                self._forward.uncount_step()
             self._forward.undo_first()
         elif steps.undoable:
             if not steps.complete:
                 self._drop_unfinished()
+                self._forward.uncount_step()
         elif not steps.knows_states() and not any(steps.began.values()):
             self.reset()
 
@@ -681,7 +686,7 @@ class TieredKVCache(RecurrentFace):
         layers: list[Any] = []
         for layer in self.layers:
             if isinstance(layer, TieredLayer):
-                layers.append(layer.dense(None))
+                layers.append(layer.content())
             else:
                 layers.append(layer)
         memory = self._forward.memory

@@ -214,11 +214,18 @@ class TieredLayer(DynamicLayer):
     def values(self, value: torch.Tensor | None) -> None:
         self._assign(1, value)
 
-    def dense(self, operation: str | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values as tensors of the caller's own; None before the first update. `operation`: that asks for
-        them, for the statistics; None: by design."""
+    def dense(self, operation: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values as tensors of the caller's own; None before the first update."""
         reader = self._reader
         return None if reader is None else Snapshot(self._forward, reader).dense(operation)
+
+    def content(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The same for a copy of the cache: keys `[batch, heads, tokens, k_dim]` and values `[batch, heads, tokens,
+        v_dim]`. No model reads them, so no statistics count them."""
+        reader = self._reader
+        if reader is None:
+            return None
+        return self._forward.densify(reader, reader.layer.length, reader.layer.epoch, None, counted=False)
 
     def _view(self, part: int) -> torch.Tensor | None:
         if part in self._assigned:

@@ -51,8 +51,8 @@ class Snapshot:
         self.epoch = layer.epoch
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def dense(self, operation: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as tensors of their own, made once, for the sake of `operation`; None: by design."""
+    def dense(self, operation: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as tensors of their own, made once, for the sake of `operation`."""
         if self._dense is None:
             self._dense = self.forward.densify(self.reader, self.length, self.epoch, operation)
         return self._dense

@@ -261,15 +261,17 @@ class ComputeDevice:
             return left
         candidates = [each for each in self.sets if each.pools is pools and each is not keep and each.evictable]
         if candidates:
+            unnamed = {id(each): each.evictable for each in candidates}
             for candidate, blocks, latest_first in checked_victims(self.policy.victims(candidates, count)):
                 if not any(candidate is each for each in candidates):
                     continue  # it was not asked about that: it may be being read
                 assert isinstance(candidate, BlockSet)
+                unnamed[id(candidate)] = max(unnamed[id(candidate)] - blocks, 0)
                 left += self.evict_from(candidate, min(blocks, count - left), latest_first=latest_first)
                 if left >= count:
                     break
             else:
-                self._withheld = sum(each.evictable for each in candidates)
+                self._withheld = sum(unnamed.values())
         return left
 
     def evict_end(self, run: Run, most: int) -> int:

@@ -642,6 +642,15 @@ class TieredMemory:
             self._drain()
             self.trim(all_free=True)
 
+    def give_back(self) -> None:
+        """Give back what is free, slots that copies still use included: it waits for copies where there are such."""
+        with self.lock, self.change:
+            for device in self._devices.values():
+                device.poll()
+            if any(pool.held for pool in self._all_pools()):
+                self._drain()
+            self.trim(all_free=True)
+
     def _drain(self) -> None:
         for device in self._devices.values():
             device.engine.drain()

@@ -211,16 +211,18 @@ def test_who_is_refused_room_ends_the_load(tmp_path: Path, monkeypatch: pytest.M
         forward(self, *args)
 
     inputs = ones(grown(history, 7))
-    least, steps = 8 * 2**10, 0
+    least, named = 8 * 2**10, [8 * 2**10]
     with store_of(model, host_budget=least) as store:
-        while steps < 20:
+        while len(named) < 20:
             try:
                 store.generate(**inputs, **GREEDY)
                 break
             except BudgetError as refused:  # names what its next step needs
-                least, steps = refused.needed, steps + 1
+                least = refused.needed
+                named.append(least)
                 store.memory.resize(host_budget=least)
-    assert 0 < steps < 20
+    assert 1 < len(named) < 20
+    assert named == sorted(set(named)), "a budget that is named is larger than the one that was refused"
     monkeypatch.setattr(archive, "_restore", noted)
     monkeypatch.setattr(prefix_reuse.PrefixReuse, "_forward", behind)
     for budget in (least, least * 5 // 4, least * 3 // 2, 2 * least):

@@ -34,9 +34,10 @@ def test_a_cache_on_a_shared_memory_gives_back_what_copies_were_still_using() ->
 
 @torch.no_grad()
 def test_a_copy_that_was_refused_is_not_in_the_memory_while_its_error_is_kept() -> None:
-    memory, model = TieredMemory(host_budget=30_000), tiny_model("llama")
+    memory, model = TieredMemory(host_budget=10**6), tiny_model("llama")
     cache = TieredKVCache(model.config, memory=memory, block_size=4)
     model(input_ids=prompt_ids(rows=1, length=45), past_key_values=cache)
+    memory.resize(host_budget=memory.stats.host.bytes + 8192)  # less than the copy takes
     with pytest.raises(BudgetError) as kept:
         copy.deepcopy(cache)
     cache.close()
@@ -53,7 +54,22 @@ def test_a_forward_that_was_refused_is_no_step_and_a_copy_is_no_fallback() -> No
             model(input_ids=prompt_ids(rows=1, length=500), past_key_values=cache)
         assert cache.stats.steps == 1
         copy.deepcopy(cache).close()
-        assert cache.stats.dense_fallbacks == 0
+        assert cache.stats.dense_fallbacks == cache.stats.dense_reads == 0
+
+
+def test_a_forward_whose_later_layer_was_refused_is_no_step() -> None:
+    """In its second layer rows share less than in the first, which the step was admitted with."""
+    equal, apart = torch.zeros(4, 1, 40, 4), torch.randn(4, 1, 40, 4)
+    for forwards in (0, 1):
+        with TieredKVCache(host_budget=6_000, block_size=4) as cache:
+            for _ in range(forwards):
+                for layer in range(2):
+                    cache.update(equal[:, :, :4], equal[:, :, :4], layer)
+            cache.update(equal, equal, 0)
+            with pytest.raises(BudgetError):
+                cache.update(apart, apart, 1)
+            assert cache.stats.steps == forwards
+            assert cache.get_seq_length() == 4 * forwards
 
 
 @pytest.mark.skipif(not ON_HOST, reason="budgets are emulated")
