@@ -71,9 +71,10 @@ class Fork:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """As long as it runs."""
+        """As long as it runs. It may have ended, and been waited for by the process that began it."""
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         """What it prints, until it ends; killed when its time is up."""

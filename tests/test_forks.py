@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import forks
@@ -48,3 +49,12 @@ def test_a_program_ends_as_in_a_python_of_its_own(code: str, status: int, said: 
 def test_a_program_whose_time_is_up_is_killed() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         forks.run("import time; time.sleep(60)", timeout=0.1)
+
+
+def test_a_signal_to_a_program_that_has_ended_is_nothing() -> None:
+    program = forks.Fork("import time; time.sleep(60)")
+    for _ in range(20):  # the first one ends it, and somebody else waits for it
+        program.send_signal(signal.SIGKILL)
+        time.sleep(0.01)
+    assert program.wait() == -signal.SIGKILL
+    program.close()
