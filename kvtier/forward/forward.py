@@ -27,7 +27,8 @@ from kvtier.memory.audit import Audit
 from kvtier.memory.block import Pools
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout, in_one_dtype
-from kvtier.memory.tiered import TieredMemory, too_small
+from kvtier.memory.shortage import too_small
+from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.admission import Claim
 from kvtier.planning.step import StepRecord
 from kvtier.stats import LayerResidency, Progress

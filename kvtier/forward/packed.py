@@ -18,7 +18,8 @@ from kvtier.forward.sub_batch import MAX_SHORT, PackedSequence, Segment, SubBatc
 from kvtier.memory.block import State
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout
-from kvtier.memory.tiered import TieredMemory, too_small
+from kvtier.memory.shortage import too_small
+from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.admission import Claim
 from kvtier.planning.step import StepRecord
 from kvtier.tables.layer import LayerKV

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from kvtier.errors import BudgetError, TransferError
-from kvtier.memory import reclaim, residency
+from kvtier.memory import reclaim, residency, shortage
 from kvtier.memory.audit import Audit
 from kvtier.memory.block import BlockSet, Pools, Run, State
 from kvtier.memory.buffers import Reclaimable
@@ -339,7 +339,7 @@ class ComputeDevice:
         blocks = run.blocks
         found = self.host.take(blocks.pools.host, run.count, blocks.last_host, required=True)
         if found is None:
-            raise self._host_is_full(blocks.pools.layout.nbytes)
+            raise shortage.both_full(self.host.slabs.budget, blocks.pools.layout.nbytes)
         start, n = found
         if run.state is not State.DEVICE or run.parts is not None:  # making room has changed it
             blocks.pools.host.give(start, n)
@@ -452,32 +452,11 @@ class ComputeDevice:
     def shortage(self, missing: int) -> BudgetError:
         """The error where `missing` bytes are not to be had, although the step was admitted."""
         budget = self.home.budget
-        needed = budget.used + missing
         if self.home.shrunk:
-            return BudgetError(
-                f"{self.device} has no memory for more than the {budget.limit} bytes that the cache holds there, and "
-                f"nothing of it can move; {missing} more are needed. Leave the device more room, or drop tokens with "
-                "`crop`.",
-                tier=budget.tier,
-                needed=needed,
-                budget=budget.limit,
-            )
+            return shortage.no_device_memory(budget, missing, self.name)
         if self._withheld:
-            return BudgetError(
-                f"The {budget.tier} budget of {budget.limit} bytes is full and {missing} more are needed: "
-                f"{type(self.policy).__name__}.victims names too few blocks to evict, {self._withheld} more could "
-                f"leave. Let it name as many as it is asked for, or give {budget.tier}_budget={needed} or more.",
-                tier=budget.tier,
-                needed=needed,
-                budget=budget.limit,
-            )
-        return BudgetError(
-            f"The {budget.tier} budget of {budget.limit} bytes is full and nothing in it can move; {missing} more are "
-            f"needed. Give {budget.tier}_budget={needed} or more, or drop tokens with `crop`.",
-            tier=budget.tier,
-            needed=needed,
-            budget=budget.limit,
-        )
+            return shortage.withheld(budget, missing, type(self.policy).__name__, self._withheld)
+        return shortage.full(budget, missing)
 
     def _take(
         self,
@@ -672,17 +651,6 @@ class ComputeDevice:
                         self.host.poll()
                         return True
         return False
-
-    def _host_is_full(self, missing: int) -> BudgetError:
-        budget = self.host.slabs.budget
-        needed = budget.used + missing
-        return BudgetError(
-            f"The host budget of {budget.limit} bytes is full and the device budget too. The next block needs {needed} "
-            "bytes of host_budget. Give more of either, or drop tokens with `crop`.",
-            tier=budget.tier,
-            needed=needed,
-            budget=budget.limit,
-        )
 
     def recount(self) -> None:
         """After a change was cut short, and all sets were repaired: count again what is counted over sets."""

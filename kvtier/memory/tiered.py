@@ -25,8 +25,8 @@ from kvtier.config import (
     resolve_size,
     warn_if_beyond,
 )
-from kvtier.errors import BudgetError, ClosedError, ConfigError, MemoryInUseError
-from kvtier.memory import integrity, measured, residency, system
+from kvtier.errors import ClosedError, ConfigError, MemoryInUseError
+from kvtier.memory import integrity, measured, recovery, shortage, system, usage
 from kvtier.memory.audit import Audit
 from kvtier.memory.block import BlockSet, State
 from kvtier.memory.buffers import IoBuffers, Workspace
@@ -148,7 +148,6 @@ class TieredMemory:
         self._owners: dict[int, Owner] = {}
         self._numbers = itertools.count()
         self._devices: dict[torch.device, ComputeDevice] = {}
-        #: Devices of which the policy has been told what is stored.
         #: By the name of a device, what is stored of it: what `calibrate` has measured; None: nothing.
         self.rates: dict[str, Rates | None] = {}
         self._abandoned: deque[Callable[[], None]] = deque()
@@ -484,7 +483,7 @@ class TieredMemory:
             for device in self._devices.values():
                 refused = self.admit(Owner(-1), device, lambda limit: Claim())
                 if refused is not None:
-                    raise too_small(*refused, "What the caches hold needs")
+                    raise shortage.too_small(*refused, "What the caches hold needs")
             # What leaves one tier may need what another one gains. Readers are waited for: who is admitted meanwhile is
             # promised no more than there will be.
             for slabs, limit in limits.items():
@@ -514,7 +513,7 @@ class TieredMemory:
                 device.make_room(budget.limit - limit)
                 return
         if not self.host.make_room(budget.limit - limit):
-            raise too_small(slabs, budget.used, "What the caches hold needs")
+            raise shortage.too_small(slabs, budget.used, "What the caches hold needs")
 
     def trim(self, *, all_free: bool = False) -> None:
         """Give back slabs that are wholly free: all, or where much is free. The caller holds the lock."""
@@ -579,62 +578,12 @@ class TieredMemory:
         self.close()
 
     def _recover(self) -> None:
-        """After a change was cut short: settle every copy, list what owners have, and free all slots that no run has,
-        and all slabs that nobody has."""
+        """After a change was cut short: settle every copy, and free all that nobody has."""
         while self.readers.wait():
             pass  # other threads read slots that nobody owns any more
         self._drain()
-        for each in self.parked:
-            each.unlist()
-        self._list_again()
-        used: dict[BlockPool, list[tuple[int, int]]] = {}
-        for device in self._devices.values():
-            for blocks in device.sets:
-                if blocks.parked:
-                    blocks.recount()
-                residency.repair(blocks)
-                for run in blocks.runs:
-                    for pool, slot in ((blocks.pools.device, run.device), (blocks.pools.host, run.host)):
-                        if pool is not None and slot is not None:
-                            used.setdefault(pool, []).append((slot, run.count))
-        slabs: dict[SlabAllocator, list[torch.Tensor]] = {x.home: [] for x in self._devices.values()}
-        if self._host is not None:
-            slabs[self._host.slabs] = []
-        for owner in self._owners.values():
-            for where, space in owner.workspaces.items():
-                slabs[where.home] += space.slabs
-            for buffers in owner.io_buffers.values():
-                slabs[self.host.slabs] += buffers.slabs
-        for pool in self._all_pools():
-            slabs[pool.allocator] += [slab.data for slab in pool.slabs]
-        for allocator, owned in slabs.items():
-            allocator.keep(owned)
-        for pool in self._all_pools():
-            pool.reset(used.get(pool, []))
-        for device in self._devices.values():
-            device.recount()
-        for each in self.parked:
-            each.recover()
+        recovery.recover(self._host, self.devices, self.owners, self.parked)
         self.interrupted = False
-
-    def _list_again(self) -> None:
-        """Sets, workspaces and buffers are listed where they are looked for, as their owners have them."""
-        owners = self._owners.values()
-        devices = {pools: device for device in self._devices.values() for pools in device.all_pools}
-        mine = [blocks for owner in owners for blocks in owner.sets]
-        for device in self._devices.values():
-            device.sets[:] = [blocks for blocks in mine if devices[blocks.pools] is device]
-            device.reclaimable[:] = [
-                space for owner in owners for where, space in owner.workspaces.items() if where is device
-            ]
-            if device.slabs is None:
-                device.reclaimable.clear()
-        if self._host is not None:
-            self._host.sets[:] = mine
-            self._host.reclaimable[:] = [
-                space for owner in owners for where, space in owner.workspaces.items() if where.slabs is None
-            ]
-            self._host.reclaimable += [buffers for owner in owners for buffers in owner.io_buffers.values()]
 
     def drain(self) -> None:
         """Block until no copy is under way, and give back what is free then."""
@@ -691,15 +640,9 @@ class TieredMemory:
                 name: TierStats(given[name] or last.budget, 0, last.peak_bytes, 0, 0, 0, 0, 0)
                 for name, last in gone.items()
             }
-        spaces = [x for owner in self._owners.values() for x in owner.workspaces.items()]
-        on_device = sum(space.nbytes for where, space in spaces if where.slabs is not None)
-        on_host = sum(space.nbytes for where, space in spaces if where.slabs is None)
-        buffers = sum(b.nbytes for owner in self._owners.values() for b in owner.io_buffers.values())
-        devices = [d for d in self._devices.values() if d.slabs is not None]
-        device = _tier([d.slabs for d in devices if d.slabs], [p for d in devices for p in d.device_pools], on_device)
-        host = _tier([self._host.slabs], list(self._host.pools.values()), on_host, buffers)
-        if not devices and (given_bytes := self.options.device_bytes()):
-            device = TierStats(given_bytes, 0, 0, 0, 0, 0, 0, 0)
+        device, host = usage.tiers(self._host, self.devices, self.owners)
+        if not device.budget and (given_bytes := self.options.device_bytes()):
+            device = replace(device, budget=given_bytes)
         return {"device": device, "host": host}
 
     def __repr__(self) -> str:
@@ -723,35 +666,9 @@ class TieredMemory:
             integrity.check(self._host, list(self._devices.values()), self._owners, self.readers)
 
 
-def _tier(slabs: list[SlabAllocator], pools: list[BlockPool], workspace: int, io_buffers: int = 0) -> TierStats:
-    return TierStats(
-        budget=sum(x.budget.limit for x in slabs),
-        bytes=sum(x.budget.used + x.budget.rounded for x in slabs),
-        peak_bytes=sum(x.budget.peak for x in slabs),
-        workspace_bytes=workspace,
-        io_buffer_bytes=io_buffers,
-        page_locked_bytes=sum(x.page_locked for x in slabs),
-        used_blocks=sum(p.used for p in pools),
-        free_blocks=sum(p.free for p in pools),
-    )
-
-
 def _fixed_point(demanded: Callable[[int], int], limit: int) -> int:
     """The smallest number above `limit`, for which too much is demanded, for which no more is demanded than itself."""
     # What is demanded never falls with the limit, so that no smaller number is passed over.
     while (needed := demanded(limit)) > limit:
         limit = needed
     return limit
-
-
-def too_small(slabs: SlabAllocator, needed: int, what: str) -> BudgetError:
-    """The error for a budget that is too small, before anything changes."""
-    budget = slabs.budget
-    return BudgetError(
-        f"{budget.tier}_budget is {budget.limit} bytes ({format_size(budget.limit)}). {what} at least {needed} bytes "
-        f"({format_size(needed)}). "
-        f"Nothing was changed. Give {budget.tier}_budget={needed} or more, as an option or by `resize`.",
-        tier=budget.tier,
-        needed=needed,
-        budget=budget.limit,
-    )

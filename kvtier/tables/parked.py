@@ -18,7 +18,8 @@ from kvtier.memory import audit
 from kvtier.memory.block import RESIDENT, BlockSet, Pools, Run, State
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout
-from kvtier.memory.tiered import TieredMemory, too_small
+from kvtier.memory.shortage import too_small
+from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.admission import Claim
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.table import BlockTable, distinct

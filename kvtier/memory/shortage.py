@@ -1,0 +1,72 @@
+"""The errors for budgets that are too small: each says which budget would do."""
+
+from __future__ import annotations
+
+from kvtier.config import format_size
+from kvtier.errors import BudgetError
+from kvtier.memory.slabs import Budget, SlabAllocator
+
+
+def too_small(slabs: SlabAllocator, needed: int, what: str) -> BudgetError:
+    """Refused before anything changes.
+
+    Args:
+        slabs, needed: as `TieredMemory.admit` answers.
+        what: subject and verb of what needs so much.
+    """
+    budget = slabs.budget
+    return _error(
+        f"{budget.tier}_budget is {budget.limit} bytes ({format_size(budget.limit)}). {what} at least {needed} bytes "
+        f"({format_size(needed)}). "
+        f"Nothing was changed. Give {budget.tier}_budget={needed} or more, as an option or by `resize`.",
+        budget,
+        needed,
+    )
+
+
+def no_device_memory(budget: Budget, missing: int, device: str) -> BudgetError:
+    """The machine does not have what the budget allows, and nothing that is there can move."""
+    return _error(
+        f"{device} has no memory for more than the {budget.limit} bytes that the cache holds there, and nothing of it "
+        f"can move; {missing} more are needed. Leave the device more room, or drop tokens with `crop`.",
+        budget,
+        budget.used + missing,
+    )
+
+
+def withheld(budget: Budget, missing: int, policy: str, blocks: int) -> BudgetError:
+    """A policy named too few victims, and `blocks` more could leave."""
+    needed = budget.used + missing
+    return _error(
+        f"The {budget.tier} budget of {budget.limit} bytes is full and {missing} more are needed: {policy}.victims "
+        f"names too few blocks to evict, {blocks} more could leave. Let it name as many as it is asked for, or give "
+        f"{budget.tier}_budget={needed} or more.",
+        budget,
+        needed,
+    )
+
+
+def full(budget: Budget, missing: int) -> BudgetError:
+    """Nothing in a tier can move."""
+    needed = budget.used + missing
+    return _error(
+        f"The {budget.tier} budget of {budget.limit} bytes is full and nothing in it can move; {missing} more are "
+        f"needed. Give {budget.tier}_budget={needed} or more, or drop tokens with `crop`.",
+        budget,
+        needed,
+    )
+
+
+def both_full(host: Budget, missing: int) -> BudgetError:
+    """A block has to leave a device, and the host has no slot for it."""
+    needed = host.used + missing
+    return _error(
+        f"The host budget of {host.limit} bytes is full and the device budget too. The next block needs {needed} bytes "
+        "of host_budget. Give more of either, or drop tokens with `crop`.",
+        host,
+        needed,
+    )
+
+
+def _error(message: str, budget: Budget, needed: int) -> BudgetError:
+    return BudgetError(message, tier=budget.tier, needed=needed, budget=budget.limit)
