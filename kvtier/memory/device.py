@@ -373,37 +373,10 @@ class ComputeDevice:
         if not runs:
             return []
         pools = runs[0].blocks.pools
-        assert pools.device is not None
         self.poll()
         self._pack(pools, keep)
         behind: list[Event] = []
-        chosen: list[tuple[Run, int]] = []
-        try:
-            last: int | None = None
-            for run in runs:
-                rest: Run | None = run
-                while rest is not None and most > 0:
-                    if evict and not chosen:
-                        start, n = self._take(pools, min(rest.count, most), last, keep=keep, behind=behind)
-                    else:
-                        found = self._take_free(pools.device, min(rest.count, most), last, behind)
-                        if found is None:
-                            most = 0
-                            break
-                        start, n = found
-                    if rest.parts is not None or rest.state is not State.HOST:  # making room has brought it
-                        pools.device.give(start, n, self.fence())
-                        break
-                    part, rest = residency.cut(rest, n) if n < rest.count else (rest, None)
-                    chosen.append((part, start))
-                    last = start + n - 1
-                    most -= n
-            if self.audit is not None:
-                self.audit.moved([run for run, _ in chosen])
-        except BaseException:
-            for run, start in chosen:
-                pools.device.give(start, run.count, self.fence())
-            raise
+        chosen = self._places(pools, runs, most, keep, behind, evict=evict)
         if not chosen:
             return []
         if self._poison:
@@ -421,6 +394,49 @@ class ComputeDevice:
                 transfer.wait()  # raises
             return []
         return [run for run, _ in chosen]
+
+    def _places(
+        self, pools: Pools, runs: Sequence[Run], most: int, keep: BlockSet | None, behind: list[Event], *, evict: bool
+    ) -> list[tuple[Run, int]]:
+        """Take device slots for the first `most` blocks of runs, or for as many as there is room for.
+
+        Args:
+            behind: gets what a copy into these slots waits for.
+            pools, runs, most, keep, evict: see `fetch`.
+
+        Returns:
+            Parts of the runs, and where the slots of each begin.
+        """
+        assert pools.device is not None
+        chosen: list[tuple[Run, int]] = []
+        try:
+            last: int | None = None
+            for run in runs:
+                rest: Run | None = run
+                while rest is not None and most > 0:
+                    wanted = min(rest.count, most)
+                    if evict and not chosen:
+                        start, n = self._take(pools, wanted, last, keep=keep, behind=behind)
+                    else:
+                        found = self._take_free(pools.device, wanted, last, behind)
+                        if found is None:
+                            most = 0
+                            break
+                        start, n = found
+                    if rest.parts is not None or rest.state is not State.HOST:  # making room has brought it
+                        pools.device.give(start, n, self.fence())
+                        break
+                    part, rest = residency.cut(rest, n) if n < rest.count else (rest, None)
+                    chosen.append((part, start))
+                    last = start + n - 1
+                    most -= n
+            if self.audit is not None:
+                self.audit.moved([run for run, _ in chosen])
+        except BaseException:
+            for run, start in chosen:
+                pools.device.give(start, run.count, self.fence())
+            raise
+        return chosen
 
     # Room
 
@@ -522,17 +538,10 @@ class ComputeDevice:
         try:
             if self.evict(pools, self._batch(pool, count), keep) and pool.obtainable(ordered=True):
                 return True
-            if self._reclaim(pool.layout.nbytes, keep) and self._grow(pool):
+            if self._slab_of_others(pool, keep):
                 return True
         except BudgetError:
-            # The host is full too: what was fetched ahead must go before anything is refused, and what other layouts
-            # leave free. Looked at again, for the host may have waited for readers, and let other threads free some.
-            now = reclaim.free_bytes(self.device_pools)
-            if (
-                not self._cancel()
-                and now <= free
-                and not (now >= pool.layout.nbytes and self._reclaim(pool.layout.nbytes, keep) and self._grow(pool))
-            ):
+            if not self._free_although_host_is_full(pool, free, keep):
                 raise
             return True
         # Looked at again: while others were asked, a device may have come by what held a slot.
@@ -543,6 +552,21 @@ class ComputeDevice:
             return False
         self.note_writes()
         return True
+
+    def _slab_of_others(self, pool: BlockPool, keep: BlockSet | None) -> bool:
+        """Give a pool a slab for one block at least, of memory that other layouts give back. Whether it got one."""
+        return self._reclaim(pool.layout.nbytes, keep) and self._grow(pool)
+
+    def _free_although_host_is_full(self, pool: BlockPool, before: int, keep: BlockSet | None) -> bool:
+        """Nothing can leave for the host: what was fetched ahead goes before anything is refused, and what other
+        layouts leave free. Whether a slot may be free now.
+
+        Args:
+            before: bytes of free slots when nothing had been tried yet. The host may have waited for readers since, and
+                let other threads free some.
+        """
+        free = reclaim.free_bytes(self.device_pools)
+        return self._cancel() or free > before or (free >= pool.layout.nbytes and self._slab_of_others(pool, keep))
 
     def _batch(self, pool: BlockPool, count: int) -> int:
         """Slots to free together where `count` are wanted: where there are many, so that they are neighbours."""
