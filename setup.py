@@ -46,11 +46,12 @@ class BuildNative(Command):
         try:
             if self.editable_mode:
                 native.update()
-            elif native.is_current(native.TARGET):
+            elif os.access(native.TARGET.parent, os.W_OK):
+                # Into the tree too: whoever runs Python in it imports what is there, not what is installed.
+                native.update()
                 packaged.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(native.TARGET, packaged)
             else:
-                # Not into the tree: that may be read-only.
                 native.build(packaged)
             self.compiled = True
         except native.BuildError as error:

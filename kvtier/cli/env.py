@@ -18,6 +18,8 @@ from kvtier.errors import KVTierError
 
 #: The oldest versions that kvtier works with, and those of what it can do without.
 OLDEST = {"torch": (2, 11), "transformers": (5, 17)}
+#: The first versions that it does not work with.
+TOO_NEW = {"transformers": (5, 24)}
 OPTIONAL = {"triton": (3, 6)}
 #: What of the environment kvtier reads.
 VARIABLES = ("KVTIER_CPU", "KVTIER_KERNELS", "KVTIER_PROFILE", "TRITON_INTERPRET")
@@ -99,6 +101,10 @@ def _versions(problems: list[str], notes: list[str]) -> dict[str, str | None]:
                 told.append(f"{name} is not installed: kvtier needs {least} or newer.")
             elif version is not None and _numbers(version) < oldest:
                 told.append(f"{name} is {version}: kvtier needs {least} or newer.")
+    for name, first in TOO_NEW.items():
+        version, least = found[name], ".".join(map(str, first))
+        if version is not None and _numbers(version) >= first:
+            problems.append(f"{name} is {version}: kvtier needs one before {least} (`pip install '{name}<{least}'`).")
     return found
 
 

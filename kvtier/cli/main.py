@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1: the answer is no; 2: an error, told in a sentence on stderr; 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="kvtier", description="A tiered KV cache for Hugging Face Transformers.")
+    parser.add_argument("--version", action="version", version=f"kvtier {sys.modules['kvtier'].__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     plan.add(commands)
     chat.add(commands)

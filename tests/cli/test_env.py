@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import kvtier
 from kvtier import TieredKVCache, profile
+from kvtier.cli.env import TOO_NEW, environment
 from kvtier.cli.main import main
 from kvtier.cpu import native
 from kvtier.kernels import launch
@@ -84,6 +86,22 @@ def test_a_device_is_shown_and_one_that_does_not_answer_is_a_problem(
     assert "cuda:0: A device, capability 9.0" in out
     assert 'device_budget="auto" is 56 GiB' in out
     assert "problem   cuda:1" in out
+
+
+@pytest.mark.parametrize(("version", "works"), [("5.23.0", True), ("5.24.0", False), ("6.0.0.dev0", False)])
+def test_a_version_that_is_too_new_is_a_problem(version: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.metadata.version
+    told = {"transformers": version}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: told.get(name) or installed(name))
+    problems = environment()["problems"]
+    assert [x.split(":")[0] for x in problems] == ([] if works else [f"transformers is {version}"])
+
+
+def test_what_is_too_new_is_what_packages_refuse() -> None:
+    project = tomllib.loads((Path(kvtier.__file__).parent.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    for name, first in TOO_NEW.items():
+        (requirement,) = (x for x in project["dependencies"] if x.startswith(name))
+        assert requirement.endswith(f",<{'.'.join(map(str, first))}")
 
 
 @pytest.mark.parametrize(

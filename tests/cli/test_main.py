@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import kvtier
 from kvtier.cli.main import main
 
 
@@ -14,6 +15,13 @@ def test_without_a_command_all_of_them_are_listed(capsys: pytest.CaptureFixture[
     assert main([]) == 2
     listed = capsys.readouterr().err
     assert all(name in listed for name in ("plan", "chat", "serve", "store", "env", "bench", "calibrate", "replay"))
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"kvtier {kvtier.__version__}\n"
 
 
 def test_the_parser_loads_neither_torch_nor_transformers() -> None:
