@@ -242,11 +242,13 @@ class Run:
 
     def leaves(self) -> Iterator[Run]:
         """This run, or in order those that it was cut into."""
-        if self.parts is None:
-            yield self
-        else:
-            yield from self.parts[0].leaves()
-            yield from self.parts[1].leaves()
+        left = [self]  # a stack: who gives up block by block is cut thousands of times before its table is read
+        while left:
+            run = left.pop()
+            if run.parts is None:
+                yield run
+            else:
+                left += reversed(run.parts)
 
     def __repr__(self) -> str:
         return f"Run({self.count} x {self.state.name}, device={self.device}, host={self.host}, refs={self.refs})"

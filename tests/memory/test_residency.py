@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -17,9 +18,10 @@ from kvtier.memory.pool import BlockPool
 from kvtier.memory.residency import ONE_TIER, TWO_TIERS, Operation
 from kvtier.memory.slabs import Budget, SlabAllocator
 from kvtier.stats import Counters
+from kvtier.tables.table import BlockTable
 from kvtier.transfer.doubles import FailingTransfers, HeldTransfers
+from kvtier.transfer.engine import InlineTransfers, Transfer, TransferEngine
 from kvtier.transfer.engine import State as TransferState
-from kvtier.transfer.engine import Transfer, TransferEngine
 
 LAYOUT = BlockLayout(1, 1, 4, 4, 2, torch.float32)
 CPU = torch.device("cpu")
@@ -208,6 +210,23 @@ def test_a_run_may_be_cut_in_any_state_and_both_parts_go_their_way(state: State,
         residency.evict(left, None)
         assert (left.state, right.state) == (State.HOST, State.BOTH)
         world.check()
+
+
+def test_a_table_that_nobody_reads_while_its_run_is_cut_thousands_of_times_has_all_parts_in_order() -> None:
+    """As an idle cache's whose blocks leave the device a few at a time, for another cache of the memory."""
+    count = 2 * sys.getrecursionlimit()
+    pool = BlockPool(LAYOUT, SlabAllocator(CPU, Budget("host", count * LAYOUT.nbytes)))
+    pool.grow(count)
+    blocks = BlockSet(0, 0, Pools(LAYOUT, None, pool, InlineTransfers(CPU)), Counters())
+    start, found = pool.take(count) or (0, 0)
+    assert found == count
+    rest = residency.allocate(blocks, start, count)
+    table = BlockTable(count * LAYOUT.block_size, [rest])
+    residency.seal(rest)
+    for i in range(count - 1):  # from either end
+        left, right = residency.cut(rest, 1 if i % 2 else rest.count - 1)
+        rest = right if i % 2 else left
+    assert [run.host for run in table.resolve()] == list(range(start, start + count))
 
 
 @pytest.mark.parametrize("state", [State.DEVICE, State.BOTH, State.HOST])
