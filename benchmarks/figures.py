@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -246,11 +247,14 @@ def targets_table() -> str:
             if "target" in record:
                 context = record.get("workload", {}).get("context", "")
                 last[record["scenario"], record["target"], str(context)] = record
-    rows = [
-        [f"{r['scenario']}: {r['target'].replace('|', '/')}", number(r["figure"]), r["limit"], r["verdict"]]
-        for r in last.values()
-        if r["figure"] is not None
-    ]
+    # What several contexts have under one name is told apart by these.
+    times = Counter((scenario, target) for scenario, target, _ in last)
+    rows = []
+    for (scenario, target, context), r in last.items():
+        if r["figure"] is not None:
+            where = f" (context {int(context):,})" if times[scenario, target] > 1 else ""
+            name = f"{scenario}: {target.replace('|', '/')}{where}"
+            rows.append([name, number(r["figure"]), r["limit"], r["verdict"]])
     return markdown(["target", "measured", "limit", "verdict"], rows)
 
 

@@ -30,6 +30,11 @@ def test_a_table_of_measurements_names_machine_and_commit(name: str) -> None:
         assert "AMD EPYC" in table
 
 
+def test_no_two_targets_have_the_same_name() -> None:
+    names = [row.split("|")[1] for row in figures.TABLES["targets"]().splitlines()]
+    assert len(names) == len(set(names))
+
+
 def test_a_table_that_differs_from_the_records_is_noticed() -> None:
     page = "<!-- figures: gains -->\n| 1 |\n<!-- end of figures -->"
     assert "32,768" in figures.with_tables(page)
