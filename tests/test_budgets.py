@@ -273,6 +273,7 @@ def test_budgets_may_be_written_in_every_way_and_are_shown_in_bytes() -> None:
         assert (cache.stats.device.budget, cache.stats.host.budget) == (device_bytes, host_bytes)
     for device, host in ((0.001, 0.002), ("auto", "auto")):
         cache = TieredKVCache(CONFIG, device_budget=device, host_budget=host, block_size=64)
+        assert cache.stats.host.budget > 10**6, "before the first forward: what it would be now"
         cache.update(x, x, 0)
         assert cache.stats.device.budget > 10**6
         assert cache.stats.host.budget > 10**6

@@ -33,7 +33,7 @@ from kvtier.hf.model_config import (
     transformers_layers,
     updated_by_every_forward,
 )
-from kvtier.hf.resident import WINDOW, RecurrentFace, RecurrentStates, check_resident, resident_bytes
+from kvtier.hf.resident import WINDOW, RecurrentFace, RecurrentStates, check_crop, check_resident, resident_bytes
 from kvtier.hf.rows import row_indices, whole_number
 from kvtier.hf.threads import check_alone
 from kvtier.memory.tiered import TieredMemory
@@ -357,7 +357,9 @@ class TieredKVCache(RecurrentFace):
         """Remove the last `-tokens_to_remove` tokens. Drops the tokens of an unfinished forward first.
 
         Raises:
-            ConfigError: not a whole number; nothing was changed.
+            ConfigError: not a whole number, or a positive one where Transformers takes none.
+            UnsupportedError: a layer has let go of what it would go back to, as a full sliding window has, or keeps a
+                recurrent state. Nothing was cropped.
         """
         self._check_ours()
         tokens_to_remove = whole_number("crop", tokens_to_remove)
@@ -367,6 +369,7 @@ class TieredKVCache(RecurrentFace):
         if unfinished:
             self._drop_unfinished()
         if tokens_to_remove:
+            check_crop(self.layers, tokens_to_remove)
             self._change("crop", tokens_to_remove)
             return
         for layer in self.layers:

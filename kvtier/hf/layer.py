@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from kvtier.attention.reader import LayerReader
-from kvtier.errors import MismatchError, UnsupportedError
+from kvtier.errors import ConfigError, MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
 from kvtier.forward.token import NextToken
 from kvtier.hf import rows
@@ -26,6 +26,18 @@ _Moment = tuple[LayerReader, int, int]
 
 class _NotKept(UnsupportedError, AttributeError):
     """An attribute that only layers of another kind have; for `hasattr`, one that is missing."""
+
+
+def check_meant(tokens_to_remove: int) -> None:
+    """Warn, or raise `ConfigError`, where the installed Transformers warns of what `crop` is given, or refuses it."""
+    if tokens_to_remove > 0:
+        try:
+            DynamicLayer().crop(tokens_to_remove)
+        except ValueError as error:
+            raise ConfigError(
+                f"crop({tokens_to_remove}): give minus the number of tokens to remove, crop(-{tokens_to_remove}) for "
+                f"{tokens_to_remove} of them. Nothing was changed."
+            ) from error
 
 
 class TieredLayer(DynamicLayer):
@@ -295,7 +307,7 @@ class TieredLayer(DynamicLayer):
         tokens_to_remove = whole_number("crop", tokens_to_remove)
         length = self.get_seq_length()
         if tokens_to_remove > 0:
-            DynamicLayer().crop(tokens_to_remove)  # warns or raises as Transformers does
+            check_meant(tokens_to_remove)
             kept = min(tokens_to_remove, length)
         else:
             kept = max(length + tokens_to_remove, 0)

@@ -9,14 +9,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 from transformers.configuration_utils import PretrainedConfig
 
-from kvtier.errors import MismatchError
+from kvtier.errors import MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
 from kvtier.forward.steps import RecurrentPart
 from kvtier.hf.caller import Caller
-from kvtier.hf.layer import TieredLayer
+from kvtier.hf.layer import TieredLayer, check_meant
 from kvtier.hf.model_config import not_kept
 
 #: What an update of a sliding layer changes.
@@ -40,6 +45,50 @@ def check_resident(index: int, layer: Any, keys: torch.Tensor, values: torch.Ten
                 f"{tuple(new.shape)} in {new.dtype} on {new.device}. A cache serves one model, dtype and batch; "
                 "`reset()` empties it."
             )
+
+
+def check_crop(layers: Sequence[Any], tokens_to_remove: int) -> None:
+    """Raise before `crop` changes some layers of a cache where others would refuse it, or go back wrongly in silence.
+
+    Raises:
+        ConfigError: a positive number, where the installed Transformers refuses it.
+        UnsupportedError: a layer does not hold what it would go back to.
+    """
+    for index, layer in enumerate(layers):
+        why = None if isinstance(layer, TieredLayer) else _cannot_go_back(layer, tokens_to_remove)
+        if why is not None:
+            raise UnsupportedError(
+                f"crop({tokens_to_remove}): layer {index} ({type(layer).__name__}) {why}. Nothing was cropped. "
+                "`reset()` the cache and compute the tokens again, as `keep_prefix` does. Windows and convolutions can "
+                "be cropped if `cache.activate_past_recording()` is called before the first forward."
+            )
+    check_meant(tokens_to_remove)
+
+
+def _cannot_go_back(layer: Any, tokens_to_remove: int) -> str | None:
+    """Why a layer of Transformers' cannot be cropped; None if it can."""
+    removed = abs(tokens_to_remove)
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if any(layer.is_recurrent_states_initialized.values()):
+            return "keeps a recurrent state, which no token can be taken back from"
+        kernels = [
+            (x.shape[-1], layer.conv_kernel_size[i])
+            for i, x in layer.conv_states.items()
+            if isinstance(x, torch.Tensor)
+        ]
+        if kernels and not layer.record_past:
+            return "keeps no more of the past than the next token needs"
+        if any(held - removed < kernel for held, kernel in kernels):
+            return "has recorded fewer tokens than that"
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window:
+        if not layer.record_past:
+            return "keeps no more of the past than its window"
+        if tokens_to_remove > 0:
+            return "takes minus the number of tokens to remove behind its window"
+        left = max(layer.get_seq_length() - removed, 0)
+        if layer.keys.shape[-2] - removed < min(layer.sliding_window - 1, left):
+            return "has recorded fewer tokens than that"
+    return None
 
 
 def resident_bytes(layer: Any) -> int:

@@ -311,18 +311,16 @@ class TieredMemory:
     def host(self) -> HostTier:
         """The host tier, made on first use."""
         if self._host is None:
-            limit = resolve_size(
-                "host_budget",
-                self.options.host_budget,
-                system.free_host_memory(),
-                HOST_RESERVE,
-                HOST_RESERVE_SHARE,
-            )
-            self._host = HostTier(limit, self.readers, poison=self._poison)
+            self._host = HostTier(self._host_limit(self.options, 0), self.readers, poison=self._poison)
             self._host.promote = lambda layout: any(device.promote(layout) for device in self.devices)
             self._host.drain = self._drain
             self._host.parked = self.parked
         return self._host
+
+    def _host_limit(self, options: MemoryOptions, used: int) -> int:
+        """The host budget in bytes, as it is resolved now that `used` bytes are taken already."""
+        free = system.free_host_memory() + used
+        return resolve_size("host_budget", options.host_budget, free, HOST_RESERVE, HOST_RESERVE_SHARE)
 
     def block_set(self, owner: Owner, device: ComputeDevice, layout: BlockLayout, layer: int) -> BlockSet:
         """A new set of blocks of an owner."""
@@ -468,10 +466,7 @@ class TieredMemory:
                         DEVICE_RESERVE_SHARE,
                     )
             if host_budget is not None and self._host is not None:
-                free = system.free_host_memory() + self._host.slabs.budget.used
-                limits[self._host.slabs] = resolve_size(
-                    "host_budget", options.host_budget, free, HOST_RESERVE, HOST_RESERVE_SHARE
-                )
+                limits[self._host.slabs] = self._host_limit(options, self._host.slabs.budget.used)
             self._resize(limits)
             self.options = options
 
@@ -636,10 +631,10 @@ class TieredMemory:
         if self._host is None:
             gone = self._peaks or {"device": NO_TIER, "host": NO_TIER}
             given = {"device": self.options.device_bytes(), "host": self.options.host_bytes()}
-            return {
-                name: TierStats(given[name] or last.budget, 0, last.peak_bytes, 0, 0, 0, 0, 0)
-                for name, last in gone.items()
-            }
+            budgets = {name: given[name] or last.budget for name, last in gone.items()}
+            if not (budgets["host"] or self.closed):  # "auto", or a share: what it would be if it were used now
+                budgets["host"] = self._host_limit(self.options, 0)
+            return {name: TierStats(budgets[name], 0, last.peak_bytes, 0, 0, 0, 0, 0) for name, last in gone.items()}
         device, host = usage.tiers(self._host, self.devices, self.owners)
         if not device.budget and (given_bytes := self.options.device_bytes()):
             device = replace(device, budget=given_bytes)

@@ -196,7 +196,7 @@ class LayerKV:
             self._trim(self.length)
             raise
         self.length += keys.shape[2]
-        if self.length % self.layout.block_size and len(self.tables) == self.batch:
+        if self.length % self.layout.block_size and 0 < len(self.tables) == self.batch:
             self._tails = writing.TailWriter.of(self.device, self.blocks, self.tables, self._prepared)
 
     def reserve(self, tokens: int) -> None:

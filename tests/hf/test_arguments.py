@@ -12,7 +12,7 @@ from families import dynamic_cache, prompt_ids, tiny_model
 from placements import alike, outcome
 from transformers import Cache, DynamicCache
 
-from kvtier import ConfigError, KVTierError, MismatchError, TieredKVCache
+from kvtier import ConfigError, KVTierError, MismatchError, TieredKVCache, UnsupportedError
 
 ROWS = 3
 #: Only full attention, full attention among windows, and with recurrent layers.
@@ -162,3 +162,36 @@ def test_keys_without_heads_or_width_are_refused_and_change_nothing(shape: tuple
         cache.check_integrity()
     cache.update(some, some, 0)
     assert cache.get_seq_length() == 3
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["as-made", "past-recorded"])
+@pytest.mark.parametrize("removed", [3, -1, -100])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "jamba"])
+def test_a_crop_goes_back_exactly_or_is_refused_before_anything_changes(
+    name: str, removed: int, recorded: bool
+) -> None:
+    """`DynamicCache` crops convolutions, and leaves recurrent states as they were; a window that has recorded fewer
+    tokens than are removed goes below zero."""
+    ids = prompt_ids(rows=ROWS, length=12, seed=1)
+    model, caches = tiny_model(name), [TieredKVCache(tiny_model(name).config, block_size=4) for _ in range(2)]
+    for cache in caches:
+        if recorded:
+            cache.activate_past_recording()
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache)
+    refusal = outcome(lambda: caches[0].crop(removed))
+    with torch.no_grad():
+        if refusal is None:
+            left = max(0, 12 + removed if removed < 0 else min(removed, 12))
+            assert caches[0].get_seq_length() == left
+            expected = model(input_ids=torch.cat([ids[:, :left], prompt_ids(rows=ROWS, length=2, seed=3)], 1)).logits
+            assert torch.allclose(next_logits(name, caches[0]), expected[:, -2:], rtol=1e-4, atol=1e-3)
+        else:
+            assert isinstance(refusal, ConfigError | UnsupportedError), repr(refusal)
+            assert "cropped" in str(refusal) or removed > 0
+            for cache in caches:
+                cache.crop(0)  # as whoever records the past does behind each forward
+            assert alike(next_logits(name, caches[1]), next_logits(name, caches[0]))
+    caches[0].check_integrity()
+    assert (refusal is None) >= (name == "llama" and removed < 0)
+    assert (refusal is None) >= (name == "gemma3" and recorded and removed == -1)

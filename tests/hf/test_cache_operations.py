@@ -15,6 +15,7 @@ from placements import Placement, assert_same_as_dynamic_cache, tiered_cache
 from transformers import Cache, PreTrainedModel
 
 from kvtier import UnsupportedError
+from kvtier.cpu import native
 
 Scenario = Callable[[PreTrainedModel, Cache], Any]
 
@@ -228,6 +229,20 @@ def test_reset_gives_every_block_back() -> None:
     cache.reset()
     assert cache.stats.device.used_blocks == cache.stats.host.used_blocks == 0
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("library", [True, False], ids=["native", "torch"])
+def test_a_cache_whose_last_row_was_dropped_is_copied(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not library:
+        monkeypatch.setattr(native, "available", lambda: False)
+    model = tiny_model("llama")
+    cache = tiered_cache(model, block_size=4)
+    with torch.no_grad():
+        model(input_ids=prompt_ids(length=9), past_key_values=cache)
+    cache.batch_select_indices(torch.zeros(0, dtype=torch.long))
+    clone = copy.deepcopy(cache)
+    clone.check_integrity()
+    assert clone.layers[0].keys.shape == cache.layers[0].keys.shape == (0, 2, 9, 12)
 
 
 @pytest.mark.parametrize("block_size", [4, 64])
