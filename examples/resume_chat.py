@@ -25,7 +25,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     with kvtier.ConversationStore(model, directory=args.store, disk_budget="10GiB") as store:
         chat = store.open("alice")
-        print(f"{len(chat.messages) // 2} turns were there")
+        print(f"turns so far: {len(chat.messages) // 2}")
         print(chat.send(args.say, tokenizer=tokenizer, max_new_tokens=32))
         print(chat.reuse)  # tokens of the prompt: read from the disk, and computed
     # Leaving the store saved it.

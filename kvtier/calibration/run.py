@@ -122,9 +122,8 @@ def calibrate(
         what was measured, where it is stored, and all of it as a `HardwareProfile`.
 
     Raises:
-        ConfigError: `model_or_config` is neither; `block_size` is none; there is no such device, or the model is on
-            another one;
-            KVTIER_PROFILE is "off", or its folder cannot be written.
+        ConfigError: `model_or_config` is neither; `block_size` is not a whole number of at least 1; there is no such
+            device, or the model is on another one; KVTIER_PROFILE is "off", or its folder cannot be written.
         UnsupportedError: a CUDA graph is being captured.
     """
     shapes = STANDARD if model_or_config is None else shapes_of(model_or_config)

@@ -264,7 +264,12 @@ class Conversation:
         self.set_rank(ttl=ttl)
 
     def set_rank(self, *, pinned: bool | None = None, priority: int | None = None, ttl: float | None = None) -> None:
-        """Set some of `pinned`, `priority` and `ttl`, all or nothing; None stays as it is."""
+        """Set some of `pinned`, `priority` and `ttl`, all or nothing; None stays as it is.
+
+        Raises:
+            ConfigError: not a truth value, a whole number, a number of seconds.
+            BudgetError: see `pinned`. Nothing was changed.
+        """
         self._check_open()
         before = self.rank
         self.rank = rank_of(
@@ -306,7 +311,7 @@ class Conversation:
             timeout: seconds after which it ends, whatever has come until then.
 
         Raises:
-            ConfigError: a timeout that is none.
+            ConfigError: a timeout that is not a number of seconds.
         """
         self._check_open()
         wake = self.store.wake(self.ids, salt=self.salt, timeout=timeout)

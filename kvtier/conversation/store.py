@@ -54,7 +54,7 @@ class ConversationStore:
     What is kept is shared block by block, and takes no room that a call needs: it goes first, the longest unused first,
     its end first. Layers with windows or recurrent states are copied at the ends of prompts and turns and every
     `SPACING` tokens of a prompt, and a call continues from the last copy that is still valid. The copies have a
-    budget of their own.
+    budget of their own. The idea is Pensieve's (section 4); shared blocks are vLLM's.
 
     Args:
         model: of Transformers. Of an encoder-decoder, what the encoder gave is used again where a call has the same
@@ -441,7 +441,7 @@ class ConversationStore:
                 for room, or for copies of others, for half a minute.
 
         Raises:
-            ConfigError: a timeout that is none.
+            ConfigError: a timeout that is not a number of seconds.
         """
         self._check_open()
         if timeout is not None and (

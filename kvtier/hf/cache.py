@@ -152,8 +152,8 @@ class TieredKVCache(RecurrentFace):
         policy: decides what is fetched, evicted and written back: a `kvtier.Policy`, which `write_through` does not go
             with, or a name. "default" attends on the host to what is spilled; "adaptive" measures what the link and the
             host take, and shares the work between them, where copies go on while the device computes (elsewhere it is
-            the default); "all-attend", "all-fetch", "pie" and "neo" are for comparison. Without a device tier there
-            is nothing to decide.
+            the default); "all-attend", "all-fetch", "pie" (Pie, section 3.3) and "neo" (Neo, section 3.1) are for
+            comparison. Without a device tier there is nothing to decide.
         audit: whether blocks in host memory are compared with what was written there: "sampled" (the default), "full"
             or "off"; see `kvtier.TieredMemory`.
         memory: a `kvtier.TieredMemory` that other caches may use too; budgets, policy and audit are set there.
@@ -389,7 +389,7 @@ class TieredKVCache(RecurrentFace):
             cache.keep_prefix(inputs.input_ids, held_ids)
             held_ids = model.generate(**inputs, past_key_values=cache)
 
-        For who keeps token ids; `kvtier.ConversationStore` does that by itself, for any number of histories.
+        For callers that keep token ids; a `kvtier.ConversationStore` keeps them itself, for any number of histories.
 
         Args:
             new_ids: the next prompt, `[rows, tokens]`, or one row of numbers. Padded as what is held, if at all.

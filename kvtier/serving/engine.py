@@ -62,11 +62,12 @@ class Engine:
         max_batch_tokens: computed in one step, at the most.
         max_running: requests that run at a time.
         max_waiting: requests that wait, beyond which `add_request` refuses.
-        scheduler: "fair" (highest response ratio next), "fcfs" (first come, first served), or a `kvtier.Scheduler`.
+        scheduler: "fair" (highest response ratio next: AdaptiveLLM, section 4), "fcfs" (first come, first served), or a
+            `kvtier.Scheduler`.
         runner: "packed" (one forward for all), "ragged" (the same for models with recurrent states), "single" (a
             forward for each), or "auto": the first that gives the model's own scores in a trial of a few tokens.
         sub_batches: whether a step may be computed by two forwards that take turns, so that attention on the host hides
-            behind what the device computes; "auto": where that can be, and was tested.
+            behind what the device computes (Neo, section 3.1); "auto": where that can be, and was tested.
         spill: whether what runs may outgrow the device budget: its blocks are then on the host, too, attended to there
             or fetched for each step. False: what runs is on the device, and what outgrows that is preempted.
         preemption: how a request comes back that had to give up its blocks: "swap", its blocks wait on the host (where

@@ -55,7 +55,7 @@ class HardwareProfile:
         together: share of its rate that each direction keeps while the other is busy too; 1: each its own.
         host: attention on the host, by bytes of one layer's KV.
         device: attention on the device, by bytes of one layer's KV.
-        linear, prefill: of a model; None where none was named.
+        linear, prefill: of a model (AdaptiveLLM, section 3.2); None where none was named.
         model: which; "" for none.
         measured: names of the parts that were measured on this machine. All others are stated estimates.
         errors: of measured parts, the mean absolute relative error of predictions for sizes that were left out of the
