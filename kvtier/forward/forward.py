@@ -25,6 +25,7 @@ from kvtier.kernels.params import AttentionParams
 from kvtier.memory import system
 from kvtier.memory.audit import Audit
 from kvtier.memory.block import Pools
+from kvtier.memory.change import ask, undone
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout, in_one_dtype
 from kvtier.memory.shortage import too_small
@@ -129,7 +130,7 @@ class Forward(PlannedForward):
         if tokens >= LONG_PROMPT:
             # Without a config, nobody knows in a first forward how many layers come.
             layers = self._tiered or len(self.steps.expected or ())
-            progress(Progress(tokens, past, self._record.layers, layers, time.perf_counter() - self._began))
+            ask(progress, Progress(tokens, past, self._record.layers, layers, time.perf_counter() - self._began))
 
     def _append(self, layer: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         layer.check(keys, values)
@@ -179,9 +180,10 @@ class Forward(PlannedForward):
                     others = [reader.layer for reader in self.readers.values() if reader.device is new.device]
                     self._admit_new(others, new.layer, groups, keys.shape[2])
                     new.layer.append(keys, values, groups)
-            except Exception:
-                self._drop(new)
-                owner.claims, self._rooms = claims, rooms
+            except Exception as error:
+                if undone(error):
+                    self._drop(new)
+                    owner.claims, self._rooms = claims, rooms
                 raise
             self._install(new)
             if old is not None:

@@ -16,6 +16,7 @@ from kvtier.attention.reader import LayerReader
 from kvtier.config import CacheOptions, format_size
 from kvtier.forward.held import Held
 from kvtier.forward.schedule import Schedule
+from kvtier.memory.change import ask
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import checked_prediction
@@ -157,7 +158,7 @@ class PlannedForward:
         # Of some devices alone a prediction is not one of the step.
         whole = bool(self._expected) and self._expected.keys() == self._rooms.keys()
         self.history.append((record, sum(self._expected.values()) if whole else None))
-        self.memory.policy.observe(record)
+        ask(self.memory.policy.observe, record)
 
     def _plan(self, device: ComputeDevice, tokens: int) -> None:
         """Let the policy plan the step on a device where anything is spilled.
@@ -173,8 +174,8 @@ class PlannedForward:
         if schedule is None:
             schedule = self._schedules[device] = Schedule(self._readers_on(device))
         policy, state = self.memory.policy, self._state(schedule, device, tokens)
-        plan = checked(policy.plan(state), len(schedule.readers))
-        expected = checked_prediction(policy.prediction(state.cache, state.device))
+        plan = checked(ask(policy.plan, state), len(schedule.readers))
+        expected = checked_prediction(ask(policy.prediction, state.cache, state.device))
         if expected is not None:
             self._expected[device] = expected.seconds
         if tracing.active is not None:

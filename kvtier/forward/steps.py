@@ -9,6 +9,7 @@ from functools import partial
 from types import TracebackType
 
 from kvtier.errors import ConcurrentUseError, InterruptedStepError
+from kvtier.memory.change import undone
 
 #: One state of a recurrent layer: (layer, kind, number).
 RecurrentPart = tuple[int, str, int]
@@ -56,8 +57,8 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A change that raises an Exception has undone itself. A signal may come anywhere: nothing is known after one.
-        self.broken = kind is not None and not issubclass(kind, Exception)
+        # A change that raises an error has undone itself. A signal may come anywhere: nothing is known after one.
+        self.broken = error is not None and not undone(error)
         if self.broken and self._interrupted is not None:
             self._interrupted()
         self.holder.clear()

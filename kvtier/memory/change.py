@@ -2,9 +2,76 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import sysconfig
 import threading
-from types import TracebackType
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from types import CodeType, TracebackType
+from typing import Any, Protocol, TypeVar
+
+from kvtier.errors import KVTierError
+
+R = TypeVar("R")
+#: The folders of kvtier, and of Python's own modules.
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
+#: Where packages are, which may be within the latter.
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+#: The packages that changes call.
+_CALLED = ("torch", "transformers", "triton")
+
+
+def ask(function: Callable[..., R], *arguments: Any) -> R:
+    """Call what a user gave, in the midst of a change: an error that comes out of it comes where one is expected."""
+    return function(*arguments)
+
+
+def asked(answers: Iterator[R]) -> Iterator[R]:
+    """The same answers, where what a user gave may make them one by one."""
+    end = object()
+    while (answer := ask(next, answers, end)) is not end:
+        yield answer
+
+
+def undone(error: BaseException) -> bool:
+    """Whether a change that ends with this has undone itself, as it does where an error is expected.
+
+    Nothing is known after what may come between any two lines: an interrupt, too deep a stack, an error that a signal
+    handler raises (a timeout by `signal.alarm`, say) or that another thread sets. The same holds if one of those came
+    first, and this one while the change was being undone; and where an invariant does not hold.
+
+    Args:
+        error: where it is caught.
+    """
+    if not isinstance(error, Exception) or isinstance(error, RecursionError | AssertionError):
+        return False
+    first = error.__context__
+    if first is not None and _is_ours(first.__traceback__) and not undone(first):
+        return False
+    if isinstance(error, KVTierError):
+        return True
+    trace, code = error.__traceback__, None
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code is ask.__code__:
+            return True
+        trace = trace.tb_next
+    known = type(error).__module__.partition(".")[0] in ("builtins", *_CALLED)
+    return known and (code is None or _is_called(code))
+
+
+def _is_ours(trace: TracebackType | None) -> bool:
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS)
+
+
+def _is_called(code: CodeType) -> bool:
+    """Whether a change calls this, or is it: an error that is raised in a signal handler is raised in other code."""
+    name = code.co_filename
+    called = [os.path.dirname(sys.modules[x].__file__ or x) for x in _CALLED if x in sys.modules]
+    if name.startswith((_OURS, "<frozen ", *[os.path.join(x, "") for x in called])):
+        return True
+    return name.startswith(_PYTHON) and not any(folder in name for folder in _PACKAGES)
 
 
 class Repairable(Protocol):
@@ -49,6 +116,6 @@ class Change:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and not issubclass(kind, Exception):
+        if error is not None and not undone(error):
             self._changed.interrupted = True
         self._inside.pop(threading.get_ident(), None)

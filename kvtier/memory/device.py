@@ -12,6 +12,7 @@ from kvtier.memory import reclaim, residency, shortage
 from kvtier.memory.audit import Audit
 from kvtier.memory.block import BlockSet, Pools, Run, State
 from kvtier.memory.buffers import Reclaimable
+from kvtier.memory.change import ask, asked
 from kvtier.memory.host import HostTier
 from kvtier.memory.layout import BlockLayout
 from kvtier.memory.pool import BlockPool, Fence
@@ -196,7 +197,8 @@ class ComputeDevice:
         residency.seal(run)
         if self.slabs is not None:
             used = sum([pool.used * pool.layout.nbytes for pool in self.device_pools])
-            due = whole(self.policy.write_back(used, self.slabs.budget.limit, run.count), "answer to write_back")
+            answer = ask(self.policy.write_back, used, self.slabs.budget.limit, run.count)
+            due = whole(answer, "answer to write_back")
             if due > 0:
                 # Ahead of need: what cannot be copied now is copied when it has to leave.
                 with contextlib.suppress(BudgetError, TransferError):
@@ -262,7 +264,7 @@ class ComputeDevice:
         candidates = [each for each in self.sets if each.pools is pools and each is not keep and each.evictable]
         if candidates:
             unnamed = {id(each): each.evictable for each in candidates}
-            for candidate, blocks, latest_first in checked_victims(self.policy.victims(candidates, count)):
+            for candidate, blocks, latest_first in asked(checked_victims(ask(self.policy.victims, candidates, count))):
                 if not any(candidate is each for each in candidates):
                     continue  # it was not asked about that: it may be being read
                 assert isinstance(candidate, BlockSet)

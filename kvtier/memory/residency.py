@@ -28,6 +28,7 @@ import enum
 from collections.abc import Sequence
 
 from kvtier.memory.block import RESIDENT, BlockSet, Move, Run, State
+from kvtier.memory.change import undone
 from kvtier.memory.pool import BlockPool, Fence
 from kvtier.memory.readers import Fences
 from kvtier.stats import Counters
@@ -195,8 +196,9 @@ def _submit(
             on_failed=failed,
             layer=blocks.layer,
         )
-    except Exception:
-        failed()
+    except Exception as error:
+        if undone(error):
+            failed()
         raise  # an interrupt leaves the copies under way: see `TieredMemory.recover`
     return move.transfer
 

@@ -148,6 +148,8 @@ class SlabAllocator:
             return live.slab
         except (OSError, MemoryError, torch.OutOfMemoryError, TransferError) as error:
             self._not_taken(nbytes, live, peak)
+            if isinstance(error, TimeoutError):
+                raise  # of a signal handler, not of the machine
             if self.elastic:
                 if not optional:
                     self._shrink(nbytes)

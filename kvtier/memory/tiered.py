@@ -30,7 +30,7 @@ from kvtier.memory import integrity, measured, recovery, shortage, system, usage
 from kvtier.memory.audit import Audit
 from kvtier.memory.block import BlockSet, State
 from kvtier.memory.buffers import IoBuffers, Workspace
-from kvtier.memory.change import Change
+from kvtier.memory.change import Change, ask, undone
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.host import HostTier, Parked
 from kvtier.memory.layout import BlockLayout
@@ -213,10 +213,8 @@ class TieredMemory:
         if self.lock.acquire(blocking=False):
             try:
                 self.collect()
-            except Exception:
-                raise
-            except BaseException:
-                self.interrupted = True
+            except BaseException as error:
+                self.interrupted = self.interrupted or not undone(error)
                 raise
             finally:
                 self.lock.release()
@@ -327,7 +325,7 @@ class TieredMemory:
         if device.slabs is not None and device.name not in self.rates:
             rates = self.rates[device.name] = measured.rates(device.device, layout)
             if rates is not None:
-                self.policy.use_rates(device.name, rates)
+                ask(self.policy.use_rates, device.name, rates)
         blocks = device.block_set(layout, layer, owner.number, owner.counters)
         owner.sets.append(blocks)
         return blocks

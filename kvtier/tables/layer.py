@@ -11,6 +11,7 @@ from kvtier.errors import MismatchError
 from kvtier.kernels import copies
 from kvtier.memory import residency
 from kvtier.memory.block import BlockSet, Run, State
+from kvtier.memory.change import undone
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout
 from kvtier.stats import Counters
@@ -192,8 +193,9 @@ class LayerKV:
                     done = group.shared_blocks * self.layout.block_size
                     table.runs = tables[group.shared].head(group.shared_blocks).runs
                 writing.append(self.device, self.blocks, table, keys[group.row], values[group.row], done)
-        except Exception:
-            self._trim(self.length)
+        except Exception as error:
+            if undone(error):
+                self._trim(self.length)
             raise
         self.length += keys.shape[2]
         if self.length % self.layout.block_size and 0 < len(self.tables) == self.batch:
@@ -209,8 +211,9 @@ class LayerKV:
         (table,) = self.tables
         try:
             writing.reserve(self.device, self.blocks, table, tokens)
-        except Exception:
-            self._trim(self.length)
+        except Exception as error:
+            if undone(error):
+                self._trim(self.length)
             raise
         self.length += tokens
         self.shape_version += 1

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from kvtier.errors import BudgetError, CorruptionError, MismatchError, TransferError
 from kvtier.memory import audit
 from kvtier.memory.block import RESIDENT, BlockSet, Pools, Run, State
+from kvtier.memory.change import undone
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout
 from kvtier.memory.shortage import too_small
@@ -139,8 +140,9 @@ class ParkedSequences:
                 sequence.tables[index] = table
                 if self.memory.audit is not None:
                     sequence.sums[index] = audit.known(table.runs)
-        except Exception:
-            self._crop(sequence, 0)
+        except Exception as error:
+            if undone(error):
+                self._crop(sequence, 0)
             raise
         self._on_device[sequence] = None
         # The cache goes on with these blocks: they were claimed by it, and are claimed here from now on.

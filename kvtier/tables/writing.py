@@ -12,6 +12,7 @@ from kvtier.cpu import native
 from kvtier.kernels import copies, launch
 from kvtier.memory import residency
 from kvtier.memory.block import BlockSet, Run, State
+from kvtier.memory.change import undone
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout
 from kvtier.memory.pool import BlockPool
@@ -142,9 +143,10 @@ def append_packed(
             table.length += tokens
             if offset + tokens == size:
                 device.seal(run)
-    except Exception:
-        for table, length in zip(tables, before, strict=True):
-            table.crop(length, size, device.free)
+    except Exception as error:
+        if undone(error):
+            for table, length in zip(tables, before, strict=True):
+                table.crop(length, size, device.free)
         raise
 
 

@@ -7,6 +7,7 @@ import copy
 import dis
 import functools
 import gc
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -53,11 +54,13 @@ class Line:
     """Raises an interrupt in the place of the `at`-th line of the package that runs while this is the tracer.
 
     Attributes:
+        kind: what it raises.
         where: that line; None as long as it was not reached.
     """
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, kind: type[BaseException] = KeyboardInterrupt) -> None:
         self.left = at
+        self.kind = kind
         self.where: str | None = None
 
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
@@ -68,7 +71,7 @@ class Line:
             self.left -= 1
             if self.left < 0:
                 self.where = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
-                raise KeyboardInterrupt
+                raise self.kind
         return self
 
     @contextmanager
@@ -78,7 +81,7 @@ class Line:
         sys.settrace(self)
         try:
             yield
-        except KeyboardInterrupt:
+        except self.kind:
             assert self.where is not None
         finally:
             sys.settrace(before)
@@ -215,10 +218,10 @@ ACTS: dict[str, Callable[[World], None]] = {
 }
 
 
-def cut_short(name: str, engine: str, at: int) -> int:
+def cut_short(name: str, engine: str, at: int, kind: type[BaseException] = KeyboardInterrupt) -> int:
     """Cut an act short at a line. Returns how many lines were left when it ended: below 0 if there is such a line."""
     world = World(engine, host_attention=name != "reading many")
-    line = Line(at)
+    line = Line(at, kind)
     with line.traced():
         ACTS[name](world)
     try:
@@ -240,6 +243,14 @@ def lines(name: str, engine: str, number: int) -> list[int]:
 def test_what_is_cut_short_loses_nothing(name: str, engine: str) -> None:
     for at in lines(name, engine, 4):
         cut_short(name, engine, at)
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_what_a_signal_handler_cuts_short_by_an_error_loses_nothing(name: str) -> None:
+    """As a time limit by `signal.alarm` does: it is no error of the change, which has not undone itself."""
+    places = lines(name, "held", 9)
+    for at, kind in zip(places, itertools.cycle((TimeoutError, RuntimeError, RecursionError))):
+        cut_short(name, "held", at, kind)
 
 
 @pytest.mark.slow
