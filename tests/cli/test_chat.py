@@ -307,8 +307,10 @@ class Terminal:
     """The command in a terminal of its own."""
 
     def __init__(self, *args: str) -> None:
+        self.rest = b""
         self.process, self.handle = pty.fork()
         if self.process == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests that run in the background ignore it
             os.environ.update(PYTHONPATH=str(ROOT), TERM="xterm", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
             os.execv(sys.executable, [sys.executable, "-m", "kvtier", "chat", PYLM, *args])
 
@@ -316,16 +318,17 @@ class Terminal:
         os.write(self.handle, keys.encode())
 
     def until(self, text: str, seconds: float = 120) -> str:
-        """What the screen shows until a text comes, or the process ends."""
-        shown, end = b"", time.monotonic() + seconds
+        """What the screen shows, up to a text, or until the process ends. The rest is for the next call."""
+        shown, end = self.rest, time.monotonic() + seconds
         while text.encode() not in shown and time.monotonic() < end:
             if select.select([self.handle], [], [], 0.1)[0]:
                 try:
                     shown += os.read(self.handle, 65536)
                 except OSError:  # it has ended
-                    return shown.decode(errors="replace")
-        assert text.encode() in shown, shown
-        return shown.decode(errors="replace")
+                    break
+        before, found, self.rest = shown.partition(text.encode())
+        assert found or time.monotonic() < end, shown
+        return (before + found).decode(errors="replace")
 
     def end(self) -> int:
         """How it ended."""
