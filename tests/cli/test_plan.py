@@ -229,6 +229,19 @@ def test_a_plan_is_bound_by_compute_where_it_is_as_fast_as_with_all_on_the_devic
         assert x.binding != "link" or x.fetched_bytes
 
 
+def test_budgets_that_a_cache_refuses_are_refused() -> None:
+    size = model_size(LLAMA_8B)
+    profile = HardwareProfile.estimate("h100", size)
+    slot = 64 * size.kv_bytes
+    least, whole = 2 * size.layers * slot + 2 * slot, 2 * size.layers * 16 * slot  # two sequences of 1,000 tokens
+    rest = whole - least + slot  # all of the device holds blocks, but for the slot that they pass through
+    assert foresee(size, profile, Demand(1000, 2, least, rest)).host_kv == whole - least
+    with pytest.raises(ConfigError, match=r"needs? at least 16\.5 MiB of the device"):
+        foresee(size, profile, Demand(1000, 2, least - 1, 2**40))
+    with pytest.raises(ConfigError, match=r"needs? at least .* of the host"):
+        foresee(size, profile, Demand(1000, 2, least, rest - 1))
+
+
 def test_a_divided_model_has_its_part_of_everything() -> None:
     size = model_size(LLAMA_70B)
     part = divided(size, 4)
@@ -316,10 +329,16 @@ def test_a_file_of_other_bytes_ends_in_a_sentence(
     assert "kvtier: " in capsys.readouterr().err
 
 
-def test_however_small_the_device_budget_there_is_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_whatever_device_budget_there_is_a_plan_or_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 1}))
     block = 64 * 4096
-    for blocks in range(8):
+    for blocks in range(3):
+        status, _, err = plan(capsys, tmp_path, "--context", "32k", "--device-budget", blocks * block + 1)
+        assert status == 2
+        assert "1 sequence of 32,768 tokens needs at least 768 KiB of the device" in err
+    for blocks in range(3, 8):
         found = planned(capsys, tmp_path, "--context", "32k", "--device-budget", blocks * block + 1)
         assert found["outlook_per_device"]["speeds"][0]["seconds"] > 0
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 from kvtier.config import format_size
 from kvtier.errors import ConfigError
+from kvtier.planning import admission
+from kvtier.planning.admission import Claim
 from kvtier.planning.costs import Rates
 from kvtier.planning.hardware.machines import ModelSize
 from kvtier.planning.hardware.profile import HardwareProfile
@@ -111,14 +113,14 @@ def foresee(model: ModelSize, profile: HardwareProfile, demand: Demand, *, chang
         changes: also tell what would make it faster.
 
     Raises:
-        ConfigError: there is no room for the KV; says how long a context fits. Or the profile has no linear part.
+        ConfigError: there is no room for the KV; says how long a context fits. Or a cache would refuse the budgets. Or
+            the profile has no linear part.
     """
     if demand.context < 1 or demand.sequences < 1:
         raise ConfigError(f"{demand.sequences} sequences of {demand.context} tokens: both are at least 1.")
     if profile.linear is None:
         raise ConfigError("The profile says nothing of a model: calibrate with the model, or name a machine.")
     needed = kv_bytes(model, demand.context, demand.sequences)
-    open_blocks = model.layers * demand.sequences * BLOCK * model.kv_bytes
     if needed > demand.device_bytes + demand.host_bytes:
         where, most = f"{format_size(demand.host_bytes)} on the host", most_tokens(model, demand)
         if demand.device_bytes:
@@ -132,8 +134,9 @@ def foresee(model: ModelSize, profile: HardwareProfile, demand: Demand, *, chang
     prefill = None if profile.prefill is None else profile.prefill.seconds(demand.context, 0, demand.sequences)
     if demand.device_bytes >= needed:
         return Outlook(needed, needed, 0, prefill, (_resident(model, profile, demand),))
-    if demand.device_bytes < 2 * open_blocks + 2 * BLOCK * model.kv_bytes:
+    if not demand.device_bytes:
         return Outlook(needed, 0, needed, prefill, (_hosted(model, profile, demand),))
+    _check_admitted(model, demand, needed)
     policies: tuple[tuple[str, Callable[[Rates], Policy]], ...] = (
         ("adaptive", Adaptive),
         ("all-attend", lambda rates: all_attend()),  # as the default does
@@ -144,6 +147,26 @@ def foresee(model: ModelSize, profile: HardwareProfile, demand: Demand, *, chang
     speeds = tuple(_simulated(name, make, model, profile.rates(), profile, demand) for name, make in policies)
     found = Outlook(needed, min(demand.device_bytes, needed), max(needed - demand.device_bytes, 0), prefill, speeds)
     return replace(found, changes=_changes(model, profile, demand, speeds[0])) if changes else found
+
+
+def _check_admitted(model: ModelSize, demand: Demand, needed: int) -> None:
+    """Raise `ConfigError` where a cache would refuse its first step, or has no slot on the device to fetch into."""
+    slot = BLOCK * model.kv_bytes
+    filling = model.layers * demand.sequences * slot
+    least = admission.demand([Claim(needed, filling, 0, slot, slot, slot)], demand.device_bytes)
+    one = demand.sequences == 1
+    what = f"{demand.sequences:,} sequence{'' if one else 's'} of {demand.context:,} tokens need{'s' if one else ''}"
+    if least.device + slot > demand.device_bytes:  # blocks leave through one slot, and come into another one
+        raise ConfigError(
+            f"{what} at least {format_size(least.device + slot)} of the device, and there are "
+            f"{format_size(demand.device_bytes)}: what is filled cannot leave, a block of {BLOCK} tokens in each layer "
+            "of each sequence."
+        )
+    if least.host > demand.host_bytes:
+        raise ConfigError(
+            f"{what} at least {format_size(least.host)} of the host, and there are "
+            f"{format_size(demand.host_bytes)}: the device does not hold as much as it has, for blocks pass through it."
+        )
 
 
 def _resident(model: ModelSize, profile: HardwareProfile, demand: Demand) -> Speed:
