@@ -14,6 +14,7 @@ import torch
 from kvtier.calibration.timing import in_turn
 from kvtier.errors import ConfigError
 from kvtier.hf.cache import TieredKVCache
+from kvtier.hf.names import CACHE
 from kvtier.planning.hardware.fit import held_out_error
 from kvtier.planning.hardware.predictors import Linear, Prefill, PrefillSize
 
@@ -94,7 +95,7 @@ class Trial:
         return _Cache(self._config, block_size="auto" if self._block_size is None else self._block_size)
 
     def _forward(self, tokens: torch.Tensor, cache: TieredKVCache) -> None:
-        self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.model(tokens, use_cache=True, logits_to_keep=1, **{CACHE: cache})
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 

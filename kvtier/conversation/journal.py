@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvtier.hf.cache import TieredKVCache
+from kvtier.hf.names import CACHE
 
 #: Forwards of a call whose time is noted.
 _TIMED = 12
@@ -116,6 +117,6 @@ class JournalledCache(TieredKVCache):
 
 def note_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook before a model's forward: tell the cache that it is given what it is given."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     if isinstance(cache, JournalledCache):
         cache.forward_begins(kwargs)

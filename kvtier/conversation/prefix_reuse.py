@@ -19,6 +19,7 @@ from kvtier.conversation.states import States, copied, has_states, joined
 from kvtier.conversation.tail import Tail
 from kvtier.errors import BudgetError, CorruptionError, KVTierError
 from kvtier.hf import generation as of
+from kvtier.hf.names import CACHE
 from kvtier.memory.tiered import TieredMemory
 
 #: Times that a call looks for what is kept, where what it finds is damaged, or goes before it is continued.
@@ -118,7 +119,7 @@ class PrefixReuse:
                 run.prefilled = True
                 states = self._prefill(cache, call, run.cached)
             cache.prompt = call.ids.shape[1] if cache.get_seq_length() else None
-            out = self._model.generate(call.ids, attention_mask=call.mask, past_key_values=cache, **kwargs)
+            out = self._model.generate(call.ids, attention_mask=call.mask, **{CACHE: cache}, **kwargs)
         except BaseException:
             # What is whole is kept: the next call continues it.
             with contextlib.suppress(KVTierError):
@@ -379,8 +380,8 @@ class PrefixReuse:
             model(
                 input_ids=call.ids[:, start:stop].repeat_interleave(call.expand, 0),
                 attention_mask=call.mask[:, :stop].repeat_interleave(call.expand, 0),
-                past_key_values=cache,
                 use_cache=True,
+                **{CACHE: cache},
                 **({"logits_to_keep": 1} if of.takes_logits_to_keep(model) else {}),
             )
 

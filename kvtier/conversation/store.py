@@ -34,6 +34,7 @@ from kvtier.eviction.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
 from kvtier.hf import generation as of
 from kvtier.hf.cache import TieredKVCache
+from kvtier.hf.names import ARGUMENTS, CACHE
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
 
@@ -196,7 +197,7 @@ class ConversationStore:
         given = (
             of.setting("cache_implementation", self.model, kwargs) if hasattr(self.model, "generation_config") else None
         )
-        for name, value in (("past_key_values", kwargs.get("past_key_values")), ("cache_implementation", given)):
+        for name, value in (*((x, kwargs.get(x)) for x in ARGUMENTS), ("cache_implementation", given)):
             if value is not None:
                 raise ConfigError(f"{name}: the store brings its own cache. Leave it out, or call model.generate.")
         ids = kwargs.pop("input_ids", None) if inputs is None else inputs
@@ -246,7 +247,7 @@ class ConversationStore:
         with contextlib.ExitStack() as stack:
             if of.setting("use_cache", self.model, kwargs) is not False:
                 cache = TieredKVCache(self.model.config, memory=self.memory, **self._options)
-                kwargs["past_key_values"] = stack.enter_context(cache)
+                kwargs[CACHE] = stack.enter_context(cache)
             return self._report(self.model.generate(ids, **kwargs), reuse)
 
     def _encoded(
@@ -278,8 +279,8 @@ class ConversationStore:
             self._cached_tokens += sum(row.cached for row in reuse)
         if not isinstance(out, torch.Tensor):
             out.reuse = reuse
-            if "past_key_values" in out:
-                out.past_key_values = None  # it is closed: what it held is kept here
+            if CACHE in out:
+                setattr(out, CACHE, None)  # it is closed: what it held is kept here
         return out
 
     def flush(self) -> None:

@@ -33,6 +33,7 @@ from kvtier.hf.model_config import (
     transformers_layers,
     updated_by_every_forward,
 )
+from kvtier.hf.names import CACHE
 from kvtier.hf.resident import WINDOW, RecurrentFace, RecurrentStates, check_crop, check_resident, resident_bytes
 from kvtier.hf.rows import row_indices, whole_number
 from kvtier.hf.threads import check_alone
@@ -676,7 +677,7 @@ class TieredKVCache(RecurrentFace):
             return
         warnings.warn(
             f"A TieredKVCache was {how}, and no forward had used it. Pass it to the call itself, "
-            "`model.generate(..., past_key_values=cache)`; where other code makes that call, put "
+            f"`model.generate(..., {CACHE}=cache)`; where other code makes that call, put "
             "`with kvtier.tiered(model):` around it.",
             RuntimeWarning,
             stacklevel=stacklevel,

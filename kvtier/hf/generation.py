@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from kvtier.cpu.checksum import checksums
 from kvtier.hf.model_config import transformers_layers
+from kvtier.hf.names import CACHE
 
 #: What `generate` takes that is no input of a model.
 _SIGNATURE = frozenset(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "kwargs"}
@@ -170,7 +171,7 @@ def recomputed(model: Any, ids: torch.Tensor, layers: Collection[int]) -> dict[i
     cache = DynamicCache(config=model.config)
     options = {"logits_to_keep": 1} if takes_logits_to_keep(inner(model)) else {}
     with torch.no_grad():
-        inner(model)(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+        inner(model)(input_ids=ids, use_cache=True, **{CACHE: cache}, **options)
     return {i: (cache.layers[i].keys, cache.layers[i].values) for i in layers}
 
 
@@ -253,7 +254,7 @@ def takes_logits_to_keep(model: Any) -> bool:
 def cache_argument(model: Any) -> str:
     """The name under which a model's forward takes a cache."""
     takes = inspect.signature(inner(model).forward).parameters
-    return "cache_params" if "cache_params" in takes else "past_key_values"
+    return "cache_params" if "cache_params" in takes else CACHE
 
 
 def next_scores(model: Any, ids: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
@@ -264,7 +265,7 @@ def next_scores(model: Any, ids: Sequence[int], cache: Any) -> tuple[torch.Tenso
     """
     given = {"use_cache": False} if cache is None else {cache_argument(model): cache}
     out = _greedily(model, ids, 1, **given)
-    return out.logits[0][0], None if cache is None else out.past_key_values
+    return out.logits[0][0], None if cache is None else getattr(out, CACHE)
 
 
 def generated_scores(model: Any, ids: Sequence[int], count: int) -> tuple[list[int], list[torch.Tensor]]:

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from kvtier.errors import ConfigError, MismatchError, UnsupportedError
+from kvtier.hf.names import CACHE
 
 
 def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
@@ -156,6 +157,6 @@ def encoder_decoder(with_config: bool) -> UnsupportedError:
     one = f"TieredKVCache({'model.config' if with_config else ''})"
     return UnsupportedError(
         "This model has self-attention and cross-attention, and each needs a cache of its own. Write "
-        f"past_key_values=EncoderDecoderCache({one}, {one}), with EncoderDecoderCache from transformers and budgets "
+        f"{CACHE}=EncoderDecoderCache({one}, {one}), with EncoderDecoderCache from transformers and budgets "
         "for each. `reset()` this cache before using it again."
     )

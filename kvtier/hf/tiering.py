@@ -23,14 +23,13 @@ from kvtier.cpu import loader
 from kvtier.errors import ConfigError, MemoryInUseError
 from kvtier.hf.cache import TieredKVCache, check_hook, memory_of
 from kvtier.hf.layer import TieredLayer
+from kvtier.hf.names import ARGUMENTS, CACHE
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
 from kvtier.stats import CacheStats, Counters, Progress
 
 #: What of Transformers is wrapped while a model is tiered; see docs/design/wrapper.md.
 _GENERATE, _PREPARE = "generate", "_prepare_cache_for_generation"
-#: What `generate` keeps its cache under; models with recurrent layers only have another name for it, and are left.
-_CACHE = "past_key_values"
 #: Why a call had a tiered cache and was not tiered.
 _UNUSED = "the model put another cache in its place"
 
@@ -338,7 +337,7 @@ class _Call:
 
         Asked once for each class that has a say in it: what is in its place already stays there.
         """
-        made = model_kwargs.get(_CACHE)
+        made = model_kwargs.get(CACHE)
         self.reason = _left(generation_config, made, given)
         if self.reason:
             return
@@ -348,7 +347,7 @@ class _Call:
             return
         if getattr(generation_config, "is_assistant", False):
             cache.activate_past_recording()
-        model_kwargs[_CACHE] = cache
+        model_kwargs[CACHE] = cache
         self._returned = bool(generation_config.return_dict_in_generate)
         if not self.caches:
             self.tiered.begin_call(self)
@@ -458,7 +457,7 @@ def _around_prepare(before: Any) -> Any:
             if tiered is None:
                 return before(self, generation_config, model_kwargs, *args, **kwargs)
             call = None
-        given = model_kwargs.get(_CACHE) is not None or model_kwargs.get("cache_params") is not None
+        given = any(model_kwargs.get(name) is not None for name in ARGUMENTS)
         result = before(self, generation_config, model_kwargs, *args, **kwargs)
         if call is None and tiered is not None:
             # A `generate` that was looked up before it was wrapped, or the model's own. It ends when its config does,

@@ -17,6 +17,7 @@ from kvtier.forward.packed import PackedForward
 from kvtier.forward.sub_batch import PackedSequence, SubBatch
 from kvtier.hf import generation as of
 from kvtier.hf.cache import TieredKVCache
+from kvtier.hf.names import CACHE
 from kvtier.hf.packed import PackedCache, packing
 from kvtier.hf.ragged import RaggedCache, state_layers
 from kvtier.memory.tiered import TieredMemory
@@ -238,9 +239,9 @@ class PackedRunner(Runner):
             out = self._model(
                 input_ids=torch.tensor([ids], device=device),
                 position_ids=torch.tensor([positions], device=device),
-                past_key_values=PackedCache(batch, self._config),
                 use_cache=True,
                 return_dict=True,
+                **{CACHE: PackedCache(batch, self._config)},
                 **({"logits_to_keep": index} if self._keeps else {}),
             )
         scores = out.logits[0] if self._keeps else out.logits[0, index]
