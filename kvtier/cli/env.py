@@ -18,8 +18,8 @@ from kvtier.errors import KVTierError
 
 #: The oldest versions that kvtier works with, and those of what it can do without.
 OLDEST = {"torch": (2, 11), "transformers": (5, 17)}
-#: The first versions that it does not work with.
-TOO_NEW = {"transformers": (5, 24)}
+#: The first versions that nobody has tried: what is deprecated now may be gone.
+TOO_NEW = {"transformers": (6,)}
 OPTIONAL = {"triton": (3, 6)}
 #: What of the environment kvtier reads.
 VARIABLES = ("KVTIER_CPU", "KVTIER_KERNELS", "KVTIER_PROFILE", "TRITON_INTERPRET")

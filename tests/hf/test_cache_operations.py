@@ -111,7 +111,7 @@ def crop_without_recording(model: PreTrainedModel, cache: Cache) -> Any:
 
 @scenario
 def crop_to_a_length(model: PreTrainedModel, cache: Cache) -> Any:
-    """Absolute on 5.17, refused on 5.23."""
+    """Absolute on 5.17, refused on 5.24."""
     feed(model, cache, rows=2, length=13)
     cache.crop(6)
     return cache.get_seq_length(), decode(model, cache, rows=2)

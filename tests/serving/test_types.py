@@ -21,7 +21,7 @@ NEW = 8
 ALWAYS = ("cohere2", "cpmant", "lfm2", "mamba2", "minimax", "recurrent_gemma", "roberta")
 #: How many types are run by a runner that puts requests together, at the least.
 PACKED, TOGETHER = 90, 105
-NEWEST = transformers.__version__.startswith("5.23.")
+NEWEST = transformers.__version__.startswith("5.24.")
 
 
 @functools.cache
