@@ -26,6 +26,7 @@ import statistics
 import sys
 import sysconfig
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from kvtier import CacheStats, ConfigError, KVTierError, TieredKVCache
+
+# Transformers 5.24 calls it `cache`, and takes both names.
+warnings.filterwarnings("ignore", ".past_key_values. is deprecated", FutureWarning)
 
 EXAMPLE_MODEL = Path(__file__).resolve().parent / "pylm"
 #: Modules of the standard library that make up the text, in this order, as many as the context needs.

@@ -9,12 +9,16 @@ have other work: it keeps the first layers on the device and fetches most of the
 from __future__ import annotations
 
 import argparse
+import warnings
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvtier
+
+# Transformers 5.24 calls it `cache`, and takes both names.
+warnings.filterwarnings("ignore", ".past_key_values. is deprecated", FutureWarning)
 
 LAYERS, BLOCK_SIZE, PROMPT, NEW_TOKENS = 6, 4, 120, 24
 CONFIG = LlamaConfig(

@@ -26,6 +26,7 @@ from kvtier import (
 )
 from kvtier.conversation.conversation import Conversation
 from kvtier.hf import generation
+from kvtier.hf.names import CACHE
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
 
@@ -171,7 +172,7 @@ def test_a_way_to_generate_that_begins_with_the_whole_prompt_is_noticed() -> Non
     model = tiny_model("llama")
 
     def own(model: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        logits = model(input_ids=input_ids, past_key_values=inputs["past_key_values"], use_cache=True).logits
+        logits = model(input_ids=input_ids, use_cache=True, **{CACHE: inputs[CACHE]}).logits
         return torch.cat([input_ids, logits[:, -1:].argmax(-1)], 1)
 
     with store_of(model) as store:
@@ -423,7 +424,7 @@ def test_a_model_whose_states_begin_again_is_found_out() -> None:
         forward = model.forward
 
         def begins_again(*args: Any, forward: Any = forward, **inputs: Any) -> Any:
-            cache = inputs.get("past_key_values")
+            cache = inputs.get(CACHE)
             if cache is not None and inputs["input_ids"].shape[1] > 1 and cache.get_seq_length():
                 for layer in cache.layers:
                     for state in getattr(layer, "recurrent_states", {}).values():

@@ -155,14 +155,15 @@ class Toy(torch.nn.Module):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
+        past_key_values: Any = None,  # until 5.24
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         known: list[list[int]] | None = None,
         pads: Sequence[int] = (),
     ) -> Any:
         """Give a cache the keys and values of tokens, and compare what it has then."""
-        cache, new = past_key_values, input_ids.shape[1]
+        cache, new = past_key_values if cache is None else cache, input_ids.shape[1]
         past = 0 if cache is None else cache.get_seq_length()
         if known is None:
             known = self._known(cache, input_ids, past)
@@ -253,11 +254,12 @@ class Toy(torch.nn.Module):
         generation_config: Any = None,
         *,
         attention_mask: torch.Tensor,
-        past_key_values: Any,
+        cache: Any = None,
+        past_key_values: Any = None,  # until 5.24
         **options: Any,
     ) -> torch.Tensor:
         """Tokens that follow from those before; beams change rows after every step."""
-        cache = past_key_values
+        cache = past_key_values if cache is None else cache
         rows = inputs.tolist()
         pads = [row.count(0) for row in attention_mask.tolist()]
 
@@ -269,7 +271,7 @@ class Toy(torch.nn.Module):
             self(
                 input_ids=torch.tensor([row[past:] for row in ids]),
                 attention_mask=None,
-                past_key_values=cache,
+                cache=cache,
                 known=known,
                 pads=pads if any(pads) else (),
             )

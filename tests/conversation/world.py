@@ -250,7 +250,7 @@ class Guest:
         known = [self.model.prefixes(row + more) for row, more in zip(rows, new, strict=True)]
         try:
             with torch.no_grad():
-                self.model(input_ids=torch.tensor(new), past_key_values=self.cache, known=known)
+                self.model(input_ids=torch.tensor(new), cache=self.cache, known=known)
         except BudgetError:
             assert self.world.tight, "a budget that is large enough is refused"
             assert self.cache.get_seq_length() == self.length, "a forward that was refused has changed the cache"

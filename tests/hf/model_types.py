@@ -116,8 +116,3 @@ def tiny_model_of_type(name: str) -> PreTrainedModel:
     if size > MOST_PARAMETERS:
         raise RuntimeError(f"{size} parameters are not tiny")
     return model_class(config).float().eval()
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """The name under which a model's forward takes a cache."""
-    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -21,6 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvtier import InterruptedStepError, TieredKVCache
 from kvtier.hf import resident
+from kvtier.hf.generation import cache_argument
 
 IDS = prompt_ids(rows=2, length=24)
 _LINEAR = {
@@ -79,8 +80,7 @@ def model_of(name: str) -> PreTrainedModel:
 
 
 def forward(model: PreTrainedModel, cache: Cache, begin: int, end: int) -> torch.Tensor:
-    name = "cache_params" if model.config.model_type == "mamba" else "past_key_values"
-    return model(input_ids=IDS[:, begin:end], **{name: cache}).logits
+    return model(input_ids=IDS[:, begin:end], **{cache_argument(model): cache}).logits
 
 
 def forwards(model: PreTrainedModel, cache: Cache, *ends: int, begin: int = 0) -> list[torch.Tensor]:

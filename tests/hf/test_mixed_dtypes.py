@@ -35,7 +35,6 @@ def test_they_are_kept_exactly_in_the_dtype_that_holds_both(
         for x, y in zip(ours, expected, strict=True):
             assert x.dtype == WIDE
             assert torch.equal(x + 0, y.to(WIDE)), "bit for bit"
-        assert ours[1].dtype == expected[1].dtype, "DynamicCache widens values, too"
     assert cache.layers[0].dtype == WIDE
     cache.check_integrity()
 

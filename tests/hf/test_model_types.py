@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from model_types import VOCAB, cache_argument, tiny_model_of_type, types
+from model_types import VOCAB, tiny_model_of_type, types
 from placements import outcome
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from kvtier import KVTierError, TieredKVCache
+from kvtier.hf.generation import cache_argument
 
 # fmt: off
 #: Types with layers that keep more than keys and values. Each asks for it in its own words.

@@ -23,6 +23,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 import kvtier
 from kvtier import ConfigError, TieredKVCache
+from kvtier.hf.names import CACHE
 
 NEW_TOKENS = 6
 _METHODS = ("generate", "_prepare_cache_for_generation")
@@ -65,7 +66,7 @@ class CachesOf(LogitsProcessor):
         while frame is not None and "model_kwargs" not in frame.f_locals:
             frame = frame.f_back
         assert frame is not None
-        self.seen.append(frame.f_locals["model_kwargs"].get("past_key_values"))
+        self.seen.append(frame.f_locals["model_kwargs"].get(CACHE))
         return scores
 
 

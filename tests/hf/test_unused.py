@@ -15,6 +15,7 @@ from families import build_model, dynamic_cache, prompt_ids, tiny_model
 import kvtier
 from kvtier import BudgetError, ConfigError, MismatchError, TieredKVCache
 from kvtier.cpu import loader
+from kvtier.hf.names import CACHE
 
 
 def greedy(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
@@ -78,7 +79,7 @@ def refused(cache: TieredKVCache) -> None:
 @pytest.mark.parametrize("use", [used, used_and_reset, restored, assigned, refused])
 def test_a_cache_that_was_used_says_nothing(use: Callable[[TieredKVCache], None]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         with TieredKVCache(tiny_model("llama").config) as cache:
             use(cache)
         dropped = TieredKVCache(tiny_model("llama").config)
@@ -102,7 +103,7 @@ def test_a_model_that_puts_another_cache_in_its_place_is_left_by_the_wrapper() -
     prepare = model.prepare_inputs_for_generation
 
     def another(*args: Any, **kwargs: Any) -> Any:
-        kwargs["past_key_values"] = None
+        kwargs[CACHE] = None
         return prepare(*args, **kwargs)
 
     model.prepare_inputs_for_generation = another
