@@ -21,6 +21,7 @@ from walk import TOLERANCE
 from kvtier import BudgetError
 from kvtier.conversation.journal import JournalledCache
 from kvtier.hf.generation import adapters
+from kvtier.hf.names import CACHE
 
 PAD, END, VOCAB = 0, 6, 7
 #: Tokens that a sliding layer sees, and that a recurrent one keeps besides its state.
@@ -271,9 +272,9 @@ class Toy(torch.nn.Module):
             self(
                 input_ids=torch.tensor([row[past:] for row in ids]),
                 attention_mask=None,
-                cache=cache,
                 known=known,
                 pads=pads if any(pads) else (),
+                **{CACHE: cache},
             )
 
         def reorder(order: list[int]) -> None:

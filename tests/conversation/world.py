@@ -59,6 +59,7 @@ from kvtier.eviction.names import POLICIES as EVICTIONS
 from kvtier.eviction.rank import DEFAULT, Rank
 from kvtier.hf import generation
 from kvtier.hf.generation import computed_as
+from kvtier.hf.names import CACHE
 from kvtier.memory import system
 from kvtier.memory.block import RESIDENT, State
 from kvtier.memory.tiered import default_engine
@@ -250,7 +251,7 @@ class Guest:
         known = [self.model.prefixes(row + more) for row, more in zip(rows, new, strict=True)]
         try:
             with torch.no_grad():
-                self.model(input_ids=torch.tensor(new), cache=self.cache, known=known)
+                self.model(input_ids=torch.tensor(new), known=known, **{CACHE: self.cache})
         except BudgetError:
             assert self.world.tight, "a budget that is large enough is refused"
             assert self.cache.get_seq_length() == self.length, "a forward that was refused has changed the cache"
