@@ -272,7 +272,8 @@ def test_keys_that_depend_on_the_length_are_not_continued_beyond_it() -> None:
             ids = grown(out)
 
 
-def test_a_cache_of_the_callers_own_is_refused() -> None:
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_cache_of_the_callers_own_is_refused(name: str) -> None:
     model = tiny_model("llama")
     with store_of(model) as store, pytest.raises(ConfigError, match="brings its own cache"):
         store.generate(**ones(some_ids(9)), past_key_values=TieredKVCache(model.config), **GREEDY)

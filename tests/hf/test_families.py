@@ -20,6 +20,7 @@ from placements import (
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
 from kvtier import BudgetError
+from kvtier.hf.names import CACHE
 
 NEW_TOKENS = 12
 BLOCK_SIZES = (1, 16, 64)
@@ -43,7 +44,7 @@ def greedy(model: PreTrainedModel, cache: Cache, new_tokens: int = NEW_TOKENS) -
     """Tokens ``[rows, length]``, then the logits ``[rows, vocab]`` of each step."""
     output = model.generate(
         **model_inputs(model),
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=new_tokens,
         do_sample=False,
         return_dict_in_generate=True,
