@@ -276,7 +276,7 @@ def test_keys_that_depend_on_the_length_are_not_continued_beyond_it() -> None:
 def test_a_cache_of_the_callers_own_is_refused(name: str) -> None:
     model = tiny_model("llama")
     with store_of(model) as store, pytest.raises(ConfigError, match="brings its own cache"):
-        store.generate(**ones(some_ids(9)), past_key_values=TieredKVCache(model.config), **GREEDY)
+        store.generate(**ones(some_ids(9)), **{name: TieredKVCache(model.config)}, **GREEDY)
 
 
 def test_positions_that_count_the_padding_are_of_no_use_to_others() -> None:
