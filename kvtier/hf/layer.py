@@ -167,6 +167,9 @@ class TieredLayer(DynamicLayer):
             forward.check_open()
         if self._assigned:
             self._check_assigned()
+        if not (isinstance(key_states, torch.Tensor) and isinstance(value_states, torch.Tensor)):
+            kinds = " and ".join(type(x).__name__ for x in (key_states, value_states))
+            raise MismatchError(f"Layer {index}: keys and values are tensors, not {kinds}.")
         if index <= caller.at:
             caller.meet()
         caller.at = index
@@ -274,8 +277,11 @@ class TieredLayer(DynamicLayer):
 
     def _assign(self, part: int, value: torch.Tensor | None) -> None:
         self._forward.check_open()
-        if value is None:
-            raise MismatchError(f"Layer {self.index}: `reset()` the cache instead of assigning None.")
+        if not isinstance(value, torch.Tensor):
+            raise MismatchError(
+                f"Layer {self.index}: keys and values are tensors, not {type(value).__name__}. To drop them, `reset()` "
+                "the cache."
+            )
         if isinstance(value, KVView):
             at = value.snapshot
             whole = at.reader is self._reader and at.length == at.reader.layer.length

@@ -195,3 +195,17 @@ def test_a_crop_goes_back_exactly_or_is_refused_before_anything_changes(
     caches[0].check_integrity()
     assert (refusal is None) >= (name == "llama" and removed < 0)
     assert (refusal is None) >= (name == "gemma3" and recorded and removed == -1)
+
+
+@pytest.mark.parametrize("what", [None, [1.0], 3], ids=["none", "list", "number"])
+def test_keys_that_are_no_tensors_are_refused_and_change_nothing(what: Any) -> None:
+    cache, x = used("llama", TieredKVCache(tiny_model("llama").config, block_size=4)), torch.zeros(ROWS, 2, 1, 12)
+    for call in (
+        lambda: cache.update(what, x, 0),
+        lambda: cache.update(x, what, 0),
+        lambda: setattr(cache.layers[0], "keys", what),
+    ):
+        with pytest.raises(MismatchError, match="tensors"):
+            call()
+    expected = next_logits("llama", used("llama", TieredKVCache(tiny_model("llama").config, block_size=4)))
+    assert alike(expected, next_logits("llama", cache))
