@@ -40,6 +40,13 @@ def check_meant(tokens_to_remove: int) -> None:
             ) from error
 
 
+def _check_tensors(index: int, keys: object, values: object) -> None:
+    """Raise `MismatchError` for what no type checker has seen."""
+    if not (isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)):
+        kinds = f"{type(keys).__name__} and {type(values).__name__}"
+        raise MismatchError(f"Layer {index}: keys and values are tensors, not {kinds}.")
+
+
 class TieredLayer(DynamicLayer):
     """A layer that grows without end and whose blocks are in tiers.
 
@@ -167,9 +174,7 @@ class TieredLayer(DynamicLayer):
             forward.check_open()
         if self._assigned:
             self._check_assigned()
-        if not (isinstance(key_states, torch.Tensor) and isinstance(value_states, torch.Tensor)):
-            kinds = " and ".join(type(x).__name__ for x in (key_states, value_states))
-            raise MismatchError(f"Layer {index}: keys and values are tensors, not {kinds}.")
+        _check_tensors(index, key_states, value_states)
         if index <= caller.at:
             caller.meet()
         caller.at = index
