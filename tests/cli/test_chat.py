@@ -347,6 +347,7 @@ def test_in_a_terminal_a_kill_leaves_the_last_whole_turn(tmp_path: Path) -> None
     first.until("chat> ")
     first.type("class A:\n")
     first.until("tokens/s]")
+    first.until("chat> ")
     first.type("\x04")
     first.until("nothing more comes")
     assert first.end() == 0
