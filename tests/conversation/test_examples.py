@@ -27,7 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_second_run_reads_what_the_first_saved(run: Run, tmp_path: Path) -> None:
     found = [run("resume_chat.py", "--store", str(tmp_path / "chats")) for _ in range(2)]
-    assert [x.split()[0] for x in found] == ["0", "1"]
+    assert [x.splitlines()[0] for x in found] == ["turns so far: 0", "turns so far: 1"]
     loaded = [int(re.findall(r"loaded=(\d+)", x)[0]) for x in found]
     assert loaded[0] == 0 < 20 < loaded[1]
 

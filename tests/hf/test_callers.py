@@ -23,6 +23,7 @@ from transformers.integrations import flex_attention as flex
 
 import kvtier
 from kvtier import ConfigError, KVView, MismatchError, TieredKVCache, UnsupportedError
+from kvtier.hf.names import CACHE
 
 LAYERS = 2
 TENSORS = ("flex_attention", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2", "paged|sdpa")
@@ -285,7 +286,7 @@ def test_one_cache_for_an_encoder_decoder_is_refused_with_what_to_write(name: st
         cache = TieredKVCache(config)
         with pytest.raises(UnsupportedError, match=r"EncoderDecoderCache\(TieredKVCache") as refused:
             run(cache)
-        words = str(refused.value).split("past_key_values=")[1].split(", with")[0]
+        words = str(refused.value).split(f"{CACHE}=")[1].split(", with")[0]
         names = {"EncoderDecoderCache": EncoderDecoderCache, "TieredKVCache": kvtier.TieredKVCache, "model": model}
         actual = generated(model, eval(words, names))
         expected = generated(model, dynamic_cache(model))

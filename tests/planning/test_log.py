@@ -145,7 +145,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
     logged = Logged("adaptive", "/dev/full")
     with pytest.warns(RuntimeWarning, match="/dev/full ends early.*No space") as said:
         assert real_run(logged) == real_run(Adaptive())
-    assert len(said) == 1
+    assert [x.category for x in said].count(RuntimeWarning) == 1
     logged.close()
 
 
