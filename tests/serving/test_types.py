@@ -17,6 +17,7 @@ from workloads import same_as_generate
 from kvtier import Engine, UnsupportedError
 
 NEW = 8
+PROMPTS = [tuple((5 * i * i + 3 * n + 7 * i) % 94 + 1 for i in range(length)) for n, length in enumerate((11, 30, 5))]
 #: Of each kind one that the tests of loads do not have; the others are slow.
 ALWAYS = ("cohere2", "cpmant", "lfm2", "mamba2", "minimax", "recurrent_gemma", "roberta")
 #: How many types are run by a runner that puts requests together, at the least.
@@ -36,7 +37,7 @@ def model_of(name: str) -> PreTrainedModel:
     """The model, if it can be built and Transformers' own `generate` works with it."""
     try:
         model = tiny_model_of_type(name)
-        generated(model, (3, 5))
+        generated(model, PROMPTS[1])  # longer than its windows
     except Exception as error:
         pytest.skip(f"{type(error).__name__}: {error}"[:100])
     return model
@@ -63,10 +64,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize("name", cases())
 def test_every_type_gets_the_tokens_of_generate_or_is_refused(name: str) -> None:
     model = model_of(name)
-    prompts = [
-        tuple((5 * i * i + 3 * n + 7 * i) % 94 + 1 for i in range(length)) for n, length in enumerate((11, 30, 5))
-    ]
-    expected = [generated(model, prompt) for prompt in prompts]
+    expected = [generated(model, prompt) for prompt in PROMPTS]
     if any(x.isnan().any() for _, scores in expected for x in scores):
         pytest.skip("its random weights give no scores")
     runner = "refused"
@@ -78,7 +76,7 @@ def test_every_type_gets_the_tokens_of_generate_or_is_refused(name: str) -> None
         runner = engine.runner
         try:
             # The last ones begin as the first do: they go on with what these have left, if anything.
-            found = list(engine.generate_batch([*prompts, *prompts[:2]], max_new_tokens=NEW, do_sample=False).values())
+            found = list(engine.generate_batch([*PROMPTS, *PROMPTS[:2]], max_new_tokens=NEW, do_sample=False).values())
         finally:
             engine.close()
         for output, (tokens, scores) in zip(found, [*expected, *expected[:2]], strict=True):
