@@ -242,3 +242,11 @@ def test_a_store_of_a_model_with_states_that_is_interrupted_goes_on(name: str, s
 def test_a_store_that_is_interrupted_at_many_lines_goes_on(name: str, states: States) -> None:
     for at in lines(name, states, BOOKS, LINES):
         cut_short(name, states, at, BOOKS)
+
+
+@pytest.mark.parametrize("missing", ["_recover", "drop_lost"])
+def test_without_what_makes_counts_right_again_one_notices(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept.Kept, missing, lambda self: None)
+    cuts = [(name, at) for name in ("a turn", "a new prompt") for at in lines(name, "", BOOKS, 4)]
+    with pytest.raises(AssertionError):
+        sum(cut_short(name, "", at, BOOKS) for name, at in cuts)
