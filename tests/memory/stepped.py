@@ -199,6 +199,14 @@ class SteppedCondition:
         """Wake all that wait."""
         self._turns.wake()
 
+    def acquire(self, timeout: float) -> bool:
+        """Take the lock, unless it is taken."""
+        return not self._turns.lock.holder and self._turns.lock.acquire()
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._turns.lock.release()
+
 
 #: Whose caller holds the memory's lock.
 LOCKED: dict[type, tuple[str, ...]] = {

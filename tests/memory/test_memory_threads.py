@@ -67,6 +67,11 @@ def test_what_others_free_while_a_full_host_waits_is_found(seed: int, engine: st
     Walk(900 + seed, ENGINES[engine](seed), members=3, turns=Turns(seed, chance=0.5)).run_in_turns(20)
 
 
+def test_a_smaller_budget_takes_nothing_from_who_was_promised_more_room() -> None:
+    # A thread was refused in the middle of its forward: a resize had priced what others read through at the new budget.
+    Walk(20_043, ENGINES["held, any order"](43), members=3, turns=Turns(43, chance=0.5)).run_in_turns(20)
+
+
 def test_nobody_is_promised_what_a_resize_under_way_takes_away() -> None:
     memory = TieredMemory(device_budget=20_000, host_budget=100_000)
     x = torch.zeros(1, HEADS, 40, DIM)
