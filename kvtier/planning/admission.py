@@ -36,7 +36,7 @@ class Claim:
     room_at: Callable[[int], int] | None = field(default=None, compare=False, repr=False)
 
     def at(self, limit: int) -> Claim:
-        """The same claim, if the tier where blocks begin had so many bytes: never less room than is promised already."""
+        """The same claim, if the tier where blocks begin had so many bytes. Never less room than is promised."""
         return self if self.room_at is None else replace(self, room=max(self.room, self.room_at(limit)))
 
     def union(self, other: Claim) -> Claim:
