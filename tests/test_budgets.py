@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
-from kvtier import BudgetError, TieredKVCache
+from kvtier import BudgetError, ConfigError, TieredKVCache
+from kvtier.memory import system
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -277,6 +278,15 @@ def test_budgets_may_be_written_in_every_way_and_are_shown_in_bytes() -> None:
         cache.update(x, x, 0)
         assert cache.stats.device.budget > 10**6
         assert cache.stats.host.budget > 10**6
+
+
+def test_on_a_machine_without_free_memory_statistics_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "free_host_memory", lambda: 2**20)  # less than "auto" leaves
+    cache, x = TieredKVCache(CONFIG), torch.randn(1, HEADS, 3, DIM)
+    assert cache.stats.host.budget == 0
+    assert "empty" in repr(cache)
+    with pytest.raises(ConfigError, match="leaves nothing"):
+        cache.update(x, x, 0)
 
 
 def test_what_is_printed_of_a_cache_is_what_is_there() -> None:

@@ -41,7 +41,7 @@ def check_meant(tokens_to_remove: int) -> None:
 
 
 def _check_tensors(index: int, keys: object, values: object) -> None:
-    """Raise `MismatchError` for what no type checker has seen."""
+    """Raise `MismatchError` unless both are tensors."""
     if not (isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)):
         kinds = f"{type(keys).__name__} and {type(values).__name__}"
         raise MismatchError(f"Layer {index}: keys and values are tensors, not {kinds}.")

@@ -23,7 +23,7 @@ _CALLED = ("torch", "transformers", "triton")
 
 
 def ask(function: Callable[..., R], *arguments: Any) -> R:
-    """Call what a user gave, in the midst of a change: an error that comes out of it comes where one is expected."""
+    """Call what a user gave, in the middle of a change. The change expects an error of it, and undoes itself then."""
     return function(*arguments)
 
 

@@ -378,7 +378,7 @@ class ComputeDevice:
         self.poll()
         self._pack(pools, keep)
         behind: list[Event] = []
-        chosen = self._places(pools, runs, most, keep, behind, evict=evict)
+        chosen = self._slots_for(pools, runs, most, keep, behind, evict=evict)
         if not chosen:
             return []
         if self._poison:
@@ -397,7 +397,7 @@ class ComputeDevice:
             return []
         return [run for run, _ in chosen]
 
-    def _places(
+    def _slots_for(
         self, pools: Pools, runs: Sequence[Run], most: int, keep: BlockSet | None, behind: list[Event], *, evict: bool
     ) -> list[tuple[Run, int]]:
         """Take device slots for the first `most` blocks of runs, or for as many as there is room for.
@@ -472,9 +472,7 @@ class ComputeDevice:
         budget = self.home.budget
         if self.home.shrunk:
             return shortage.no_device_memory(budget, missing, self.name)
-        if self._withheld:
-            return shortage.withheld(budget, missing, type(self.policy).__name__, self._withheld)
-        return shortage.full(budget, missing)
+        return shortage.full(budget, missing, type(self.policy).__name__, self._withheld)
 
     def _take(
         self,

@@ -34,24 +34,17 @@ def no_device_memory(budget: Budget, missing: int, device: str) -> BudgetError:
     )
 
 
-def withheld(budget: Budget, missing: int, policy: str, blocks: int) -> BudgetError:
-    """A policy named too few victims, and `blocks` more could leave."""
+def full(budget: Budget, missing: int, policy: str, withheld: int) -> BudgetError:
+    """Nothing in a tier can move; or `withheld` blocks could, and the policy did not name them."""
     needed = budget.used + missing
+    if withheld:
+        why = f"{policy}.victims names too few blocks to evict, {withheld} more could leave"
+        remedy = "Let it name as many as it is asked for, or give"
+    else:
+        why, remedy = "nothing in it can move", "Drop tokens with `crop`, or give"
     return _error(
-        f"The {budget.tier} budget of {budget.limit} bytes is full and {missing} more are needed: {policy}.victims "
-        f"names too few blocks to evict, {blocks} more could leave. Let it name as many as it is asked for, or give "
+        f"The {budget.tier} budget of {budget.limit} bytes is full and {missing} more are needed: {why}. {remedy} "
         f"{budget.tier}_budget={needed} or more.",
-        budget,
-        needed,
-    )
-
-
-def full(budget: Budget, missing: int) -> BudgetError:
-    """Nothing in a tier can move."""
-    needed = budget.used + missing
-    return _error(
-        f"The {budget.tier} budget of {budget.limit} bytes is full and nothing in it can move; {missing} more are "
-        f"needed. Give {budget.tier}_budget={needed} or more, or drop tokens with `crop`.",
         budget,
         needed,
     )

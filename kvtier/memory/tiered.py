@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import threading
@@ -631,7 +632,8 @@ class TieredMemory:
             given = {"device": self.options.device_bytes(), "host": self.options.host_bytes()}
             budgets = {name: given[name] or last.budget for name, last in gone.items()}
             if not (budgets["host"] or self.closed):  # "auto", or a share: what it would be if it were used now
-                budgets["host"] = self._host_limit(self.options, 0)
+                with contextlib.suppress(ConfigError):  # a full machine leaves nothing: an error for the first forward
+                    budgets["host"] = self._host_limit(self.options, 0)
             return {name: TierStats(budgets[name], 0, last.peak_bytes, 0, 0, 0, 0, 0) for name, last in gone.items()}
         device, host = usage.tiers(self._host, self.devices, self.owners)
         if not device.budget and (given_bytes := self.options.device_bytes()):

@@ -318,7 +318,7 @@ class Terminal:
         os.write(self.handle, keys.encode())
 
     def until(self, text: str, seconds: float = 120) -> str:
-        """What the screen shows, up to a text, or until the process ends. The rest is for the next call."""
+        """What the screen shows, up to a text. The rest is for the next call."""
         shown, end = self.rest, time.monotonic() + seconds
         while text.encode() not in shown and time.monotonic() < end:
             if select.select([self.handle], [], [], 0.1)[0]:
@@ -327,14 +327,17 @@ class Terminal:
                 except OSError:  # it has ended
                     break
         before, found, self.rest = shown.partition(text.encode())
-        assert found or time.monotonic() < end, shown
+        assert found, shown
         return (before + found).decode(errors="replace")
 
-    def end(self) -> int:
+    def end(self, seconds: float = 120) -> int:
         """How it ended."""
-        _, status = os.waitpid(self.process, 0)
+        end = time.monotonic() + seconds
+        while (found := os.waitpid(self.process, os.WNOHANG)) == (0, 0):
+            assert time.monotonic() < end, "it goes on"
+            time.sleep(0.05)
         os.close(self.handle)
-        return os.waitstatus_to_exitcode(status)
+        return os.waitstatus_to_exitcode(found[1])
 
 
 @pytest.mark.slow
@@ -349,7 +352,6 @@ def test_in_a_terminal_a_kill_leaves_the_last_whole_turn(tmp_path: Path) -> None
     first.until("tokens/s]")
     first.until("chat> ")
     first.type("\x04")
-    first.until("nothing more comes")
     assert first.end() == 0
     whole = history(tmp_path)
     assert whole[0] == "def first(items):"
@@ -372,7 +374,9 @@ def test_in_a_terminal_a_kill_leaves_the_last_whole_turn(tmp_path: Path) -> None
     third.until("chat> ")
     third.type("/history\n")
     assert "user: def last(items):" in third.until("chat> ")
-    third.type("abc\x03")
-    third.until("nothing more comes")
+    third.type("abc")
+    third.until("abc")
+    time.sleep(0.5)  # Python's line editor misses an interrupt that comes between a letter and its next wait
+    third.type("\x03")
     assert third.end() == 0
     assert history(tmp_path)[:5] == [*whole, "def last(items):"]

@@ -226,7 +226,7 @@ THREADS: dict[str, Mutation] = {
 #: What no walk comes by within a few seeds, and the test that does.
 DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
     "slots that were taken for what has come meanwhile are lost": (
-        edit(ComputeDevice, "_places", "pools.device.give(start, n, self.fence())", "pass"),
+        edit(ComputeDevice, "_slots_for", "pools.device.give(start, n, self.fence())", "pass"),
         test_reclaim.test_slots_for_what_another_thread_has_fetched_meanwhile_are_given_back,
     ),
     "what makes room gives no fetch up where the host is full": (

@@ -165,7 +165,7 @@ def _check_admitted(model: ModelSize, demand: Demand, needed: int) -> None:
     if least.host > demand.host_bytes:
         raise ConfigError(
             f"{what} at least {format_size(least.host)} of the host, and there are "
-            f"{format_size(demand.host_bytes)}: the device does not hold as much as it has, for blocks pass through it."
+            f"{format_size(demand.host_bytes)}: a slot of the device stays free, for blocks that move."
         )
 
 
