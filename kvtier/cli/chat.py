@@ -282,7 +282,11 @@ class ChatLoop(Loop):
 
     def _list(self, _: str) -> None:
         for name in self.store.names:
-            turns = sum(x["role"] == "user" for x in self.store.open(name, salt=None).messages)
+            try:
+                turns = sum(x["role"] == "user" for x in self.store.open(name, salt=None).messages)
+            except ConfigError as error:  # of a tenant, or it cannot be read now
+                say(f"  {plain(name)}: {plain(str(error))}")
+                continue
             say(f"{'*' if name == self.chat.name else ' '} {plain(name)}, {count(turns, 'turn')}")
 
     def _stats(self, _: str) -> None:

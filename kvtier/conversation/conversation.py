@@ -18,6 +18,7 @@ from kvtier.conversation.reuse import RowReuse
 from kvtier.conversation.wake import Wake
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
 from kvtier.eviction.rank import DEFAULT
+from kvtier.hf import generation as of
 
 #: A message of a chat, as templates take it.
 Message = dict[str, Any]
@@ -99,20 +100,18 @@ class Conversation:
             ConcurrentUseError: another thread is generating with this conversation, or this one is: a streamer or a
                 stopping criterion of a call may not begin another one.
         """
-        out = self._generate(inputs, **kwargs)
-        self.store.changed(self, generated=True)
-        return out
-
-    def _generate(self, inputs: torch.Tensor | None, **kwargs: Any) -> Any:
         self._check_open()
-        ids = kwargs.get("input_ids") if inputs is None else inputs
-        if isinstance(ids, torch.Tensor) and ids.shape[0] != 1:
-            raise ConfigError(
-                f"A conversation has one row, and was given {ids.shape[0]}: use store.generate for those."
-            )
-        if (kwargs.get("num_return_sequences") or 1) > 1:
-            raise ConfigError("A conversation has one answer: use store.generate for several.")
-        me = threading.get_ident(), sys._getframe()
+        self._enter(sys._getframe())
+        try:
+            out = self._generate(inputs, kwargs)
+            self.store.changed(self, generated=True)
+            return out
+        finally:
+            self._inside.clear()
+
+    def _enter(self, call: FrameType) -> None:
+        """Let a call of this thread go on with the conversation, and no other until `_inside` is cleared."""
+        me = threading.get_ident(), call
         other = self._inside.setdefault(0, me)
         if other[0] != me[0]:
             raise ConcurrentUseError(
@@ -125,17 +124,23 @@ class Conversation:
                     "that, as a streamer or a stopping criterion is, may go on with a `fork` only."
                 )
             self._inside[0] = me  # that call was interrupted, before it could say that it ends
-        try:
-            with self.store.going_on(self):
-                out = self.store.generate(inputs, salt=self.salt, **kwargs)
-            rows = out if isinstance(out, torch.Tensor) else out.sequences
-            self.reuse = self.store.reuse[0]
-            if rows.shape[0] == 1:
-                self.ids = rows[0].tolist()
-            self.used = time.time()
-            return out
-        finally:
-            self._inside.clear()
+
+    def _generate(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> Any:
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        if isinstance(ids, torch.Tensor) and ids.shape[0] != 1:
+            raise ConfigError(
+                f"A conversation has one row, and was given {ids.shape[0]}: use store.generate for those."
+            )
+        if (of.setting("num_return_sequences", self.store.model, kwargs) or 1) > 1:
+            raise ConfigError("A conversation has one answer: use store.generate for several.")
+        with self.store.going_on(self):
+            out = self.store.generate(inputs, salt=self.salt, **kwargs)
+        rows = out if isinstance(out, torch.Tensor) else out.sequences
+        self.reuse = self.store.reuse[0]
+        if rows.shape[0] == 1:
+            self.ids = rows[0].tolist()
+        self.used = time.time()
+        return out
 
     def went_on(self, ids: Sequence[int]) -> None:
         """Its history is this now: an engine has generated with it."""
@@ -157,14 +162,23 @@ class Conversation:
             KVTierError: as of `generate`; the conversation is as it was.
         """
         self._check_open()
-        messages = list(self.messages)
+        self._enter(sys._getframe())
+        try:
+            return self._send(list(self.messages), message, tokenizer, system, kwargs)
+        finally:
+            self._inside.clear()
+
+    def _send(
+        self, messages: list[Message], message: str | Message, tokenizer: Any, system: str | None, kwargs: Any
+    ) -> str:
+        """Say something behind these messages, which take the place of those that there are."""
         if system is not None:
             if messages:
                 raise ConfigError("system= is the first message of a conversation, and this one has begun.")
             messages.append({"role": "system", "content": system})
         messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
         ids = torch.tensor([self._prompt(tokenizer, messages)], device=self.store.model.device)
-        out = self._generate(ids, attention_mask=torch.ones_like(ids), **kwargs)
+        out = self._generate(ids, dict(attention_mask=torch.ones_like(ids), **kwargs))
         rows = out if isinstance(out, torch.Tensor) else out.sequences
         answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
         self.messages = [*messages, {"role": "assistant", "content": answer}]
@@ -179,15 +193,14 @@ class Conversation:
             ConfigError: there is no answer yet. Otherwise as `generate`; the conversation is as it was.
         """
         self._check_open()
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise ConfigError("There is no answer to generate again.")
-        before = self.messages
-        *self.messages, last, _ = before
+        self._enter(sys._getframe())
         try:
-            return self.send(last, tokenizer=tokenizer, **kwargs)
-        except BaseException:
-            self.messages = before
-            raise
+            if not self.messages or self.messages[-1]["role"] != "assistant":
+                raise ConfigError("There is no answer to generate again.")
+            *before, last, _ = self.messages
+            return self._send(before, last, tokenizer, None, kwargs)
+        finally:
+            self._inside.clear()
 
     def fork(self, name: str) -> Conversation:
         """Another conversation with the same history, which is kept once.
@@ -207,19 +220,29 @@ class Conversation:
 
         Raises:
             ConfigError: neither or both; more than there is; or tokens of a chat, whose messages say what is sent.
+            ConcurrentUseError: a call is generating with this conversation.
         """
         self._check_open()
         if (tokens is None) == (turns is None):
             raise ConfigError("rewind needs tokens= or turns=.")
-        if tokens is not None:
-            if self.messages:
-                raise ConfigError("A chat is rewound by turns=: the next prompt is made of its messages.")
-            if not 0 <= tokens <= len(self.ids):
-                raise ConfigError(f"tokens={tokens}: the conversation has {len(self.ids)}.")
-            self.ids = self.ids[: len(self.ids) - tokens]
+        self._enter(sys._getframe())
+        try:
+            if tokens is not None:
+                self._rewind_tokens(tokens)
+            elif turns is not None:
+                self._rewind_turns(turns)
             self.store.changed(self)
-            return
-        assert turns is not None
+        finally:
+            self._inside.clear()
+
+    def _rewind_tokens(self, tokens: int) -> None:
+        if self.messages:
+            raise ConfigError("A chat is rewound by turns=: the next prompt is made of its messages.")
+        if not 0 <= tokens <= len(self.ids):
+            raise ConfigError(f"tokens={tokens}: the conversation has {len(self.ids)}.")
+        self.ids = self.ids[: len(self.ids) - tokens]
+
+    def _rewind_turns(self, turns: int) -> None:
         at = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not 0 <= turns <= len(at):
             raise ConfigError(f"turns={turns}: the conversation has {len(at)}.")
@@ -227,7 +250,6 @@ class Conversation:
             self.messages = self.messages[: at[-turns]]
             self._ends = {n: tokens for n, tokens in self._ends.items() if n <= len(self.messages)}
             self.ids = self.ids[: self._ends.get(len(self.messages), 0)]
-        self.store.changed(self)
 
     # What it is worth
 

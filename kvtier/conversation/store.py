@@ -124,6 +124,8 @@ class ConversationStore:
         self._finalizer.atexit = False
         self._weights = of.weights_version(model)
         self._conversations: dict[str, Conversation | None] = {}  # None: it is saved, and was not opened yet
+        # Taken before the memory's lock, by who saves a conversation or forgets its name: what is forgotten stays so.
+        self._naming = threading.RLock()
         self._last = threading.local()
         self._calls = Calls(model)
         self._encoder = EncoderOutputs(model, self._calls, parse_bytes("state_budget", state_budget))
@@ -186,6 +188,8 @@ class ConversationStore:
                 kept.
         """
         self._check_open()
+        # Taken: what a streamer of this call generates is no turn of its conversation.
+        name, self._last.name = getattr(self._last, "name", None), None
         if generation_config is not None:
             kwargs["generation_config"] = generation_config
         try:
@@ -210,7 +214,7 @@ class ConversationStore:
             if call is None:
                 with self._naming_who_is_pinned():
                     return self._plain(ids, kwargs, why)
-            call.name = getattr(self._last, "name", None)
+            call.name = name
             for row in call.rows:
                 self._waker.turn(call.key, row)
             with self._naming_who_is_pinned():
@@ -287,9 +291,15 @@ class ConversationStore:
         """Return when all that is kept is saved, or cannot be; `stats.problem` says why."""
         self._check_open()
         if self._disk_tier is not None:
-            for name, chat in [(name, chat) for name, chat in list(self._conversations.items()) if chat is not None]:
-                self._disk_tier.disk.save_conversation(name, chat.state())
+            for chat in [chat for chat in list(self._conversations.values()) if chat is not None]:
+                self._save_conversation(chat)
             self._disk_tier.flush()
+
+    def _save_conversation(self, chat: Conversation) -> None:
+        """Save what a conversation is, if later processes can know its salt, and unless its name was forgotten."""
+        with self._naming:
+            if self._disk_tier is not None and chat.saved and self._conversations.get(chat.name) is chat:
+                self._disk_tier.disk.save_conversation(chat.name, chat.state())
 
     # Conversations
 
@@ -364,33 +374,36 @@ class ConversationStore:
         if found is not None:
             found.close()
         elif known:
-            if self._disk_tier is not None:
-                self._disk_tier.disk.drop_conversation(name)
-            with self.memory.lock, self.memory.change:
-                self._conversations.pop(name, None)
-                self._kept.ranks.forget(name)
+            with self._naming:
+                if self._disk_tier is not None:
+                    self._disk_tier.disk.drop_conversation(name)
+                with self.memory.lock, self.memory.change:
+                    self._conversations.pop(name, None)
+                    self._kept.ranks.forget(name)
 
     def remove(self, chat: Conversation) -> None:
         """A conversation is closed: its name is free. May be done again where it was cut short."""
-        with self.memory.lock, self.memory.change:
-            if self._conversations.get(chat.name, chat) is not chat:
-                return  # another one has that name by now
-            self._conversations.pop(chat.name, None)
-            self._kept.ranks.forget(chat.name)
-        if self._disk_tier is not None and not self.closed:
-            self._disk_tier.disk.drop_conversation(chat.name)
+        with self._naming:
+            with self.memory.lock, self.memory.change:
+                if self._conversations.get(chat.name, chat) is not chat:
+                    return  # another one has that name by now
+                self._conversations.pop(chat.name, None)
+                self._kept.ranks.forget(chat.name)
+            if self._disk_tier is not None and not self.closed:
+                self._disk_tier.disk.drop_conversation(chat.name)
 
     def changed(self, chat: Conversation, *, generated: bool = False) -> None:
         """A conversation went on, by this thread's last call or in another way: its history has its rank, and what it
-        is is saved."""
-        if not self.closed:
+        is is saved. Nothing, if its name was forgotten meanwhile."""
+        with self._naming:
+            if self.closed or self._conversations.get(chat.name) is not chat:
+                return
             key = (self._last.computed_as if generated else of.computed_as(self.model), chat.salt)
             with self.memory.lock, self.memory.change:
                 self._kept.ranks.follow(chat.name, key, packed(chat.ids[:-1]), chat.rank)
-        if self._disk_tier is not None and not self.closed:
-            self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
-            if chat.saved:
-                self._disk_tier.disk.save_conversation(chat.name, chat.state())
+            if self._disk_tier is not None:
+                self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
+                self._save_conversation(chat)
 
     def ranked(self, chat: Conversation) -> None:
         """A conversation has another rank. Raises BudgetError, see `Conversation.pinned`."""

@@ -111,6 +111,15 @@ def test_commands_regenerate_fork_rewind_and_switch(talk: Talk, tmp_path: Path) 
     assert talk.out.splitlines()[1].startswith("chat ")
 
 
+def test_conversations_of_tenants_are_listed_and_stay_closed(talk: Talk, tmp_path: Path) -> None:
+    with ConversationStore(pylm(), directory=tmp_path) as store:
+        ids = torch.tensor([[5, 6, 7]])
+        store.open("theirs", salt="tenant").generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+    talk("--store", str(tmp_path), "--max-new-tokens", "2", lines="x\n/list\n")
+    assert "  theirs: Conversation 'theirs' has another salt" in talk.err
+    assert "* chat, 1 turn" in talk.err
+
+
 def test_a_system_prompt_begins_new_conversations_and_no_others(talk: Talk, tmp_path: Path) -> None:
     few = ("--store", str(tmp_path), "--max-new-tokens", "2", "--name", "a", "--system", "import os\n")
     talk(*few, lines="x\n/open b\ny\n")

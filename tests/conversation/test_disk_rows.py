@@ -21,9 +21,12 @@ from disks import OF, content, disk_of, load, save, states_of
 from kvtier import ConfigError, StoreInUseError
 from kvtier.conversation.disk import chunks as disks_module
 from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.contents import contents
 from kvtier.conversation.disk.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
 from kvtier.conversation.disk.folder import MANIFEST
+from kvtier.conversation.disk.upkeep import Upkeep
 from kvtier.conversation.index import packed
+from kvtier.eviction.rank import Rank
 
 WALKS = max(2, int(os.environ.get("KVTIER_TEST_TURNS", "96")) // 64)
 FLIPS = int(os.environ.get("KVTIER_TEST_FLIPS", "12")) * 10
@@ -536,3 +539,113 @@ def test_folders_that_are_opened_and_closed_leave_nothing(tmp_path: Path) -> Non
             del disk
             gc.collect()
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+# Names of conversations, numbers of files
+
+
+def test_a_file_that_could_not_be_removed_keeps_its_number_and_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a chunk would get the same one, and its file would be removed in place of that one."""
+    disk_of(tmp_path).close()
+    stray, unlink = tmp_path / "000000000001.safetensors", os.unlink
+    stray.write_bytes(bytes(1000))
+
+    def failing(file: Any, **options: Any) -> None:
+        if Path(file) == stray:
+            raise OSError(5, "Input/output error")
+        unlink(file, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing)
+        disk = disk_of(tmp_path, 10**6)
+        assert disk.nbytes == 1000
+        assert "not removed" in disk.problem
+    assert save(disk, [1, 2, 3])
+    assert save(disk, [4, 5, 6])  # makes room, and removes what could not be removed
+    assert not stray.exists()
+    assert (load(disk, [1, 2, 3]), load(disk, [4, 5, 6]), disk.damaged) == (3, 3, 0)
+    disk.check_integrity()
+    disk.close()
+
+
+def test_a_damaged_number_beyond_all_others_costs_its_row_only(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    assert save(disk, [1, 2, 3])
+    for turn in range(3):
+        assert save(disk, [1, 2, 3, *range(4, 6 + turn)])
+    disk.close()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        others = "key, parent, start, ids, nbytes, checksum, digest, used FROM chunks WHERE number = 1"
+        db.execute(f"INSERT INTO chunks SELECT ?, {others}", (2**63 - 1,))
+    db.close()
+    with Upkeep(tmp_path) as upkeep:
+        assert upkeep.compact().problem == ""
+    disk = disk_of(tmp_path)
+    assert disk.damaged == 1
+    assert load(disk, [1, 2, 3, 4, 5, 6, 7]) == 7
+    assert save(disk, [7, 7, 7]), disk.problem
+    disk.close()
+
+
+def test_a_text_that_is_damaged_costs_its_row_only(tmp_path: Path) -> None:
+    """Also where it is no Unicode any more, which SQLite's driver refuses to read."""
+    disk = disk_of(tmp_path)
+    assert save(disk, [1, 2, 3])
+    assert save(disk, [4, 5, 6])
+    for name in "ab":
+        disk.save_conversation(name, {"ids": [1, 2, 3]})
+    disk.close()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.execute("UPDATE chunks SET key = CAST(x'FF' AS TEXT) WHERE number = 1")
+        db.execute("UPDATE conversations SET state = CAST(x'7BFF' AS TEXT) WHERE name = CAST('a' AS BLOB)")
+    db.close()
+    assert [x.number for x in contents(tmp_path).damage] == [1, None]
+    disk = disk_of(tmp_path)
+    assert disk.damaged == 1
+    assert (load(disk, [1, 2, 3]), load(disk, [4, 5, 6])) == (0, 3)
+    assert disk.conversation("a") is None
+    assert disk.conversation("b") == {"ids": [1, 2, 3]}
+    disk.close()
+    with Upkeep(tmp_path) as upkeep:
+        assert upkeep.repair() == 1
+    assert not contents(tmp_path).damage
+
+
+def test_what_is_known_of_a_conversation_is_not_written_again(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    for name in "ab":
+        disk.save_conversation(name, {"ids": [1]})
+    changes = disk._manifest._db.total_changes
+    disk.save_conversation("a", {"ids": [1]})
+    assert disk._manifest._db.total_changes == changes
+    disk.save_conversation("a", {"ids": [1, 2]})
+    disk.rank("a", None, packed([1, 2]), Rank(priority=2), 0.0)
+    disk.save_conversation("a", {"ids": [1, 2]})
+    assert disk.names() == {"a": True, "b": False}, "in the order of their making"
+    assert list(disk.names()) == ["a", "b"]
+    assert disk.conversation("a") == {"ids": [1, 2]}
+    disk.close()
+
+
+def test_files_that_cannot_be_removed_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = disk_of(tmp_path, 25_000)
+    chats = [[n] * 200 for n in range(5)]
+    assert save(disk, chats[0])
+    assert save(disk, chats[1])
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing)
+        for ids in chats[2:]:
+            assert not save(disk, ids)
+            assert "no room" in disk.problem or "leaves" in disk.problem
+            disk.check_integrity()
+            assert sum(x.stat().st_size for x in tmp_path.glob("*.safetensors")) <= 25_000
+    assert save(disk, chats[2]), disk.problem
+    assert load(disk, chats[2]) == 200
+    disk.check_integrity()
+    disk.close()

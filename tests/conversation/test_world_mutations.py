@@ -159,7 +159,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a conversation that goes on is not saved": gone(ConversationStore, "changed"),
     "a conversation that is closed is not forgotten": gone(Disk, "drop_conversation"),
     "a rewound conversation keeps its end": edit(
-        Conversation, "rewind", "self.ids = self.ids[: self._ends", "[][: self._ends"
+        Conversation, "_rewind_turns", "self.ids = self.ids[: self._ends", "[][: self._ends"
     ),
     "chunks are merged in another order": edit(
         Upkeep, "_replace", "[part[name] for part in parts]", "[part[name] for part in parts[::-1]]"

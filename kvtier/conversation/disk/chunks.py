@@ -161,8 +161,9 @@ class Disk:
         bad, used = list[int](), dict[int, int]()
         try:
             numbers, rest = self._folder.files()
+            # Files that cannot be removed below keep their numbers: what is counted as theirs may be removed later.
+            self._next = max(numbers, default=0) + 1
             for number, row, last in self._manifest.rows():
-                self._next = max(self._next, number + 1)
                 parent = self._chunks.get(row.parent) if row is not None and row.parent is not None else None
                 if row is None or number not in numbers or not _fits(row, parent):
                     bad.append(number)
@@ -181,7 +182,7 @@ class Disk:
         for number in numbers - self._chunks.keys():
             rest.append(self._folder.file(number))
         for file in rest:
-            self._unlink(file, 0)
+            self._unlink(file)
         # Whoever uses a chunk uses all before it: a parent was used no earlier than its children.
         for chunk in reversed(self._chunks.values()):
             if chunk.parent is not None:
@@ -318,7 +319,7 @@ class Disk:
 
     def _not_written(self, number: int, problem: str) -> None:
         self.problem = problem
-        self._unlink(self._folder.file(number), 0)
+        self._unlink(self._folder.file(number))
 
     def leaves(self, nbytes: int, parent: Chunk | None) -> bool:
         """Whether so many bytes behind a chunk are within the budget, all else aside; `problem` says that they are
@@ -367,8 +368,9 @@ class Disk:
                 chunk.parent.children = chunk.parent.children or None
             self._unlink(self._folder.file(chunk.number), chunk.nbytes)
 
-    def _unlink(self, file: Path, nbytes: int) -> None:
-        """Remove a file, or do so later: what it takes is counted as long as it is there."""
+    def _unlink(self, file: Path, nbytes: int = 0) -> None:
+        """Remove a file, or do so later: what it takes is counted as long as it is there; `nbytes`, where the system
+        does not say."""
         if not self._folder.there():  # what is there now is of others
             return
         try:
@@ -377,6 +379,8 @@ class Disk:
         except OSError as error:
             self.problem = f"{file.name} is not removed: {error}"
             if file not in self._stray:
+                with contextlib.suppress(OSError):
+                    nbytes = os.lstat(file).st_size
                 self._stray[file] = nbytes
                 self.nbytes += nbytes
         else:
@@ -388,7 +392,7 @@ class Disk:
         if self.budget is None:
             return True
         for file in list(self._stray):
-            self._unlink(file, 0)
+            self._unlink(file)
         if not self.leaves(nbytes, keep):
             return False
         if keep is not None:
@@ -408,6 +412,9 @@ class Disk:
             return False
         if not self._let_go(gone):
             self.problem += ": nothing made room, and a sequence was not saved"
+            return False
+        if self.nbytes + nbytes > self.budget:  # of some, the files could not be removed
+            self.problem += ": there is no room, and a sequence was not saved"
             return False
         return True
 

@@ -15,8 +15,9 @@ from kvtier.errors import ConfigError, StoreInUseError
 #: Of the database and what SQLite keeps next to it; the log and its index have the mode of the database.
 MANIFEST = "manifest.sqlite"
 _DATABASE = (MANIFEST, f"{MANIFEST}-wal", f"{MANIFEST}-shm", f"{MANIFEST}-journal")
-#: Of the files of chunks. What is named otherwise is never touched: a directory may hold files of others.
-_NAME = re.compile(r"(\d{12,19})\.safetensors(\.new)?", re.ASCII)
+#: Of the files of chunks, whose numbers SQLite takes. What is named otherwise is never touched: a directory may hold
+#: files of others.
+_NAME = re.compile(r"(\d{12,18})\.safetensors(\.new)?", re.ASCII)
 
 
 class Folder:

@@ -8,6 +8,7 @@ not used.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import sqlite3
@@ -32,6 +33,13 @@ _SCHEMA = (
     # What lists them reads the first columns only.
     "CREATE TABLE IF NOT EXISTS conversations "
     "(name BLOB PRIMARY KEY, ranked INTEGER, mark BLOB, state TEXT, digest BLOB)",
+)
+
+# What is there already is not written again: nobody waits for a disk then. And it keeps its place in the order.
+_SAVE_CONVERSATION = (
+    "INSERT INTO conversations VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET ranked = excluded.ranked, "
+    "mark = excluded.mark, state = excluded.state, digest = excluded.digest WHERE (ranked, mark, state, digest) "
+    "IS NOT (excluded.ranked, excluded.mark, excluded.state, excluded.digest)"
 )
 
 
@@ -87,6 +95,8 @@ class Manifest:
         except sqlite3.Error as error:
             raise self._refused(error) from error
         try:
+            # Damage to a text is found by the digest of its row, and costs no other row.
+            self._db.text_factory = functools.partial(str, encoding="utf-8", errors="surrogateescape")
             self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
             self._db.execute("PRAGMA trusted_schema=OFF")
             self._db.execute("PRAGMA cell_size_check=ON")
@@ -209,7 +219,7 @@ class Manifest:
         """
         packed, text = _name(name), json.dumps(state)
         values = (packed, int(ranked), _digest(packed, f"{int(ranked)}"), text, _digest(packed, text))
-        self._db.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?, ?)", values)
+        self._db.execute(_SAVE_CONVERSATION, values)
 
     def drop_conversation(self, name: str) -> None:
         """Forget a conversation.

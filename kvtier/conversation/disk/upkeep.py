@@ -22,6 +22,9 @@ from kvtier.conversation.disk.folder import MANIFEST, Folder, sync_names
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
 from kvtier.errors import ConfigError
 
+#: A number of a chunk beyond this is damage.
+_MOST = 10**18
+
 
 @dataclass(frozen=True)
 class Compaction:
@@ -156,7 +159,8 @@ class Upkeep:
         self._merged, self._problem = 0, ""
         with self._telling():
             numbers, _ = self._folder.files()
-        self._next = max([0, *numbers, *found.rows, *(x.number or 0 for x in found.damage)]) + 1
+        damaged = [x.number for x in found.damage if x.number is not None and x.number < _MOST]
+        self._next = max([0, *numbers, *found.rows, *damaged]) + 1
         # From the ends: what continues a run gets other numbers, and is the less the more of it is merged.
         for run in reversed(_runs(found)):
             for group in self._groups(found, run, largest):

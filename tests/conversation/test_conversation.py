@@ -1,0 +1,172 @@
+"""One conversation: who goes on with it while another call does, and what is saved of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from kvtier import ConcurrentUseError, ConfigError
+from kvtier.conversation.conversation import Conversation
+
+
+class Within(StoppingCriteria):
+    """Does something in the middle of a call, once."""
+
+    def __init__(self, does: Callable[[], object]) -> None:
+        self.does: Callable[[], object] | None = does
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        if self.does is not None:
+            does, self.does = self.does, None
+            does()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def within(does: Callable[[], object]) -> dict[str, Any]:
+    return {**GREEDY, "stopping_criteria": StoppingCriteriaList([Within(does)])}
+
+
+# One call at a time
+
+
+@pytest.mark.parametrize("what", ["send", "regenerate", "rewind"])
+def test_whoever_goes_on_while_a_message_is_being_sent_is_refused(what: str) -> None:
+    """From the moment at which its messages are read: else one of two turns would be lost without an error."""
+    asked, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Tokenizer):
+        def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+            asked.set()
+            assert goes_on.wait(30)
+            return super().apply_chat_template(messages, **options)
+
+    with store_of(tiny_model("llama")) as store:
+        chat, tokenizer = store.open("alice"), Tokenizer()
+        chat.send("first", tokenizer=tokenizer, **GREEDY)
+        thread = threading.Thread(target=chat.send, args=("second",), kwargs={"tokenizer": Slow(), **GREEDY})
+        thread.start()
+        assert asked.wait(30)
+        does: dict[str, Callable[[], object]] = {
+            "send": lambda: chat.send("third", tokenizer=tokenizer, **GREEDY),
+            "regenerate": lambda: chat.regenerate(tokenizer=tokenizer, **GREEDY),
+            "rewind": lambda: chat.rewind(turns=1),
+        }
+        try:
+            with pytest.raises(ConcurrentUseError):
+                does[what]()
+        finally:
+            goes_on.set()
+            thread.join()
+        assert [x["content"] for x in chat.messages if x["role"] == "user"] == ["first", "second"]
+        chat.regenerate(tokenizer=tokenizer, **GREEDY)
+        assert len(chat.messages) == 4
+
+
+def test_an_answer_that_fails_leaves_the_messages_that_were() -> None:
+    def fails() -> None:
+        raise RuntimeError("no power")
+
+    with store_of(tiny_model("llama")) as store:
+        chat, tokenizer = store.open("alice"), Tokenizer()
+        chat.send("first", tokenizer=tokenizer, **GREEDY)
+        before, ids = list(chat.messages), list(chat.ids)
+        for ask in (chat.regenerate, lambda **options: chat.send("second", **options)):
+            with pytest.raises(RuntimeError, match="no power"):
+                ask(tokenizer=tokenizer, **within(fails))
+            assert (chat.messages, chat.ids) == (before, ids)
+        chat.rewind(turns=1)
+        assert not chat.messages
+
+
+def test_several_answers_are_refused_whichever_config_asks_for_them() -> None:
+    with store_of(tiny_model("llama")) as store:
+        chat = store.open("a")
+        for options in (
+            {"num_return_sequences": 2},
+            {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True, max_new_tokens=2)},
+        ):
+            with pytest.raises(ConfigError, match="one answer"):
+                chat.generate(**ones(some_ids(9)), **options)
+
+
+def test_what_is_generated_within_a_turn_is_not_that_conversation() -> None:
+    """Where the turn then fails, what is pinned of the conversation is what it had before."""
+    model, mine, other = tiny_model("llama"), some_ids(40), some_ids(30, seed=5)
+
+    def fails() -> None:
+        store.generate(**ones(other), **GREEDY)
+        raise RuntimeError("no power")
+
+    with store_of(model) as store:
+        chat = store.open("a", pinned=True)
+        chat.generate(**ones(mine), **GREEDY)
+
+        def pinned() -> list[int]:
+            return sorted(x.sequence.pinned for x in store.kept.entries.values())
+
+        assert pinned() == [45]
+        with pytest.raises(RuntimeError, match="no power"):
+            chat.generate(**ones(torch.cat([mine, mine], 1)), **within(fails))
+        assert pinned()[:-1] == [0] * (len(pinned()) - 1)
+        assert pinned()[-1] >= 40
+        store.check_integrity()
+
+
+# Closed meanwhile
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_conversation_that_is_closed_in_the_middle_of_its_turn_stays_forgotten(saved: bool, tmp_path: Path) -> None:
+    model, inputs = tiny_model("llama"), ones(some_ids(40))
+    options = {"directory": tmp_path} if saved else {}
+    with store_of(model, **options) as store:
+        chat = store.open("a", pinned=True)
+        out = chat.generate(**inputs, **within(chat.close))
+        assert torch.equal(out, fresh(model, inputs))
+        assert store.names == []
+        assert not any(x.sequence.pinned for x in store.kept.entries.values()), "nobody could unpin it"
+        store.flush()
+        store.check_integrity()
+    if saved:
+        with store_of(model, **options) as store:
+            assert store.names == []
+
+
+def test_a_name_that_is_taken_again_is_that_of_the_new_conversation(tmp_path: Path) -> None:
+    model, again = tiny_model("llama"), list[Conversation]()
+
+    def closes() -> None:
+        chat.close()
+        again.append(store.open("a"))
+        again[0].generate(**ones(some_ids(12, seed=3)), **GREEDY)
+
+    with store_of(model, directory=tmp_path) as store:
+        chat = store.open("a")
+        chat.generate(**ones(some_ids(40)), **within(closes))
+        history = again[0].ids
+        store.flush()
+    with store_of(model, directory=tmp_path) as store:
+        assert store.open("a").ids == history
+
+
+# What is saved
+
+
+@pytest.mark.parametrize("salt", [("tenant", 1), b"tenant", 1.5])
+def test_a_conversation_whose_salt_no_later_process_knows_is_not_saved(salt: Any, tmp_path: Path) -> None:
+    """It would come back under a salt of JSON's, by which nobody could open it."""
+    model = tiny_model("llama")
+    for _ in range(2):
+        with store_of(model, directory=tmp_path) as store:
+            assert store.names == []
+            store.open("a", salt=salt).generate(**ones(some_ids(40)), **GREEDY)
+            store.flush()
+            assert not store.stats.problem
