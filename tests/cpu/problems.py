@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import itertools
+import mmap
 import random
 from dataclasses import dataclass, field
 
@@ -318,6 +320,28 @@ class Paged:
         return sequences
 
 
+class Fenced(Paged):
+    """The same with the end of every block at the end of memory: one byte more, and the process is ended."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.areas: list[mmap.mmap] = []
+        size = self.stride - 16 * case.spec.dtype.itemsize
+        self.addresses = [[self._fenced(address, size) for address in row] for row in self.addresses]
+
+    def _fenced(self, address: int, size: int) -> int:
+        """A copy of these bytes in front of a page that nobody may read."""
+        used = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        area = mmap.mmap(-1, used + mmap.PAGESIZE)
+        end = ctypes.addressof(ctypes.c_char.from_buffer(area)) + used
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+        ctypes.memmove(end - size, address, size)
+        self.areas.append(area)
+        return end - size
+
+
 class Packed:
     """The last queries of each sequence of a case end to end, as many as `counts` says, and where a call writes.
 
@@ -383,8 +407,8 @@ class Result:
         return bool((around != 77.0).any() or (lse[:16] != 77.0).any() or (lse[-16:] != 77.0).any())
 
 
-def attend(case: Case, *, threads: int = 1) -> Result:
-    paged, result = Paged(case), Result(case.spec)
+def attend(case: Case, *, threads: int = 1, paged: Paged | None = None) -> Result:
+    paged, result = paged or Paged(case), Result(case.spec)
     call = (paged.shape, case.query, paged.sequences(), case.params)
     native.attend(*call, threads=threads, out=result.out, lse=result.lse)
     return result

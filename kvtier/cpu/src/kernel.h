@@ -273,8 +273,8 @@ class Attention {
     }
     const Span& last = spans_[span_count_ - 1];
     const int64_t start = spans_[0].position, stop = last.position + last.n;
-    hidden_ = p_.mask_dtype != KVTIER_NONE || start < share_.first_seen ||
-              (p_.causal && stop > share_.position + 1) ||
+    // Padding is in no tile: `run` begins at the first token that any query may see.
+    hidden_ = p_.mask_dtype != KVTIER_NONE || (p_.causal && stop > share_.position + 1) ||
               (p_.window > 0 && start < share_.position + queries_ - p_.window);
   }
 
@@ -326,9 +326,8 @@ class Attention {
   void adjust(int g, int row, float* s) const {
     const int query = row % queries_;
     const int64_t head = head_of(g, row / queries_), position = share_.position + query;
-    int64_t low = share_.first_seen, high = length_;
-    if (p_.causal) high = std::min(high, position + 1);
-    if (p_.window > 0) low = std::max(low, position - p_.window + 1);
+    const int64_t low = p_.window > 0 ? position - p_.window + 1 : 0;
+    const int64_t high = p_.causal ? position + 1 : length_;
     for (int i = 0; i < span_count_; i++) {
       const Span& span = spans_[i];
       float* scores = s + span.column;

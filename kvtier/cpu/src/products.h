@@ -220,7 +220,7 @@ inline void score(const typename M::Element* keys, int dim, int n, const typenam
     score_some<M, ROWS, DIM>(query, query_stride, at, dim, scores + t, score_stride);
   }
   if (t < n) {
-    // The last token is repeated in place of those that do not exist.
+    // The last token is repeated in place of those that do not exist: behind it the memory may end.
     const auto at = [=](int i) KVTIER_LAMBDA { return keys + static_cast<ptrdiff_t>(std::min(t + i, n - 1)) * dim; };
     score_some<M, ROWS, 0>(query, query_stride, at, dim, scores + t, score_stride);
   }
