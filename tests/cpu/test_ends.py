@@ -27,9 +27,11 @@ SIZES = ((1, 1), (17, 1), (33, 1), (80, 1), (96, 1), (17, 17), (33, 33), (64, 64
 
 
 def specs() -> Iterator[Spec]:
-    """Blocks that are full, with every number of tokens behind the last whole vector, step and pair of them."""
+    """Full blocks, which end with a whole vector, step or pair of tokens, and with any number of tokens behind it."""
+    shapes = ((1, 1, 3), (2, 3, 2), (3, 7, 1), (4, 5, 2), (4, 18, 1), (5, 17, 3), (8, 33, 2))  # rows, tokens, blocks
+    whole = ((1, 16, 2), (2, 8, 1), (4, 4, 3))
     for k_dim, v_dim in SIZES:
-        for rows, size, blocks in ((1, 1, 3), (2, 3, 2), (3, 7, 1), (4, 5, 2), (4, 18, 1), (5, 17, 3), (8, 33, 2)):
+        for rows, size, blocks in shapes + whole:
             yield Spec(kv_heads=1, group=rows, k_dim=k_dim, v_dim=v_dim, block_size=size, lengths=(size * blocks,))
         # Packed.
         for size, blocks in ((1, 3), (7, 40), (19, 1)):
