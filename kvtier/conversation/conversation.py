@@ -177,7 +177,7 @@ class Conversation:
                 raise ConfigError("system= is the first message of a conversation, and this one has begun.")
             messages.append({"role": "system", "content": system})
         messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
-        ids = torch.tensor([self._prompt(tokenizer, messages)], device=self.store.model.device)
+        ids = torch.tensor([self._prompt(tokenizer, messages)], device=of.device_of(self.store.model))
         out = self._generate(ids, dict(attention_mask=torch.ones_like(ids), **kwargs))
         rows = out if isinstance(out, torch.Tensor) else out.sequences
         answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))

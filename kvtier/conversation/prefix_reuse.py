@@ -388,7 +388,7 @@ class PrefixReuse:
     def _learn(self, run: _Run) -> None:
         """Learn what a prefill takes. Where work goes on behind the CPU's back, what a forward takes is known if its
         token is chosen before the next one."""
-        if self._disk_tier is not None and (not run.stateful or torch.device(self._model.device).type == "cpu"):
+        if self._disk_tier is not None and (not run.stateful or of.device_of(self._model).type == "cpu"):
             self._disk_tier.learn(run.cache.took)
 
     # Keep

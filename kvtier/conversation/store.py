@@ -135,7 +135,7 @@ class ConversationStore:
         self._disk_tier: DiskTier | None = None
         if directory is not None:
             limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
-            disk, device = Disk(directory, limit, of.fingerprint(model)), lambda: torch.device(model.device)
+            disk, device = Disk(directory, limit, of.fingerprint(model)), functools.partial(of.device_of, model)
             self._disk_tier = DiskTier(disk, memory, self._kept, self._new_cache, device, loading)
             try:
                 names = disk.names()

@@ -59,7 +59,7 @@ def verify(model: Any, cache: JournalledCache, ids: bytes, length: int) -> int:
     kept = {i: cache.layers[i].dense("verify") for i in cache._forward.readers}
     if not length or not kept:
         return 0
-    tokens = torch.tensor([unpacked(ids)[:length]], device=model.device)
+    tokens = torch.tensor([unpacked(ids)[:length]], device=of.device_of(model))
     found = difference(kept, of.recomputed(model, tokens, kept))
     if found:
         raise CorruptionError(

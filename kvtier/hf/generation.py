@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import itertools
@@ -16,6 +17,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvtier.cpu.checksum import checksums
+from kvtier.errors import ConfigError
 from kvtier.hf.model_config import transformers_layers
 from kvtier.hf.names import CACHE
 
@@ -77,6 +79,24 @@ def keeps_positions(model: Any) -> bool:
     return any("rope_deltas" in vars(module) for module in model.modules())
 
 
+def device_of(model: Any) -> torch.device:
+    """Where a model computes. Weights that `accelerate` offloads are on the meta device between forwards."""
+    device = torch.device(model.device)
+    if device.type == "meta":
+        for hook in (hook for module in model.modules() for hook in _hooks(module)):
+            found = getattr(hook, "execution_device", None)
+            if found is not None:
+                return torch.device(found)
+    return device
+
+
+def _hooks(module: Any) -> Sequence[Any]:
+    """Of `accelerate`, on a module."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks: Sequence[Any] = getattr(hook, "hooks", (hook,))
+    return hooks
+
+
 class Depends(NamedTuple):
     """What keys and values depend on besides tokens.
 
@@ -129,7 +149,7 @@ def computed_as(model: Any) -> tuple[Any, ...]:
 
 
 def _computed_as(model: Any, modules: list[Any]) -> tuple[Any, ...]:
-    device = torch.device(model.device).type
+    device = device_of(model).type
     return (*_adapters(modules), torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
 
 
@@ -148,11 +168,15 @@ def _weights(modules: list[Any]) -> int:
 
 
 def fingerprint(model: Any) -> dict[str, str]:
-    """What saved keys and values are of: every weight, the config, the dtypes. Reads all weights."""
+    """What saved keys and values are of: every weight, the config, the dtypes. Reads all weights.
+
+    Raises:
+        ConfigError: some weights are nowhere to be read.
+    """
     weights = hashlib.blake2b(digest_size=16)
     for name, x in sorted(inner(model).state_dict().items()):
         weights.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        data = x.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+        data = _loaded(model, name, x).detach().to("cpu").contiguous().view(-1).view(torch.uint8)
         # A word that differs changes the checksum of its piece; to digest these takes next to nothing.
         pieces = data.numel() // _PIECE
         weights.update(checksums(data.data_ptr(), pieces, _PIECE, 0).tobytes())
@@ -164,6 +188,22 @@ def fingerprint(model: Any) -> dict[str, str]:
         "config": hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=16).hexdigest(),
         "weights": weights.hexdigest(),
     }
+
+
+def _loaded(model: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A weight, from where `accelerate` has put it."""
+    if weight.device.type != "meta":
+        return weight
+    path, _, short = name.rpartition(".")
+    module = inner(model).get_submodule(path)
+    for hook in _hooks(module):
+        with contextlib.suppress(AttributeError, KeyError, TypeError):  # without a map, or of other weights
+            found: torch.Tensor = hook.weights_map[short]
+            return found
+    raise ConfigError(
+        f"The weight {name} is on the meta device, and nobody says where its values are: what is saved could not be "
+        "bound to it. Load the model, or leave directory= away."
+    )
 
 
 def recomputed(model: Any, ids: torch.Tensor, layers: Collection[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
@@ -199,7 +239,7 @@ def scores_in_parts(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Scores `[vocabulary]` behind each part of a sequence: computed part by part on a `DynamicCache`, and those of one
     forward without a cache."""
-    row = torch.tensor([list(ids)], device=model.device)
+    row = torch.tensor([list(ids)], device=device_of(model))
     found, start, name = list[torch.Tensor](), 0, cache_argument(model)
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
@@ -213,7 +253,7 @@ def scores_in_parts(
 
 def states_go_on(model: Any) -> bool:
     """Whether several tokens may follow a state at once: tried, for some models begin again without saying so."""
-    device, name = next(model.parameters()).device, cache_argument(model)
+    device, name = device_of(model), cache_argument(model)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(_TRIAL, device=device) * 7 % max(vocabulary - 1, 1) + 1)[None].clamp(max=vocabulary - 1)
     with torch.no_grad():
@@ -275,7 +315,7 @@ def generated_scores(model: Any, ids: Sequence[int], count: int) -> tuple[list[i
 
 
 def _greedily(model: Any, ids: Sequence[int], count: int, **given: Any) -> Any:
-    row = torch.tensor([list(ids)], device=model.device)
+    row = torch.tensor([list(ids)], device=device_of(model))
     return model.generate(
         row,
         attention_mask=torch.ones_like(row),
@@ -294,6 +334,6 @@ def _greedily(model: Any, ids: Sequence[int], count: int, **given: Any) -> Any:
 
 def synchronize(model: Any) -> None:
     """Return when the model's device has done what it was given."""
-    device = torch.device(model.device)
+    device = device_of(model)
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -16,6 +16,7 @@ from typing import Any
 import forks
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from families import build_model, tiny_model
 from test_store import GREEDY, Tokenizer, fresh, grown, ones, some_ids, store_of
 from test_turns import check_kept
@@ -164,6 +165,35 @@ def test_another_model_is_refused_with_a_message_that_says_what_differs(tmp_path
     with pytest.raises(ConfigError, match="another model"):
         store_of(tiny_model("gpt2"), directory=tmp_path)
     store_of(build_model("llama", "sdpa"), directory=tmp_path, block_size=4).close()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_next"])
+@pytest.mark.parametrize("offloaded", [False, True], ids=["saved by", "loaded by"])
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_a_model_whose_weights_are_offloaded_is_the_same_one(
+    to: str, offloaded: bool, name: str, tmp_path: Path
+) -> None:
+    """Between forwards they are on the meta device."""
+    model, other = build_model(name, "sdpa"), build_model(name, "sdpa")
+    if to == "host":
+        cpu_offload(other, execution_device=torch.device("cpu"))
+    else:
+        disk_offload(other, tmp_path / "weights", execution_device=torch.device("cpu"))
+    assert next(other.parameters()).device.type == "meta"
+    first, second = (model, other) if offloaded else (other, model)
+    with store_of(first, directory=tmp_path / "store") as store:
+        chat = store.open("alice")
+        chat.send("Who are you?", tokenizer=Tokenizer(), **GREEDY)
+        assert store.verify()
+        right = fresh(model, ones(grown(torch.tensor([chat.ids]))))
+    with store_of(second, directory=tmp_path / "store") as store:
+        assert torch.equal(store.generate(**ones(grown(torch.tensor([chat.ids]))), **GREEDY), right)
+        assert store.reuse[0].loaded == len(chat.ids) - 1
+
+
+def test_weights_that_nobody_has_are_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="meta device"):
+        store_of(build_model("llama", "sdpa").to("meta"), directory=tmp_path)
 
 
 def test_weights_that_change_while_a_folder_is_open_find_and_leave_nothing_there(tmp_path: Path) -> None:
