@@ -180,7 +180,7 @@ def fingerprint(model: Any) -> dict[str, str]:
         # A word that differs changes the checksum of its piece; to digest these takes next to nothing.
         pieces = data.numel() // _PIECE
         weights.update(checksums(data.data_ptr(), pieces, _PIECE, 0).tobytes())
-        weights.update(memoryview(data[pieces * _PIECE :].numpy()))
+        weights.update(data[pieces * _PIECE :].numpy().data)
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_OF_KV}
     return {
         "model": type(inner(model)).__name__,

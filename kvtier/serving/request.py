@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvtier.conversation.conversation import Conversation
 from kvtier.hf.sampling import Sampling
 from kvtier.scheduling.job import Job
 
@@ -107,7 +108,7 @@ class Request:
         ids: prompt and generated tokens.
         sequence: of the runner, while it runs.
         salt, key: who may share what it computes, and all else that this depends on.
-        conversation: that it is a turn of; None: of none.
+        conversation, chat: that it is a turn of, by name and as it was when it came; None: of none.
         alone: there was no room for it and for what is kept of it: it begins with nothing, and nothing of it is kept.
         lost: times that a failure has cost what was computed.
         cancelled: it is to end at the next step.
@@ -122,6 +123,7 @@ class Request:
         self.salt = terms.salt
         self.key: Hashable = terms.salt
         self.conversation = terms.conversation
+        self.chat: Conversation | None = None
         self.listener = terms.listener
         self.top_logprobs = terms.top_logprobs
         self.sampling = sampling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -98,9 +99,11 @@ class Requests:
         """A request for each sequence of a prompt. The first one waits from now on, the others until it has its prompt.
 
         Raises:
-            ConfigError: a name is in use. QueueFullError: too many wait.
+            ConfigError: a name is in use, or the conversation is of another salt. QueueFullError: too many wait.
         """
-        now = self._clock()
+        now, chat = self._clock(), None
+        if terms.conversation is not None and self._store is not None:
+            chat = self._store.open(terms.conversation, salt=terms.salt)
         active = {each.job.tenant for each in self.named.values()}
         if terms.tenant not in active:
             self.shares.arrives(terms.tenant, active)
@@ -123,6 +126,7 @@ class Requests:
             job = Job(number, now, len(prompt), own.max_length, priority=terms.priority, tenant=terms.tenant)
             made.append(Request(output, own, job, terms))
             made[-1].conversation = None if i else terms.conversation
+            made[-1].chat = None if i else chat
             self.named[each] = made[-1]
         made[0].samples = made[1:]
         self.wait(made[0])
@@ -202,8 +206,9 @@ class Requests:
         self.running.pop(request.job, None)
         self.waiting.pop(request.job, None)
         self._give_up(request, keep=reason != "error")
-        if request.conversation is not None and self._store is not None and reason in ("stop", "length"):
-            self._store.open(request.conversation, salt=request.salt).went_on(request.ids)
+        if request.chat is not None and reason in ("stop", "length"):
+            with contextlib.suppress(ClosedError):  # its name was forgotten meanwhile, and may be another's by now
+                request.chat.went_on(request.ids)
         request.end(reason, self._clock(), error)
         self._has_ended(request)
         while len(self.ended) > MAX_ENDED:

@@ -171,6 +171,29 @@ def test_a_conversation_goes_on_from_call_to_engine_and_from_the_disk(tmp_path: 
             store.close()
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["forgotten", "another's"])
+def test_a_conversation_that_is_forgotten_while_its_request_runs_stays_so(again: bool) -> None:
+    """The request has its answer, others go on, and a new conversation of that name is what it was."""
+    store = ConversationStore(model_of("lfm2"), host_budget="16MiB", block_size=4)
+    engine = Engine(store.model, store=store)
+    try:
+        options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+        mine = engine.add_request(stream_of_tokens(1)[:20], conversation="alice", **options)
+        other = engine.add_request(stream_of_tokens(2)[:20], **options | {"max_new_tokens": 2 * NEW})
+        engine.step()
+        store.forget("alice")
+        if again:
+            store.open("alice", salt="another's")
+        while engine.step():
+            engine.check_integrity()
+        assert [engine.output(x).finish_reason for x in (mine, other)] == ["length", "length"]
+        assert store.names == ["alice"] * again
+        assert not again or store.open("alice", salt="another's").ids == []
+    finally:
+        engine.close()
+        store.close()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_what_gives_up_its_blocks_goes_on_from_its_states(seed: int) -> None:
     """Room for few: requests are preempted, and come back with what is kept of them."""
