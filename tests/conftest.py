@@ -23,13 +23,13 @@ SIDES = ("newest", "oldest")
 #: What runs on one side alone: folders, and files by the beginning of their names.
 ONE_SIDED = {
     "newest": (
-        *("planning/", "calibration/", "scheduling/", "cpu/"),
+        *("calibration/", "scheduling/", "cpu/", "serving/test_sub_batches"),
         *("test_imports", "test_packaging", "test_documents", "test_figures", "test_demo"),
         *(f"hf/test_{x}" for x in ("trained", "half_precision", "interrupted_hybrids", "needed")),
         *(f"conversation/test_{x}" for x in ("disk", "store", "index")),
     ),
     "oldest": (
-        *("memory/", "transfer/", "tables/", "forward/", "kernels/", "attention/", "cuda/", "eviction/"),
+        *("memory/", "transfer/", "tables/", "forward/", "kernels/", "attention/", "cuda/", "eviction/", "planning/"),
         "test_benchmarks",
     ),
 }

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import count
 from typing import Any, Literal, get_args
 
 import torch
@@ -50,14 +51,44 @@ def tiered_parts(cache: Cache) -> list[TieredKVCache]:
 def smallest_budget(make: Callable[[int], Cache], run: Run, tier: Literal["device", "host"] = "device") -> int:
     """The smallest budget in bytes at which `run` passes, found only by following what `BudgetError` names.
 
-    `make` turns a budget of `tier` into a cache.
+    `make` turns a budget of `tier` into a cache. If each run only comes a little further, one takes each budget that is
+    named at once, and goes on.
     """
     budget = 1
-    while isinstance(refusal := outcome(partial(run, make(budget))), BudgetError):
+
+    def advised(refusal: BudgetError) -> int:
         assert (refusal.tier, refusal.budget) == (tier, budget)
         assert type(refusal.needed) is int
         assert refusal.needed > budget, "a refusal must name a budget that is larger than the one refused"
-        budget = refusal.needed
+        return refusal.needed
+
+    def follow(part: TieredKVCache) -> None:
+        update, last = part.update, -1
+
+        def updated(keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+            nonlocal budget, last
+            begins, last = layer <= last or last < 0, layer
+            while True:
+                try:
+                    return update(keys, values, layer, *args, **kwargs)
+                except BudgetError as refusal:
+                    if not begins:  # what the layers before it were given is taken back
+                        raise
+                    budget = advised(refusal)
+                    for each in parts:
+                        each.resize(device_budget=budget) if tier == "device" else each.resize(host_budget=budget)
+
+        part.update = updated  # type: ignore[method-assign]
+
+    for refusals in count(1):
+        if not isinstance(refusal := outcome(partial(run, make(budget))), BudgetError):
+            break
+        budget = advised(refusal)
+        if refusals == 3:
+            parts = tiered_parts(cache := make(budget))
+            for part in parts:
+                follow(part)
+            outcome(partial(run, cache))
     return budget
 
 

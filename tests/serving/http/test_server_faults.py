@@ -276,13 +276,13 @@ def test_the_end_lets_requests_finish_and_refuses_new_ones(start: Start, trained
     with start(drain=20.0) as running:
         with ThreadPoolExecutor(1) as pool:
             slow = pool.submit(
-                running.client().completions.create, model=NAME, prompt=PROMPT, max_tokens=300, temperature=0
+                running.client().completions.create, model=NAME, prompt=PROMPT, max_tokens=120, temperature=0
             )
             assert until(lambda: running.engine.load.running == 1)
             waiting = socket.create_connection(("127.0.0.1", running.port), timeout=10)
             running.server.stop()
             assert until(lambda: running.server.manager.draining)
-            assert slow.result().choices[0].text == by_generate(trained, PROMPT, 300)
+            assert slow.result().choices[0].text == by_generate(trained, PROMPT, 120)
         waiting.close()
 
 
