@@ -23,7 +23,7 @@ import kvtier
 
 PYLM = Path(__file__).resolve().parent.parent / "examples" / "pylm"
 PROMPTS = ["def area(radius):\n", "class Stack:\n    def push", "import os\n", "def area(radius):\n    return"]
-NEW = 40
+NEW = 24
 
 
 def shared_clock() -> float:

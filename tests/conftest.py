@@ -4,7 +4,8 @@ KVTIER_TEST_SHARE=1/3 runs every third test, beginning with the second.
 
 KVTIER_TEST_SIDE=newest or oldest runs one of two sides, for two versions of Transformers that are tested side by side.
 What does not depend on the version is on one side. Elsewhere the cases of a test are dealt out: every test runs on both
-sides, and every case on one. Without it all runs.
+sides, and every case on one. A test of one case runs on both sides if it is `NEAR` Transformers, else on the newest.
+Without it all runs.
 """
 
 import contextlib
@@ -33,6 +34,8 @@ ONE_SIDED = {
         "test_benchmarks",
     ),
 }
+#: Where what differs between versions is called, or calls.
+NEAR = ("hf/", "serving/http/")
 TESTS = Path(__file__).parent
 
 
@@ -158,13 +161,18 @@ def shared(item: pytest.Item) -> str:
 
 
 def dealt(items: list[pytest.Item], side: str) -> list[pytest.Item]:
-    """The tests of one side. Of a test's cases one half, drawn by their names; a test of one case is on both."""
+    """The tests of one side. Of a test's cases one half, drawn by their names; see above of one alone."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     first, other = SIDES.index(side), set[pytest.Item]()
     for some in cases.values():
-        if len(some) > 1 and side_of(some[0].path) is None:
+        if side_of(some[0].path) is not None:
+            continue
+        if len(some) == 1:
+            if side != "newest" and not some[0].path.relative_to(TESTS).as_posix().startswith(NEAR):
+                other.update(some)
+        else:
             name = shared if len({shared(item) for item in some}) > 1 else lambda item: item.nodeid
             drawn = sorted({name(item) for item in some}, key=lambda case: (zlib.crc32(case.encode()), case))
             others = set(drawn[1 - first :: 2])

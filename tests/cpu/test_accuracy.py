@@ -6,6 +6,7 @@ The bounds are `problems.bound`.
 from __future__ import annotations
 
 import functools
+import os
 import random
 
 import pytest
@@ -16,7 +17,7 @@ from kvtier.cpu import native
 from kvtier.kernels import reference
 from kvtier.kernels.params import AttentionParams
 
-CASES = 150  # random specs of each dtype
+CASES = int(os.environ.get("KVTIER_TEST_PROBLEMS", "75"))  # random specs of each dtype
 
 
 @functools.cache

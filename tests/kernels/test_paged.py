@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from itertools import pairwise
 from typing import Any
@@ -18,7 +19,7 @@ from kvtier.kernels.params import AttentionParams
 # The interpreter is numpy, which warns of what is meant.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-CASES = 12  # random specs of each dtype
+CASES = int(os.environ.get("KVTIER_TEST_PROBLEMS", "75")) // 10  # random specs of each dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
