@@ -69,7 +69,7 @@ class Conversation:
     Attributes:
         name: in the store.
         salt: of its calls.
-        ids: token ids of the last call, prompt and answer.
+        ids: token ids of the last call, prompt and answer, without padding on the left.
         messages: of a chat, so far, where `send` was used.
         reuse: what the last call began with; None before the first.
         rank: see `pinned`, `priority` and `ttl`.
@@ -138,7 +138,10 @@ class Conversation:
         rows = out if isinstance(out, torch.Tensor) else out.sequences
         self.reuse = self.store.reuse[0]
         if rows.shape[0] == 1:
-            self.ids = rows[0].tolist()
+            pad = 0
+            if isinstance(ids, torch.Tensor) and not self.store.model.config.is_encoder_decoder:
+                pad = ids.shape[1] - self.reuse.prompt  # no part of the history: nothing is kept, or found, by it
+            self.ids = rows[0, pad:].tolist()
         self.used = time.time()
         return out
 

@@ -120,6 +120,22 @@ def test_what_is_generated_within_a_turn_is_not_that_conversation() -> None:
         store.check_integrity()
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["inferred", "mask"])
+def test_padding_is_no_part_of_a_history(masked: bool) -> None:
+    """What is pinned is found by the tokens that are kept."""
+    model, ids = tiny_model("llama"), some_ids(40)
+    padded = torch.cat([torch.zeros(1, 8, dtype=torch.long), ids], 1)
+    mask = {"attention_mask": (padded != 0).long()} if masked else {}
+    with store_of(model) as store:
+        chat = store.open("a", pinned=True)
+        out = chat.generate(padded, pad_token_id=0, **mask, **GREEDY)
+        assert chat.ids == out[0, 8:].tolist()
+        assert [x.sequence.pinned for x in store.kept.entries.values()] == [45]
+        chat.generate(**ones(torch.tensor([[*chat.ids, 3]])), **GREEDY)
+        assert chat.reuse is not None
+        assert chat.reuse.cached == 45
+
+
 # Closed meanwhile
 
 
