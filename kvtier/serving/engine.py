@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
-
 from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ConfigError, QueueFullError, UnsupportedError
@@ -137,7 +135,7 @@ class Engine:
             )
         self.memory = memory
         self._enabled = None
-        self._costs = costs = Costs(max_batch_tokens, measured.hardware(torch.device(model.device)).rates())
+        self._costs = costs = Costs(max_batch_tokens, measured.hardware(of.device_of(model)).rates())
         try:
             self._runner, self._enabled = choose_runner(model, memory, options, runner)
             try:

@@ -213,7 +213,7 @@ class PackedRunner(Runner):
                 calls = [
                     functools.partial(self._forward, batch, some) for batch, some in zip(begun, batches, strict=True)
                 ]
-                scores = [calls[0]()] if turns is None else turns.run(calls, self._model.device)
+                scores = [calls[0]()] if turns is None else turns.run(calls, of.device_of(self._model))
         except BaseException:
             forward.undo()
             raise
@@ -223,7 +223,7 @@ class PackedRunner(Runner):
 
     def _forward(self, batch: SubBatch, work: Sequence[Work]) -> list[tuple[Work, torch.Tensor]]:
         """One forward of the model. Of each part whose scores are wanted these."""
-        device, of_sequence = self._model.device, {id(each.sequence): each for each in work}
+        device, of_sequence = of.device_of(self._model), {id(each.sequence): each for each in work}
         ids, positions, last = list[int](), list[int](), list[int]()
         wanting: list[Work] = []
         for segment in batch.segments:
@@ -347,7 +347,7 @@ class RaggedRunner(Runner):
 
     def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
         """See `Runner`."""
-        forward, rows, device = self.forward, [each.sequence for each in work], self._model.device
+        forward, rows, device = self.forward, [each.sequence for each in work], of.device_of(self._model)
         (batch,) = forward.begin([(row.kv, each.tokens) for row, each in zip(rows, work, strict=True)])
         try:
             states = self._stack(rows)

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from families import build_model
 from model_types import tiny_model_of_type
 from transformers import PreTrainedModel
@@ -152,10 +154,11 @@ def test_without_a_budget_for_states_nothing_is_used_again() -> None:
 def test_a_conversation_goes_on_from_call_to_engine_and_from_the_disk(tmp_path: Path) -> None:
     """What a call of the store has left, the engine begins with; and so does the engine of a later process."""
     name, model = "qwen3_next", model_of("qwen3_next")
-    history = stream_of_tokens(1)[:24]
+    history, ticks = stream_of_tokens(1)[:24], itertools.count()
     for process in range(2):
         store = ConversationStore(model, host_budget="16MiB", block_size=4, directory=tmp_path, loading="always")
-        engine = Engine(model, store=store)
+        # By a clock that hardly goes on, no request has waited for the disk for too long.
+        engine = Engine(model, store=store, clock=lambda: next(ticks) * 1e-9)
         try:
             if not process:
                 out = store.generate(torch.tensor([history]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
@@ -200,3 +203,18 @@ def test_what_gives_up_its_blocks_goes_on_from_its_states(seed: int) -> None:
     load = Load("qwen3_next", 1000 + seed)
     load.play()
     assert load.counts["requests"]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_model_whose_weights_are_offloaded_is_served(name: str) -> None:
+    """Between forwards they are on the meta device."""
+    model, prompts = build_model(name, "sdpa"), [stream_of_tokens(i)[: 10 + 9 * i] for i in range(3)]
+    options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    right = [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert next(model.parameters()).device.type == "meta"
+    engine = Engine(model, host_budget="16MiB", block_size=4)
+    try:
+        assert [x.generated_tokens for x in engine.generate_batch(prompts, **options).values()] == right
+    finally:
+        engine.close()
