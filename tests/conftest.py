@@ -24,13 +24,13 @@ SIDES = ("newest", "oldest")
 #: What runs on one side alone: folders, and files by the beginning of their names.
 ONE_SIDED = {
     "newest": (
-        *("calibration/", "scheduling/", "cpu/", "serving/test_sub_batches"),
+        *("calibration/", "scheduling/", "cpu/", "eviction/", "serving/test_sub_batches"),
         *("test_imports", "test_packaging", "test_documents", "test_figures", "test_demo"),
         *(f"hf/test_{x}" for x in ("trained", "half_precision", "interrupted_hybrids", "needed")),
         *(f"conversation/test_{x}" for x in ("disk", "store", "index")),
     ),
     "oldest": (
-        *("memory/", "transfer/", "tables/", "forward/", "kernels/", "attention/", "cuda/", "eviction/", "planning/"),
+        *("memory/", "transfer/", "tables/", "forward/", "kernels/", "attention/", "cuda/", "planning/"),
         "test_benchmarks",
     ),
 }

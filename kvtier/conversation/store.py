@@ -189,7 +189,7 @@ class ConversationStore:
         """
         self._check_open()
         # Taken: what a streamer of this call generates is no turn of its conversation.
-        name, self._last.name = getattr(self._last, "name", None), None
+        turn_of, self._last.name = getattr(self._last, "name", None), None
         if generation_config is not None:
             kwargs["generation_config"] = generation_config
         try:
@@ -214,7 +214,7 @@ class ConversationStore:
             if call is None:
                 with self._naming_who_is_pinned():
                     return self._plain(ids, kwargs, why)
-            call.name = name
+            call.name = turn_of
             for row in call.rows:
                 self._waker.turn(call.key, row)
             with self._naming_who_is_pinned():
