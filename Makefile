@@ -119,7 +119,7 @@ judge: $(NEWEST)/.ready if-native ## load generators of others against kvtier se
 SOAKED = KVTIER_TEST_OPERATIONS=50000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 KVTIER_TEST_TURNS=1000 \
 	KVTIER_TEST_FLIPS=500 KVTIER_TEST_WORLDS=10000 KVTIER_TEST_WORKLOADS=20 KVTIER_TEST_LOADS=500 KVTIER_TEST_CLIENTS=200 \
 	KVTIER_TEST_KILLS=50 KVTIER_TEST_PROBLEMS=150
-soak: $(NEWEST)/.ready if-native ## slow tests, and random walks and searches for longer than in the tests, about an hour, seeded
+soak: $(NEWEST)/.ready if-native ## slow tests, and random walks and searches for longer than in the tests, seeded
 	@log=$(NEWEST)/soak.log; \
 	$(SOAKED) $(call RUN_TESTS,$(NEWEST),tests/conversation tests/serving) >$$log 2>&1 & stores=$$!; \
 	trap 'kill $$stores 2>/dev/null' INT TERM; \

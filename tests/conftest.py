@@ -161,7 +161,7 @@ def shared(item: pytest.Item) -> str:
 
 
 def dealt(items: list[pytest.Item], side: str) -> list[pytest.Item]:
-    """The tests of one side. Of a test's cases one half, drawn by their names; see above of one alone."""
+    """The tests of one side. Of a test's cases one half, drawn by their names; of a test of one case, see above."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)

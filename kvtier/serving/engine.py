@@ -274,10 +274,8 @@ class Engine:
         prompt, requests = prompt_of(ids), self._requests
         if not prompt:
             raise ConfigError("A request needs at least one token.")
-        if terms.conversation is not None:
-            if self._store is None:
-                raise ConfigError("conversation= needs an engine with a store.")
-            self._store.open(terms.conversation, salt=terms.salt)
+        if terms.conversation is not None and self._store is None:
+            raise ConfigError("conversation= needs an engine with a store.")
         sampling = Sampling(self._model, prompt, generation_config, tokenizer=self._tokenizer, seed=seed, **options)
         if sampling.max_length <= len(prompt):
             raise ConfigError(

@@ -102,8 +102,6 @@ class Requests:
             ConfigError: a name is in use, or the conversation is of another salt. QueueFullError: too many wait.
         """
         now, chat = self._clock(), None
-        if terms.conversation is not None and self._store is not None:
-            chat = self._store.open(terms.conversation, salt=terms.salt)
         active = {each.job.tenant for each in self.named.values()}
         if terms.tenant not in active:
             self.shares.arrives(terms.tenant, active)
@@ -115,6 +113,8 @@ class Requests:
         for each in names:
             if each in self.named:
                 raise ConfigError(f"A request named {each!r} has not ended yet.")
+        if terms.conversation is not None and self._store is not None:  # last: what is refused makes no conversation
+            chat = self._store.open(terms.conversation, salt=terms.salt)
         made = []
         for i, each in enumerate(names):
             self.ended.pop(each, None)

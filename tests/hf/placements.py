@@ -76,7 +76,7 @@ def smallest_budget(make: Callable[[int], Cache], run: Run, tier: Literal["devic
                         raise
                     budget = advised(refusal)
                     for each in parts:
-                        each.resize(device_budget=budget) if tier == "device" else each.resize(host_budget=budget)
+                        each.resize(**{f"{tier}_budget": budget})
 
         part.update = updated  # type: ignore[method-assign]
 

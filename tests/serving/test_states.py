@@ -174,6 +174,32 @@ def test_a_conversation_goes_on_from_call_to_engine_and_from_the_disk(tmp_path: 
             store.close()
 
 
+def test_a_request_that_is_refused_makes_no_conversation() -> None:
+    store = ConversationStore(model_of("lfm2"), host_budget="16MiB", block_size=4)
+    engine = Engine(store.model, store=store, max_waiting=1)
+    try:
+        prompt = stream_of_tokens(1)[:20]
+        mine = engine.add_request(prompt, conversation="alice", request_id="x", salt="a", max_new_tokens=2)
+        refused: tuple[tuple[type[kvtier.KVTierError], dict[str, Any]], ...] = (
+            (kvtier.ConfigError, {"max_length": 20}),
+            (kvtier.BudgetError, {"max_new_tokens": 10**7}),
+            (kvtier.QueueFullError, {"max_new_tokens": 2}),
+        )
+        for kind, options in refused:
+            with pytest.raises(kind):
+                engine.add_request(prompt, conversation="bob", **options)
+            assert store.names == ["alice"]
+        while engine.step():
+            pass
+        assert engine.output(mine).finish_reason == "length"
+        with pytest.raises(kvtier.ConfigError, match="another salt"):
+            engine.add_request(prompt, conversation="alice", salt="b", max_new_tokens=2)
+        assert not engine.load.waiting
+    finally:
+        engine.close()
+        store.close()
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["forgotten", "another's"])
 def test_a_conversation_that_is_forgotten_while_its_request_runs_stays_so(again: bool) -> None:
     """The request has its answer, others go on, and a new conversation of that name is what it was."""
