@@ -1,8 +1,8 @@
 // The kernel, for one instruction set: included once per set, in a namespace of its own, behind its simd_*.h.
 //
-// A task walks over its blocks in tiles of up to TILE tokens. For each tile and KV head: scores of all query rows of
-// that head against the tile's keys, softmax online in fp32 (FlashAttention), then the weighted sum of the values.
-// All query heads of a KV head, and all its queries, share the one pass over its keys and values.
+// A task walks over its blocks in tiles: one block, or what there is room for. For each tile and KV head: scores of all
+// query rows of that head against the tile's keys, softmax online in fp32 (FlashAttention), then the weighted sum of the
+// values. All query heads of a KV head, and all its queries, share the one pass over its keys and values.
 #pragma once
 
 #include "checksum.h"
@@ -12,10 +12,10 @@
 
 namespace KVTIER_ISA {
 
-constexpr int MOST_ROWS = ROWS_AT_ONCE;  // whose scores and weights are kept at once, where heads can be fewer
-constexpr int KEY_STEP = 32;   // tokens whose scores with all rows are computed before the next ones
-constexpr int LONG_RUN = 96 << 10;  // bytes of keys from which reading them apart from the values pays
-constexpr int AHEAD = 4;       // cache lines that are prefetched with each row of softmax
+constexpr int MOST_ROWS = ROWS_AT_ONCE;    // whose scores and weights are kept at once, where heads can be fewer
+constexpr int MOST_HEADS = MOST_ROWS / 4;  // that have so many rows
+constexpr int KEY_STEP = 32;       // tokens whose scores with all rows are computed before the next ones
+constexpr int DISTANCE = 8 << 10;  // bytes that are prefetched ahead: more than memory's rate times its latency
 
 // Neighbouring tokens of one block.
 struct Segment {
@@ -66,7 +66,7 @@ class Attention {
   }
   static size_t packed_bytes(const kvtier_problem& p, const Share& share) {
     if (share.group_rows() < MANY_ROWS) return 0;
-    return packed_elements<M>(TILE, std::max(p.k_dim, p.v_dim)) * sizeof(typename M::Packed);
+    return packed_elements<M>(PACKED, std::max(p.k_dim, p.v_dim)) * sizeof(typename M::Packed);
   }
 
   static size_t scratch_bytes(const kvtier_problem& p, const Share& share) {
@@ -93,11 +93,10 @@ class Attention {
     scratch += score_bytes(share);
     packed_keys_ = reinterpret_cast<typename M::Packed*>(scratch);
     packed_values_ = packed_keys_ + packed_bytes(p, share) / sizeof(typename M::Packed);
+    tile_ = rows_ >= MANY_ROWS ? PACKED : std::min(up(16, p.block_size), TILE);
+    const bool biased = p.mask_dtype != KVTIER_NONE && p.mask_dtype != KVTIER_BOOL;
     // Else the scores behind a tile's last token, which are -inf, are scaled too: a scale of 0 would make them NaN, and
     // a negative one +inf.
-    const int64_t run = static_cast<int64_t>(p.kv_heads) * p.block_size * p.k_dim * sizeof(T);
-    tile_ = run >= LONG_RUN || rows_ >= MANY_ROWS ? TILE : std::min(up(16, p.block_size), TILE);
-    const bool biased = p.mask_dtype != KVTIER_NONE && p.mask_dtype != KVTIER_BOOL;
     adjusted_ = !(p.scale > 0) || p.softcap > 0 || p.slopes || biased;
   }
 
@@ -108,8 +107,16 @@ class Attention {
     std::fill_n(out_.sum, all, 0.0f);
     std::memset(out_.values, 0, static_cast<size_t>(all) * value_pad_ * 4);
 
-    Segment tile[TILE];
-    int count = 0, columns = 0;
+    // Two tiles: one is attended when the next one is known.
+    Segment tiles[2][TILE];
+    Segment *tile = tiles[0], *last = tiles[1];
+    int count = 0, columns = 0, last_count = 0, last_columns = 0;
+    const auto end_tile = [&] {
+      if (last_count) attend_tile(last, last_count, last_columns, count ? tile : nullptr);
+      std::swap(tile, last);
+      last_count = count, last_columns = columns;
+      count = columns = 0;
+    };
     const kvtier_run* run = task.run;
     int64_t skip = task.skip;
     for (int64_t left = task.blocks; left > 0; run++, skip = 0) {
@@ -129,14 +136,12 @@ class Attention {
           position += take;
           skipped += take;
           n -= take;
-          if (columns == tile_) {
-            attend_tile(tile, count, columns);
-            count = columns = 0;
-          }
+          if (columns == tile_) end_tile();
         }
       }
     }
-    if (columns) attend_tile(tile, count, columns);
+    if (columns) end_tile();
+    end_tile();
   }
 
   void pack_query() {
@@ -162,23 +167,23 @@ class Attention {
     return reinterpret_cast<const T*>(s.block) + keys * p_.k_dim + (head * p_.block_size + s.skip) * p_.v_dim;
   }
 
-  template <int ROWS, class A>
-  void score_rows(const Segment& s, int g, int row, int slot, A& ahead) {
+  template <int ROWS>
+  void score_rows(const Segment& s, int g, int row, int slot, Ahead& ahead) {
     const auto* q = query_ + (static_cast<size_t>(g) * padded_ + row) * query_pad_;
     float* scores = scores_ + (slot + row) * ROW + s.column;
+    const int passes = (rows_ + 3) / 4;
     switch (p_.k_dim) {
-      case 32: return score<M, ROWS, 32>(keys_of(s, g), 32, s.n, q, query_pad_, scores, ROW, ahead);
-      case 64: return score<M, ROWS, 64>(keys_of(s, g), 64, s.n, q, query_pad_, scores, ROW, ahead);
-      case 80: return score<M, ROWS, 80>(keys_of(s, g), 80, s.n, q, query_pad_, scores, ROW, ahead);
-      case 96: return score<M, ROWS, 96>(keys_of(s, g), 96, s.n, q, query_pad_, scores, ROW, ahead);
-      case 128: return score<M, ROWS, 128>(keys_of(s, g), 128, s.n, q, query_pad_, scores, ROW, ahead);
-      case 256: return score<M, ROWS, 256>(keys_of(s, g), 256, s.n, q, query_pad_, scores, ROW, ahead);
-      default: return score<M, ROWS, 0>(keys_of(s, g), p_.k_dim, s.n, q, query_pad_, scores, ROW, ahead);
+      case 32: return score<M, ROWS, 32>(keys_of(s, g), 32, s.n, q, query_pad_, scores, ROW, passes, ahead);
+      case 64: return score<M, ROWS, 64>(keys_of(s, g), 64, s.n, q, query_pad_, scores, ROW, passes, ahead);
+      case 80: return score<M, ROWS, 80>(keys_of(s, g), 80, s.n, q, query_pad_, scores, ROW, passes, ahead);
+      case 96: return score<M, ROWS, 96>(keys_of(s, g), 96, s.n, q, query_pad_, scores, ROW, passes, ahead);
+      case 128: return score<M, ROWS, 128>(keys_of(s, g), 128, s.n, q, query_pad_, scores, ROW, passes, ahead);
+      case 256: return score<M, ROWS, 256>(keys_of(s, g), 256, s.n, q, query_pad_, scores, ROW, passes, ahead);
+      default: return score<M, ROWS, 0>(keys_of(s, g), p_.k_dim, s.n, q, query_pad_, scores, ROW, passes, ahead);
     }
   }
 
-  template <class A>
-  void score_step(const Segment& s, int g, int slot, A ahead) {
+  void score_step(const Segment& s, int g, int slot, Ahead& ahead) {
     for (int row = 0; row < rows_; row += 4) {
       const int left = rows_ - row;
       if (left >= 3) score_rows<4>(s, g, row, slot, ahead);
@@ -187,41 +192,56 @@ class Attention {
     }
   }
 
-  void score_tokens(const Segment& s, int g, int slot) {
-    const int passes = (rows_ + 3) / 4;
-    if (passes == 1) return score_step(s, g, slot, Unaided());
-    const int64_t bytes = static_cast<int64_t>(KEY_STEP) * p_.k_dim * sizeof(T);
+  void score_tokens(const Segment& s, int g, int slot, Ahead& ahead) {
     for (int t = 0; t < s.n; t += KEY_STEP) {
       const Segment some{s.block, s.position + t, s.skip + t, std::min(KEY_STEP, s.n - t), s.column + t};
-      score_step(some, g, slot, Ahead{reinterpret_cast<const char*>(keys_of(some, g)) + bytes,
-                                      lines_ahead(bytes, passes * KEY_STEP / 4)});
+      ahead.begin(static_cast<int64_t>(some.n) * p_.k_dim * sizeof(T));
+      score_step(some, g, slot, ahead);
     }
   }
 
-  // The keys of all heads of a block are contiguous, then its values: this order reads them in one pass. The shorter
-  // the blocks, the more this counts: each head through all blocks of a tile was a fifth slower where a block has 64
-  // tokens (docs/design/host-attention.md).
-  void attend_tile(const Segment* tile, int count, int columns) {
+  // The keys of a block's heads are neighbours, and then its values: where a tile is a block, memory is read in its order.
+  // `next` is the first segment of the next tile, or null.
+  void attend_tile(const Segment* tile, int count, int columns, const Segment* next) {
     look_at(tile, count);
     if (rows_ >= MANY_ROWS) return attend_packed(tile, count, columns);
     const int at_once = heads_at_once(share_);
     for (int first = 0; first < share_.kv_heads; first += at_once) {
       const int last = std::min(first + at_once, share_.kv_heads);
+      const Bytes* const first_values = list_runs(tile, count, first, last, next);
+      Ahead keys(runs_, DISTANCE), values(first_values, DISTANCE);
       for (int i = 0; i < count; i++)
-        for (int g = first; g < last; g++) score_tokens(tile[i], g, (g - first) * padded_);
+        for (int g = first; g < last; g++) score_tokens(tile[i], g, (g - first) * padded_, keys);
       clock_.end(Phase::keys);
-      // Softmax reads nothing from memory: meanwhile the first values are prefetched.
-      const char* ahead = reinterpret_cast<const char*>(values_of(tile[0], first));
       for (int g = first; g < last; g++)
-        for (int row = 0; row < rows_; row++) {
-          for (int line = 0; line < AHEAD; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-          softmax(columns, g, row, (g - first) * padded_ + row);
-        }
+        for (int row = 0; row < rows_; row++) softmax(columns, g, row, (g - first) * padded_ + row);
       clock_.end(Phase::softmax);
       for (int i = 0; i < count; i++)
-        for (int g = first; g < last; g++) add_tokens(tile[i], g, (g - first) * padded_);
+        for (int g = first; g < last; g++) add_tokens(tile[i], g, (g - first) * padded_, values);
       clock_.end(Phase::values);
     }
+  }
+
+  // What is read for some KV heads of a tile, in this order: keys, values, and the keys that follow. Where values begin.
+  const Bytes* list_runs(const Segment* tile, int count, int first, int last, const Segment* next) {
+    Bytes* end = runs_;
+    const auto add = [&](const T* at, int64_t elements) {
+      *end++ = {reinterpret_cast<const char*>(at), reinterpret_cast<const char*>(at + elements)};
+    };
+    // The heads of a whole block are neighbours.
+    const auto add_all = [&](const Segment& s, int first, int last, int dim, auto part) {
+      if (s.n == p_.block_size) return add((this->*part)(s, first), static_cast<int64_t>(last - first) * s.n * dim);
+      for (int g = first; g < last; g++) add((this->*part)(s, g), static_cast<int64_t>(s.n) * dim);
+    };
+    for (int i = 0; i < count; i++) add_all(tile[i], first, last, p_.k_dim, &Attention::keys_of);
+    const Bytes* const values = end;
+    for (int i = 0; i < count; i++) add_all(tile[i], first, last, p_.v_dim, &Attention::values_of);
+    const int at_once = heads_at_once(share_);
+    const int heads = share_.kv_heads;
+    if (last < heads) add_all(tile[0], last, std::min(last + at_once, heads), p_.k_dim, &Attention::keys_of);
+    else if (next) add_all(*next, 0, at_once, p_.k_dim, &Attention::keys_of);
+    end[-1].end = end[-1].begin + (int64_t{1} << 40);
+    return values;
   }
 
   void attend_packed(const Segment* tile, int count, int columns) {
@@ -249,17 +269,17 @@ class Attention {
     }
   }
 
-  void add_tokens(const Segment& s, int g, int slot) {
+  void add_tokens(const Segment& s, int g, int slot, Ahead& ahead) {
     const typename M::Weight* weights = weights_ + slot * ROW + s.column;
     float* out = out_.values + static_cast<size_t>(g) * rows_ * value_pad_;
     switch (p_.v_dim) {
-      case 32: return add_rows<M, 32>(values_of(s, g), 32, s.n, weights, rows_, out, 32);
-      case 64: return add_rows<M, 64>(values_of(s, g), 64, s.n, weights, rows_, out, 64);
-      case 80: return add_rows<M, 80>(values_of(s, g), 80, s.n, weights, rows_, out, value_pad_);
-      case 96: return add_rows<M, 96>(values_of(s, g), 96, s.n, weights, rows_, out, value_pad_);
-      case 128: return add_rows<M, 128>(values_of(s, g), 128, s.n, weights, rows_, out, 128);
-      case 256: return add_rows<M, 256>(values_of(s, g), 256, s.n, weights, rows_, out, 256);
-      default: return add_rows<M, 0>(values_of(s, g), p_.v_dim, s.n, weights, rows_, out, value_pad_);
+      case 32: return add_rows<M, 32>(values_of(s, g), 32, s.n, weights, rows_, out, 32, ahead);
+      case 64: return add_rows<M, 64>(values_of(s, g), 64, s.n, weights, rows_, out, 64, ahead);
+      case 80: return add_rows<M, 80>(values_of(s, g), 80, s.n, weights, rows_, out, value_pad_, ahead);
+      case 96: return add_rows<M, 96>(values_of(s, g), 96, s.n, weights, rows_, out, value_pad_, ahead);
+      case 128: return add_rows<M, 128>(values_of(s, g), 128, s.n, weights, rows_, out, 128, ahead);
+      case 256: return add_rows<M, 256>(values_of(s, g), 256, s.n, weights, rows_, out, 256, ahead);
+      default: return add_rows<M, 0>(values_of(s, g), p_.v_dim, s.n, weights, rows_, out, value_pad_, ahead);
     }
   }
 
@@ -428,6 +448,9 @@ class Attention {
   Span spans_[TILE];
   int span_count_ = 0;
   bool hidden_ = false;  // of the tile: some row may not see all of it
+  // Keys and values of a tile, and the next keys: of at most 16 blocks, of which the first and the last one may be in
+  // part, each head by itself.
+  Bytes runs_[2 * (16 + 2 * MOST_HEADS) + MOST_HEADS];
   PhaseClock clock_;
   typename M::Query* query_;
   float* scores_;

@@ -13,7 +13,8 @@
 
 namespace KVTIER_ISA {
 
-constexpr int TILE = 256;     // tokens whose scores are kept at once
+constexpr int TILE = 512;     // the most tokens whose scores are kept at once
+constexpr int PACKED = 256;   // the same where keys and values are packed
 constexpr int ROW = TILE + 16;  // columns of a row: where a tile ends within a vector, that is written whole
 constexpr int STEP_TOKENS = 16;  // that all rows are multiplied with before the next ones, from the L1 cache
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
@@ -54,20 +55,45 @@ inline V tanh(V x) {
   return where_small(x, 0.2f, small, with_sign(ratio, x));
 }
 
-// Lines that are prefetched at an even pace while rows after the first ones are at work on tokens that are in the L1
-// cache already: the hardware stops soon behind what is read, and memory would rest meanwhile.
-struct Ahead {
-  const char* at;
-  int lines;  // with each of a loop's turns
-
-  KVTIER_INLINE void step() {
-    for (int i = 0; i < lines; i++, at += 64) __builtin_prefetch(at, 0, 3);
-  }
+// Neighbouring bytes.
+struct Bytes {
+  const char *begin, *end;
 };
 
-// None. A type of its own: to find with each token that there is nothing to do cost fp32 a fifth of its speed.
-struct Unaided {
-  KVTIER_INLINE void step() {}
+// Prefetches what a task reads, in the order in which it does, some bytes ahead and at its pace. The hardware foresees
+// neither where a run ends nor what comes behind it, and stops soon while rows after the first ones are at work on
+// tokens that are in the L1 cache already.
+class Ahead {
+ public:
+  // Of runs that are read one after the other, from `distance` bytes on. The last one has no end.
+  Ahead(const Bytes* run, int64_t distance) : run_(run) {
+    for (; run_->end - run_->begin <= distance; run_++) distance -= run_->end - run_->begin;
+    at_ = stop_ = run_->begin + distance;
+  }
+
+  // The next `bytes` bytes are read now.
+  void begin(int64_t bytes) {
+    wanted_ += bytes;
+    if (at_ >= run_->end) at_ = stop_ = (++run_)->begin;
+    const int64_t some = std::min<int64_t>(wanted_, run_->end - stop_);
+    stop_ += some;
+    wanted_ -= some;
+  }
+  // Each of `passes` passes over them, all alike, has turns of so many bytes.
+  void pace(int bytes, int passes) { turn_ = (bytes / passes + 63) / 64 * 64; }
+
+  KVTIER_INLINE void step() {
+    const char* const stop = std::min(at_ + turn_, stop_);
+    const char* at = at_;
+    for (; at < stop; at += 64) __builtin_prefetch(at, 0, 3);
+    at_ = at;
+  }
+
+ private:
+  const Bytes* run_;
+  const char *at_, *stop_;
+  int64_t wanted_ = 0;  // bytes behind the end of the run
+  int64_t turn_ = 0;    // bytes with each turn
 };
 
 // How one dtype is multiplied. `Weight` is the type of the softmax's results.
@@ -133,8 +159,7 @@ struct Dotted {  // bf16 in pairs, added up in fp32
 };
 #endif
 
-// Dot products of ROWS query rows with one key. The keys are read in rising order, line by line: that is what the
-// hardware prefetches best, and prefetching by hand only disturbed it (see docs/design/host-attention.md).
+// Dot products of ROWS query rows with one key.
 template <class M, int ROWS, int DIM>
 KVTIER_INLINE void multiply(V (&acc)[W], int i, const typename M::Query* query, int query_stride,
                             const typename M::Element* key, int dim) {
@@ -158,11 +183,27 @@ KVTIER_INLINE void multiply(V (&acc)[W], int i, const typename M::Query* query, 
 template <class M, int ROWS, int DIM, class At>
 KVTIER_INLINE void score_some(const typename M::Query* query, int query_stride, At at, int dim, float* scores,
                               int score_stride) {
+  constexpr int TOKENS = W / ROWS;
   V acc[W];
 #pragma GCC unroll 16
   for (int i = 0; i < W; i++) acc[i] = zero();
+  if constexpr (TOKENS == 2 && DIM != 0 && DIM % M::STEP == 0) {
+    // In turns: a step of the queries is loaded once for both, and twice as many sums are at work.
+    const auto *first = at(0), *second = at(1);
+#pragma GCC unroll 4
+    for (int c = 0; c < DIM; c += M::STEP) {
+      const auto a = M::key(first + c), b = M::key(second + c);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) {
+        const auto q = M::query(query + r * query_stride + c);
+        acc[2 * r] = M::mac(acc[2 * r], a, q);
+        acc[2 * r + 1] = M::mac(acc[2 * r + 1], b, q);
+      }
+    }
+  } else {
 #pragma GCC unroll 16
-  for (int i = 0; i < W / ROWS; i++) multiply<M, ROWS, DIM>(acc, i, query, query_stride, at(i), dim);
+    for (int i = 0; i < TOKENS; i++) multiply<M, ROWS, DIM>(acc, i, query, query_stride, at(i), dim);
+  }
   const V s = sums(acc);
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++) store_part<W / ROWS>(scores + r * score_stride, s, r);
@@ -174,17 +215,17 @@ KVTIER_INLINE void score_some(const typename M::Query* query, int query_stride, 
 template <class M, int ROWS, int DIM>
 constexpr int held = ROWS != 4 || DIM == 0 ? 0 : up(DIM, M::STEP) <= 4 * M::STEP ? 4 : up(DIM, M::STEP) <= 8 * M::STEP ? 3 : 0;
 
-template <class M, int DIM, class A>
+template <class M, int DIM>
 inline void score_held(const typename M::Element* keys, int n, const typename M::Query* query, int query_stride,
-                       float* scores, int score_stride, A& ahead) {
+                       float* scores, int score_stride, Ahead& ahead) {
   constexpr int N = up(DIM, M::STEP) / M::STEP, REST = DIM % M::STEP, HELD = held<M, 4, DIM>;
   typename M::Vector q[HELD][N];
   UNROLL for (int r = 0; r < HELD; r++)
     UNROLL for (int c = 0; c < N; c++) q[r][c] = M::query(query + r * query_stride + c * M::STEP);
   for (int t = 0; t + 4 <= n; t += 4, keys += 4 * DIM) {
-    ahead.step();
     V parts[4];
     UNROLL for (int i = 0; i < 4; i++) {
+      ahead.step();
       V acc[4] = {zero(), zero(), zero(), zero()};
       UNROLL for (int c = 0; c < N; c++) {
         const auto* at = keys + i * DIM + c * M::STEP;
@@ -200,23 +241,26 @@ inline void score_held(const typename M::Element* keys, int n, const typename M:
 }
 #endif
 
-// scores[r, t] = query row r . key t, for ROWS rows and n tokens of `dim` elements. Up to W - 1 columns of scores behind
-// n are undefined, wherever the row begins.
-template <class M, int ROWS, int DIM, class A>
+// scores[r, t] = query row r . key t, for ROWS rows and n tokens of `dim` elements, in one of `passes` passes over them.
+// Up to W - 1 columns of scores behind n are undefined, wherever the row begins.
+template <class M, int ROWS, int DIM>
 inline void score(const typename M::Element* keys, int dim, int n, const typename M::Query* query, int query_stride,
-                  float* scores, int score_stride, A& ahead) {
+                  float* scores, int score_stride, int passes, Ahead& ahead) {
   constexpr int TOKENS = W / ROWS;
   if constexpr (DIM != 0) dim = DIM;
   int t = 0;
 #ifdef KVTIER_HELD
   if constexpr (held<M, ROWS, DIM> != 0) {
+    ahead.pace(DIM * sizeof(*keys), passes);
     score_held<M, DIM>(keys, n, query, query_stride, scores, score_stride, ahead);
     t = n / TOKENS * TOKENS;
   }
 #endif
+  if (t == 0) ahead.pace(TOKENS * dim * static_cast<int>(sizeof(*keys)), passes);
   for (; t + TOKENS <= n; t += TOKENS) {
     const typename M::Element* base = keys + static_cast<ptrdiff_t>(t) * dim;
     const auto at = [base, dim](int i) KVTIER_LAMBDA { return base + static_cast<ptrdiff_t>(i) * (DIM ? DIM : dim); };
+    ahead.step();
     score_some<M, ROWS, DIM>(query, query_stride, at, dim, scores + t, score_stride);
   }
   if (t < n) {
@@ -226,6 +270,9 @@ inline void score(const typename M::Element* keys, int dim, int n, const typenam
   }
 }
 
+// Whether values are prefetched with each turn of a pass. With few registers there are many short passes: with each pass.
+constexpr bool EVENLY = W > 8;
+
 // Columns of values that are added up at once, for so many rows.
 template <int ROWS>
 constexpr int widest = ROWS == 4 ? WIDEST_OF_4 : WIDEST_OF_2;
@@ -234,16 +281,16 @@ constexpr int widest = ROWS == 4 ? WIDEST_OF_4 : WIDEST_OF_2;
 KVTIER_INLINE void add_to(float* p, V x) { store(p, add(load(p), x)); }
 
 // out[r, :] += sum over t of weights[r, t] * values[t, :], for ROWS rows, n tokens, and `columns` columns of `dim`.
-template <class T, int ROWS, int VECTORS, class A>
+template <class T, int ROWS, int VECTORS>
 KVTIER_INLINE void add_columns(const T* values, int dim, int columns, int n, const float* weights, float* out,
-                               int out_stride, A& ahead) {
+                               int out_stride, Ahead& ahead) {
   V acc[ROWS][VECTORS];
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int c = 0; c < VECTORS; c++) acc[r][c] = zero();
   const int rest = columns - (VECTORS - 1) * W;
   const auto token = [&](int t, V last) KVTIER_LAMBDA {
     const T* v = values + static_cast<ptrdiff_t>(t) * dim;
-    ahead.step();
+    if constexpr (EVENLY) ahead.step();
     V w[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) w[r] = set1(weights[r * ROW + t]);
     UNROLL for (int c = 0; c < VECTORS; c++) {
@@ -262,9 +309,9 @@ KVTIER_INLINE void add_columns(const T* values, int dim, int columns, int n, con
 }
 
 #ifdef KVTIER_DOT
-template <class T, int ROWS, int VECTORS, class A>
+template <class T, int ROWS, int VECTORS>
 KVTIER_INLINE void add_columns(const bf16* values, int dim, int columns, int n, const bf16* weights, float* out,
-                               int out_stride, A& ahead) {
+                               int out_stride, Ahead& ahead) {
   V low[ROWS][VECTORS], high[ROWS][VECTORS];
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int c = 0; c < VECTORS; c++) {
@@ -277,7 +324,7 @@ KVTIER_INLINE void add_columns(const bf16* values, int dim, int columns, int n, 
     return c == VECTORS - 1 && rest < DOT ? load_pairs(v, rest) : load_pairs(v);
   };
   const auto pair = [&](int t, auto row) KVTIER_LAMBDA {
-    ahead.step();
+    if constexpr (EVENLY) ahead.step();
     D w[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) w[r] = set_pair(weights + r * ROW + t);
     UNROLL for (int c = 0; c < VECTORS; c++) {
@@ -336,33 +383,30 @@ KVTIER_INLINE void each_panel(int dim, F f) {
   }
 }
 
-// Lines to be prefetched with each turn of a loop that goes `turns` times through a step of so many bytes.
-inline int lines_ahead(int64_t bytes, int turns) { return static_cast<int>((bytes / 64 + turns - 1) / turns); }
-
 // All `rows` of one KV head.
 template <class M, int DIM>
 inline void add_rows(const typename M::Element* values, int dim, int n, const typename M::Weight* weights, int rows,
-                     float* out, int out_stride) {
+                     float* out, int out_stride, Ahead& ahead) {
   using T = typename M::Element;
   if constexpr (DIM != 0) dim = DIM, out_stride = up(DIM, M::COLUMNS);
   constexpr int step = STEP_TOKENS;
-  const int64_t bytes = static_cast<int64_t>(step) * dim * sizeof(*values);
-  // Four rows at once convert and pair values once for all, but only whole lines are read as fast as memory goes.
-  constexpr bool FOURS = DIM != 0 && (W <= 8 || panels<M, 4, DIM> == 1);
+  constexpr bool FOURS = DIM != 0;  // values are converted and paired once for four rows
   const int fours = FOURS ? rows / 4 : 0, twos = (rows - 4 * fours + 1) / 2;
   constexpr int PANELS_OF_4 = DIM ? panels<M, 4, DIM> : 1, PANELS_OF_2 = DIM ? panels<M, 2, DIM> : 1;
   const int passes = fours * PANELS_OF_4 + twos * PANELS_OF_2;
   const auto add_step = [&](const typename M::Element* values, const typename M::Weight* weights, int some,
-                            auto ahead) KVTIER_LAMBDA {
+                            Ahead& ahead) KVTIER_LAMBDA {
     int row = 0;
     // A panel of all rows before the next panel: lines that are skipped at first were prefetched longer ago.
     const auto add = [&](auto count) KVTIER_LAMBDA {
       constexpr int ROWS = decltype(count)::value;
       const int stop = row + (rows - row) / ROWS * ROWS;
       each_panel<M, ROWS, DIM>(dim, [&](int c, int columns, auto vectors) KVTIER_LAMBDA {
-        for (int r = row; r < stop; r += ROWS)
+        for (int r = row; r < stop; r += ROWS) {
+          if constexpr (!EVENLY) ahead.step();
           add_columns<T, ROWS, decltype(vectors)::value>(values + c, dim, columns, some, weights + r * ROW,
                                                          out + r * out_stride + c, out_stride, ahead);
+        }
       });
       row = stop;
     };
@@ -370,14 +414,11 @@ inline void add_rows(const typename M::Element* values, int dim, int n, const ty
     add(std::integral_constant<int, 2>());
     add(std::integral_constant<int, 1>());
   };
-  const bool aided = passes > 2 || PANELS_OF_2 > 1;  // or the first pass reads a part of each token only
+  ahead.pace((EVENLY ? M::TOKENS : step) * dim * static_cast<int>(sizeof(*values)), passes);
   for (int t = 0; t < n; t += step, values += static_cast<ptrdiff_t>(step) * dim, weights += step) {
     const int some = std::min(step, n - t);
-    if (aided)
-      add_step(values, weights, some, Ahead{reinterpret_cast<const char*>(values) + bytes,
-                                            lines_ahead(bytes, passes * (step / M::TOKENS))});
-    else
-      add_step(values, weights, some, Unaided());
+    ahead.begin(static_cast<int64_t>(some) * dim * sizeof(*values));
+    add_step(values, weights, some, ahead);
   }
 }
 
