@@ -30,7 +30,7 @@ _COMMON = (
     "-fPIC",
     "-fvisibility=hidden",
     "-fno-math-errno",
-    # Keys must be read in rising order, as they are written: the hardware prefetches that best.
+    # Loads stay in the order in which they are written: without prefetches by hand, a Zen 4 core was faster by that.
     "-fno-schedule-insns2",
     "-Wall",
     "-Wno-psabi",

@@ -79,6 +79,10 @@ def check(error: int) -> None:
         raise KVTierError(f"Attention on the host failed: {_ERRORS.get(error, f'error {error}')}.")
 
 
+#: All there are, for any machine.
+INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "neon", "portable")
+
+
 @functools.cache
 def _load() -> ctypes.CDLL | None:
     forced = os.environ.get(VARIABLE, "")
@@ -115,9 +119,13 @@ def _load() -> ctypes.CDLL | None:
     library.kvtier_use_team.restype = library.kvtier_shutdown.restype = library.kvtier_drain.restype = None
     library.kvtier_instruction_set.restype = ctypes.c_char_p
     if forced and library.kvtier_use_instruction_set(forced.encode()):
+        best = library.kvtier_instruction_set()
+        here = [x for x in INSTRUCTION_SETS if library.kvtier_use_instruction_set(x.encode()) == 0]
+        library.kvtier_use_instruction_set(best)
+        why = "this CPU, or this library, does not have it" if forced in INSTRUCTION_SETS else "there is no such name"
         raise ConfigError(
-            f"{VARIABLE}={forced}: this CPU, or this library, does not have it. Without it the best there is serves; "
-            "otherwise set it to amx_bf16, avx512_bf16, avx512, avx2, neon, portable or none (torch)."
+            f"{VARIABLE}={forced}: {why}. Without it the best there is serves; otherwise set it to {', '.join(here)} "
+            "or none (torch)."
         )
     library.kvtier_use_team(torch_team())
     # Before the interpreter frees what jobs in flight read: modules are cleared in an order that no one controls.

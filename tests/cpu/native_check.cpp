@@ -76,13 +76,13 @@ struct Problem {
     p.dtype = among({KVTIER_F32, KVTIER_BF16, KVTIER_F16});
     p.out_dtype = rarely() ? KVTIER_F32 : p.dtype;
     p.sequence_count = among({1, 1, 2, 3});
-    p.kv_heads = among({1, 2, 3});
+    p.kv_heads = rarely() ? among({4, 16, 17}) : among({1, 2, 3});
     p.heads = p.kv_heads * among({1, 2, 3, 4, 5, 8});
     p.k_dim = among({32, 64, 64, 128, 256, 80, 96, 17, 33, 1});
     p.v_dim = rarely() ? among({32, 64, 128, 256, 80, 17, 33, 1}) : p.k_dim;
-    p.block_size = among({1, 7, 16, 64, 256, 300});
+    p.block_size = among({1, 2, 3, 7, 15, 16, 17, 64, 256, 300, 511, 512, 513, 1024});
     p.causal = random() % 2;
-    p.window = rarely() ? among({1, 2, 31, 257}) : 0;
+    p.window = rarely() ? among({1, 2, 31, 257, 523}) : 0;
     p.softcap = rarely() ? 5.0f : 0.0f;
     const bool ragged = rarely();
     // With so many, the queries of a sequence are shared out.

@@ -84,7 +84,7 @@ def random_spec(number: int, dtype: torch.dtype) -> Spec:
         queries=queries,
         k_dim=k_dim,
         v_dim=k_dim if rare() < 0.7 else r.choice((64, 128, 256, 80, 96, 17, 33, 1)),
-        block_size=r.choice((1, 7, 16, 64, 256, 300)),
+        block_size=r.choice((1, 2, 7, 15, 16, 17, 64, 256, 300, 511, 512, 513, 1024)),
         lengths=lengths,
         # A query that sees nothing is part of it.
         first_valid=tuple(r.randint(0, n) for n in lengths) if rare() < 0.25 else None,

@@ -58,9 +58,11 @@ def run(name: str, problems: int, seed: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sanitizers", nargs="*", metavar="address|thread", default=list(SANITIZERS))
-    parser.add_argument("--problems", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--problems", type=int, default=60, help="of attention; half as many of the rest (60)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first problem (0)")
     arguments = parser.parse_args()
+    if arguments.problems < 1:
+        parser.error("--problems: at least 1")
     if unknown := set(arguments.sanitizers) - set(SANITIZERS):
         parser.error(f"no such sanitizer: {', '.join(sorted(unknown))}")
     return 0 if all([run(name, arguments.problems, arguments.seed) for name in arguments.sanitizers]) else 1

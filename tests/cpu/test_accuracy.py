@@ -51,12 +51,13 @@ def test_random_problems_are_as_exact_as_torch_and_read_nothing_else(isa: str, d
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wherever_a_sequence_begins_and_ends_its_tokens_count_once(isa: str, dtype: torch.dtype) -> None:
-    # The kernel works in tiles of 256 tokens, vectors of 8 to 32, groups of 4, 2 and 1 rows: all edges are near these.
+    # The kernel works in tiles of a block or of 512 tokens, vectors of 8 to 32, groups of 4, 2 and 1 rows: all edges
+    # are near these.
     r = random.Random(0)
     found = []
     for rows in (1, 2, 3, 4, 5, 6, 7):
-        for size in (1, 64, 300):
-            lengths = (r.choice((255, 256, 257)), r.choice((511, 512, 513, 520)), r.randint(257, 600))
+        for size in (1, 64, 300, 600):
+            lengths = (r.choice((255, 256, 257)), r.choice((511, 512, 513, 520)), r.randint(257, 1200))
             first_valid = (r.choice((0, 1, 7, 249)), r.choice((0, 3, 100, 249)), r.randint(0, 256))
             dims = {"k_dim": r.choice((8, 64)), "v_dim": r.choice((8, 33, 64))}
             spec = Spec(dtype, 1, rows, block_size=size, lengths=lengths, first_valid=first_valid, seed=rows, **dims)
@@ -120,6 +121,24 @@ PROMPTS = [
     Spec(kv_heads=1, group=4, queries=40, k_dim=128, v_dim=128, block_size=64, lengths=(17_001,), causal=True),
     Spec(kv_heads=1, group=1, queries=32, k_dim=128, v_dim=128, lengths=(9_001, 8_000), window=8_500, causal=True),
 ]
+
+
+# A window, or padding, that begins within a block; blocks of more than a tile; as many heads as are at work at once.
+BEGINNINGS = [
+    Spec(kv_heads=16, group=1, k_dim=32, v_dim=32, block_size=2, lengths=(260, 33), causal=True, window=101),
+    Spec(kv_heads=17, group=1, k_dim=8, v_dim=8, block_size=1024, lengths=(1500,), first_valid=(7,)),
+    Spec(kv_heads=2, group=4, k_dim=64, v_dim=64, block_size=513, lengths=(1540,), causal=True, window=1030),
+    Spec(kv_heads=3, group=7, k_dim=64, v_dim=64, block_size=15, lengths=(400, 77), causal=True, window=64),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wherever_in_a_block_a_sequence_begins_it_is_as_exact(isa: str, dtype: torch.dtype) -> None:
+    found = []
+    for spec in BEGINNINGS:
+        case, exact = solved(changed(spec, dtype=dtype))
+        found += broken(case, exact, attend(case))
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -32,7 +32,7 @@ CEILING = "ceiling"
 def run(bench: Bench) -> None:
     """Run the scenario."""
     if not native.available():
-        print("host: the native library is not compiled", flush=True)
+        print("host: the native kernel is not in use here; `kvtier env` says why", flush=True)
         return
     arena = Arena()
     try:

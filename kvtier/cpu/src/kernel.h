@@ -49,23 +49,23 @@ class Attention {
   // Rows of a KV head in scratch memory.
   static int padded_rows(const Share& share) {
     const int rows = share.group_rows();
-    return up(rows, rows >= MANY_ROWS ? 16 : 4);
+    return up(rows, rows >= MANY_ROWS<M> ? 16 : 4);
   }
   static size_t query_bytes(const kvtier_problem& p, const Share& share) {
     return (static_cast<size_t>(share.kv_heads) * padded_rows(share) * Shape<M>::query_pad(p) *
                 sizeof(typename M::Query) + 63) / 64 * 64;
   }
-  // KV heads whose scores are kept at once: enough for a long pass through memory, few enough for the L1 cache.
+  // KV heads whose scores are kept at once: enough for a long pass through memory, few enough for the caches.
   static int heads_at_once(const Share& share) {
-    return share.group_rows() >= MANY_ROWS ? 1 : std::clamp(MOST_ROWS / padded_rows(share), 1, share.kv_heads);
+    return share.group_rows() >= MANY_ROWS<M> ? 1 : std::clamp(MOST_ROWS / padded_rows(share), 1, share.kv_heads);
   }
   static size_t score_bytes(const Share& share) {
-    const bool many = share.group_rows() >= MANY_ROWS;  // then so many rows take turns
+    const bool many = share.group_rows() >= MANY_ROWS<M>;  // then so many rows take turns
     const int rows = many ? MOST_ROWS : heads_at_once(share) * padded_rows(share);
     return static_cast<size_t>(rows) * ROW * 4;
   }
   static size_t packed_bytes(const kvtier_problem& p, const Share& share) {
-    if (share.group_rows() < MANY_ROWS) return 0;
+    if (share.group_rows() < MANY_ROWS<M>) return 0;
     return packed_elements<M>(PACKED, std::max(p.k_dim, p.v_dim)) * sizeof(typename M::Packed);
   }
 
@@ -75,7 +75,7 @@ class Attention {
 
   static void attend(const kvtier_problem& p, const Share& share, const Task& task, char* scratch, Partial out) {
     Attention self(p, share, scratch, out);
-    if (self.rows_ < MANY_ROWS) return self.run(task);
+    if (self.rows_ < MANY_ROWS<M>) return self.run(task);
     [[maybe_unused]] const Packing<M> packing;
     self.run(task);
   }
@@ -93,7 +93,7 @@ class Attention {
     scratch += score_bytes(share);
     packed_keys_ = reinterpret_cast<typename M::Packed*>(scratch);
     packed_values_ = packed_keys_ + packed_bytes(p, share) / sizeof(typename M::Packed);
-    tile_ = rows_ >= MANY_ROWS ? PACKED : std::min(up(16, p.block_size), TILE);
+    tile_ = rows_ >= MANY_ROWS<M> ? PACKED : std::min(up(16, p.block_size), TILE);
     const bool biased = p.mask_dtype != KVTIER_NONE && p.mask_dtype != KVTIER_BOOL;
     // Else the scores behind a tile's last token, which are -inf, are scaled too: a scale of 0 would make them NaN, and
     // a negative one +inf.
@@ -108,7 +108,7 @@ class Attention {
     std::memset(out_.values, 0, static_cast<size_t>(all) * value_pad_ * 4);
 
     // Two tiles: one is attended when the next one is known.
-    Segment tiles[2][TILE];
+    Segment tiles[2][PACKED];
     Segment *tile = tiles[0], *last = tiles[1];
     int count = 0, columns = 0, last_count = 0, last_columns = 0;
     const auto end_tile = [&] {
@@ -129,6 +129,8 @@ class Attention {
         int64_t position = std::max(start, share_.lowest);
         int skipped = static_cast<int>(position - start);
         int n = static_cast<int>(std::min<int64_t>(start + p_.block_size, length_) - position);
+        // A tile does not end in the middle of a block that fits into one, wherever the first one begins.
+        if (columns && n > tile_ - columns && rows_ < MANY_ROWS<M>) end_tile();
         while (n > 0) {
           const int take = std::min(n, tile_ - columns);
           tile[count++] = {block, position, skipped, take, columns};
@@ -204,7 +206,7 @@ class Attention {
   // `next` is the first segment of the next tile, or null.
   void attend_tile(const Segment* tile, int count, int columns, const Segment* next) {
     look_at(tile, count);
-    if (rows_ >= MANY_ROWS) return attend_packed(tile, count, columns);
+    if (rows_ >= MANY_ROWS<M>) return attend_packed(tile, count, columns);
     const int at_once = heads_at_once(share_);
     for (int first = 0; first < share_.kv_heads; first += at_once) {
       const int last = std::min(first + at_once, share_.kv_heads);
@@ -245,7 +247,7 @@ class Attention {
   }
 
   void attend_packed(const Segment* tile, int count, int columns) {
-    const T* tokens[TILE];
+    const T* tokens[PACKED];
     for (int g = 0; g < share_.kv_heads; g++) {
       for (int i = 0; i < count; i++)
         for (int t = 0; t < tile[i].n; t++)
@@ -445,11 +447,11 @@ class Attention {
   const int64_t length_;
   int tile_;       // tokens whose scores are kept at once
   bool adjusted_;  // scores are more than scaled, by a positive number
-  Span spans_[TILE];
+  Span spans_[PACKED];
   int span_count_ = 0;
   bool hidden_ = false;  // of the tile: some row may not see all of it
-  // Keys and values of a tile, and the next keys: of at most 16 blocks, of which the first and the last one may be in
-  // part, each head by itself.
+  // Keys and values of a tile, and the next keys. Only a tile that is not packed has them: of one block, or of 16 where
+  // blocks are that short, of which the first and the last one may be in part, each head by itself.
   Bytes runs_[2 * (16 + 2 * MOST_HEADS) + MOST_HEADS];
   PhaseClock clock_;
   typename M::Query* query_;

@@ -9,7 +9,15 @@
 
 namespace KVTIER_ISA {
 
-constexpr int MANY_ROWS = 160;    // from which packing pays: measured, bf16 and fp32, on AVX-512
+// Rows from which packing pays: measured, bf16 and fp32, on AVX-512. With tiles, which were not timed, 64: what 16
+// queries of a model with 4 query heads to a KV head have.
+#ifdef KVTIER_TILES
+template <class M>
+constexpr int MANY_ROWS = M::PAIR == 2 ? 64 : 160;
+#else
+template <class M>
+constexpr int MANY_ROWS = 160;
+#endif
 constexpr int ROWS_AT_ONCE = 64;  // whose scores and weights are kept
 constexpr int LANES = 2 * W;      // columns of a packed panel
 

@@ -187,7 +187,8 @@ KVTIER_INLINE void score_some(const typename M::Query* query, int query_stride, 
   V acc[W];
 #pragma GCC unroll 16
   for (int i = 0; i < W; i++) acc[i] = zero();
-  if constexpr (TOKENS == 2 && DIM != 0 && DIM % M::STEP == 0) {
+  if constexpr (TOKENS == 2 && DIM != 0) {
+    static_assert(DIM % M::STEP == 0);
     // In turns: a step of the queries is loaded once for both, and twice as many sums are at work.
     const auto *first = at(0), *second = at(1);
 #pragma GCC unroll 4
@@ -249,14 +250,14 @@ inline void score(const typename M::Element* keys, int dim, int n, const typenam
   constexpr int TOKENS = W / ROWS;
   if constexpr (DIM != 0) dim = DIM;
   int t = 0;
+  ahead.pace(TOKENS * dim * static_cast<int>(sizeof(*keys)), passes);
 #ifdef KVTIER_HELD
   if constexpr (held<M, ROWS, DIM> != 0) {
-    ahead.pace(DIM * sizeof(*keys), passes);
+    ahead.pace(DIM * static_cast<int>(sizeof(*keys)), passes);
     score_held<M, DIM>(keys, n, query, query_stride, scores, score_stride, ahead);
     t = n / TOKENS * TOKENS;
   }
 #endif
-  if (t == 0) ahead.pace(TOKENS * dim * static_cast<int>(sizeof(*keys)), passes);
   for (; t + TOKENS <= n; t += TOKENS) {
     const typename M::Element* base = keys + static_cast<ptrdiff_t>(t) * dim;
     const auto at = [base, dim](int i) KVTIER_LAMBDA { return base + static_cast<ptrdiff_t>(i) * (DIM ? DIM : dim); };
@@ -264,6 +265,7 @@ inline void score(const typename M::Element* keys, int dim, int n, const typenam
     score_some<M, ROWS, DIM>(query, query_stride, at, dim, scores + t, score_stride);
   }
   if (t < n) {
+    if (t == 0) ahead.step();
     // The last token is repeated in place of those that do not exist: behind it the memory may end.
     const auto at = [=](int i) KVTIER_LAMBDA { return keys + static_cast<ptrdiff_t>(std::min(t + i, n - 1)) * dim; };
     score_some<M, ROWS, 0>(query, query_stride, at, dim, scores + t, score_stride);
