@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import resource
@@ -20,6 +21,7 @@ from disks import OF, content, disk_of, load, save, states_of
 
 from kvtier import ConfigError, StoreInUseError
 from kvtier.conversation.disk import chunks as disks_module
+from kvtier.conversation.disk import manifest as manifest_module
 from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.disk.contents import contents
 from kvtier.conversation.disk.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
@@ -510,20 +512,121 @@ def test_a_conversation_that_cannot_be_saved_says_so_and_stays_what_it_was(tmp_p
     disk.close()
 
 
-def test_a_conversation_that_was_damaged_is_left_out(tmp_path: Path) -> None:
+DAMAGE = {
+    "state": "UPDATE conversations SET state = replace(state, '100', '900') WHERE name = CAST('b' AS BLOB)",
+    "message": "UPDATE pieces SET text = replace(text, '100', '900') WHERE name = CAST('b' AS BLOB)",
+    "no text": "UPDATE pieces SET text = 7 WHERE name = CAST('b' AS BLOB) AND field = 'ids'",
+    "no string": "UPDATE pieces SET text = CAST(x'FF' AS TEXT) WHERE name = CAST('b' AS BLOB) AND field = 'ids'",
+    "first piece": "DELETE FROM pieces WHERE name = CAST('b' AS BLOB) AND field = 'ids' AND start = 0",
+    "last piece": "DELETE FROM pieces WHERE name = CAST('b' AS BLOB) AND field = 'ids' AND start > 0",
+    "one more": "INSERT INTO pieces VALUES (CAST('b' AS BLOB), 'ids', 9000, 9001, '[1]')",
+    "another's": "UPDATE pieces SET text = '[3, 4]' WHERE name = CAST('b' AS BLOB) AND field = 'ids' AND start > 0",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_conversation_that_was_damaged_is_left_out(damage: str, tmp_path: Path) -> None:
+    said = {"salt": "100", "ids": [1] * 1000, "messages": [{"role": "user", "content": "Pay 100."}]}
     disk = disk_of(tmp_path)
-    for name in "abc":
-        disk.save_conversation(name, {"messages": [{"role": "user", "content": "Pay 100."}]})
+    for name in "abcd":
+        disk.save_conversation(name, said)
+        disk.save_conversation(name, said | {"ids": [1] * 1000 + [2, 3]})
     disk.close()
-    db = sqlite3.connect(tmp_path / MANIFEST)
-    db.execute("UPDATE conversations SET state = replace(state, '100', '900') WHERE name = CAST('b' AS BLOB)")
-    db.execute("UPDATE conversations SET name = CAST('d' AS BLOB) WHERE name = CAST('c' AS BLOB)")
-    db.commit()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        assert db.execute(DAMAGE[damage]).rowcount
+        db.execute("UPDATE conversations SET name = CAST('e' AS BLOB) WHERE name = CAST('c' AS BLOB)")
     db.close()
     disk = disk_of(tmp_path)
-    assert list(states_of(disk)) == ["a"]
+    assert list(states_of(disk)) == ["a", "d"]
     assert disk.damaged == 2
+    # What is saved in its place is whole again.
+    disk.save_conversation("b", said)
+    assert disk.conversation("b") == said
     disk.close()
+    with Upkeep(tmp_path) as upkeep:
+        assert upkeep.repair() == 1  # "e"
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        assert {x for (x,) in db.execute("SELECT name FROM pieces")} == {b"a", b"b", b"d"}
+    db.close()
+
+
+@pytest.mark.parametrize("seed", range(WALKS))
+def test_a_conversation_is_what_was_saved_last_however_it_changed(seed: int, tmp_path: Path) -> None:
+    """Lists grow at the end, are cut, and change in the middle; what is saved in pieces is a plain dict's."""
+    rng, model, disk = random.Random(seed), dict[str, dict[str, Any]](), disk_of(tmp_path)
+    for step in range(150):
+        name, what = rng.choice("ab"), rng.random()
+        state = dict(model.get(name, {"ids": [], "messages": [], "used": 0}))
+        ids = list(state["ids"])
+        if what < 0.5:
+            ids += [rng.randrange(99) for _ in range(rng.choice((0, 1, 5, 300, 9000)))]
+        elif what < 0.65:
+            del ids[rng.randrange(len(ids) + 1) :]
+        elif what < 0.8 and ids:
+            ids[rng.randrange(len(ids))] = rng.randrange(99)
+        elif what < 0.85:
+            del ids[: rng.randrange(len(ids) + 1)]
+        elif what < 0.9:
+            disk.close()
+            disk = disk_of(tmp_path)
+        elif what < 0.93:
+            disk.drop_conversation(name)
+            model.pop(name, None)
+        if what < 0.85:
+            state |= {"ids": ids, "used": step, "messages": [{"role": "user", "content": str(x)} for x in ids[::50]]}
+            if rng.random() < 0.1:
+                del state["messages"]
+            disk.save_conversation(name, state)
+            model[name] = state
+        assert states_of(disk) == model
+        if rng.random() < 0.2:
+            assert contents(tmp_path).conversations == model
+    assert (disk.problem, disk.damaged) == ("", 0)
+    disk.close()
+
+
+def test_a_turn_of_a_long_conversation_writes_what_it_adds(tmp_path: Path) -> None:
+    """Keys and values of such a turn are megabytes; the rest of the history is not written again."""
+    disk, log = disk_of(tmp_path), tmp_path / f"{MANIFEST}-wal"
+    ids, messages = list(range(100_000, 240_000)), [{"role": "user", "content": "x" * 400}] * 400
+    disk.save_conversation("a", {"ids": ids, "messages": messages, "used": 0})
+    written = []
+    for turn in range(100):
+        ids += range(128)
+        messages = [*messages, {"role": "user", "content": "y" * 100}]
+        with sqlite3.connect(tmp_path / MANIFEST) as db:
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        db.close()
+        disk.save_conversation("a", {"ids": ids, "messages": messages, "used": turn})
+        written.append(log.stat().st_size)
+    assert max(written) < 300_000
+    assert sum(written) / len(written) < 60_000
+    assert disk.conversation("a") == {"ids": ids, "messages": messages, "used": 99}
+    pieces = disk._manifest._db.execute("SELECT count(*) FROM pieces").fetchone()[0]
+    assert pieces < 40, "a conversation of many turns is read in few"
+    disk.close()
+
+
+def test_a_folder_of_before_there_were_pieces_is_taken_as_it_is(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    assert save(disk, [1, 2, 3])
+    disk.close()
+    name, state = b"old", json.dumps({"ids": [1, 2, 3], "messages": [], "salt": None})
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.execute("DROP TABLE pieces")
+        db.execute("UPDATE about SET value = '3' WHERE name = 'version'")
+        row = (name, 0, manifest_module._digest(name, "0"), state, manifest_module._digest(name, state))
+        db.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?)", row)
+    db.close()
+    assert contents(tmp_path).conversations == {"old": json.loads(state)}
+    disk = disk_of(tmp_path)
+    assert (states_of(disk), load(disk, [1, 2, 3])) == ({"old": json.loads(state)}, 3)
+    disk.save_conversation("old", {"ids": [1, 2, 3, 4]})
+    disk.close()
+    disk = disk_of(tmp_path)
+    assert states_of(disk) == {"old": {"ids": [1, 2, 3, 4]}}
+    disk.close()
+    assert contents(tmp_path).about["version"] == str(manifest_module.VERSION)
 
 
 def test_folders_that_are_opened_and_closed_leave_nothing(tmp_path: Path) -> None:

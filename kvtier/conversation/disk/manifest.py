@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,8 +19,14 @@ from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 
-#: Of the folder's layout. Another one is refused.
-VERSION = 3
+#: Of the folder's layout. `_OLDER` has no pieces, and is taken as it is; any other one is refused.
+VERSION = 4
+_OLDER = "3"
+#: What of a conversation grows with each turn, at its end: kept in pieces, so that a turn writes what it adds.
+_GROWING = ("ids", "messages", "ends")
+#: Characters from which a piece is final. A shorter one is written again with what is added behind it, unless that is
+#: much less: so there are few.
+_FINAL = 2**16
 #: Bytes of a row, at the most: a damaged database may claim any number, and SQLite would allocate it.
 LONGEST = 2**28
 #: `used` beyond this is damage.
@@ -33,6 +40,9 @@ _SCHEMA = (
     # What lists them reads the first columns only.
     "CREATE TABLE IF NOT EXISTS conversations "
     "(name BLOB PRIMARY KEY, ranked INTEGER, mark BLOB, state TEXT, digest BLOB)",
+    # Items `start` to `stop` of a list, as JSON. The digest of all of them is in the conversation's state.
+    "CREATE TABLE IF NOT EXISTS pieces (name BLOB, field TEXT, start INTEGER, stop INTEGER, text TEXT, "
+    "PRIMARY KEY (name, field, start)) WITHOUT ROWID",
 )
 
 # What is there already is not written again: nobody waits for a disk then. And it keeps its place in the order.
@@ -89,6 +99,7 @@ class Manifest:
 
     def __init__(self, file: Path, fingerprint: Mapping[str, str] | None, *, read_only: bool = False) -> None:
         self.file = file
+        self._read_only = read_only
         try:
             name = f"{file.absolute().as_uri()}?mode=ro" if read_only else file
             self._db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, uri=read_only)
@@ -136,6 +147,10 @@ class Manifest:
                 raise ConfigError(f"{self.file.parent} holds no saved sequences.")
             self._db.executemany("INSERT INTO about VALUES (?, ?)", about.items())
             return
+        if there.get("version") == _OLDER:
+            there["version"] = str(VERSION)
+            if not self._read_only:
+                self._db.execute("UPDATE about SET value = ? WHERE name = 'version'", (str(VERSION),))
         for name, value in about.items():
             if there.get(name) != value:
                 raise ConfigError(
@@ -212,14 +227,56 @@ class Manifest:
     # Conversations
 
     def save_conversation(self, name: str, state: Mapping[str, Any], ranked: bool) -> None:
-        """Save what a conversation is, in place of what it was, and whether it has a rank of its own.
+        """Save what a conversation is, in place of what it was, and whether it has a rank of its own. Of the lists that
+        grow at their end, what was added is written.
 
         Raises:
             sqlite3.Error: it was not saved. TypeError, ValueError, RecursionError: JSON does not take it.
         """
-        packed, text = _name(name), json.dumps(state)
-        values = (packed, int(ranked), _digest(packed, f"{int(ranked)}"), text, _digest(packed, text))
-        self._db.execute(_SAVE_CONVERSATION, values)
+        packed, lists = _name(name), {x: state[x] for x in _GROWING if isinstance(state.get(x), list)}
+        with self.transaction():
+            pieces = {field: self._save_pieces(packed, field, values) for field, values in lists.items()}
+            text = json.dumps({x: value for x, value in state.items() if x not in lists} | {"pieces": pieces})
+            values = (packed, int(ranked), _digest(packed, f"{int(ranked)}"), text, _digest(packed, text))
+            self._db.execute(_SAVE_CONVERSATION, values)
+
+    def _save_pieces(self, name: bytes, field: str, values: list[Any]) -> str:
+        """Save a list. Returns the digest of its pieces."""
+        kept = list[tuple[int, str]]()  # where each begins, and what it says
+        at = 0
+        for start, stop, text in self._pieces(name, field):
+            if start != at or not start < stop <= len(values) or json.dumps(values[start:stop]) != text:
+                break
+            kept.append((start, text))
+            at = stop
+        if at < len(values):
+            added = len(json.dumps(values[at:]))
+            while kept and len(kept[-1][1]) < min(2 * added, _FINAL):
+                at, text = kept.pop()
+                added += len(text)
+        self._db.execute("DELETE FROM pieces WHERE name = ? AND field = ? AND start >= ?", (name, field, at))
+        if at < len(values):
+            kept.append((at, json.dumps(values[at:])))
+            self._db.execute("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", (name, field, at, len(values), kept[-1][1]))
+        return _digest(name, field + "".join(text for _, text in kept)).hex()
+
+    def _pieces(self, name: bytes, field: str) -> list[tuple[int, int, str]]:
+        """The pieces of a list, up to the first one that is damaged."""
+        select = "SELECT start, stop, text FROM pieces WHERE name = ? AND field = ? ORDER BY start"
+        found = self._db.execute(select, (name, field)).fetchall()
+        return list(itertools.takewhile(lambda x: tuple(map(type, x)) == (int, int, str), found))
+
+    def _state(self, name: Any, state: Any, digest: Any) -> dict[str, Any] | None:
+        """What a row and its pieces say; None: that is not what was written."""
+        if type(name) is not bytes or type(state) is not str or _digest(name, state) != digest:
+            return None
+        found: dict[str, Any] = json.loads(state)
+        for field, said in found.pop("pieces", {}).items():
+            texts = [text for _, _, text in self._pieces(name, field)]
+            if _digest(name, field + "".join(texts)).hex() != said:
+                return None
+            found[field] = [x for text in texts for x in json.loads(text)]
+        return found
 
     def drop_conversation(self, name: str) -> None:
         """Forget a conversation.
@@ -227,7 +284,9 @@ class Manifest:
         Raises:
             sqlite3.Error: it is there still.
         """
-        self._db.execute("DELETE FROM conversations WHERE name = ?", (_name(name),))
+        with self.transaction():
+            for table in ("conversations", "pieces"):
+                self._db.execute(f"DELETE FROM {table} WHERE name = ?", (_name(name),))
 
     def drop_damaged_conversations(self) -> None:
         """Forget the conversations that are not what was written.
@@ -238,9 +297,10 @@ class Manifest:
         damaged = [
             (number,)
             for number, name, ranked, mark, state, digest in self._db.execute("SELECT rowid, * FROM conversations")
-            if not (_marked(name, ranked, mark) and type(state) is str and _digest(name, state) == digest)
+            if not _marked(name, ranked, mark) or self._state(name, state, digest) is None
         ]
         self._db.executemany("DELETE FROM conversations WHERE rowid = ?", damaged)
+        self._db.execute("DELETE FROM pieces WHERE name NOT IN (SELECT name FROM conversations)")
 
     def names(self) -> Iterator[tuple[str, bool] | None]:
         """Of all conversations, in the order of their making, and whether each has a rank of its own; None for one that
@@ -259,11 +319,8 @@ class Manifest:
             sqlite3.Error, ValueError: the database is damaged.
         """
         packed = _name(name)
-        select = "SELECT state, digest FROM conversations WHERE name = ?"
-        for state, digest in self._db.execute(select, (packed,)):
-            if type(state) is str and _digest(packed, state) == digest:
-                found: dict[str, Any] = json.loads(state)
-                return found
+        for state, digest in self._db.execute("SELECT state, digest FROM conversations WHERE name = ?", (packed,)):
+            return self._state(packed, state, digest)
         return None
 
     def conversations(self) -> Iterator[tuple[str, dict[str, Any]] | None]:
@@ -273,10 +330,8 @@ class Manifest:
             sqlite3.Error, ValueError: the database is damaged.
         """
         for name, state, digest in self._db.execute("SELECT name, state, digest FROM conversations ORDER BY rowid"):
-            if type(name) is bytes and type(state) is str and _digest(name, state) == digest:
-                yield name.decode("utf-8", "surrogatepass"), json.loads(state)
-            else:
-                yield None
+            found = self._state(name, state, digest)
+            yield None if found is None else (name.decode("utf-8", "surrogatepass"), found)
 
     # Life
 
