@@ -25,7 +25,7 @@ from kvtier.conversation.disk import manifest as manifest_module
 from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.disk.contents import contents
 from kvtier.conversation.disk.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
-from kvtier.conversation.disk.folder import MANIFEST
+from kvtier.conversation.disk.folder import MANIFEST, Folder
 from kvtier.conversation.disk.upkeep import Upkeep
 from kvtier.conversation.index import packed
 from kvtier.eviction.rank import Rank
@@ -732,7 +732,9 @@ def test_what_is_known_of_a_conversation_is_not_written_again(tmp_path: Path) ->
     disk.close()
 
 
-def test_files_that_cannot_be_removed_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["unlink", "stat"])
+def test_files_that_cannot_be_removed_count(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where, for a moment, the folder cannot be seen to be the one that was opened."""
     disk = disk_of(tmp_path, 25_000)
     chats = [[n] * 200 for n in range(5)]
     assert save(disk, chats[0])
@@ -742,7 +744,11 @@ def test_files_that_cannot_be_removed_count(tmp_path: Path, monkeypatch: pytest.
         raise OSError(1, "Operation not permitted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", failing)
+        if call == "unlink":
+            patch.setattr(os, "unlink", failing)
+        else:
+            patch.setattr(Folder, "there", lambda folder: False)
+            patch.setattr(Disk, "_refused", lambda *_: "")
         for ids in chats[2:]:
             assert not save(disk, ids)
             assert "no room" in disk.problem or "leaves" in disk.problem

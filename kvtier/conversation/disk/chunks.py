@@ -371,9 +371,9 @@ class Disk:
     def _unlink(self, file: Path, nbytes: int = 0) -> None:
         """Remove a file, or do so later: what it takes is counted as long as it is there; `nbytes`, where the system
         does not say."""
-        if not self._folder.there():  # what is there now is of others
-            return
         try:
+            if not self._folder.there():
+                raise FileNotFoundError(f"{self.path} is not the folder that was opened, or cannot be looked at now")
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(file)
         except OSError as error:
