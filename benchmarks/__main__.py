@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import pkgutil
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -123,7 +124,11 @@ def parse_args(argv: Sequence[str] | None, known: Mapping[str, ModuleType]) -> t
         help="keep torch's attention off cuDNN, which makes a new plan for every length of the keys",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder, or one .jsonl file")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="a folder, or one .jsonl file (default: benchmarks/results; with --quick a new temporary one)",
+    )
     parser.add_argument(
         "--trace", type=Path, metavar="PATH", help="eviction, serving_simulated: a Mooncake trace, a .jsonl file"
     )
@@ -164,7 +169,8 @@ def parse_args(argv: Sequence[str] | None, known: Mapping[str, ModuleType]) -> t
         against=args.against,
         device=device,
         dtype=getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16")),
-        out=args.out,
+        # Figures of small sizes are none that this project reports.
+        out=args.out or (Path(tempfile.mkdtemp(prefix="kvtier-quick-")) if args.quick else RESULTS),
         quick=args.quick,
         deadline=time.monotonic() + args.time_limit if args.time_limit else float("inf"),
         emulated=args.emulated,

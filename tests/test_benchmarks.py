@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import main, parse_args
 from benchmarks.contenders import STATS, Case, contender, tier_facts
 from benchmarks.models import SHAPES, Geometry, config_of
 from benchmarks.neighbour import Neighbour
-from benchmarks.records import Recorder, read, turns_of
-from benchmarks.scenarios import hotpath, planner
+from benchmarks.records import RESULTS, Recorder, read, turns_of
+from benchmarks.scenarios import decode, hotpath, planner
 from benchmarks.scenarios.decode import fit
 from benchmarks.turns import Outcome, compare
 
@@ -45,6 +45,16 @@ def records(out: Path, *arguments: str) -> list[dict[str, Any]]:
     """Of a run of `python -m benchmarks`."""
     assert main([*TINY, *arguments, f"--out={out}"]) == 0
     return read(out)
+
+
+def test_small_sizes_are_recorded_among_the_results_only_when_asked(tmp_path: Path) -> None:
+    known = {"decode": decode}
+    assert parse_args(["--device=cpu"], known)[1].out == RESULTS
+    assert parse_args(["--device=cpu", "--quick", f"--out={tmp_path}"], known)[1].out == tmp_path
+    small = parse_args(["--device=cpu", "--quick"], known)[1].out
+    assert small.is_dir()
+    assert not small.is_relative_to(ROOT)
+    small.rmdir()
 
 
 @pytest.mark.usefixtures("_six_layers")

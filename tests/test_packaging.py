@@ -171,6 +171,14 @@ def test_processes_that_build_at_once_compile_once(tree: Path) -> None:
     assert [p.name for p in (tree / "kvtier" / "cpu").glob("*.so*")] == [build.LIBRARY]
 
 
+@pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--quite", 2)])
+def test_a_question_and_a_wrong_option_compile_nothing(tree: Path, option: str, code: int) -> None:
+    asked = run(tree, "kvtier/cpu/build.py", option)
+    assert asked.returncode == code
+    assert "--quiet" in asked.stdout + asked.stderr
+    assert not (tree / LIBRARY).exists()
+
+
 def test_an_installed_package_says_that_it_cannot_compile(tree: Path) -> None:
     shutil.rmtree(tree / "kvtier" / "cpu" / "src")
     done = run(tree, "-m", "kvtier.cpu.build")

@@ -6,6 +6,7 @@ this command, wheels and editable installs (`setup.py` loads this file by path),
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import hashlib
@@ -177,12 +178,17 @@ def update() -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Compile into this source tree, unless that is done; with `--quiet`, say nothing if it is."""
+    """Compile into this source tree, unless that is done."""
+    parser = argparse.ArgumentParser(
+        description="Compile the native library into this source tree, unless that is done."
+    )
+    parser.add_argument("--quiet", action="store_true", help="say nothing if it is")
+    quiet = parser.parse_args(arguments).quiet
     try:
         if not is_current(TARGET):
             print(f"kvtier: compiling the native kernel, {TARGET.name} ...", flush=True)
             update()
-        elif "--quiet" not in arguments:
+        elif not quiet:
             print(f"kvtier: the native kernel, {TARGET.name}, is up to date")
     except BuildError as error:
         print(f"kvtier: the native kernel was not compiled: {error}", file=sys.stderr)
