@@ -169,8 +169,8 @@ def parse_args(argv: Sequence[str] | None, known: Mapping[str, ModuleType]) -> t
         against=args.against,
         device=device,
         dtype=getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16")),
-        # Figures of small sizes are none that this project reports.
-        out=args.out or (Path(tempfile.mkdtemp(prefix="kvtier-quick-")) if args.quick else RESULTS),
+        # Figures of small sizes are not among those that the project reports.
+        out=args.out or (RESULTS if args.list or not args.quick else Path(tempfile.mkdtemp(prefix="kvtier-quick-"))),
         quick=args.quick,
         deadline=time.monotonic() + args.time_limit if args.time_limit else float("inf"),
         emulated=args.emulated,

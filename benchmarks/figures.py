@@ -23,8 +23,8 @@ from typing import Any
 from benchmarks.models import LLAMA_3_1_8B, QWEN3_0_6B
 from benchmarks.records import RESULTS, ROOT, number, read, size
 
-#: The machine whose records are published, and another one for some scenarios. The first name is of before names told
-#: processors apart: what is recorded anew on that machine is in another file, and this is to follow.
+#: The machine whose records are published, and another one for some scenarios. The first name does not include the
+#: family of the processor, as names do now: a new run on that machine writes another file, which is to be named here.
 KIND = "cpu-amd-epyc-2c"
 KINDS = {"host": "cpu-amd-epyc-family-26-2c"}
 PLOTS = ROOT / "docs" / "figures"

@@ -13,11 +13,14 @@ from pathlib import Path
 from kvtier.cpu import build
 from kvtier.errors import ConfigError, KVTierError
 
-#: Forces an instruction set ("amx_bf16", "avx512_bf16", "avx512", "avx2", "neon", "portable"), or "none": the torch
-#: reference.
+#: Forces an instruction set, or "none": the torch reference.
 VARIABLE = "KVTIER_CPU"
 
-#: On which attention of many queries was timed against torch's kernel on dense tensors, and is as fast.
+#: All there are, for any machine.
+INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "neon", "portable")
+
+#: On which attention of many queries was timed against torch's kernel on dense tensors, and is as fast. "amx_bf16" was
+#: not timed: it is in use only where it was asked for.
 _FOR_PROMPTS = frozenset(("avx2", "avx512", "avx512_bf16", "amx_bf16"))
 
 _ERRORS = {
@@ -77,10 +80,6 @@ def check(error: int) -> None:
     """Raise `KVTierError` for an error code of the library."""
     if error:
         raise KVTierError(f"Attention on the host failed: {_ERRORS.get(error, f'error {error}')}.")
-
-
-#: All there are, for any machine.
-INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "neon", "portable")
 
 
 @functools.cache
