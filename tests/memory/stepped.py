@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -288,6 +288,13 @@ LOCKED: dict[type, tuple[str, ...]] = {
 LOCKED_FUNCTIONS = ("allocate", "seal", "reopen", "write_back", "fetch", "arrive", "evict", "drop_copy", "move", "free")
 
 
+def subclasses(owner: type) -> Iterator[type]:
+    """All classes below one."""
+    for each in owner.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
 def check_lock(patch: pytest.MonkeyPatch, turns: Turns) -> None:
     """Raise where somebody changes or reads what threads share without holding the lock of `turns`."""
 
@@ -300,7 +307,9 @@ def check_lock(patch: pytest.MonkeyPatch, turns: Turns) -> None:
         return call
 
     for owner, names in LOCKED.items():
-        for name in names:
-            patch.setattr(owner, name, checked(getattr(owner, name)))
+        for each in (owner, *subclasses(owner)):  # those of tests have their own, which may not call the one above
+            for name in names:
+                if each is owner or name in each.__dict__:
+                    patch.setattr(each, name, checked(getattr(each, name)))
     for name in LOCKED_FUNCTIONS:
         patch.setattr(residency, name, checked(getattr(residency, name)))
