@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from kvtier.errors import ConfigError
 from kvtier.planning.step import LayerState, StepRecord
 
 #: Steps over which a rate is the median. A change is believed once it fills half of them; a shorter burst is not.
@@ -50,6 +51,20 @@ class Rates:
     host_overhead: float = 60e-6
     shared: float = 0.2
     measured: bool = False
+
+    def __post_init__(self) -> None:
+        # Compared as a whole first: rates are replaced at each step that shows others.
+        speeds, overheads = (self.up, self.down, self.host, self.device), (self.copy_overhead, self.host_overhead)
+        try:
+            right = min(speeds) > 0 and sum(speeds) < math.inf and min(overheads) >= 0 and sum(overheads) < math.inf
+            right = right and 0 <= self.shared < 1
+        except TypeError:
+            right = False
+        if not right:
+            raise ConfigError(
+                f"{self}: give up, down, host and device in bytes per second, more than 0; copy_overhead and "
+                "host_overhead in seconds; and shared from 0 to less than 1."
+            )
 
 
 class Median:
@@ -150,7 +165,8 @@ class CostModel:
     """
 
     def __init__(self, rates: Rates | None = None) -> None:
-        self.rates = Rates() if rates is None else rates
+        rates = Rates() if rates is None else rates
+        self.rates = replace(rates, host_overhead=min(rates.host_overhead, MOST_OVERHEAD))
         self._up, self._down = Median(), Median()
         # The linear part as it seems in steps with host attention and without it, the kind of the last step, and in how
         # many layers the host attends.
@@ -158,15 +174,16 @@ class CostModel:
         self._linear = self._without
         #: What the host is known to attend to in a second, before any step has shown it.
         self._known = self.rates.host if self.rates.measured else None
+        self._shared = self.rates.shared
         # What the host attends to in a second with the link idle; with the link busy; and what that costs it.
         self._alone, self._overlapped, self._lost = Median(), Median(), Median()
         #: Relative errors of the predictions of steps, the last ones.
         self.errors: deque[float] = deque(maxlen=64)
 
     @property
-    def linear(self) -> float:
-        """Seconds of a step besides attention and waiting; 0.0 before the first record."""
-        return self._linear.value or 0.0
+    def linear(self) -> float | None:
+        """Seconds of a step besides attention and waiting; None before the first record."""
+        return None if self._linear.value is None else max(self._linear.value, 0.0)
 
     @property
     def learned(self) -> tuple[str, ...]:
@@ -197,7 +214,8 @@ class CostModel:
         rates = self.rates
         link = exposed = device = busy_bytes = 0.0
         fetched = hosted = layers = copies = 0
-        linear = self.linear * part / max(sum([count for _, count in groups]), 1)
+        known = self.linear
+        linear = (known or 0.0) * part / max(sum([count for _, count in groups]), 1)
         waits = []
         for layer, count in groups:
             nbytes, had = layer.block_bytes, layer.spilled
@@ -219,7 +237,7 @@ class CostModel:
                 busy_bytes += count * left * busy
                 waits.append((count, left, attended))
                 exposed += count * max(rates.host_overhead + alone / (1 - rates.shared * busy) - attended, 0.0)
-        base = linear * layers + device if linear else 0.0
+        base = 0.0 if known is None else linear * layers + device
         busy = busy_bytes / hosted if hosted else 0.0
         seconds = max(base + exposed, link)
         return Prediction(share, seconds, base, exposed, link, fetched, hosted, device, copies, busy, tuple(waits))
@@ -273,8 +291,28 @@ class CostModel:
                 self.errors.append(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
             waited = self._waited(record, prediction) + prediction.device
             rest = record.seconds - record.stall_seconds - waited / part
-            jumped = self._learn_linear(max(rest, 0.0), prediction, prediction.device / part, part) or jumped
+            jumped = self._learn_linear(rest, prediction, prediction.device / part, part) or jumped
+            self._fit_overheads(prediction, part)
         return jumped
+
+    def _fit_overheads(self, prediction: Prediction, part: float) -> None:
+        """Where steps take less than what is known of their parts, less of the host's overhead is; then of the device's
+        attention."""
+        seen = self._linear
+        if len(seen) < OF_EACH or seen.value is None or seen.value >= 0:
+            return
+        rates, over = self.rates, -seen.value * part
+        waiting = sum([count for count, _, _ in prediction.waits])
+        if waiting:
+            less = min(rates.host_overhead, over / waiting)
+            rates, over = replace(rates, host_overhead=rates.host_overhead - less), over - less * waiting
+        if over > 0 and prediction.device > 0:
+            left = max(1 - over / prediction.device, 1 - MOST_LOST)
+            rates = replace(rates, device=rates.device / left)
+        self.rates = rates
+        self._with_host, self._without = Median(LINEAR), Median(LINEAR)
+        self._linear = self._with_host if waiting else self._without
+        self._linear.add(0.0)
 
     def _moving(self, record: StepRecord, prediction: Prediction, part: float) -> bool:
         """Whether a step carried out something other than what was predicted, as after a change of the share."""
@@ -331,7 +369,7 @@ class CostModel:
         seen = record.host_bytes / record.host_seconds
         busy = min(record.seconds_up / record.seconds, 1.0)
         if prediction is not None and prediction.copies and prediction.waits:
-            if self._linear.value is None:
+            if self.linear is None:
                 return {}  # nobody knows yet for how much of host attention the link was busy
             layers = sum([count for count, _, _ in prediction.waits])
             linear, on_link = self.linear * part / layers, record.seconds_up * part / prediction.copies
@@ -344,11 +382,15 @@ class CostModel:
         else:
             before = self._overlapped.value
             self._overlapped.add(seen / (1 - self.rates.shared * busy))
+            if self._known is not None and self._overlapped.value > self._known * (1 + JUMP):  # type: ignore[operator]
+                self._known = None  # with a busy link it does more than it was said to do alone
             alone = self._alone.value if self._alone.value is not None else self._known
             if alone is not None:
                 self._lost.add(min(max((1 - seen / alone) / busy, 0.0), MOST_LOST))
             if before is not None and abs(self._overlapped.value / before - 1) > JUMP:  # type: ignore[operator]
-                self._alone, self._known = Median(), None  # another host: what it did alone is not known any more
+                # Another host: what it did alone, and what it lost, is not known any more.
+                self._alone, self._known, self._lost = Median(), None, Median()
+                return {"host": self._overlapped.value, "shared": self._shared}  # type: ignore[dict-item]
         found = {} if self._lost.value is None else {"shared": self._lost.value}
         known = (self._alone.value, self._known, self._overlapped.value)
         return found | {"host": next(x for x in known if x is not None)}

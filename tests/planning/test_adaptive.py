@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
@@ -190,6 +191,62 @@ def test_a_burst_of_three_steps_changes_nothing() -> None:
     assert [(x.step, x.reason, x.prediction.share) for x in burst.decisions(1)] == [
         (x.step, x.reason, x.prediction.share) for x in quiet.decisions(1)
     ]
+
+
+@pytest.mark.parametrize("steps", [20, 60])
+@pytest.mark.parametrize(
+    "while_it_lasts",
+    [{"up": RATES.up / 10}, {"host": RATES.host / 10}, {"host": RATES.host / 3}, {"host_overhead": 2e-3}],
+    ids=["link", "host", "host, less", "overhead"],
+)
+def test_after_a_disturbance_it_is_as_good_as_before(while_it_lasts: dict[str, float], steps: int) -> None:
+    machine = Machine(RATES, 0.02)
+    trial = Simulation(Adaptive(replace(RATES, measured=True)), machine, LOAD, 5)
+    trial.run(100)
+    before = trial.policy.decisions(1)[-1].prediction.share
+    trial.machine = replace(machine, rates=replace(RATES, **while_it_lasts))
+    trial.run(steps)
+    assert trial.policy.decisions(1)[-1].prediction.share != before, "nothing was disturbed"
+    trial.machine = machine
+    trial.run(600)
+    assert seconds_of(trial, 50) <= 1.05 * best_fixed(LOAD, machine, 5, 700 + steps, tail=50)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"host": 8e9}, {"host": 600e9}, {"up": 2.5e9}, {"up": 250e9}, {"host_overhead": 5e-3}, {"device": 1.5e11}],
+    ids=["slow host", "fast host", "slow link", "fast link", "overhead", "slow device"],
+)
+def test_a_profile_that_is_wrong_is_found_out(wrong: dict[str, float]) -> None:
+    trial = Simulation(Adaptive(replace(RATES, **wrong, measured=True)), Machine(RATES, 0.02), LOAD, 5)
+    trial.run(600)
+    assert seconds_of(trial, 50) <= 1.05 * best_fixed(LOAD, Machine(RATES, 0.02), 5, 600, tail=50)
+
+
+@pytest.mark.parametrize("seed", [1039, 1121, 1224, 1293])
+def test_where_steps_take_less_than_their_parts_are_known_to_it_learns_which_part(seed: int) -> None:
+    trial = Trial.drawn(seed)  # what is estimated of overheads and of the device is more than all of a step
+    assert trial.run(Adaptive(), STEPS) <= 1.05 * trial.best_share(STEPS)
+
+
+def test_probes_cost_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    probing, quiet = Adaptive(RATES), Adaptive(RATES)
+    with_probes = Simulation(probing, Machine(RATES, 0.02), LOAD, 5).run(1200)
+    monkeypatch.setattr(Adaptive, "_may_probe", lambda *args: False)
+    without = Simulation(quiet, Machine(RATES, 0.02), LOAD, 5).run(1200)
+    assert len([x for x in probing.decisions(1) if x.reason == "probe"]) >= 3
+    assert with_probes <= 1.005 * without
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{name: value} for name in ("up", "down", "host", "device") for value in (0.0, -1.0, math.nan, math.inf)]
+    + [{"copy_overhead": -1e-6}, {"host_overhead": math.nan}, {"shared": 1.0}, {"shared": -0.1}, {"up": "fast"}],
+    ids=str,
+)
+def test_rates_that_no_machine_has_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="bytes per second"):
+        Rates(**wrong)
 
 
 def test_noise_does_not_make_it_flap() -> None:

@@ -10,12 +10,14 @@ from dataclasses import replace
 import pytest
 
 from kvtier.planning.policies.adaptive import Adaptive
+from kvtier.planning.policies.names import policy_of
 from kvtier.planning.policies.shares import FixedShare, all_attend, all_fetch
 from kvtier.planning.policy import Policy
 from kvtier.planning.reports.analysis import analyse
 from kvtier.planning.reports.log import Logged
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.simulation.trials import Trial
+from kvtier.planning.step import LayerState, StepRecord, StepState
 from tests.planning.test_adaptive import LOAD, RATES
 
 STEPS = 120
@@ -63,6 +65,28 @@ def test_the_gain_of_a_larger_budget_is_what_the_simulator_then_gives(name: str)
         assert change.gain == pytest.approx(gain, rel=0.15), (seed, change)
         checked += gain > 1.1
     assert checked >= 2, "nothing was gained anywhere"
+
+
+@pytest.mark.parametrize("name", ["default", "all-attend", "all-fetch", "pie", "neo"])
+def test_what_holds_everything_gives_the_same_wherever_the_blocks_were(name: str) -> None:
+    policy = policy_of(name)
+    trial = trial_of(policy, Machine(RATES), LOAD)
+    found = analyse(trial._state(), policy, trial.records, rates=RATES)
+    whole = trial_of(policy_of(name), Machine(RATES), replace(LOAD, device_bytes=3 * LOAD.device_bytes))
+    assert found.resident == pytest.approx(seen(whole), rel=0.03)
+
+
+def test_room_goes_to_the_layers_that_spill() -> None:
+    resident, spilled = (LayerState(0, 2**20, n, 0, 100 - n, 1, True) for n in (100, 0))
+    state = StepState(1, [resident, spilled] * 4, 0, 2**29, StepRecord(), 1, "cuda:0", 8)
+    attending = 400 * 2**20 / RATES.host
+    record = StepRecord(1, 8, 4e-3 + attending, host_seconds=attending, host_blocks=400, host_bytes=400 * 2**20)
+    found = analyse(state, Policy(), [record] * 20, rates=RATES, more_bytes=[200 * 2**20, 400 * 2**20])
+    seconds = {x.more_bytes >> 20: x.seconds for x in found.changes if x.more_bytes}
+    assert found.predicted == pytest.approx(record.seconds)
+    assert seconds[400] == pytest.approx(found.resident)
+    assert found.predicted - seconds[200] == pytest.approx(attending / 2, rel=0.1)
+    assert found.predicted - seconds[400] > 0.9 * attending, "room went to layers that spill nothing"
 
 
 def test_with_the_devices_rate_measured_it_says_what_a_device_that_holds_everything_gives() -> None:

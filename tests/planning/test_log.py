@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,8 +21,10 @@ from kvtier.planning.costs import Rates
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.names import POLICIES as NAMED
 from kvtier.planning.policies.shares import FixedShare
-from kvtier.planning.reports.log import Logged, logged_policy, replay
+from kvtier.planning.policy import Candidate, Victims
+from kvtier.planning.reports.log import Logged, LoggedCandidate, logged_policy, replay
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
+from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 from kvtier.testing import held, with_doubles
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -207,3 +212,37 @@ def test_a_log_of_a_policy_without_a_name_asks_for_one(tmp_path: Path, capsys: p
     Logged(Mine(), tmp_path / "decisions.jsonl").close()
     assert main(["replay", str(tmp_path / "decisions.jsonl")]) == 2
     assert "Mine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [{2, 0}, frozenset([1]), (1, 0), range(2), np.arange(2), None], ids=repr)
+def test_whatever_answers_a_memory_takes_are_logged_and_are_the_same_in_a_replay(rows: Any, tmp_path: Path) -> None:
+    class Answers(Policy):
+        def plan(self, state: StepState) -> StepPlan:
+            each = LayerPlan(np.int64(3), 1)  # type: ignore[arg-type]
+            return StepPlan((each, each), np.int64(0), rows)  # type: ignore[arg-type]
+
+        def victims(self, candidates: Sequence[Candidate], blocks: int) -> Any:
+            return ((candidates[-1], np.int64(blocks), np.bool_(True)), Victims(LoggedCandidate(0, 0, 9, 0, 0), 1))
+
+        def write_back(self, used_bytes: int, device_bytes: int, sealed: int) -> Any:
+            return np.int32(sealed)
+
+    state = StepState(1, [LayerState(i, 2**20, 50, 0, 50, 1, True) for i in range(2)], 2**20, 2**24, cache=1)
+    with contextlib.closing(Logged(Answers(), tmp_path / "decisions.jsonl")) as logged:
+        assert len(logged.plan(state).layers) == 2
+        assert len(logged.victims([LoggedCandidate(0, 0, 9, 0, 0), LoggedCandidate(1, 0, 9, 0, 0)], 2)) == 2
+        assert logged.write_back(1, 2, 3) == 3
+    found = replay(tmp_path / "decisions.jsonl", Answers())
+    assert found.decisions == 3
+    assert found.differences == [], str(found)
+
+
+@pytest.mark.parametrize("answer", [None, StepPlan([LayerPlan()]), StepPlan([LayerPlan(0.5), LayerPlan()])], ids=repr)  # type: ignore[arg-type]
+def test_what_is_no_plan_is_refused_as_without_a_log(answer: Any, tmp_path: Path) -> None:
+    class Answers(Policy):
+        def plan(self, state: StepState) -> StepPlan:
+            return answer
+
+    state = StepState(1, [LayerState(i, 2**20, 50, 0, 50, 1, True) for i in range(2)], 2**20, 2**24, cache=1)
+    with contextlib.closing(Logged(Answers(), tmp_path / "decisions.jsonl")) as logged, pytest.raises(ConfigError):
+        logged.plan(state)

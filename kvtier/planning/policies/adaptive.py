@@ -19,8 +19,8 @@ from kvtier.planning.step import FEW, LayerState, StepPlan, StepRecord, StepStat
 CHOICES = 33
 #: Steps between two looks at the choice, and the part by which spilled blocks may change before an earlier one.
 PERIOD, DRIFT = 8, 0.05
-#: A choice is left for another that promises so much less, or a quarter of what predictions are wrong by.
-HYSTERESIS = 0.01
+#: A choice is left for another that promises so much less, or a quarter of what predictions are off by, up to so much.
+HYSTERESIS, MOST_HYSTERESIS = 0.01, 0.05
 #: A choice that is not yet believed is left for another that promises so much less.
 SURE = 0.1
 #: What a choice gave is believed after so many steps of it; of as many the median is kept, for so many steps.
@@ -29,8 +29,11 @@ SEEN, MEMORY = 11, 512
 START = 1
 #: Steps after a change of the choice that say little of it: blocks have yet to move.
 SETTLE = 3
-#: Steps between two probes at first and at the most, how far away they try, and how much worse they may be predicted.
-PROBE, RARELY, NEAR, WORSE = 64, 1024, 3, 0.05
+#: Steps between two probes at first and at the most, and how far away they try; the second where the first costs more.
+PROBE, RARELY, NEAR = 64, 1024, (3, 1)
+#: What a probe may be predicted to cost: such a part of the steps since the last one. So what is believed of choices
+#: that nobody makes, as after a disturbance, is looked at again some time, however bad it seems.
+PRICE = 0.0025
 #: A probe ends after so many steps that took longer than before it.
 GIVEN_UP = 3
 #: Caches of which something is kept, the latest ones.
@@ -73,6 +76,8 @@ class _Cache:
     probe_until: int = 0
     probe_limit: float = 0.0
     probe_bad: int = 0
+    probed: int = 0
+    tried: int = -1
     next_probe: int = PROBE
     interval: int = PROBE
     side: int = 1
@@ -136,6 +141,8 @@ class Adaptive(FixedShare):
             if known.model.observe(record, prediction, known.part, alike=alike, copies=copies):
                 known.seen.clear()
                 known.looked, known.jumped, known.probe_from = -PERIOD, True, None  # no probe tells anything now
+                known.interval = PROBE
+                known.next_probe = min(known.next_probe, known.step + PROBE)
             elif settled and prediction is not None and record.seconds > 0 and prediction.base and known.part:
                 if known.probe_from is not None and record.seconds * known.part > known.probe_limit:
                     known.probe_bad += 1
@@ -198,6 +205,7 @@ class Adaptive(FixedShare):
         if best != known.choice or not known.started:
             before = known.choice / (CHOICES - 1)
             known.choice, known.chosen, known.started = best, known.step, True
+            known.seen.pop(best, None)  # it shows anew what it gives
             number = sum([each.step for each in self._of(state.cache, state.device)])
             known.decisions.append(Decision(number, reason, self._predict(known, groups, best), before))
 
@@ -219,7 +227,7 @@ class Adaptive(FixedShare):
         if nearest is None:
             return seconds
         # What is wrong about one choice is less wrong about another, the further away it is.
-        return seconds * (1 + (nearest[1] - 1) * 0.5 ** (nearest[0] / NEAR))
+        return seconds * (1 + (nearest[1] - 1) * 0.5 ** (nearest[0] / NEAR[0]))
 
     def _best(self, known: _Cache, groups: Sequence[Group]) -> int:
         if not any(x.host_attention for x, _ in groups):
@@ -238,7 +246,7 @@ class Adaptive(FixedShare):
 
     def _hysteresis(self, known: _Cache) -> float:
         """What another choice has to promise: more, where predictions have been worse."""
-        return max(HYSTERESIS, (known.model.error or 0.0) / 4)
+        return min(max(HYSTERESIS, (known.model.error or 0.0) / 4), MOST_HYSTERESIS)
 
     # Probing
 
@@ -248,13 +256,23 @@ class Adaptive(FixedShare):
         )
 
     def _probe(self, known: _Cache, groups: Sequence[Group]) -> tuple[int, str]:
-        """A choice next to the present one, on either side in turn, unless it is known or predicted to be bad."""
+        """Another choice: what would be best but for what it once gave, or one next to the present one, on either side
+        in turn. Not one that is predicted to cost too much."""
         now = self._expected(known, groups, known.choice)
         known.next_probe = known.step + known.interval
-        for _ in range(2):
-            known.side = -known.side
-            other = known.choice + known.side * NEAR
-            if 0 <= other < CHOICES and self._predict(known, groups, other).seconds <= now * (1 + WORSE):
+        worst = now * (1 + PRICE * (known.step - known.probed) / GIVEN_UP)
+        predicted = [self._predict(known, groups, choice).seconds for choice in range(CHOICES)]
+        best = min(range(CHOICES), key=predicted.__getitem__)
+        others = [best] if predicted[best] < now * (1 - HYSTERESIS) else []
+        known.side = -known.side
+        others += [
+            min(max(known.choice + side * distance, 0), CHOICES - 1)
+            for distance in NEAR
+            for side in (known.side, -known.side)
+        ]
+        for other in others:
+            if other not in (known.choice, known.tried) and predicted[other] <= worst:
+                known.tried = other
                 known.probe_from, known.probe_until = known.choice, known.step + SEEN + SETTLE + 1
                 known.probe_limit, known.probe_bad = now * (1 + HYSTERESIS), 0
                 return other, "probe"
@@ -266,6 +284,7 @@ class Adaptive(FixedShare):
         least = self._expected(known, groups, before) * (1 - self._hysteresis(known))
         better = known.probe_bad < GIVEN_UP and self._expected(known, groups, known.choice) < least
         known.interval = PROBE if better else min(2 * known.interval, RARELY)
+        known.probed = known.step
         known.next_probe = known.step + known.interval
         return (known.choice, "model") if better else (before, "back")
 
@@ -293,7 +312,7 @@ class Adaptive(FixedShare):
         """See `Policy.prediction`."""
         for several in (False, True):
             known = self._caches.get((cache, device, several))
-            if known is not None and known.model.linear and known.prediction is not None:
+            if known is not None and known.model.linear is not None and known.prediction is not None:
                 return known.prediction
         return None
 

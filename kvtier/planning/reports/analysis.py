@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from kvtier.config import format_size
 from kvtier.planning.costs import CostModel, Group, Prediction, Rates, alike
 from kvtier.planning.policies.shares import FixedShare, room_for
-from kvtier.planning.policy import Policy
+from kvtier.planning.policy import Policy, level
 from kvtier.planning.step import FEW, LayerState, StepRecord, StepState
 
 #: Shares of the spilled blocks that are considered where the policy chooses one.
@@ -117,7 +117,7 @@ def analyse(
         now, model = case.predict(), case.model
         changes = _changes(case, [x for x in more if not blocks or x <= nbytes])
         resident = case.predict(more_bytes=nbytes, shares=(0.0,)).seconds if blocks else now.seconds
-        known = model.linear > 0
+        known = model.linear is not None
     else:
         now, model = _one_after_the_other(steps), CostModel(rates)
         for step in steps:
@@ -184,13 +184,14 @@ class _Case:
             hosted: host threads may attend to all layers.
             shares: None: the present one.
         """
-        groups = [(replace(x, host_attention=True), n) for x, n in self.groups] if hosted else self.groups
+        groups = alike(_with_room(self.state.layers, more_bytes)) if more_bytes else self.groups
+        if hosted:
+            groups = [(replace(x, host_attention=True), n) for x, n in groups]
         model, found = copy.copy(self.model), list[Prediction]()  # others plan with theirs meanwhile
         model.rates = self.model.rates if rates is None else rates
         for share in (self.share,) if shares is None else shares:
-            left = [(replace(x, spilled=_left(x, more_bytes / self.layers)), n) for x, n in groups]
-            room = room_for(left, share, self.state.device_bytes + more_bytes) - self.room
-            found.append(model.step(groups, share, (room - more_bytes) / self.layers, self.part))
+            room = room_for(groups, share, self.state.device_bytes + more_bytes) - self.room
+            found.append(model.step(groups, share, room / self.layers, self.part))
         return min(found, key=lambda x: x.seconds)
 
     @property
@@ -199,9 +200,13 @@ class _Case:
         return [i / (SHARES - 1) for i in range(SHARES)] if self.chooses else (self.share,)
 
 
-def _left(layer: LayerState, more_bytes: float) -> int:
-    """Blocks that a layer spills if it has so much more room."""
-    return max(layer.spilled - int(more_bytes / layer.block_bytes), 0)
+def _with_room(layers: Sequence[LayerState], more_bytes: int) -> list[LayerState]:
+    """Layers as they are with so much more room, which goes to those that spill most."""
+    found = list(layers)
+    for i, nbytes in level([(i, x.spilled * x.block_bytes) for i, x in enumerate(layers)], more_bytes):
+        back = nbytes // layers[i].block_bytes
+        found[i] = replace(layers[i], spilled=layers[i].spilled - back, resident=layers[i].resident + back)
+    return found
 
 
 def _share(policy: Policy, steps: Sequence[StepRecord]) -> float:

@@ -25,8 +25,8 @@ from typing import IO, Any
 from kvtier.errors import ConfigError
 from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
 from kvtier.planning.policies.names import name_of, policy_of
-from kvtier.planning.policy import Candidate, Policy, Victims
-from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
+from kvtier.planning.policy import Candidate, Policy, Victims, checked_victims
+from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState, checked, whole
 
 _FORMAT = "kvtier decisions 1"
 
@@ -71,8 +71,10 @@ class Logged(Policy):
     def plan(self, state: StepState) -> StepPlan:
         """See `Policy.plan`."""
         asked = asdict(state)
-        plan = self.policy.plan(state)
-        self._write({"plan": asked, "answer": asdict(plan)}, flush=True)  # once a step: a crash leaves what was before
+        plan = checked(self.policy.plan(state), len(state.layers))
+        self._write(
+            {"plan": asked, "answer": _planned(plan)}, flush=True
+        )  # once a step: a crash leaves what was before
         return plan
 
     def use_rates(self, device: str, rates: Rates) -> None:
@@ -88,14 +90,13 @@ class Logged(Policy):
     def victims(self, candidates: Sequence[Candidate], blocks: int) -> list[Victims]:
         """See `Policy.victims`."""
         asked = [[x.layer, x.owner, x.evictable, x.transient, x.last_used] for x in candidates]
-        chosen = list(self.policy.victims(candidates, blocks))
-        place = {id(x): i for i, x in enumerate(candidates)}
-        self._write({"victims": asked, "blocks": blocks, "answer": [[place[id(x)], n, last] for x, n, last in chosen]})
+        chosen = list(checked_victims(self.policy.victims(candidates, blocks)))
+        self._write({"victims": asked, "blocks": blocks, "answer": _chosen(chosen, candidates)})
         return chosen
 
     def write_back(self, used_bytes: int, device_bytes: int, sealed: int) -> int:
         """See `Policy.write_back`."""
-        answer = self.policy.write_back(used_bytes, device_bytes, sealed)
+        answer = whole(self.policy.write_back(used_bytes, device_bytes, sealed), "write_back")
         self._write({"write_back": [used_bytes, device_bytes, sealed], "answer": answer})
         return answer
 
@@ -217,15 +218,18 @@ def _question(policy: Policy, line: dict[str, Any]) -> Callable[[], tuple[str, o
         given = line["plan"]
         last = None if given["last"] is None else StepRecord(**given["last"])
         state = StepState(**(given | {"layers": [LayerState(**x) for x in given["layers"]], "last": last}))
-        return lambda: ("plan", was, asdict(policy.plan(state)))
+        return lambda: ("plan", was, _planned(checked(policy.plan(state), len(state.layers))))
     if "victims" in line:
         candidates = [LoggedCandidate(*x) for x in line["victims"]]
-        place = {id(x): i for i, x in enumerate(candidates)}
         blocks = line["blocks"]
-        return lambda: ("victims", was, [[place[id(x)], n, last] for x, n, last in policy.victims(candidates, blocks)])
+        return lambda: (
+            "victims",
+            was,
+            _chosen(list(checked_victims(policy.victims(candidates, blocks))), candidates),
+        )
     if "write_back" in line:
         used, device, sealed = line["write_back"]
-        return lambda: ("write_back", was, policy.write_back(used, device, sealed))
+        return lambda: ("write_back", was, whole(policy.write_back(used, device, sealed), "write_back"))
     tell: Callable[[], None]
     if "use_rates" in line:
         tell = partial(policy.use_rates, line["use_rates"], Rates(**line["rates"]))
@@ -237,6 +241,18 @@ def _question(policy: Policy, line: dict[str, Any]) -> Callable[[], tuple[str, o
         return "", None, None
 
     return told
+
+
+def _planned(plan: StepPlan) -> dict[str, object]:
+    """A checked plan as JSON has it, whatever kind of collection its answers are."""
+    rows = None if plan.on_host is None else [whole(x, "StepPlan.on_host") for x in plan.on_host]
+    return {"layers": [asdict(x) for x in plan.layers], "reserve": plan.reserve, "on_host": rows and sorted(rows)}
+
+
+def _chosen(victims: Sequence[Victims], candidates: Sequence[Candidate]) -> list[list[object]]:
+    """Victims by their place among the candidates; None: it was not one of them."""
+    place = {id(x): i for i, x in enumerate(candidates)}
+    return [[place.get(id(x.candidate)), x.blocks, bool(x.latest_first)] for x in victims]
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
