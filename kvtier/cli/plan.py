@@ -14,7 +14,7 @@ from kvtier.cli.store import count
 from kvtier.config import format_size, parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.planning.hardware.machines import MACHINES, Machine, ModelSize, link, machine
-from kvtier.planning.hardware.model_size import divided, model_size
+from kvtier.planning.hardware.model_size import divided, divisors, model_size
 from kvtier.planning.hardware.profile import HardwareProfile
 from kvtier.planning.reports.outlook import Demand, Outlook, foresee, most_tokens, on_device
 
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     whole = model_size(config)
     model = divided(whole, args.devices)
     profile, known = _profile(args, config, model)
-    demand = Demand(args.context, args.batch, *_budgets(args, model, profile, known))
+    demand = Demand(args.context, args.batch, *_budgets(args, model, whole, profile, known))
     try:
         outlook = foresee(model, profile, demand)
     except ConfigError as error:
@@ -227,7 +227,7 @@ class _Config:
 
 
 def _budgets(
-    args: argparse.Namespace, model: ModelSize, profile: HardwareProfile, known: Machine | None
+    args: argparse.Namespace, model: ModelSize, whole: ModelSize, profile: HardwareProfile, known: Machine | None
 ) -> tuple[int, int]:
     """Bytes for KV of one device, and its part of the host.
 
@@ -241,30 +241,38 @@ def _budgets(
             return 0, host
         if known is None:
             raise ConfigError("A profile does not say how much memory is left for KV: give --device-budget.")
-        return _left(args.devices, model, known), host
+        return _left(args, model, whole, known), host
     if on_host:
         raise ConfigError("All KV of a cpu is in the host's memory: leave --device-budget away.")
-    budget, weights = parse_bytes("--device-budget", args.device_budget), model.parameters * model.itemsize
-    if known is not None and budget + weights > known.device_bytes:
+    budget, weights = parse_bytes("--device-budget", args.device_budget), model.weight_bytes
+    bounded = args.batch * model.bounded_bytes(args.context)
+    if known is not None and budget + weights + bounded > known.device_bytes:
+        windows = f" and windows and states, {format_size(bounded)}," if bounded else ","
         raise ConfigError(
-            f"--device-budget {args.device_budget} and the weights, {format_size(weights)}, are more than the "
+            f"--device-budget {args.device_budget} and the weights, {format_size(weights)}{windows} are more than the "
             f"{format_size(known.device_bytes)} of each device."
         )
     return budget, host
 
 
-def _left(devices: int, model: ModelSize, known: Machine) -> int:
-    """Bytes of each device that weights and activations leave. Raises ConfigError: none."""
-    weights = model.parameters * model.itemsize
-    left = int(known.device_bytes * (1 - ACTIVATIONS)) - weights
-    if left <= 0:
-        least = next((n for n in (2, 4, 8, 16) if weights * devices / n < known.device_bytes * (1 - ACTIVATIONS)), 0)
+def _left(args: argparse.Namespace, model: ModelSize, whole: ModelSize, known: Machine) -> int:
+    """Bytes of each device that weights, activations, windows and states leave. Raises ConfigError: none."""
+
+    def left(part: ModelSize) -> int:
+        bounded = args.batch * part.bounded_bytes(args.context)
+        return int(known.device_bytes * (1 - ACTIVATIONS)) - part.weight_bytes - bounded
+
+    found = left(model)
+    if found <= 0:
+        least = next((n for n in divisors(whole) if n > args.devices and left(divided(whole, n)) > 0), 0)
+        bounded = args.batch * model.bounded_bytes(args.context)
+        windows = f", windows and states {format_size(bounded)}" if bounded else ""
         raise ConfigError(
-            f"The weights take {format_size(weights)} of {format_size(known.device_bytes)} on each device, and "
-            f"activations {ACTIVATIONS:.0%}: there is no room for KV. "
+            f"The weights take {format_size(model.weight_bytes)} of {format_size(known.device_bytes)} on each device"
+            f"{windows}, and activations {ACTIVATIONS:.0%}: there is no room for KV. "
             + (f"With --devices {least} there is." if least else "Take smaller weights or larger devices.")
         )
-    return left
+    return found
 
 
 # What is shown
@@ -291,14 +299,15 @@ def table(
     each = "1 sequence" if demand.sequences == 1 else f"each of {demand.sequences:,} sequences"
     most = most_tokens(divided(model, n), demand)
     lines = [
-        f"{args.model}: {_millions(model.parameters)} weights ({format_size(model.parameters * model.itemsize)}), "
+        f"{args.model}: {_millions(model.parameters)} weights ({format_size(model.weight_bytes)}), "
         f"{count(model.layers, 'layer')} with full attention, "
         + (
             f"latents of {model.latent}, "
             if model.latent
             else f"{count(model.kv_heads, 'KV head')} of {model.head_dim}, "
         )
-        + f"{format_size(per_token)} of KV per token",
+        + f"{format_size(per_token)} of KV per token"
+        + (" on each device" if model.latent and n > 1 else ""),
         f"{n} x {profile.name} ({known})" if n > 1 else f"{profile.name} ({known})",
     ]
     if assumed:
@@ -312,6 +321,11 @@ def table(
         f"{format_size(outlook.kv_bytes * n)}",
         f"  on the device     {format_size(outlook.device_kv * n):>10}   of {format_size(demand.device_bytes * n)}",
         f"  on the host only  {format_size(outlook.host_kv * n):>10}   of {format_size(demand.host_bytes * n)}",
+    ]
+    bounded = demand.sequences * model.bounded_bytes(demand.context)
+    if bounded:
+        lines.append(f"  windows, states   {format_size(bounded):>10}   on the device besides")
+    lines += [
         f"  longest context   {min(most, positions or most):>10,}   tokens of {each}"
         + (f", all positions of the model; there is room for {most:,}" if positions and positions < most else ""),
     ]

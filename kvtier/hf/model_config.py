@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import AutoConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -65,9 +65,20 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
         whole = made.to_dict()
     except Exception:  # sizes that are none: whoever reads those says which
         return dict(config)
-    kinds = ["full_attention" if type(x) is DynamicLayer else "bounded" for x in layers]
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    return {**whole, "model_type": made.model_type or kind, "layer_types": kinds, "dtype": dtype}
+    kinds = [
+        "full_attention"
+        if type(x) is DynamicLayer
+        else "sliding_attention"
+        if isinstance(x, DynamicSlidingWindowLayer)
+        else "linear_attention"
+        for x in layers
+    ]
+    windows = [x.sliding_window for x in layers if isinstance(x, DynamicSlidingWindowLayer)]
+    found = {**whole, "model_type": made.model_type or kind, "layer_types": kinds}
+    found |= {"sliding_window": max(windows)} if windows else {}
+    # Of the whole model, which a text part does not repeat.
+    found |= {name: config[name] for name in ("quantization_config",) if config.get(name)}
+    return found | {"dtype": config.get("dtype") or config.get("torch_dtype")}
 
 
 def config_by_name(name: str) -> dict[str, Any]:

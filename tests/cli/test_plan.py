@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     FalconConfig,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
+from transformers.cache_utils import DynamicLayer
 
 from kvtier import ConfigError
 from kvtier.cli.main import main
-from kvtier.cli.plan import _millions, read_config
+from kvtier.cli.plan import _millions, completed_config, read_config
 from kvtier.kernels import launch
 from kvtier.memory import measured
 from kvtier.planning.hardware.machines import MACHINES
@@ -202,6 +206,109 @@ def test_latents_are_whole_on_each_device_and_no_host_attends_to_them(
     (tmp_path / "config.json").write_text(json.dumps(latent))
     found = planned(capsys, tmp_path, "--device-budget", "128MiB", "--context", "128k")["outlook_per_device"]
     assert [(x["name"], x["host_bytes"]) for x in found["speeds"]] == [("all-fetch", 0)]
+
+
+def test_what_is_advised_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wide = LLAMA_70B | {"num_attention_heads": 60, "num_key_value_heads": 12, "hidden_size": 7680, "head_dim": 128}
+    for name, machine, config in (
+        ("70B", "h100", LLAMA_70B),
+        ("twelve heads", "rtx4090", wide),
+        ("one head", "rtx4090", LLAMA_8B | {"num_key_value_heads": 1, "num_hidden_layers": 80}),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        status, _, err = plan(capsys, tmp_path, "--device", machine, "--context", "4k")
+        assert status == 2, name
+        advised = re.search(r"With --devices (\d+) there is", err)
+        if advised is None:
+            assert name == "one head"
+            assert "smaller weights" in err
+            continue
+        status, _, err = plan(capsys, tmp_path, "--device", machine, "--context", "4k", "--devices", advised[1])
+        assert status == 0, (name, err)
+
+
+WINDOWS = LLAMA_8B | {"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 8, "head_dim": 128}
+RECURRENT = LLAMA_8B | {
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention"] * 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+
+
+@pytest.mark.parametrize("content", [WINDOWS, RECURRENT], ids=["windows", "states"])
+def test_windows_and_states_of_all_sequences_take_their_part_of_the_device(
+    content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    few, many = (planned(capsys, tmp_path, "--batch", n, "--context", "32k") for n in (1, 33))
+    each = {"windows": 28 * 1024 * 4096, "states": 16 * 2 * (32 * 128 * 128 + 4 * 8192)}[
+        "windows" if content is WINDOWS else "states"
+    ]
+    taken = few["demand_per_device"]["device_bytes"] - many["demand_per_device"]["device_bytes"]
+    assert taken == 32 * each
+    assert "windows, states" in plan(capsys, tmp_path, "--context", "32k")[1]
+    status, _, err = plan(capsys, tmp_path, "--batch", 6000, "--context", "32k", "--device-budget", "8GiB")
+    assert status == 2
+    assert "windows and states" in err
+
+
+@pytest.mark.parametrize("made", [Gemma3TextConfig, Qwen3NextConfig], ids=lambda x: x.model_type)
+def test_windows_and_states_are_those_of_the_model(made: Any) -> None:
+    config = made(num_hidden_layers=8, sliding_window=16, head_dim=32, num_experts=4, num_experts_per_tok=2, **TINY)
+    size, model = (
+        model_size(completed_config(config.to_dict() | {"dtype": "float32"})),
+        AutoModelForCausalLM.from_config(config),
+    )
+    cached = model(torch.ones(1, 40, dtype=torch.long), use_cache=True).past_key_values.layers
+    full = [x for x in cached if type(x) is DynamicLayer]
+    held = sum(x.numel() * x.element_size() for layer in cached if layer not in full for x in tensors_of(layer))
+    assert len(full) == size.layers
+    assert size.bounded_bytes(40) == pytest.approx(held, rel=0.1)  # a window keeps one token less
+
+
+def tensors_of(layer: Any) -> list[torch.Tensor]:
+    """Of a layer of Transformers' cache, with those in its lists and mappings."""
+    found: list[torch.Tensor] = []
+    for x in vars(layer).values():
+        each = list(x.values()) if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else [x]
+        found += [y for y in each if isinstance(y, torch.Tensor) and y.is_floating_point()]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("quantised", "bits"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4),
+        ({"quant_method": "gptq", "bits": 3}, 3),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+        ({"quant_method": "mxfp4"}, 4),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
+    ],
+    ids=lambda x: x["quant_method"] if isinstance(x, dict) else "",
+)
+def test_quantised_weights_take_what_they_take(quantised: dict[str, Any], bits: int, tmp_path: Path) -> None:
+    whole, words = model_size(LLAMA_8B), 2 * 128256 * 4096
+    for content in (LLAMA_8B, {"model_type": "gemma3", "text_config": LLAMA_8B}):
+        size = model_size(content | {"quantization_config": quantised})
+        assert size.weight_bytes == pytest.approx((whole.parameters - words) * bits / 8 + 2 * words, rel=1e-6)
+        assert size.kv_bytes == whole.kv_bytes
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"quantization_config": quantised}))
+    assert model_size(read_config(str(tmp_path))).weight_bytes == size.weight_bytes
+    slow, fast = (HardwareProfile.estimate("h100", x).linear for x in (whole, size))
+    assert slow is not None
+    assert fast is not None
+    assert fast.seconds(1) < slow.seconds(1)
+
+
+def test_weights_of_an_unknown_number_of_bits_are_refused() -> None:
+    with pytest.raises(ConfigError, match='add "bits"'):
+        model_size(LLAMA_8B | {"quantization_config": {"quant_method": "of next year"}})
 
 
 def test_more_budget_gives_what_was_said_of_it() -> None:

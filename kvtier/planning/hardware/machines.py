@@ -93,6 +93,9 @@ class ModelSize:
         embedding: of the weights, a table of which a token reads one row.
         latent: numbers of a token in one layer where the cache holds these in place of keys and values, which the model
             expands from them (multi-head latent attention, DeepSeek-V2, section 2.1); 0: it holds keys and values.
+        weight_itemsize: bytes of a weight, on average, where weights are quantised; 0: as `itemsize`.
+        windowed, window: layers that keep the latest tokens only, and how many each does.
+        recurrent, state_bytes: layers that keep a state in place of tokens, and bytes of all of a sequence's.
     """
 
     layers: int
@@ -105,6 +108,11 @@ class ModelSize:
     itemsize: int = 2
     embedding: int = 0
     latent: int = 0
+    weight_itemsize: float = 0
+    windowed: int = 0
+    window: int = 0
+    recurrent: int = 0
+    state_bytes: int = 0
 
     def __post_init__(self) -> None:
         if min(self.layers, self.hidden, self.heads, self.head_dim, self.kv_heads, self.active, self.itemsize) < 1:
@@ -118,6 +126,20 @@ class ModelSize:
         return (self.latent or 2 * self.kv_heads * self.head_dim) * self.itemsize
 
     @property
+    def weight_bytes(self) -> int:
+        """Of all weights."""
+        return int(self.parameters * (self.weight_itemsize or self.itemsize))
+
+    def bounded_bytes(self, context: int) -> int:
+        """Of windows and states of a sequence, which stay on the device."""
+        return self.windowed * min(self.window, context) * self.kv_bytes + self.state_bytes
+
+    @property
+    def _launches(self) -> float:
+        """Seconds, of a layer with full attention and of its part of the others."""
+        return LAUNCHES * (1 + (self.windowed + self.recurrent) / self.layers)
+
+    @property
     def read(self) -> int:
         """Weights that a forward of many tokens reads."""
         return self.parameters - self.embedding
@@ -126,9 +148,11 @@ class ModelSize:
         """Of a layer without attention over the past: the weights are read, or the arithmetic is done."""
         # A few tokens reach a few experts; all read the rest, which is taken for a part of these.
         weights = min(self.read, tokens * self.active)
-        read = weights / self.layers * self.itemsize / (where.device_memory * OF_DEVICE_MEMORY)
+        read = (
+            weights / self.layers * (self.weight_itemsize or self.itemsize) / (where.device_memory * OF_DEVICE_MEMORY)
+        )
         work = 2 * self.active / self.layers * tokens / (where.flops * OF_FLOPS)
-        return max(read, work) + LAUNCHES
+        return max(read, work) + self._launches
 
     def linear(self, where: Machine) -> Linear:
         """See `Linear`, for numbers of tokens up to 8192."""
@@ -139,7 +163,7 @@ class ModelSize:
         number of the heads for each pair of tokens in each layer."""
         flops, memory = where.flops * OF_FLOPS, where.device_memory * OF_DEVICE_MEMORY
         return Prefill(
-            fixed=self.read * self.itemsize / memory + self.layers * LAUNCHES,
+            fixed=self.read * (self.weight_itemsize or self.itemsize) / memory + self.layers * self._launches,
             per_token=2 * self.active / flops,
             per_pair=4 * self.layers * self.heads * self.head_dim / flops,
             per_past=self.layers * self.kv_bytes / memory,

@@ -41,7 +41,8 @@ def model_size(config: Mapping[str, Any]) -> ModelSize:
         raise ConfigError("This is an encoder-decoder: a plan is of decoders alone.")
     text = config.get("text_config")
     if isinstance(text, Mapping):
-        config = {"model_type": config.get("model_type"), "dtype": config.get("dtype")} | dict(text)
+        outer = ("model_type", "dtype", "quantization_config")
+        config = {name: config.get(name) for name in outer} | dict(text)
     layers, hidden, heads = (_size(config, x) for x in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     kv_heads = _size(config, "num_key_value_heads", heads)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon 7B, StarCoder
@@ -71,24 +72,79 @@ def model_size(config: Mapping[str, Any]) -> ModelSize:
         shared = _size(config, "n_shared_experts", 0) * one
         held, used = experts * one + shared, _size(config, "num_experts_per_tok", 1) * one + shared
     kinds = config.get("layer_types")
-    full = sum(x == "full_attention" for x in kinds) if isinstance(kinds, list) and kinds else layers
+    kinds = kinds if isinstance(kinds, list) and kinds else ["full_attention"] * layers
+    full, windowed = kinds.count("full_attention"), kinds.count("sliding_attention")
+    recurrent = len(kinds) - full - windowed
     if not full:
         raise ConfigError(
             "No layer of this model has full attention: its state is bounded, and there is no KV to place."
         )
+    bits = weight_bits(config)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    itemsize, weights = _ITEMSIZE.get(dtype, 2), layers * attention + (layers - first) * held + first * dense
     return ModelSize(
         layers=full,
         hidden=hidden,
         heads=heads,
         head_dim=dim,
         kv_heads=kv_heads,
-        parameters=layers * attention + (layers - first) * held + first * dense + embeddings,
+        parameters=weights + embeddings,
         active=layers * attention + (layers - first) * used + first * dense + words,
-        itemsize=_ITEMSIZE.get(dtype, 2),
+        itemsize=itemsize,
         embedding=embeddings - words,
         latent=latent,
+        # Embeddings, and the head, are not quantised.
+        weight_itemsize=(weights * bits / 8 + embeddings * itemsize) / (weights + embeddings) if bits else 0,
+        windowed=windowed,
+        window=_size(config, "sliding_window", 0) if windowed else 0,
+        recurrent=recurrent,
+        state_bytes=recurrent * _state_size(config) * itemsize if recurrent else 0,
     )
+
+
+def weight_bits(config: Mapping[str, Any]) -> float:
+    """Bits of a quantised weight, as a config says, scales of groups left out; 0: of none.
+
+    Raises:
+        ConfigError: it says that weights are quantised, and not how far.
+    """
+    found = config.get("quantization_config")
+    if not isinstance(found, Mapping) or not found:
+        return 0
+    method = str(found.get("quant_method", "")).lower()
+    for name in ("bits", "w_bit", "num_bits", "nbits"):
+        if isinstance(found.get(name), (int, float)) and 0 < found[name] <= 16:
+            return float(found[name])
+    if found.get("load_in_4bit") or "fp4" in method:
+        return 4
+    if found.get("load_in_8bit") or "fp8" in method or "int8" in method:
+        return 8
+    groups = found.get("config_groups")  # compressed-tensors
+    of_weights = (
+        [x.get("weights") for x in groups.values() if isinstance(x, Mapping)] if isinstance(groups, Mapping) else []
+    )
+    bits = [x["num_bits"] for x in of_weights if isinstance(x, Mapping) and isinstance(x.get("num_bits"), int)]
+    if bits:
+        return float(max(bits))
+    raise ConfigError(
+        f"The weights are quantised ({method or 'quantization_config'}), and the config does not say to how many bits: "
+        'add "bits" to its quantization_config.'
+    )
+
+
+def _state_size(config: Mapping[str, Any]) -> int:
+    """Numbers of a recurrent layer's state of one sequence, where the config has the usual names; else 0."""
+    key, value = _size(config, "linear_key_head_dim", 0), _size(config, "linear_value_head_dim", 0)
+    if key and value:  # gated delta rule: a matrix per head, and what a convolution remembers
+        keys, values = _size(config, "linear_num_key_heads", 1), _size(config, "linear_num_value_heads", 1)
+        taken = 2 * keys * key + values * value
+        return values * key * value + taken * _size(config, "linear_conv_kernel_dim", 4)
+    state = _size(config, "mamba_d_state", _size(config, "ssm_state_size", _size(config, "state_size", 0)))
+    if state:  # Mamba
+        heads, dim = _size(config, "mamba_n_heads", 0), _size(config, "mamba_d_head", 0)
+        inner = heads * dim or _size(config, "mamba_expand", _size(config, "expand", 2)) * _size(config, "hidden_size")
+        return inner * (state + _size(config, "mamba_d_conv", _size(config, "conv_kernel", 4)))
+    return 0
 
 
 def divided(model: ModelSize, devices: int) -> ModelSize:
@@ -108,7 +164,13 @@ def divided(model: ModelSize, devices: int) -> ModelSize:
         parameters=model.parameters // devices,
         active=model.active // devices,
         embedding=model.embedding // devices,
+        state_bytes=model.state_bytes // devices,
     )
+
+
+def divisors(model: ModelSize, most: int = 16) -> list[int]:
+    """Numbers of devices that the heads of a model can be divided over, 1 left out."""
+    return [n for n in range(2, most + 1) if model.kv_heads % n == 0]
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
