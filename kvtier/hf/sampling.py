@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,23 @@ _OTHER_WAYS: dict[str, tuple[Any, ...]] = {
 }
 #: Caches that give other tokens than a model's own.
 _LOSSY = ("quantized",)
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse what a `GenerationConfig` does not take. What is no setting of `generate` is an argument of somebody else's,
+    who trusts it.
+
+    Raises:
+        ConfigError: says which, or why.
+    """
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise ConfigError(f"{unknown[0]!r:.80} is no setting of `generate`.")
+    try:
+        GenerationConfig(**settings)
+    except Exception as error:  # whatever it does with what it is handed
+        raise ConfigError(f"{type(error).__name__}: {error}.") from None
 
 
 class Sampling:
@@ -139,11 +156,19 @@ class Sampling:
         return made
 
     def _seeded(self, number: int) -> None:
+        self._drawn = (-1, torch.empty(()))
         self.generator = torch.Generator()
         if self._seed is None:
             self.generator.seed()
         else:
             self.generator.manual_seed(self._seed + number)
+
+    def drawn(self, length: int) -> torch.Tensor:
+        """The random number in [0, 1) for the token behind so many. Asked again, as after a step that failed, it is the
+        same."""
+        if self._drawn[0] != length:
+            self._drawn = length, torch.rand((), generator=self.generator, dtype=torch.float64)
+        return self._drawn[1]
 
     def _group(self) -> tuple[Any, ...] | None:
         found = []
@@ -199,7 +224,7 @@ def choose(scores: torch.Tensor, of: Sequence[Sampling], ids: Sequence[Sequence[
         part = scores if len(rows) == len(of) else scores[rows]
         part = of[rows[0]].processed(ids[rows[0]], part.clone() if of[rows[0]]._processors else part)
         if of[rows[0]].samples:
-            drawn = torch.tensor([[torch.rand((), generator=of[row].generator, dtype=torch.float64)] for row in rows])
+            drawn = torch.tensor([[of[row].drawn(len(ids[row]))] for row in rows], dtype=torch.float64)
             tokens = _draw(part, drawn.to(part.device))
         else:
             tokens = part.argmax(-1).tolist()
@@ -209,8 +234,14 @@ def choose(scores: torch.Tensor, of: Sequence[Sampling], ids: Sequence[Sequence[
 
 
 def _draw(scores: torch.Tensor, drawn: torch.Tensor) -> list[int]:
-    """One token of each row `[rows, vocabulary]`, where a number in [0, 1) falls in its cumulated probabilities."""
+    """One token of each row `[rows, vocabulary]`, where a number in [0, 1) falls in its cumulated probabilities.
+
+    Raises:
+        ValueError: they are no numbers, as after a division by a temperature that is next to 0.
+    """
     total = scores.double().softmax(-1).cumsum(-1)
+    if not bool(total[:, -1].isfinite().all()):
+        raise ValueError("The scores of the next token are no finite numbers: there is no probability to draw by.")
     # Behind the last likely token there are others that are none, and rounding must not choose them.
     at = torch.searchsorted(total, drawn * total[:, -1:], right=True)
     likely = torch.isfinite(scores) & (scores > torch.finfo(scores.dtype).min)

@@ -26,18 +26,20 @@ class Shares:
         self.generated = generated
         #: Served so far, divided by the tenant's weight.
         self.served: dict[str, float] = {}
+        self._last = ""
 
     def arrives(self, tenant: str, active: Iterable[str]) -> None:
         """A tenant that had nothing waiting and nothing running has a request.
 
-        It gets no credit for the time in which it had none: it begins with the least of those that are active.
+        It gets no credit for the time in which it had none: it begins with the least of those that are active. If none
+        is, it begins where the last one was that was served: what that one took while it was alone is no debt.
         """
         least = min((self.served.get(each, 0.0) for each in active if each != tenant), default=None)
-        if least is None:  # nobody to be fair to: it begins where the last one was
-            least = 0.0
+        if least is None:
+            least = self.served.get(self._last, 0.0)
         self.served[tenant] = max(self.served.get(tenant, 0.0), least)
 
     def serve(self, tenant: str, computed: int, generated: int) -> None:
         """A step computed so many tokens of a prompt, and gave so many new ones."""
-        weight = self.weights.get(tenant, 1.0)
+        self._last, weight = tenant, self.weights.get(tenant, 1.0)
         self.served[tenant] = self.served.get(tenant, 0.0) + (computed + self.generated * generated) / weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -211,9 +212,8 @@ class Engine:
     @property
     def load(self) -> EngineLoad:
         """What there is to do now, and how much of the memory that takes."""
-        requests, (total, _, _) = self._requests, self._runner.blocks()
+        requests, (total, held, _) = self._requests, self._runner.blocks()
         with requests.lock:
-            held = sum(job.blocks for job in requests.running)
             counts = len(requests.running), len(requests.waiting)
             return EngineLoad(*counts, held, total, self._costs.rate, self.steps, self.alive)
 
@@ -263,6 +263,12 @@ class Engine:
             ConfigError: no tokens, a name in use, an option that `generate` does not know.
             UnsupportedError: beams, and other ways to decode that are not token by token.
         """
+        try:
+            priority = operator.index(priority)
+        except TypeError:
+            raise ConfigError(f"priority={priority!r}: give a whole number.") from None
+        if not isinstance(tenant, str):
+            raise ConfigError(f"tenant={tenant!r}: give a string.")
         terms = Terms(request_id, priority, logprobs, top_logprobs, salt, conversation, tenant, listener)
         first, *_ = self._add(ids, generation_config, terms, seed, options)
         return first.name

@@ -101,3 +101,11 @@ class Loop:
                 _LOG.exception("A step failed.")
                 with requests.lock, requests.change:
                     requests.end_all("error", error)
+            except BaseException as error:
+                # No fault, but an end, and nobody else would tell those who wait.
+                _LOG.exception("The engine's thread ends.")
+                requests.books.interrupted = True
+                self._memory.cut_short()
+                with requests.lock:
+                    requests.give_up_all(error)
+                raise

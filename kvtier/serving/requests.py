@@ -105,6 +105,8 @@ class Requests:
         active = {each.job.tenant for each in self.named.values()}
         if terms.tenant not in active:
             self.shares.arrives(terms.tenant, active)
+        if sampling.count > self._max_waiting:
+            raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self._max_waiting}.")
         if len(self.waiting) + sampling.count > self._max_waiting:
             raise QueueFullError(f"{len(self.waiting)} requests wait, and max_waiting is {self._max_waiting}.")
         number = next(self._numbers)
@@ -224,6 +226,16 @@ class Requests:
         """Every request ends."""
         for request in list(self.named.values()):
             self.end(request, reason, error)
+
+    def give_up_all(self, error: BaseException) -> None:
+        """Every request ends as it is, in whatever state an interrupt has left it: a next step repairs the rest."""
+        for request in list(self.named.values()):
+            request.samples = []
+            request.end("error", self._clock(), error)
+            self._has_ended(request)
+        self.running.clear()
+        self.waiting.clear()
+        self.lock.notify_all()
 
     def end_cancelled(self) -> None:
         """Those end that were cancelled."""

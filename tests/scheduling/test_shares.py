@@ -50,6 +50,17 @@ def test_who_was_away_has_no_credit() -> None:
     assert shares.served["b"] == 1020.0
 
 
+def test_what_a_tenant_took_while_it_was_alone_is_no_debt() -> None:
+    shares = Shares()
+    shares.arrives("a", [])
+    shares.serve("a", 1000, 0)
+    shares.arrives("b", [])  # nobody is active now
+    assert shares.served == {"a": 1000.0, "b": 1000.0}
+    shares.serve("b", 10, 0)
+    shares.arrives("a", ["b"])
+    assert shares.served["a"] <= shares.served["b"], "it waits behind all that the other has asked for"
+
+
 def test_waiting_has_a_bound(profile: Profile) -> None:
     """A long prompt goes first once it has waited for the bound, though short ones never stop coming."""
     long = Request(0.0, 120, 2)

@@ -6,9 +6,12 @@ KVTIER_TEST_WORKLOADS=100 tries a hundred times as many.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +119,57 @@ def test_a_processor_that_raises_ends_its_own_request() -> None:
         check(engine, "llama", prompts, names)
 
 
+def test_drawn_tokens_are_the_same_beside_a_processor_that_raises() -> None:
+    calls = itertools.count()
+
+    def raises(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if next(calls) >= 3:
+            raise ValueError("a processor fails")
+        return scores
+
+    drawn = []
+    for others in (0, 2):
+        calls = itertools.count()
+        with engine_of("llama", random.Random(0)) as engine:
+            names = [engine.add_request([5, 6, 7 + i], max_new_tokens=NEW, do_sample=True, seed=i) for i in range(3)]
+            for _ in range(others):
+                engine.add_request([5, 6, 7], max_new_tokens=NEW, do_sample=True, logits_processor=[raises])
+            drawn.append([engine.wait(name).generated_tokens for name in names])
+    assert drawn[0] == drawn[1]
+
+
+def test_who_waits_hears_of_it_when_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        pass
+
+    def panics(work: object) -> None:
+        raise Panic
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with engine_of("llama", random.Random(0)) as engine:
+        step, engine._runner.step = engine._runner.step, panics
+        names = [engine.add_request([5, 6, i], max_new_tokens=NEW, do_sample=False) for i in range(1, 4)]
+        names.append(engine.add_request([5, 6], max_new_tokens=NEW, do_sample=True, num_return_sequences=2))
+        engine.start()
+        found = [engine.wait(name, timeout=10) for name in names]
+        assert all(isinstance(x.error, Panic) for x in found)
+        assert until(lambda: not engine.alive)
+        engine._runner.step = step
+        engine.stop()
+        engine.check_integrity()
+        again = engine.add_request([5, 6, 1], max_new_tokens=NEW, do_sample=False)
+        engine.start()
+        assert engine.wait(again, timeout=10).finish_reason == "length"
+        engine.stop()
+
+
+def until(what: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not what() and time.monotonic() < end:
+        time.sleep(0.01)
+    return what()
+
+
 def test_threads_add_stream_and_cancel_while_the_loop_runs() -> None:
     failed: list[BaseException] = []
 
@@ -182,6 +236,13 @@ def test_what_cannot_be_is_refused_when_it_is_added() -> None:
         engine.add_request([])
     with pytest.raises(ConfigError, match="leaves none"):
         engine.add_request([5] * 30, max_length=20)
+    for wrong in ("high", [], None, 0.5):
+        with pytest.raises(ConfigError, match="priority"):
+            engine.add_request([5], max_new_tokens=4, priority=wrong)
+    with pytest.raises(ConfigError, match="tenant"):
+        engine.add_request([5], max_new_tokens=4, tenant=5)
+    with pytest.raises(ConfigError, match="more than may wait"):
+        engine.add_request([5], max_new_tokens=4, do_sample=True, num_return_sequences=3)
     with pytest.raises(ConfigError, match="num_bananas"):
         engine.add_request([5], num_bananas=4)
     with pytest.raises(kvtier.UnsupportedError, match="num_beams"):

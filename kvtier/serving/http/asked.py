@@ -8,11 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtier.errors import ConfigError
+from kvtier.hf.sampling import check_settings
 from kvtier.serving.http.refusals import Refusal
 
 #: Bounds of the interface.
 MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOGPROBS, MAX_PROMPTS = 128, 16, 20, 256
 _LONGEST_STOP, _LONGEST_NAME = 1024, 256
+#: The largest number that a field may be, and the temperature below which the likeliest token is taken: scores divided
+#: by less are no numbers any more.
+_LARGEST, _COLDEST = 1e300, 1e-5
 
 #: Fields that every endpoint has: those of OpenAI, and those that vLLM and Transformers add.
 _COMMON = frozenset(
@@ -187,7 +192,8 @@ class _Read:
         value = self._given.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        # Compared before it is converted: a whole number in JSON has as many digits as it likes.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < _LARGEST:
             raise _wrong(name, f"give a number, not {_shown(value)}")
         if not least <= value <= most or (above and value == least):
             limit = f"{'above' if above else 'at least'} {least:g}" + (f", at most {most:g}" if most < math.inf else "")
@@ -221,7 +227,8 @@ def _settings(read: _Read, given: Mapping[str, Any]) -> dict[str, Any]:
         found |= _generation_config(given["generation_config"])
     temperature = read.number("temperature", 0)
     if temperature is not None:
-        found |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        cold = temperature < _COLDEST
+        found |= {"do_sample": False} if cold else {"do_sample": True, "temperature": temperature}
     shares = {
         "top_p": read.number("top_p", 0, 1, above=True),
         "min_p": read.number("min_p", 0, 1),
@@ -231,7 +238,7 @@ def _settings(read: _Read, given: Mapping[str, Any]) -> dict[str, Any]:
     plain = {"top_p": (1.0,), "min_p": (0.0,), "top_k": (0, -1)}
     for name, value in shares.items():
         if value is not None and value not in plain[name]:
-            if temperature == 0:
+            if temperature is not None and cold:
                 raise _wrong(name, "it is of sampling, and temperature 0 does not sample")
             found |= {"do_sample": True, name: value}
         elif value is not None:
@@ -260,10 +267,32 @@ def _generation_config(text: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise _wrong("generation_config", "give a JSON object of settings of `generate`")
     found = {str(name): value for name, value in found.items() if value is not None}
-    barred = sorted(found.keys() & {"num_return_sequences", "stop_strings", "max_length", "use_cache", "cache_config"})
+    barred = sorted(found.keys() & _BARRED)
     if barred:
         raise _wrong("generation_config", f"{barred[0]} cannot be set: there are n, stop and max_tokens")
+    cold = found.get("temperature")
+    if isinstance(cold, (int, float)) and not isinstance(cold, bool) and 0 < cold < _COLDEST:
+        raise _wrong("generation_config", f"temperature: give at least {_COLDEST:g}, or do_sample: false")
+    try:
+        check_settings(found)
+    except ConfigError as error:
+        raise _wrong("generation_config", str(error).removesuffix(".")) from None
     return found
+
+
+#: Settings of `generate` that have a field of their own, or that are about more than a sequence.
+_BARRED = frozenset(
+    (
+        "num_return_sequences",
+        "stop_strings",
+        "max_length",
+        "use_cache",
+        "cache_config",
+        "watermarking_config",
+        "transformers_version",
+        "return_dict_in_generate",
+    )
+)
 
 
 def _bias(value: Any) -> dict[tuple[int, ...], float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -20,6 +22,9 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 _GUARDED = ("/v1/", "/load_model")
 _SESSION = b"x-session-id"
 _LONGEST_SESSION = 256
+#: Of a body that is too large, so many times the limit is read before it is refused.
+_DISCARDED = 4
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Door:
@@ -62,6 +67,7 @@ class Door:
                 raise Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=1)
             async with asyncio.timeout(self._timeout):
                 body = await self._body(scope, receive)
+            _check_text(body)
         except Refusal as error:
             await self._refuse(error, send)
             return
@@ -110,6 +116,7 @@ class Door:
         """The whole of it. ConnectionError: the client has left."""
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_body:
+            await self._discard(receive)
             raise self._too_large()
         parts, total, more = list[bytes](), 0, True
         while more:
@@ -119,9 +126,19 @@ class Door:
             parts.append(message.get("body", b""))
             total += len(parts[-1])
             if total > self._max_body:
+                await self._discard(receive)
                 raise self._too_large()
             more = message.get("more_body", False)
         return b"".join(parts)
+
+    async def _discard(self, receive: Receive) -> None:
+        """Take some more of a body, for a client that still sends does not read that it is too large."""
+        left = _DISCARDED * self._max_body
+        while left > 0:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                return
 
     def _too_large(self) -> Refusal:
         return Refusal(413, f"A request has at most {self._max_body} bytes here.", code="request_too_large")
@@ -136,6 +153,19 @@ class Door:
         async with asyncio.timeout(self._timeout):
             await send({"type": "http.response.start", "status": error.status, "headers": pairs})
             await send({"type": "http.response.body", "body": body})
+
+
+def _check_text(body: bytes) -> None:
+    """Refuse strings that are no text: half of a pair of surrogates has no bytes, so that nothing takes it."""
+    if not _SURROGATE.search(body):
+        return
+    with contextlib.suppress(ValueError, RecursionError):  # no JSON: the app says so
+        found = json.dumps(json.loads(body), ensure_ascii=False)
+        try:
+            found.encode()
+        except UnicodeEncodeError:
+            text = "A string in the body has one half of a surrogate pair without the other: it is no text."
+            raise Refusal(400, text, code="invalid_json") from None
 
 
 class _Exchange:

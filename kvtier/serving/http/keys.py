@@ -83,6 +83,8 @@ class Keys:
             if len(words) != 2:
                 raise ConfigError(f"{path}:{number}: give a name and a key, with a space between.")
             name, key = words
+            if not key.isascii():
+                raise ConfigError(f"{path}:{number}: a key is sent in a header, which takes ASCII characters only.")
             if key in names or name in names.values():
                 raise ConfigError(f"{path}:{number}: the name {name!r} or its key is there already.")
             names[key] = name

@@ -10,7 +10,8 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +19,8 @@ import torch
 from transformers.cli.serving.utils import BaseGenerateManager, GenerationState, _StreamError
 
 from kvtier.conversation.store import ConversationStore
-from kvtier.errors import KVTierError
+from kvtier.errors import BudgetError, ConfigError, KVTierError
+from kvtier.hf import generation as of
 from kvtier.serving.engine import Engine
 from kvtier.serving.http.answers import Answer, Answers
 from kvtier.serving.http.asked import Asked
@@ -50,6 +52,61 @@ class Limits:
     default_tokens: int
     ttl: float = math.inf
     sessions: int = 10_000
+
+
+#: Settings that hold token ids, and those that are of sampling, with what leaves each out.
+_OF_TOKENS = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "sequence_bias",
+    "suppress_tokens",
+)
+_OF_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "epsilon_cutoff": (None, 0, 0.0),
+    "eta_cutoff": (None, 0, 0.0),
+    "min_p": (None, 0, 0.0),
+    "temperature": (None, 1, 1.0),
+    "top_h": (None,),
+    "top_k": (None, 0),
+    "top_p": (None, 1, 1.0),
+    "typical_p": (None, 1, 1.0),
+}
+
+
+def vocabulary_of(model: Any) -> int:
+    """Tokens that a model knows."""
+    return int(of.inner(model).get_input_embeddings().num_embeddings)
+
+
+def _check_settings(settings: Mapping[str, Any], samples: bool, vocabulary: int) -> None:
+    """Refuse what no step could do, or what would change nothing. Raises `Refusal`."""
+    for name in _OF_TOKENS:
+        wrong = next((x for x in _ids_in(settings.get(name)) if not 0 <= x < vocabulary), None)
+        if wrong is not None:
+            name = "logit_bias" if name == "sequence_bias" else name
+            text = f"{name}: token ids are from 0 to {vocabulary - 1}, and {wrong} is none."
+            raise Refusal(400, text, code="invalid_value", param=name)
+    if samples:
+        return
+    for name, plain in _OF_SAMPLING.items():
+        if name in settings and settings[name] not in plain:
+            text = f"{name}: it is of sampling, and this request does not sample: give do_sample, or a temperature."
+            raise Refusal(400, text, code="invalid_value", param=name)
+
+
+def _ids_in(value: Any) -> Iterator[int]:
+    """Token ids in a setting: a number, or lists of them, with or without what each is worth."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, dict):
+        for ids in value:
+            yield from _ids_in(ids)
+    elif isinstance(value, (list, tuple)):
+        pair = len(value) == 2 and isinstance(value[0], (list, tuple)) and isinstance(value[1], (int, float))
+        for each in value[:1] if pair else value:
+            yield from _ids_in(each)
 
 
 class Penalties:
@@ -156,6 +213,12 @@ class EngineManager(BaseGenerateManager):
         except asyncio.CancelledError:
             answers.cancel()
             raise
+        except BudgetError as error:
+            refusal = refusal_of(error, self.retry_after)
+            if asked.max_tokens is None:
+                limit = f"{max(lengths)} tokens of an answer were reserved, for max_tokens does not say how many."
+                refusal = Refusal(refusal.status, f"{refusal} {limit}", code=refusal.code, param="max_tokens")
+            raise self._not_taken(answers, refusal) from error
         except (KVTierError, Refusal) as error:
             raise self._not_taken(answers, refusal_of(error, self.retry_after)) from error
         except (ValueError, TypeError, KeyError, IndexError) as error:  # settings that Transformers refuses
@@ -200,6 +263,7 @@ class EngineManager(BaseGenerateManager):
         conversation = self._session(asked, caller, salt) if len(prompts) == 1 else None
         # Without sampling all answers are the same, and Transformers refuses several of them.
         samples = asked.settings.get("do_sample", bool(self.engine.model.generation_config.do_sample))
+        _check_settings(asked.settings, samples, vocabulary_of(self.engine.model))
         for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
             options: dict[str, Any] = dict(asked.settings, max_new_tokens=length)
             if asked.stop:
@@ -231,8 +295,13 @@ class EngineManager(BaseGenerateManager):
         session = asked.session or caller.session
         if session is None or self._store is None:
             return None
-        name = f"{SESSIONS}{caller.tenant}/{session}"
-        chat = self._store.open(name, salt=salt)
+        # One name each, whatever characters a tenant's has.
+        name = f"{SESSIONS}{urllib.parse.quote(caller.tenant, safe=' ')}/{session}"
+        try:
+            chat = self._store.open(name, salt=salt)
+        except ConfigError:  # it was saved under another salt, which nobody finds any more: it begins anew
+            self._forget(name)
+            chat = self._store.open(name, salt=salt)
         if chat.ttl != self.limits.ttl:
             chat.ttl = self.limits.ttl
         self._sessions.pop(name, None)
@@ -243,7 +312,7 @@ class EngineManager(BaseGenerateManager):
 
     def _forget(self, name: str) -> None:
         assert self._store is not None
-        del self._sessions[name]
+        self._sessions.pop(name, None)
         self._store.forget(name)
 
     def _listen(
@@ -272,6 +341,12 @@ class EngineManager(BaseGenerateManager):
             return
         with contextlib.suppress(RuntimeError):  # all threads have ended
             self._adder.submit(self._cancel_all, answers)
+
+    def cancel_everything(self) -> None:
+        """Let all requests end at the next step; their clients hear that the server ends."""
+        for answers in list(self._names):
+            with contextlib.suppress(RuntimeError):  # all threads have ended
+                self._adder.submit(self._cancel_all, answers)
 
     def _cancel_all(self, answers: Answers) -> None:
         for name in self._names.pop(answers, ()):
@@ -422,6 +497,8 @@ def _asked_of(config: Any) -> Asked:
         settings.pop(name, None)
     stop = config.stop_strings or []
     settings = {name: value for name, value in settings.items() if value is not None}
+    if not config.do_sample:  # defaults of the model's own, which ask for nothing
+        settings = {name: value for name, value in settings.items() if name not in _OF_SAMPLING}
     return Asked(
         max_tokens=config.max_new_tokens, settings=settings, stop=[stop] if isinstance(stop, str) else list(stop)
     )

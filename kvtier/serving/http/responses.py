@@ -29,6 +29,7 @@ class ResponsesHandler(Handler):
         messages = _messages_of(body)
         asked.tools = ResponseHandler._normalize_tools(asked.tools)
         ids = await self.manager.read(self.prompt_of, messages, asked)
+        check_head(self._head(body, asked))
         answers = await self.manager.generate([ids], asked, self.visit, parsers=lambda ids: self.parser(ids, asked))
         reply = _Reply(answers, self._head(body, asked))
         if asked.stream:
@@ -49,6 +50,16 @@ class ResponsesHandler(Handler):
             "temperature": body.get("temperature"),
             "top_p": body.get("top_p"),
         }
+
+
+def check_head(head: dict[str, Any]) -> None:
+    """Refuse what a response cannot repeat, such as a tool without a name. Raises `Refusal`."""
+    try:
+        _ResponseStreamBuilder(request_id="", response_defaults=head | {"id": "resp_"}).start_response()
+    except ValueError as error:
+        lines = str(error).splitlines()
+        text = f"tools: one is malformed: {' '.join(x.strip() for x in lines[1:3])}."
+        raise Refusal(400, text, code="invalid_value", param="tools") from error
 
 
 def _messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -24,6 +24,9 @@ from kvtier.serving.http.keys import Keys, secret_of
 from kvtier.serving.http.manager import EngineManager, Limits
 from kvtier.serving.http.metrics import Metrics
 
+#: Seconds for telling clients that the server ends.
+_LAST_WORDS = 2
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -117,11 +120,12 @@ class Server:
             self.app,
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=max(1, math.ceil(self._options.drain)),
+            # Behind the moment at which requests are cancelled: uvicorn would cut their answers off.
+            timeout_graceful_shutdown=math.ceil(self._options.drain) + _LAST_WORDS,
             timeout_keep_alive=75,
             lifespan="on",
         )
-        self._uvicorn = _Uvicorn(config, self.manager, ready)
+        self._uvicorn = _Uvicorn(config, self.manager, ready, self._options.drain)
         self._uvicorn.run(sockets=[listening])
 
     def stop(self) -> None:
@@ -145,16 +149,21 @@ class _Uvicorn(uvicorn.Server):
 
     should_exit: bool
 
-    def __init__(self, config: uvicorn.Config, manager: EngineManager, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, manager: EngineManager, ready: Callable[[], None], drain: float) -> None:
         super().__init__(config)
         self._manager = manager
         self._ready = ready
+        self._drain = drain
+        self._hurried = False
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Drain; a second Ctrl-C does not wait for requests. uvicorn would raise the signal again behind the end, and
-        SIGTERM would kill the process before it has saved what is kept."""
+        """Drain; a second Ctrl-C does not wait for requests, and a third one not even for what they are told.
+
+        uvicorn would raise the signal again behind the end, and SIGTERM would kill the process before it has saved what
+        is kept.
+        """
         if self.should_exit and sig == signal.SIGINT:
-            self.force_exit = True
+            self.force_exit, self._hurried = self._hurried, True
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -166,7 +175,21 @@ class _Uvicorn(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Requests are refused from here on, and those that run may finish."""
         self._manager.draining = True
-        await super().shutdown(sockets=sockets)
+        ending = asyncio.ensure_future(self._end_requests())
+        try:
+            await super().shutdown(sockets=sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_requests(self) -> None:
+        """Cancel what has not finished in time, so that its clients hear why, and not only that nothing comes."""
+        end = time.monotonic() + self._drain
+        while time.monotonic() < end and not self._hurried:
+            await asyncio.sleep(0.05)
+        self._manager.cancel_everything()
+        if self._hurried:
+            await asyncio.sleep(_LAST_WORDS)
+            self.force_exit = True
 
 
 def _context(model: Any, asked: int | None) -> int | None:

@@ -13,9 +13,10 @@ from servers import NAME, Running, Start
 
 from kvtier.serving.http.asked import asked_of, messages_of, prompts_of
 from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.responses import check_head
 
 REFUSED: dict[str, list[Any]] = {
-    "temperature": [-1, "hot", True, [], math.inf],
+    "temperature": [10**400, -1, "hot", True, [], math.inf],
     "top_p": [0, 1.1, "x"],
     "min_p": [-0.1, 2],
     "top_k": [1.5, -2],
@@ -37,7 +38,13 @@ REFUSED: dict[str, list[Any]] = {
     "min_tokens": [-1],
     "ignore_eos": ["x"],
     "cache_salt": ["", 5],
-    "generation_config": ["{", [], {"num_return_sequences": 4}, {"stop_strings": ["x"]}],
+    "generation_config": [
+        *("{", [], {"num_return_sequences": 4}, {"stop_strings": ["x"]}, {"watermarking_config": 5}),
+        # Arguments of the engine, and of others.
+        *({"priority": 10**6}, {"priority": "high"}, {"tenant": "b"}, {"salt": "x"}, {"logits_processor": ["x"]}),
+        *({"generation_config": {}}, {"listener": 1}, {"_from_model_config": True}, {"pad_token_id": "x"}),
+        {"do_sample": True, "temperature": 1e-38},
+    ],
     "no_such_field": [1],
 }
 OF_CHAT: dict[str, list[Any]] = {
@@ -110,6 +117,11 @@ def test_what_changes_nothing_is_taken() -> None:
     assert asked_of("chat", {"top_p": 0.5}).settings == {"do_sample": True, "top_p": 0.5}
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-6, 1e-38, 1e-300])
+def test_next_to_no_temperature_takes_the_likeliest_token(temperature: float) -> None:
+    assert asked_of("chat", {"temperature": temperature}).settings == {"do_sample": False}
+
+
 def test_a_generation_config_may_limit_the_answer() -> None:
     config = '{"max_new_tokens": 5, "temperature": 0.5, "do_sample": true}'
     asked = asked_of("chat", {"generation_config": config})
@@ -163,6 +175,14 @@ def test_refusals_have_the_status_and_body_of_the_interface(running: Running) ->
     assert status == 400
     status, error = asked(generation_config={"no_such_setting": 4})
     assert status == 400
+    status, error = asked(logit_bias={"999999": 5})
+    assert (status, error["param"]) == (400, "logit_bias")
+    for name, ids in (("bad_words_ids", [[5], [99999]]), ("suppress_tokens", [-1]), ("forced_bos_token_id", 10**9)):
+        status, error = asked(generation_config={name: ids})
+        assert (status, error["param"]) == (400, name)
+    status, error = asked(generation_config={"typical_p": 0.5})
+    assert (status, error["param"]) == (400, "typical_p")
+    assert "do_sample" in error["message"]
     status, body, _ = post(running, "/embeddings", b"{}")
     assert (status, body["error"]["type"]) == (404, "not_found_error")
     status, body, _ = post(
@@ -171,6 +191,55 @@ def test_refusals_have_the_status_and_body_of_the_interface(running: Running) ->
     )  # fmt: skip
     assert (status, body["error"]["param"]) == (400, "tools"), "the model's template reads none"
     assert running.engine.load.running == 0
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completions", {"prompt": f"x{HALF}"}),
+        ("/completions", {"prompt": "x", f"a{HALF}": 1}),
+        ("/completions", {"prompt": "x", "stop": [f"{HALF}x"]}),
+        ("/completions", {"prompt": "x", "generation_config": {HALF: 1}}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": HALF}]}),
+        ("/responses", {"input": HALF}),
+        ("/responses", {"input": "x", "instructions": HALF}),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_no_text(running: Running, path: str, body: dict[str, Any]) -> None:
+    status, found, _ = post(running, path, json.dumps(body).encode())
+    assert (status, found["error"]["code"]) == (400, "invalid_json")
+
+
+def test_a_whole_pair_of_surrogates_is_text(running: Running) -> None:
+    status, _, _ = post(running, "/completions", b'{"prompt": "\\ud83d\\ude00 \\\\ud800", "max_tokens": 1}')
+    assert status == 200
+
+
+@pytest.mark.parametrize("tool", [{"type": "function"}, {"type": "function", "name": 5}, {"function": {"name": "f"}}])
+def test_a_tool_that_no_response_can_repeat_is_refused(tool: Any) -> None:
+    head = {"created_at": 1.0, "model": NAME, "object": "response", "parallel_tool_calls": True, "tool_choice": "auto"}
+    right = {"type": "function", "name": "f", "parameters": {}, "strict": False}
+    check_head(head | {"tools": [right]})
+    with pytest.raises(Refusal) as refused:
+        check_head(head | {"tools": [right, tool]})
+    assert (refused.value.status, refused.value.param) == (400, "tools")
+
+
+def test_an_answer_of_no_stated_length_that_does_not_fit_says_what_to_give(start: Start) -> None:
+    with start(store={"host_budget": "1500KiB", "block_size": 16}) as running:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        status, found, _ = post(running, "/chat/completions", json.dumps(body).encode())
+        assert (status, found["error"]["param"]) == (400, "max_tokens")
+        assert post(running, "/chat/completions", json.dumps(body | {"max_tokens": 4}).encode())[0] == 200
+
+
+def test_a_client_that_sends_all_of_a_large_body_reads_that_it_is_too_large(start: Start) -> None:
+    with start(max_body=1 << 20) as running:
+        status, body, _ = post(running, "/completions", b'{"prompt": "' + b"x" * (4 << 20) + b'"}')
+        assert (status, body["error"]["code"]) == (413, "request_too_large")
 
 
 def test_a_large_body_is_refused_before_it_is_read(start: Start) -> None:

@@ -22,6 +22,9 @@ import openai
 import pytest
 from servers import NAME, Running, Start, by_generate
 
+from kvtier import ConfigError
+from kvtier.serving.http.keys import Keys
+
 CLIENTS = int(os.environ.get("KVTIER_TEST_CLIENTS", "30"))
 PROMPT = "def first(items):\n"
 
@@ -250,6 +253,57 @@ def test_keys_guard_and_share_nothing(start: Start, tmp_path: Any) -> None:
         assert running.server.manager.metrics._refused == {401: 3}
 
 
+def test_names_of_tenants_and_sessions_do_not_run_together(start: Start, tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a key-1\na/b key-2\na%2Fb key-3\n")
+    with start(key_file=str(keys)) as running:
+        for key, session in (("key-1", "b/c"), ("key-2", "c"), ("key-3", "c"), ("key-1", "%2Fb/c")):
+            running.client(key).completions.create(model=NAME, prompt=PROMPT, max_tokens=2, user=session)
+        assert len(running.server.manager._store.names) == 4
+
+
+def test_a_key_that_no_header_can_hold_is_refused(tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("alice schlüssel\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="ASCII"):
+        Keys.read(tmp_path / "keys", b"x" * 32)
+
+
+def test_a_session_of_another_salt_begins_anew(start: Start, tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice key-a\n")
+    for lost in (False, True):
+        if lost:
+            (tmp_path / "store" / "server.secret").unlink()
+        with start(key_file=str(keys), directory=str(tmp_path / "store")) as running:
+
+            def cached(**extra: Any) -> int:
+                done = running.client("key-a").completions.create(
+                    model=NAME, prompt=PROMPT * 6, max_tokens=2, user="session", extra_body=extra
+                )
+                return int(done.usage.prompt_tokens_details.cached_tokens)
+
+            assert cached() == 0, "nothing is found of what was saved under another secret"
+            assert cached() > 20
+            assert cached(cache_salt="other") == 0
+            assert cached(cache_salt="other") > 20
+
+
+def test_blocks_that_samples_share_count_once(start: Start) -> None:
+    with start() as running:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(
+                running.client().completions.create,
+                **{"model": NAME, "prompt": PROMPT * 30, "max_tokens": 60, "n": 16, "temperature": 1.0, "seed": 1},
+            )
+            most = 0
+            while not asked.done():
+                load = running.engine.load
+                most = max(most, load.blocks if load.running == 16 else 0)
+            prompt = asked.result().usage.prompt_tokens
+        assert 0 < most <= prompt // 16 + 1 + 16 * (60 // 16 + 2)
+        assert prompt > 160, "a prompt of few blocks shows nothing"
+
+
 def test_a_session_is_a_conversation_of_the_store_and_is_forgotten_in_time(start: Start) -> None:
     with start(ttl=1.0) as running:
         store, now = running.server.manager._store, [time.monotonic()]
@@ -292,7 +346,7 @@ def test_the_end_cancels_what_does_not_finish(start: Start) -> None:
         ended = threading.Event()
 
         def ask() -> None:
-            with pytest.raises(openai.OpenAIError):
+            with pytest.raises(openai.InternalServerError, match="shutting down"):
                 running.client().completions.create(
                     model=NAME, prompt=PROMPT, max_tokens=4000, temperature=0, extra_body={"ignore_eos": True}
                 )
