@@ -45,8 +45,7 @@ _LOSSY = ("quantized",)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse what a `GenerationConfig` does not take. What is no setting of `generate` is an argument of somebody else's,
-    who trusts it.
+    """Refuse what a `GenerationConfig` does not take. Another name is an argument of somebody who trusts it.
 
     Raises:
         ConfigError: says which, or why.
