@@ -382,15 +382,18 @@ class CostModel:
         else:
             before = self._overlapped.value
             self._overlapped.add(seen / (1 - self.rates.shared * busy))
-            if self._known is not None and self._overlapped.value > self._known * (1 + JUMP):  # type: ignore[operator]
+            now = self._overlapped.value
+            assert now is not None
+            if self._known is not None and now > self._known * (1 + JUMP):
                 self._known = None  # with a busy link it does more than it was said to do alone
             alone = self._alone.value if self._alone.value is not None else self._known
             if alone is not None:
                 self._lost.add(min(max((1 - seen / alone) / busy, 0.0), MOST_LOST))
-            if before is not None and abs(self._overlapped.value / before - 1) > JUMP:  # type: ignore[operator]
+            # The first ones differ, for blocks still move.
+            if before is not None and len(self._overlapped) > WINDOW // 2 and abs(now / before - 1) > JUMP:
                 # Another host: what it did alone, and what it lost, is not known any more.
                 self._alone, self._known, self._lost = Median(), None, Median()
-                return {"host": self._overlapped.value, "shared": self._shared}  # type: ignore[dict-item]
+                return {"host": now, "shared": self._shared}
         found = {} if self._lost.value is None else {"shared": self._lost.value}
         known = (self._alone.value, self._known, self._overlapped.value)
         return found | {"host": next(x for x in known if x is not None)}
