@@ -32,6 +32,8 @@ def workspace_kv(reader: LayerReader, length: int) -> Iterator[tuple[torch.Tenso
     layout = layer.layout
     count = -(-length // layout.block_size)
     with reader.memory.lock:
+        if reader.memory.interrupted:
+            reader.memory.mend()
         data = reader.take_workspace(layer.workspace_bytes(length))
     try:
         _gather_all(reader, count, data)
@@ -63,6 +65,8 @@ def _gather_all(reader: LayerReader, count: int, data: torch.Tensor) -> None:
     """Write the first `count` blocks of every row into the workspace."""
     layer = reader.layer
     with reader.memory.lock:
+        if reader.memory.interrupted:
+            reader.memory.mend()
         key = (layer.blocks.version, layer.shape_version, reader.workspace.version, count)
         plan = reader.workspace.plans.get(layer.index)
         reading, hits = None, 0
@@ -133,6 +137,8 @@ def stream_kv(
             if own is None:
                 with lock:
                     workspace.in_use = False
+                    if reader.memory.interrupted:
+                        reader.memory.mend()
                     data = reader.take_workspace(nbytes)
             else:
                 data = own
@@ -140,6 +146,8 @@ def stream_kv(
             _gather(reader, dense, first, last)
             if last < count:
                 with lock:
+                    if reader.memory.interrupted:
+                        reader.memory.mend()
                     reader.fetch_ahead(last, min(last + blocks, count))
             start, stop = first * size, min(last * size, length)
             keys, values = (x.narrow(2, 0, stop - start) for x in _keys_and_values(dense))

@@ -187,6 +187,8 @@ class LayerReader:
         """
         lock = self.memory.lock
         with lock:
+            if self.memory.interrupted:
+                self.memory.mend()
             here, missing, read = self._places(first, last)
             reading = self.begin()
         if here:
@@ -199,6 +201,8 @@ class LayerReader:
             self.end(reading)
         while missing:
             with lock:
+                if self.memory.interrupted:
+                    self.memory.mend()
                 self.retire(read)  # what was read gives its slots to what follows
                 ready, missing = self._next(missing, most)
                 read = [each.run for each in ready]
@@ -211,6 +215,8 @@ class LayerReader:
                 self.end(reading)
         if self.fetched:
             with lock:
+                if self.memory.interrupted:
+                    self.memory.mend()
                 self.retire(read)
 
     def _next(self, missing: list[Missing], most: int) -> tuple[list[Missing], list[Missing]]:

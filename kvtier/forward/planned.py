@@ -218,4 +218,6 @@ class PlannedForward:
         schedule = self._schedules.get(reader.device)
         if schedule is not None:
             with self.memory.lock:
+                if self.memory.interrupted:
+                    self.memory.mend()
                 schedule.after(reader)

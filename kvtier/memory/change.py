@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType, TracebackType
 from typing import Any, Protocol, TypeVar
 
-from kvtier.errors import KVTierError
+from kvtier.errors import ConcurrentUseError, KVTierError
+from kvtier.memory.lock import held_twice
 
 R = TypeVar("R")
 #: The folders of kvtier, and of Python's own modules.
@@ -108,6 +109,12 @@ class Change:
     def __enter__(self) -> None:
         changed, me = self._changed, threading.get_ident()
         if me in self._inside:
+            lock = getattr(changed, "lock", None)
+            if lock is not None and held_twice(lock):
+                raise ConcurrentUseError(
+                    "What a memory asks in the middle of a change, a policy, say, or an interrupt's handler, asked it "
+                    "for another. `stats` can be asked for at any time."
+                )
             changed.interrupted = True
         self._inside[me] = None  # first: what follows may be cut short too
         if changed.has_garbage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from kvtier.memory.lock import Lock, Waiting
 from kvtier.memory.pool import Fence
 from kvtier.transfer.engine import Event
 
@@ -30,9 +31,10 @@ class Readers:
     whoever waits for it with `wait` is not waited for.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: Lock) -> None:
         self._active: list[Reading] = []
-        self._ended = threading.Condition(lock)
+        self._lock = lock
+        self._ended = Waiting(lock)
 
     def begin(self) -> Reading:
         """A call of this thread begins to read."""
@@ -54,13 +56,16 @@ class Readers:
         for reading in list(self._active):
             if reading.thread == me:
                 reading.over = True
-        # What cut this thread short may have come while it took the lock.
-        if self._ended.acquire(timeout=_LOCK_SECONDS):
-            try:
+        try:
+            # What cut this thread short may have come while it took the lock.
+            if self._lock.acquire(timeout=_LOCK_SECONDS):
                 self._active = [reading for reading in self._active if not reading.over]
                 self._ended.notify_all()
-            finally:
-                self._ended.release()
+        finally:
+            try:  # noqa: SIM105 - the first call: see `kvtier.memory.lock`
+                self._lock.release()
+            except RuntimeError:
+                pass  # another thread's
 
     def fence(self, event: Event | None = None) -> Fence | None:
         """What holds slots that become free now: calls of other threads, and the last reader on the compute stream.
@@ -71,6 +76,11 @@ class Readers:
         me = threading.get_ident()
         others = [reading for reading in self._active if reading.thread != me and not reading.over]
         return ReadFence(others, event) if others else event
+
+    def mine(self) -> bool:
+        """Whether a call of this thread is under way. Without the lock."""
+        me = threading.get_ident()
+        return any(reading.thread == me and not reading.over for reading in list(self._active))
 
     def others(self) -> bool:
         """Whether a call of another thread is under way."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -35,6 +34,7 @@ from kvtier.memory.change import Change, ask, undone
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.host import HostTier, Parked
 from kvtier.memory.layout import BlockLayout
+from kvtier.memory.lock import new_lock
 from kvtier.memory.owner import Owner
 from kvtier.memory.pool import BlockPool
 from kvtier.memory.readers import Readers
@@ -127,7 +127,7 @@ class TieredMemory:
         _warn_if_beyond_the_host(options)
         self.options = options
         self.policy = policy
-        self.lock = threading.Lock()
+        self.lock = new_lock()
         #: Around a change that no `Guard` is around, within the lock; it collects first.
         self.change = Change(self)
         self.readers = Readers(self.lock)
@@ -211,14 +211,19 @@ class TieredMemory:
         Garbage is collected at any moment, perhaps by a thread that holds the lock.
         """
         self._abandoned.append(release)
-        if self.lock.acquire(blocking=False):
-            try:
+        if self.lock._is_owned() or self.readers.mine():
+            return  # in the midst of a change, or of an attention call that reads what nobody owns any more
+        try:
+            if self.lock.acquire(blocking=False):
                 self.collect()
-            except BaseException as error:
-                self.interrupted = self.interrupted or not undone(error)
-                raise
-            finally:
+        except BaseException as error:
+            self.interrupted = self.interrupted or not undone(error)
+            raise
+        finally:
+            try:  # noqa: SIM105 - the first call: see `kvtier.memory.lock`
                 self.lock.release()
+            except RuntimeError:
+                pass  # another thread's
 
     def collect(self) -> None:
         """Give up what dropped caches held, and after an interrupt what nobody owns. The caller holds the lock.
@@ -230,6 +235,13 @@ class TieredMemory:
         while self._abandoned:
             self._abandoned[0]()
             self._abandoned.popleft()
+
+    def mend(self) -> None:
+        """As `collect`, for those who are about to read, or to change blocks of their own; not while they read, for it
+        would free what they read. The caller holds the lock."""
+        if not self.readers.mine():
+            with self.change:
+                pass  # it collects first
 
     def cut_short(self) -> None:
         """A change of a cache was cut short by what is not an `Exception`, in this thread."""

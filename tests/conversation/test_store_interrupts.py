@@ -82,7 +82,7 @@ class Scene:
         """All counts are right, so is every token, and nothing is left."""
         memory, store = self.memory, self.store
         self.toy.meanwhile = lambda: None
-        assert not memory.lock.locked(), "the lock is held for ever"
+        assert not memory.lock._is_owned(), "the lock is held for ever"
         if not store.closed:
             store.check_integrity()
             if act == "closing a conversation":

@@ -899,7 +899,7 @@ class World:
         """The thread that saves has its turn, if it could: nobody here has a lock that it needs."""
         store = self.store
         archive = archive_of(store)
-        if archive is None or self.memory.lock.locked() or archive.disk._lock._is_owned():  # type: ignore[attr-defined]
+        if archive is None or self.memory.lock._is_owned() or archive.disk._lock._is_owned():  # type: ignore[attr-defined]
             return
         before, self.interruptible = self.interruptible, False
         try:
@@ -944,7 +944,7 @@ class World:
     def _unlocked(self) -> bool:
         """Whether another thread could do something now: nobody here has a lock that it needs."""
         archive = archive_of(self.store)
-        if self.store is None or self.memory.lock.locked() or self.store._waker._lock.locked():
+        if self.store is None or self.memory.lock._is_owned() or self.store._waker._lock.locked():
             return False
         return archive is None or not archive.disk._lock._is_owned()  # type: ignore[attr-defined]
 

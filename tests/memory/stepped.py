@@ -145,7 +145,7 @@ class Turns:
 
 
 class SteppedLock:
-    """In the place of `threading.Lock`: nobody ever waits for it, for nobody who holds it loses its turn."""
+    """In the place of the memory's lock: nobody ever waits for it, for nobody who holds it loses its turn."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -154,7 +154,7 @@ class SteppedLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take it."""
         if self.holder:
-            assert not blocking, "a thread waits for a lock that it holds itself"
+            assert not blocking or timeout >= 0, "a thread waits for a lock that it holds itself"
             return False
         if blocking:
             self._turns.maybe_switch()
@@ -164,9 +164,13 @@ class SteppedLock:
 
     def release(self) -> None:
         """Give it back."""
-        assert self.holder == threading.get_ident(), "the lock of another thread"
+        if not self._is_owned():
+            raise RuntimeError("the lock of another thread")
         self.holder = 0
         self._turns.maybe_switch()
+
+    def _is_owned(self) -> bool:
+        return self.holder == threading.get_ident()
 
     def locked(self) -> bool:
         """Whether somebody holds it."""
@@ -180,7 +184,7 @@ class SteppedLock:
 
 
 class SteppedCondition:
-    """In the place of `threading.Condition` over that lock."""
+    """In the place of `Waiting` for that lock."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -198,14 +202,6 @@ class SteppedCondition:
     def notify_all(self) -> None:
         """Wake all that wait."""
         self._turns.wake()
-
-    def acquire(self, timeout: float) -> bool:
-        """Take the lock, unless it is taken."""
-        return not self._turns.lock.holder and self._turns.lock.acquire()
-
-    def release(self) -> None:
-        """Give the lock back."""
-        self._turns.lock.release()
 
 
 #: Whose caller holds the memory's lock.
