@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from kvtier.hf.view import KVView
     from kvtier.memory.tiered import TieredMemory
     from kvtier.planning.hardware.profile import HardwareProfile
-    from kvtier.planning.policy import Policy
+    from kvtier.planning.policy import Policy, Victims
     from kvtier.planning.reports.explain import Explanation
+    from kvtier.planning.step import LayerPlan, StepPlan
     from kvtier.scheduling.scheduler import Scheduler
     from kvtier.serving.engine import Engine
     from kvtier.serving.request import RequestOutput
@@ -67,6 +68,7 @@ _HOME = {
     "InterruptedStepError": "errors",
     "KVTierError": "errors",
     "KVView": "hf.view",
+    "LayerPlan": "planning.step",
     "LayerResidency": "stats",
     "MemoryInUseError": "errors",
     "MismatchError": "errors",
@@ -78,6 +80,7 @@ _HOME = {
     "RowReuse": "conversation.reuse",
     "Scheduler": "scheduling.scheduler",
     "StaleViewError": "errors",
+    "StepPlan": "planning.step",
     "StoreInUseError": "errors",
     "StoreStats": "conversation.reuse",
     "Tier": "stats",
@@ -88,6 +91,7 @@ _HOME = {
     "TransferError": "errors",
     "UnknownOptionError": "errors",
     "UnsupportedError": "errors",
+    "Victims": "planning.policy",
     "calibrate": "calibration.run",
     "disable": "hf.enable",
     "enable": "hf.enable",
@@ -116,6 +120,7 @@ __all__ = [
     "InterruptedStepError",
     "KVTierError",
     "KVView",
+    "LayerPlan",
     "LayerResidency",
     "MemoryInUseError",
     "MismatchError",
@@ -127,6 +132,7 @@ __all__ = [
     "RowReuse",
     "Scheduler",
     "StaleViewError",
+    "StepPlan",
     "StoreInUseError",
     "StoreStats",
     "Tier",
@@ -137,6 +143,7 @@ __all__ = [
     "TransferError",
     "UnknownOptionError",
     "UnsupportedError",
+    "Victims",
     "calibrate",
     "disable",
     "enable",

@@ -22,7 +22,10 @@ from kvtier.cli.main import main
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "integrations" / "README.md"]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
+PACKAGES = sorted(x.parent for x in (ROOT / "kvtier").rglob("__init__.py"))
 FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+#: A line of a package's docstring that says what files, or what folder, are for, from its names on.
+LISTED = re.compile(r"^(?=\w+(?:\.py|/)(?:,|\s))(?P<line>.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 
 
@@ -100,6 +103,35 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
         target = found["target"].split("#")[0]
         if target and "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def listed(package: Path) -> set[str]:
+    """The files and the folders, with a slash, that a package's docstring lists."""
+    text = ast.get_docstring(ast.parse((package / "__init__.py").read_text("utf-8"))) or ""
+    return {
+        x for found in LISTED.finditer(text) for x in re.findall(r"(?<![\w/.])\w+(?:\.py|/)(?![\w*])", found["line"])
+    }
+
+
+def parts(package: Path) -> set[str]:
+    """The files of a package, and the packages in it, with a slash."""
+    files = {x.name for x in package.glob("*.py") if x.stem not in ("__init__", "__main__")}
+    return files | {f"{x.parent.name}/" for x in package.glob("*/__init__.py")}
+
+
+@pytest.mark.parametrize("package", [x for x in PACKAGES if listed(x)], ids=named)
+def test_a_package_that_lists_its_files_lists_all_of_them(package: Path) -> None:
+    names = listed(package)
+    assert parts(package) <= names, "a file that the docstring leaves out"
+    assert all((package / x).exists() for x in names), "the docstring has a file that is not there"
+
+
+def test_a_file_that_no_list_has_is_noticed(tmp_path: Path) -> None:
+    text = "What there is.\n\na.py  one, see c.py\nb.py, d/  two\n\nAs examples/e.py and f.py.\n"
+    (tmp_path / "__init__.py").write_text(f'"""{text}"""')
+    (tmp_path / "g.py").touch()
+    assert listed(tmp_path) == {"a.py", "b.py", "c.py", "d/"}
+    assert parts(tmp_path) - listed(tmp_path) == {"g.py"}
 
 
 def test_every_error_has_its_entry() -> None:

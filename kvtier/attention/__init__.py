@@ -6,4 +6,5 @@ split.py      few queries: each part is attended in place, and the parts are mer
 streaming.py  many queries: the layer passes through a bounded workspace, and the parts are merged
 dense.py      a layer as tensors: in the workspace, or of the caller's own
 dispatch.py   what a model asks for, and which of these ways it goes
+repeat.py     `Repeat`: a decode call like the layer's last one, made again
 """

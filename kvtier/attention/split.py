@@ -34,7 +34,7 @@ from kvtier.transfer.copies import TensorCopy
 from kvtier.transfer.engine import Direction
 
 #: Queries per sequence up to which host threads serve where there is a device: with more, arithmetic counts and not
-#: memory, so blocks go there; see `streaming`. Where the CPU is all there is, they serve any number.
+#: memory, so blocks go there; see `streaming`. Where the CPU is all there is, see `_serves_prompts`.
 MAX_HOST_QUERIES = 16
 
 _HOST = torch.device("cpu")

@@ -53,8 +53,7 @@ class Schedule:
             now.append((on_device, layer.blocks.transient, counts[_HOST], len(layer.tables), host_attention))
         if now != self._seen:
             self._seen, self._layers = now, [_layer_state(x, *each) for x, each in zip(self.readers, now, strict=True)]
-        free = device.slabs.budget.free + sum(p.free * p.layout.nbytes for p in device.device_pools)
-        found = StepState(tokens, self._layers, free, device.slabs.budget.limit, last)
+        found = StepState(tokens, self._layers, device.free_bytes, device.slabs.budget.limit, last)
         if by_rows:
             found.row_bytes, found.row_spilled = self._rows()
         return found

@@ -1,1 +1,1 @@
-"""Where kvtier meets Transformers: the only folder that imports it."""
+"""Where kvtier meets Transformers: the only folder that imports it, but for the server that `serving/http` imports."""

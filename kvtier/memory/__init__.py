@@ -11,7 +11,12 @@ change.py     a change under the lock that was cut short is known to be
 buffers.py    workspaces and pinned I/O buffers of attention
 readers.py    attention calls that read outside the lock
 host.py, device.py   the host tier; a compute device with its tier: making room, eviction, fetches
-owner.py      what a memory knows of one cache
+owner.py      what a memory knows of one cache, or of one `ParkedSequences`
+audit.py      whether blocks in host memory still hold what was written
 integrity.py  whether everything that is counted twice agrees
+recovery.py   everything made again from the runs, after a change was cut short
+shortage.py   the errors for budgets that are too small
+usage.py      what the tiers hold, for statistics
+measured.py   what is stored of a machine, for plans
 tiered.py     `TieredMemory`, which puts them together
 """

@@ -91,7 +91,8 @@ class Holder(Protocol):
 
 @dataclass(eq=False, slots=True)
 class BlockSet:
-    """The blocks of one layer of one owner, as the memory counts, orders and evicts them. It knows no table.
+    """The blocks of one layer of one owner, as the memory counts, orders and evicts them. Of tables it knows
+    what the holders of parked blocks show.
 
     Attributes:
         layer: index of the layer, for policies.
@@ -198,7 +199,9 @@ class Move:
 class Run:
     """Neighbouring blocks of a sequence in one state: slots `[device, device + count)` and `[host, host + count)`.
 
-    Only `residency` changes it.
+    Only `residency` changes its state and its slots. Tables count its references (`tables/table.py`); after a change
+    was cut short, `BlockSet.recount` does. The audit notes its checksums and marks what differs. `residency` carries
+    all of these over where runs are cut or joined.
 
     Attributes:
         blocks: the set that counts it.

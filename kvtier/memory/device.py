@@ -98,6 +98,13 @@ class ComputeDevice:
         return [pools.device for pools in self._pools.values() if pools.device is not None]
 
     @property
+    def free_bytes(self) -> int:
+        """Bytes of the device tier that are free, or would be if free slots were whole slabs."""
+        assert self.slabs is not None
+        pools = self.device_pools
+        return reclaim.free_bytes(pools) if pools else self.slabs.budget.free
+
+    @property
     def spilled(self) -> int:
         """Blocks that are on the host only, where there is a device tier."""
         return sum([pools.spilled for pools in self._pools.values()])
@@ -534,7 +541,7 @@ class ComputeDevice:
             return True
         if pools.device is None:
             return self.host.give_slot(pool) or (self.host.make_room(pool.layout.nbytes) and self._grow(pool))
-        free = reclaim.free_bytes(self.device_pools)
+        free = self.free_bytes
         try:
             if self.evict(pools, self._batch(pool, count), keep) and pool.obtainable(ordered=True):
                 return True
@@ -565,7 +572,7 @@ class ComputeDevice:
             before: bytes of free slots when nothing had been tried yet. The host may have waited for readers since, and
                 let other threads free some.
         """
-        free = reclaim.free_bytes(self.device_pools)
+        free = self.free_bytes
         return self._cancel() or free > before or (free >= pool.layout.nbytes and self._slab_of_others(pool, keep))
 
     def _batch(self, pool: BlockPool, count: int) -> int:
@@ -584,29 +591,28 @@ class ComputeDevice:
         self._reclaiming += 1
         try:
             while True:
-                pools = self.device_pools  # others may have come while it waited
-                missing = goal - reclaim.free_bytes(pools)
+                missing = goal - self.free_bytes
                 if missing > 0:
                     try:
                         left = any(self.evict(x, -(-missing // x.layout.nbytes), keep) for x in self._pools.values())
                     except BudgetError:
                         # As in `_make_slots`.
-                        if not self._cancel() and goal - reclaim.free_bytes(pools) >= missing:
+                        if not self._cancel() and goal - self.free_bytes >= missing:
                             raise
                         left = True
-                    if not left and not self._cancel() and goal - reclaim.free_bytes(pools) >= missing:
+                    if not left and not self._cancel() and goal - self.free_bytes >= missing:
                         return False  # nor has a device come by what held some
                     self._settle()
                 elif not self._readers.wait():  # while it waits, others may take what was free
                     # What a copy uses cannot move.
                     self.engine.drain()
                     self._settle()
-                    enough = reclaim.reclaim(pools, self._placed, nbytes)
+                    enough = reclaim.reclaim(self.device_pools, self._placed, nbytes)
                     self.note_writes()
                     if enough:
                         return True
                     # Slabs that cannot be cut may go when they hold fewer blocks.
-                    goal = reclaim.free_bytes(pools) + 1
+                    goal = self.free_bytes + 1
         finally:
             self._reclaiming = max(self._reclaiming - 1, 0)
 

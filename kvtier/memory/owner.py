@@ -1,4 +1,4 @@
-"""`Owner`: what a memory knows of one cache."""
+"""`Owner`: what a memory knows of one cache, or of one `ParkedSequences`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtier.stats import Counters
 
 
 class Owner:
-    """One cache's part of a memory.
+    """The part of a memory that one cache has, or one `ParkedSequences`.
 
     Attributes:
         number: unique.

@@ -3,7 +3,7 @@
     operation    from                      to                        bytes
     allocate     FREE                      FILLING                   none; the caller took the slots
     seal         FILLING                   DEVICE, or HOST (*)       none
-    open         DEVICE, BOTH, HOST (*)    FILLING                   none; a host copy is given up (a copy under way is
+    reopen       DEVICE, BOTH, HOST (*)    FILLING                   none; a host copy is given up (a copy under way is
                                                                      waited for first)
     write_back   DEVICE                    LEAVING                   device -> host, in the background
     fetch        HOST                      ARRIVING                  host -> device, in the background
@@ -19,6 +19,10 @@
 
 Operations that copy have two phases: *prepare* gives the run its target slots and submits the copies; the transfer then
 calls *complete* or *fail*. Slots that a transfer or a reader may still use are held by the pool until then.
+
+`cut`, `join` and `adopt` are no operations of the table: the blocks keep their state, and belong to other runs, or to
+another set. `repair` makes states, slots and counts agree after a change was cut short.
+
 A test enumerates the table. The caller holds the memory's lock.
 """
 
@@ -41,7 +45,7 @@ class Operation(enum.Enum):
 
     ALLOCATE = "allocate"
     SEAL = "seal"
-    OPEN = "open"
+    REOPEN = "reopen"
     WRITE_BACK = "write_back"
     FETCH = "fetch"
     COMPLETE = "complete"
@@ -56,7 +60,7 @@ class Operation(enum.Enum):
 TWO_TIERS: dict[Operation, dict[State, State]] = {
     Operation.ALLOCATE: {State.FREE: State.FILLING},
     Operation.SEAL: {State.FILLING: State.DEVICE},
-    Operation.OPEN: {State.DEVICE: State.FILLING, State.BOTH: State.FILLING},
+    Operation.REOPEN: {State.DEVICE: State.FILLING, State.BOTH: State.FILLING},
     Operation.WRITE_BACK: {State.DEVICE: State.LEAVING},
     Operation.FETCH: {State.HOST: State.ARRIVING},
     Operation.COMPLETE: {State.LEAVING: State.BOTH, State.ARRIVING: State.BOTH},
@@ -70,7 +74,7 @@ TWO_TIERS: dict[Operation, dict[State, State]] = {
 ONE_TIER: dict[Operation, dict[State, State]] = {
     Operation.ALLOCATE: {State.FREE: State.FILLING},
     Operation.SEAL: {State.FILLING: State.HOST},
-    Operation.OPEN: {State.HOST: State.FILLING},
+    Operation.REOPEN: {State.HOST: State.FILLING},
     Operation.MOVE: {s: s for s in (State.FILLING, State.HOST)},
     Operation.FREE: {s: State.FREE for s in (State.FILLING, State.HOST)},
 }
@@ -103,7 +107,7 @@ def reopen(run: Run) -> None:
         run.move.settle()
     if run.state is State.BOTH:
         drop_copy(run)
-    _enter(run, Operation.OPEN)
+    _enter(run, Operation.REOPEN)
     run.sums = None
 
 
@@ -427,7 +431,8 @@ def _under(run: Run) -> Fence | None:
 
 
 def _enter(run: Run, operation: Operation) -> None:
-    """Let a run enter the state after an operation. The only place that assigns states."""
+    """Let a run enter the state after an operation, and count it there. Besides, `cut` gives the parts the state of the
+    run, `join` ends a run, and `repair` goes back to the state before a copy."""
     blocks = run.blocks
     old = run.state
     new = (ONE_TIER if blocks.pools.device is None else TWO_TIERS)[operation].get(old)

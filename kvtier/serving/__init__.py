@@ -6,7 +6,11 @@ turns.py    `Turns`: forwards in one thread that pause for each other, as greenl
 sub_batches.py  `SubBatches`: which rows of a step are computed, and by how many forwards
 choice.py   which of them a model is run by, found out by trying
 prefixes.py `Prefixes`: what earlier requests have computed, for later ones to begin with
-engine.py   `Engine`: the queue and the loop
+costs.py    `Costs`: what steps take, and so what preemption costs
+requests.py `Requests`: which request waits, runs or has ended
+step.py     `Steps`: a step, from the scheduler's plan to the tokens
+loop.py     `Loop`: steps in a thread of its own, or in whoever asks for one
+engine.py   `Engine`, which puts them together
 text.py     tokens to text as they come, and stop strings in it
 http/       the engine behind OpenAI's HTTP interface
 """

@@ -133,7 +133,21 @@ class Runner(abc.ABC):
         """Raise AssertionError unless every count agrees. For tests and debugging."""
 
 
-class PackedRunner(Runner):
+class _OnPackedForward(Runner):
+    """What runners on a `PackedForward` have in common.
+
+    Attributes:
+        forward: that holds the sequences' keys and values.
+    """
+
+    forward: PackedForward
+
+    def tiers(self) -> tuple[int, int, bool]:
+        """See `Runner`."""
+        return self.forward.host_blocks(), self.forward.block_bytes(), self.forward.overlaps()
+
+
+class PackedRunner(_OnPackedForward):
     """All tokens of a step in one forward `[1, tokens]`, each sequence's attended to over its own blocks.
 
     Args:
@@ -251,10 +265,6 @@ class PackedRunner(Runner):
         """See `Runner`."""
         return self.forward.blocks()
 
-    def tiers(self) -> tuple[int, int, bool]:
-        """See `Runner`."""
-        return self.forward.host_blocks(), self.forward.block_bytes(), self.forward.overlaps()
-
     def check_fits(self, length: int) -> None:
         """See `Runner`."""
         self.forward.check_fits(length)
@@ -281,7 +291,7 @@ class PackedRunner(Runner):
         self.forward.check_integrity()
 
 
-class RaggedRunner(Runner):
+class RaggedRunner(_OnPackedForward):
     """For models that keep recurrent states: those that decode in one forward `[rows, 1]`, their states stacked by row,
     and each prompt in a forward of its own.
 
@@ -393,10 +403,6 @@ class RaggedRunner(Runner):
     def blocks(self) -> tuple[int, int, int]:
         """See `Runner`. Without a layer that keeps keys and values nothing takes room that is counted."""
         return self.forward.blocks() if self.forward.readers else (_NO_LIMIT, 0, self._size)
-
-    def tiers(self) -> tuple[int, int, bool]:
-        """See `Runner`."""
-        return self.forward.host_blocks(), self.forward.block_bytes(), self.forward.overlaps()
 
     def check_fits(self, length: int) -> None:
         """See `Runner`."""

@@ -331,7 +331,7 @@ class ParkedSequences:
             return True
         for device in self.memory.devices:
             if device.slabs is not None:
-                free = device.slabs.budget.free + sum([x.free * x.layout.nbytes for x in device.device_pools])
+                free = device.free_bytes
                 for sequence in self._on_device:
                     if free >= nbytes:
                         break

@@ -78,7 +78,7 @@ class World:
         device, host = self.pools.device, self.pools.host
         acts: dict[Operation, Callable[[], object]] = {
             Operation.SEAL: lambda: residency.seal(run),
-            Operation.OPEN: lambda: residency.reopen(run),
+            Operation.REOPEN: lambda: residency.reopen(run),
             Operation.WRITE_BACK: lambda: residency.write_back([(run, self.take(host))]),
             Operation.FETCH: lambda: residency.fetch([(run, self.take(device))]),
             Operation.COMPLETE: lambda: self._transfer(run).synchronize(),
@@ -132,7 +132,7 @@ def test_with_a_device_tier_the_table_says_what_may_happen_to_a_run(operation: O
     run = world.run(state)
     after = TWO_TIERS[operation].get(state)
     # Opening waits for a copy under way; so does nothing else.
-    if operation is Operation.OPEN and state in (State.LEAVING, State.ARRIVING):
+    if operation is Operation.REOPEN and state in (State.LEAVING, State.ARRIVING):
         after = State.FILLING
     if after is None:
         before = world.facts(run)
