@@ -9,6 +9,7 @@ residency.py  the one place that moves a block, and its transition table
 reclaim.py    defragmentation: slabs become free bytes, free slots become neighbours
 change.py     a change under the lock that was cut short is known to be
 buffers.py    workspaces and pinned I/O buffers of attention
+lock.py       the lock, which is held by the thread that believes to hold it whatever comes
 readers.py    attention calls that read outside the lock
 host.py, device.py   the host tier; a compute device with its tier: making room, eviction, fetches
 owner.py      what a memory knows of one cache, or of one `ParkedSequences`
