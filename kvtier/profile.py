@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -72,13 +72,13 @@ def store(machine: str, name: str, value: float | str | list[int] | list[float] 
         content = json.dumps(
             {"machine": machine, "values": {**_read(machine, tell=False), name: value}}, indent=1, sort_keys=True
         )
-        file, temporary = tempfile.mkstemp(dir=path.parent)
+        # Made as any file is, so that whoever may read the folder may read it: a machine's users share it.
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            with os.fdopen(file, "w", encoding="utf-8") as out:
-                out.write(content)
+            temporary.write_text(content, encoding="utf-8")
             os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise ConfigError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
+import stat
 import warnings
 from pathlib import Path
 
@@ -35,6 +35,14 @@ def test_a_stored_value_is_found_until_another_is_stored() -> None:
 def test_looking_a_value_up_creates_nothing(folder: Path) -> None:
     profile.lookup("m", "a", number)
     assert not folder.exists()
+
+
+def test_whoever_reads_other_files_of_a_user_reads_the_profile(folder: Path) -> None:
+    other = folder.parent / "other"
+    other.touch()
+    path = profile.store("machine", "name", 1)
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(other.stat().st_mode)
+    assert [x.name for x in path.parent.iterdir()] == [path.name], "something is left of how it was written"
 
 
 def test_names_and_machines_are_kept_apart(folder: Path) -> None:
@@ -84,7 +92,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_variable(
         profile.store("m", "a", 1)
 
 
-@pytest.mark.parametrize("what", ["replace", "fdopen", "write"])
+@pytest.mark.parametrize("what", ["replace", "open", "write"])
 def test_a_write_that_fails_leaves_the_file_as_it_was_and_no_other(
     what: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,14 +102,15 @@ def test_a_write_that_fails_leaves_the_file_as_it_was_and_no_other(
     def full(*_: object, **__: object) -> None:
         raise OSError("no space")
 
-    class Full(io.StringIO):
-        write = full  # type: ignore[assignment]
+    def half(path: Path, text: str, **_: object) -> None:
+        path.write_bytes(text.encode()[: len(text) // 2])
+        full()
 
     with monkeypatch.context() as patch:
-        if what == "write":
-            patch.setattr(os, "fdopen", lambda *_, **__: Full())
+        if what == "replace":
+            patch.setattr(os, "replace", full)
         else:
-            patch.setattr(os, what, full)
+            patch.setattr(Path, "write_text", full if what == "open" else half)
         with pytest.raises(ConfigError, match="no space"):
             profile.store("m", "b", 6)
     assert [x.read_bytes() for x in folder.iterdir()] == [before]

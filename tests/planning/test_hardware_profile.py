@@ -81,6 +81,26 @@ def test_stored_parts_replace_estimates_one_by_one(measured: HardwareProfile) ->
         assert found.with_stored(nothing) == found
 
 
+@pytest.mark.parametrize("part", ["up", "down", "device", "host"])
+@pytest.mark.parametrize("knots", [[[0, 1e-5], [1e9, 1e-5]], [[0, 0], [1, 5e-324]]], ids=["flat", "next to nothing"])
+def test_a_stored_part_that_says_what_no_machine_does_is_left_out(part: str, knots: list[list[float]]) -> None:
+    estimate = HardwareProfile.estimate("a100")
+    value: dict[str, Any] = {"knots": knots}
+    if part == "host":
+        value = {"threads": [[1, value]], "queries": [[1, 1]], "lost": 0.2, "round_trip": 0.0}
+    found = estimate.with_stored({part: {"value": value, "error": None}})
+    assert found == estimate
+    assert found.rates() == estimate.rates()
+
+
+def test_more_threads_than_were_measured_are_an_estimate() -> None:
+    found = HardwareProfile.estimate("a100")
+    host = HostAttention(((1, Curve.straight(2e-5, 8e9)), (4, Curve.straight(2e-5, 30e9))))
+    for part, value in (("up", found.up), ("down", found.down), ("host", host)):
+        found = found.with_part(part, value)
+    assert [found.rates(n).measured for n in (None, 1, 3, 4, 5, 32)] == [True, True, True, True, False, False]
+
+
 def test_it_says_what_was_measured_and_how_well(measured: HardwareProfile) -> None:
     said = str(measured)
     assert "up measured, error 2.0%" in said

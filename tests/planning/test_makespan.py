@@ -63,8 +63,6 @@ def by_events(first: Stage, second: Stage, layers: int) -> float:
                 host = ends["host", other, its] = begins + (first, second)[other].host
                 given = host
     if second.host:
-        pass  # the last of the first was attended to behind the second's last linear part, that of the second is left
-    if second.host:
         host = max(host, ends["linear", 1, layers - 1]) + second.host
     return max(device, host)
 

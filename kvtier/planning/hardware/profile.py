@@ -19,6 +19,8 @@ from kvtier.planning.hardware.predictors import Curve, HostAttention, Linear, Pr
 
 #: Of the JSON. A profile of another format is not read.
 FORMAT = 1
+#: Bytes per second that nothing reaches: what is stored and says more is damaged.
+_FASTEST = 1e15
 
 
 def _share(value: Any) -> float:
@@ -114,7 +116,8 @@ class HardwareProfile:
             copy_overhead=copy_overhead,
             host_overhead=host_overhead + self.host.round_trip,
             shared=self.host.lost,
-            measured={"up", "down", "host"} <= self.measured,
+            # Of more threads than were measured nothing is known.
+            measured={"up", "down", "host"} <= self.measured and (threads or 1) <= self.host.threads[-1][0],
         )
 
     def with_part(self, part: str, value: Any, error: float | None = None) -> HardwareProfile:
@@ -140,9 +143,12 @@ class HardwareProfile:
                 continue
             try:
                 value, error = read(stored["value"]), _error(stored.get("error"))
+                given = found.with_part(part, value, error)
+                rates = given.rates()
             except (ValueError, TypeError, KeyError, OverflowError):
                 continue
-            found = found.with_part(part, value, error)
+            if max(rates.up, rates.down, rates.host, rates.device) <= _FASTEST:
+                found = given
         return found
 
     def part_as_json(self, part: str) -> dict[str, Any]:
