@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 #: A generated token weighs as many of a prompt: a step gives one of each sequence, and many of a prompt.
 GENERATED = 2.0
+#: Tenants that are remembered before those are left out of which nothing need be known.
+MOST = 4096
 
 
 class Shares:
@@ -34,9 +36,13 @@ class Shares:
         It gets no credit for the time in which it had none: it begins with the least of those that are active. If none
         is, it begins where the last one was that was served: what that one took while it was alone is no debt.
         """
+        active = set(active)
         least = min((self.served.get(each, 0.0) for each in active if each != tenant), default=None)
         if least is None:
             least = self.served.get(self._last, 0.0)
+        if len(self.served) > MOST:  # whoever was served less than that begins there when it comes back
+            known = {*active, self._last}
+            self.served = {each: x for each, x in self.served.items() if each in known or x > least}
         self.served[tenant] = max(self.served.get(tenant, 0.0), least)
 
     def serve(self, tenant: str, computed: int, generated: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from kvtier.scheduling.fair import Fair
 from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.scheduler import Scheduler
-from kvtier.scheduling.shares import Shares
+from kvtier.scheduling.shares import MOST, Shares
 from kvtier.scheduling.simulate import Profile, Request, Simulation, simulate
 
 
@@ -59,6 +60,26 @@ def test_what_a_tenant_took_while_it_was_alone_is_no_debt() -> None:
     shares.serve("b", 10, 0)
     shares.arrives("a", ["b"])
     assert shares.served["a"] <= shares.served["b"], "it waits behind all that the other has asked for"
+
+
+def test_tenants_of_which_nothing_need_be_known_are_forgotten() -> None:
+    shares, plain = Shares(), dict[str, float]()
+    rng, active, last = random.Random(0), list[str](), ""
+    for _ in range(30_000):
+        tenant = f"tenant {rng.randrange(20_000)}"
+        if tenant not in active:
+            shares.arrives(tenant, active)
+            least = min((plain.get(x, 0.0) for x in active), default=plain.get(last, 0.0))
+            plain[tenant] = max(plain.get(tenant, 0.0), least)
+            active.append(tenant)
+        served = min(active, key=lambda x: plain[x])
+        shares.serve(served, 10, 5)
+        plain[served], last = plain[served] + 20.0, served
+        if len(active) > 8:
+            active.remove(rng.choice(active))
+        assert all(shares.served[x] == plain[x] for x in active)
+    assert len(plain) > 10_000
+    assert len(shares.served) <= MOST + 1
 
 
 def test_waiting_has_a_bound(profile: Profile) -> None:
