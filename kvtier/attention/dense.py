@@ -89,16 +89,19 @@ def _gather_all(reader: LayerReader, count: int, data: torch.Tensor) -> None:
         reader.end(reading)
 
 
-def own_kv(reader: LayerReader, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `length` tokens of a layer in tensors of the caller's own, contiguous, outside the budgets."""
+def own_kv(reader: LayerReader, length: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens `[start, length)` of a layer in tensors of the caller's own, outside the budgets; from 0 on they are
+    contiguous. Blocks before these tokens are not read."""
     layer = reader.layer
     layout, pool = layer.layout, layer.blocks.pools.home
     options: dict[str, Any] = {"dtype": layout.dtype, "device": layer.device.device}
-    keys = torch.empty((layer.batch, layout.k_heads, length, layout.k_dim), **options)
-    values = torch.empty((layer.batch, layout.v_heads, length, layout.v_dim), **options)
+    first, skipped = divmod(start, layout.block_size)
+    room = length - (start - skipped)
+    keys = torch.empty((layer.batch, layout.k_heads, room, layout.k_dim), **options)
+    values = torch.empty((layer.batch, layout.v_heads, room, layout.v_dim), **options)
     dense = (Dense(keys, pool.keys), Dense(values, pool.values))
-    _gather(reader, dense, 0, -(-length // layout.block_size))
-    return keys, values
+    _gather(reader, dense, first, -(-length // layout.block_size))
+    return (keys[:, :, skipped:], values[:, :, skipped:]) if skipped else (keys, values)
 
 
 def stream_kv(

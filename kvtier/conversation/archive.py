@@ -124,8 +124,8 @@ class Archive:
                 return
             tensors = {}
             for i in sorted(cache._forward.readers):
-                keys, values = cache.layers[i].dense("saving")
-                tensors[f"k.{i}"], tensors[f"v.{i}"] = (x[0, :, start:length].contiguous() for x in (keys, values))
+                keys, values = cache.layers[i].dense("saving", start)
+                tensors[f"k.{i}"], tensors[f"v.{i}"] = (x[0, :, : length - start].contiguous() for x in (keys, values))
         if saved.states is None:
             self._write(saved, start, length, parent, tensors)
             return

@@ -464,9 +464,17 @@ class Forward(PlannedForward):
         return out if out.dtype is dtype else out.to(dtype)
 
     def densify(
-        self, reader: LayerReader, length: int, epoch: int, operation: str | None, *, counted: bool = True
+        self,
+        reader: LayerReader,
+        length: int,
+        epoch: int,
+        operation: str | None,
+        *,
+        start: int = 0,
+        counted: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a view as tensors of the caller's own; `operation` None: by design."""
+        """Keys and values of a view, or its tokens from `start` on, as tensors of the caller's own; `operation` None:
+        by design."""
         self.check_view(reader, length, epoch)
         audit = self.memory.audit
         if audit is not None:
@@ -474,7 +482,7 @@ class Forward(PlannedForward):
             if audit.calls <= 0:
                 self._compare(reader.layer, audit)
         with self.steps.changing():
-            keys, values = own_kv(reader, length)
+            keys, values = own_kv(reader, length, start)
             if counted:
                 self.counters.count_dense(operation, keys.nbytes + values.nbytes)
             self._after(reader)

@@ -17,6 +17,7 @@ from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
 
 from kvtier import StoreInUseError
 from kvtier.conversation import archive
+from kvtier.forward.forward import Forward
 
 
 def saving_threads() -> int:
@@ -206,3 +207,30 @@ def test_two_stores_of_one_model_time_each_forward_once(tmp_path: Path, monkeypa
         *((1, 19 + n) for n in range(5)),
     ]
     assert all(x.seconds > 1e-5 for x in took)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_what_a_turn_reads_to_be_saved_does_not_grow_with_its_history(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    densify = Forward.densify
+
+    def counted(*args: Any, **options: Any) -> Any:
+        found = densify(*args, **options)
+        if "saving" in args:
+            read.append(found[0].untyped_storage().nbytes() // found[0].shape[0])
+        return found
+
+    monkeypatch.setattr(Forward, "densify", counted)
+    taken = []
+    with store_of(tiny_model(name), directory=tmp_path) as store:
+        ids = some_ids(40)
+        for turn in range(12):
+            out = store.generate(**ones(ids), max_new_tokens=4, do_sample=False)
+            store.flush()
+            taken.append(max(read))
+            read.clear()
+            ids = torch.cat([out, some_ids(5, seed=turn)], 1)
+    assert max(taken[1:]) <= 2 * taken[1], "the whole history is read"
+    assert max(taken[1:]) < taken[0]
