@@ -344,7 +344,7 @@ class Engine:
             with lock:
                 new = request.output.generated_tokens[given:]
                 over = request.done.is_set()
-                if not new and not over and self._loop.started:
+                if not new and not over and self._loop.alive:
                     left = None if until is None else until - time.monotonic()
                     if left is not None and left <= 0:
                         raise TimeoutError(f"No token of {request.name!r} came in time.")
@@ -409,7 +409,7 @@ class Engine:
                     added += made
                     found |= {each.name: each.output for each in made}
                 pending.pop(0)
-            if not self._loop.started:
+            if not self._loop.alive:
                 self.step()
             else:
                 waited = next((each for each in added if not each.done.is_set()), None)

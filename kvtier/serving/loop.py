@@ -34,11 +34,6 @@ class Loop:
         self.stepping = threading.RLock()
 
     @property
-    def started(self) -> bool:
-        """Whether steps are a thread's."""
-        return self._thread is not None
-
-    @property
     def alive(self) -> bool:
         """Whether that thread runs."""
         thread = self._thread
@@ -68,7 +63,7 @@ class Loop:
         requests = self._requests
         with requests.lock:
             requests.check_open()
-            if self._thread is None:
+            if not self.alive:  # it was never started, or has ended by itself
                 self._stopping = False
                 self._thread = threading.Thread(target=self._run, name="kvtier-engine", daemon=True)
                 self._thread.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,8 @@ from kvtier.serving.costs import Costs
 from kvtier.serving.prefixes import Prefixes
 from kvtier.serving.request import Request, RequestOutput, Terms
 from kvtier.serving.runner import Runner
+
+_LOG = logging.getLogger("kvtier.serving")
 
 #: Requests that have ended, whose outputs are kept for whoever asks.
 MAX_ENDED = 4096
@@ -169,7 +172,12 @@ class Requests:
     def computed(self, request: Request) -> None:
         """A part of its prompt is there, for others to begin with."""
         if self._prefixes is not None:
-            self._prefixes.computed(request)
+            try:
+                self._prefixes.computed(request)
+            except AssertionError:
+                raise
+            except Exception as error:
+                _LOG.warning("What request %r has computed is not kept: %s", request.name, error)
 
     def fork(self, request: Request) -> list[Request]:
         """The other samples of a prompt that is there now: those that go on with its blocks."""
@@ -192,7 +200,12 @@ class Requests:
         """A request gives up its sequence; what it has computed is kept, as long as nobody needs the room."""
         if self._prefixes is not None:
             if keep:
-                self._prefixes.keep(request)
+                try:
+                    self._prefixes.keep(request)
+                except AssertionError:
+                    raise
+                except Exception as error:  # it is computed again where it is asked for
+                    _LOG.warning("What request %r has computed is not kept: %s", request.name, error)
             self._prefixes.there(request)
         if request.sequence is not None:
             self._runner.remove(request.sequence)

@@ -105,11 +105,24 @@ class Steps:
             plan = self._scheduler.plan(self._load())
             for job in plan.preempt:
                 requests.preempt(job, plan.ways.get(job, RECOMPUTE))
-            work = [(request := requests.admit(job), self._work(request, n)) for job, n in plan.tokens.items()]
+            work = [each for job, n in plan.tokens.items() for each in self._admitted(job, n)]
             if not work and not plan.preempt:
                 # What somebody waits for is on its way from the disk.
                 requests.lock.wait(_PAUSE)
             return work
+
+    def _admitted(self, job: Job, tokens: int) -> list[tuple[Request, Work]]:
+        """A job's part of a step. What fails as it begins takes no other with it. Holds the lock."""
+        requests = self._requests
+        request = requests.running.get(job) or requests.waiting[job]
+        try:
+            return [(requests.admit(job), self._work(request, tokens))]
+        except AssertionError:
+            raise  # of no request: what is counted does not agree
+        except Exception as error:
+            _LOG.warning("Request %r failed as it began: %s", request.name, error)
+            requests.end(request, "error", error)
+            return []
 
     def _load(self) -> Load:
         """What the scheduler decides on. Holds the lock."""

@@ -119,6 +119,32 @@ def test_a_processor_that_raises_ends_its_own_request() -> None:
         check(engine, "llama", prompts, names)
 
 
+@pytest.mark.parametrize("place", ["begin", "keep", "computed"])
+def test_what_fails_as_a_request_comes_or_goes_takes_no_other_with_it(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = some(random.Random(2), 5)
+    with engine_of("llama", random.Random(0)) as engine:
+        works, broken = getattr(engine._prefixes, place), set[str]()
+
+        def breaks(request: Any, *args: Any) -> Any:
+            if request.name in broken:
+                raise OSError("the disk is gone")
+            return works(request, *args)
+
+        monkeypatch.setattr(engine._prefixes, place, breaks)
+        names = [f"request {i}" for i in range(5)]
+        broken.add(names[2])
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(list(prompt), request_id=name, max_new_tokens=NEW, do_sample=False)
+        outputs = [engine.wait(each) for each in names]
+        assert [x.error is not None for x in outputs] == [i == 2 and place == "begin" for i in range(5)]
+        monkeypatch.undo()
+        engine.check_integrity()
+        left = [i for i in range(5) if outputs[i].error is None]
+        check(engine, "llama", [prompts[i] for i in left], [names[i] for i in left])
+
+
 def test_drawn_tokens_are_the_same_beside_a_processor_that_raises() -> None:
     calls = itertools.count()
 
@@ -138,29 +164,36 @@ def test_drawn_tokens_are_the_same_beside_a_processor_that_raises() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_who_waits_hears_of_it_when_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_hears_of_it_when_the_thread_ends_and_it_can_be_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Panic(BaseException):
         pass
 
+    added = threading.Event()
+
     def panics(work: object) -> None:
+        added.wait(10)
         raise Panic
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with engine_of("llama", random.Random(0)) as engine:
         step, engine._runner.step = engine._runner.step, panics
-        names = [engine.add_request([5, 6, i], max_new_tokens=NEW, do_sample=False) for i in range(1, 4)]
-        names.append(engine.add_request([5, 6], max_new_tokens=NEW, do_sample=True, num_return_sequences=2))
         engine.start()
+        names = [engine.add_request([5, 6, i], max_new_tokens=NEW, do_sample=False) for i in range(1, 4)]
+        added.set()
         found = [engine.wait(name, timeout=10) for name in names]
         assert all(isinstance(x.error, Panic) for x in found)
         assert until(lambda: not engine.alive)
         engine._runner.step = step
+        by_hand = engine.add_request([5, 6, 1], max_new_tokens=NEW, do_sample=False)
+        assert engine.wait(by_hand, timeout=10).finish_reason == "length"
+        engine.start()
+        assert engine.alive
+        again = engine.add_request([5, 6, 1], max_new_tokens=NEW, do_sample=False)
+        assert engine.wait(again, timeout=10).generated_tokens == engine.output(by_hand).generated_tokens
         engine.stop()
         engine.check_integrity()
-        again = engine.add_request([5, 6, 1], max_new_tokens=NEW, do_sample=False)
-        engine.start()
-        assert engine.wait(again, timeout=10).finish_reason == "length"
-        engine.stop()
 
 
 def until(what: Callable[[], bool], seconds: float = 10.0) -> bool:
