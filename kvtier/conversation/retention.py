@@ -48,17 +48,18 @@ class Retention(Generic[T]):
 
     Args:
         policy: of which this is the only user. It can be copied.
-        capacity: tokens that may be kept, about; corrected as the memory is full.
+        capacity: tokens that may be kept, about; corrected once the memory is full.
         clock: seconds; None: `time.monotonic`, as it is then.
     """
 
     def __init__(self, policy: EvictionPolicy, capacity: int, clock: Callable[[], float] | None = None) -> None:
         self._new_policy = copy.deepcopy(policy)
         self._clock = time.monotonic if clock is None else clock
+        self._was_full = False
         self._begin(policy, capacity)
 
     def _begin(self, policy: EvictionPolicy, capacity: int) -> None:
-        self._tree = PrefixTree(policy, max(capacity, 1))
+        self._tree = PrefixTree(policy, max(capacity, 1), block_size=TOKENS)
         self._paths: dict[T, _Path] = {}
         self._refs: dict[bytes, int] = {}
         # Sequences by their last block: those that end with a leaf are its only ones.
@@ -78,12 +79,20 @@ class Retention(Generic[T]):
         """A sequence is kept from now on; what of it is not kept yet is new."""
         assert sequence not in self._paths
         path = self._paths[sequence] = _Path(*_blocks(key, ids))
+        starts = (0, *path.ends[:-1])
+        new = sum(
+            end - start
+            for name, start, end in zip(path.names, starts, path.ends, strict=False)
+            if name not in self._tree
+        )
+        if new > self._tree.free:
+            # What the memory holds is not known before it was full. Once it was, what is kept is all that it holds: a
+            # larger capacity would have the shadows of a policy keep what no policy could.
+            self._tree.resize(self._tree.used + new if self._was_full else 2 * self._tree.capacity + new)
         before: bytes | None = None
         start, now = 0, self._clock()
         for name, end in zip(path.names, path.ends, strict=True):
             if name not in self._tree:
-                if self._tree.free < end - start:
-                    self._tree.resize(2 * self._tree.capacity + end - start)
                 self._tree.insert(name, before, now, size=end - start)
             self._refs[name] = self._refs.get(name, 0) + 1
             before, start = name, end
@@ -189,6 +198,7 @@ class Retention(Generic[T]):
 
     def full(self) -> None:
         """The memory is full: what is kept now is what there is room for."""
+        self._was_full = True
         now = max(self._tree.used, 1)
         if abs(now - self._tree.capacity) > _CHANGE * self._tree.capacity:
             self._tree.resize(now)

@@ -5,7 +5,8 @@ alone, whose capacity is the real one scaled down, and which sees a sample of th
 chosen by a hash of the key, as in SHARDS (Waldspurger et al., FAST 2015): a block is always sampled or never. Among
 sampled blocks, the nearest one before a block takes the place of its parent, so that a shadow has paths too, evicts
 leaves, and hits prefixes. Every conversation is thinned out alike, where a sample of whole conversations would depend
-on which ones it has.
+on which ones it has. How many blocks the real cache will hold is not known before: when a shadow holds twice as many as
+it should, half of the keys are sampled no longer, and leave the shadows, which keep all else that they have learned.
 
 The real blocks are ordered by all policies at once: each hears every event, which costs it an entry for each leaf, and
 whichever leads is asked. To follow another one is to ask another one.
@@ -20,7 +21,8 @@ from kvtier.errors import ConfigError
 from kvtier.eviction.policy import EvictionPolicy, Key, Node
 from kvtier.eviction.tree import PrefixTree
 
-#: Blocks that a shadow holds about, once the real cache holds more: the noise of a sample falls with their root.
+#: Blocks that a shadow holds about, and less than twice as many, once the real cache holds more: the noise of a sample
+#: falls with their root.
 SHADOW_BLOCKS = 1024
 #: A candidate has to promise so much more than the one that is followed.
 HYSTERESIS = 0.02
@@ -52,8 +54,8 @@ class Shadow:
 
     __slots__ = ("score", "tree")
 
-    def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
-        self.tree = PrefixTree(policy, max(capacity, 1))
+    def __init__(self, policy: EvictionPolicy, capacity: int, block_size: int) -> None:
+        self.tree = PrefixTree(policy, capacity, block_size=block_size)
         self.score = 0.0
 
     def use(self, node: Node, above: Key | None) -> bool:
@@ -72,6 +74,12 @@ class Shadow:
         if above is not None:
             tree.release(above)
         return False
+
+    def remove(self, key: Key) -> None:
+        """A block of the real cache is gone for other reasons than eviction: nobody can ask for it. It stays where this
+        policy still has what continues it."""
+        if key in self.tree and self.tree.node(key).stamp:
+            self.tree.remove(key)
 
 
 class Adaptive(EvictionPolicy):
@@ -109,18 +117,21 @@ class Adaptive(EvictionPolicy):
         self._shadow_blocks, self._hysteresis, self._half_life = shadow_blocks, hysteresis, half_life
         self.leader = next(iter(self._make))
         self._asked = self._real[self.leader]
+        # Of each block that was sampled when it was inserted, the one before it that was.
+        self._above: dict[Key, Key | None] = {}
         self.switches = 0
         self.rate = 1.0
         self._limit = 1 << _BITS
+        self._size = 1
         self._uses = self._period = 0
 
     def resize(self, capacity: int) -> None:
         """See the base class."""
         super().resize(capacity)
         for policy in self._real.values():
+            policy.block_size = self.block_size
             policy.resize(capacity)
-        for shadow in self._shadows.values():
-            shadow.tree.resize(max(round(capacity * self.rate), 1))
+        self._scale()
 
     def scores(self) -> dict[str, float]:
         """Of each candidate, its hits in the sample; the older a hit is, the less it counts."""
@@ -134,19 +145,18 @@ class Adaptive(EvictionPolicy):
             policy.insert(node, parent)
         if not self._shadows:
             self._begin(node)
-        anchor = parent.anchor if parent is not None else None
+        node.anchor = self._sampled(parent.anchor) if parent is not None else None
         if hashed(node.key) < self._limit:
-            anchor = (node.key, anchor[0] if anchor is not None else None)
-            self._use(node, anchor[1])
-        node.anchor = anchor
+            above = self._above[node.key] = node.anchor
+            node.anchor = node.key
+            self._use(node, above)
 
     def reuse(self, node: Node) -> None:
         """See the base class."""
         for policy in self._real.values():
             policy.reuse(node)
-        anchor = node.anchor
-        if anchor is not None and anchor[0] == node.key:
-            self._use(node, anchor[1])
+        if node.anchor == node.key and hashed(node.key) < self._limit:
+            self._use(node, self._sampled(self._above[node.key]))
 
     def enter(self, node: Node) -> None:
         """See the base class."""
@@ -157,6 +167,10 @@ class Adaptive(EvictionPolicy):
         """See the base class."""
         for policy in self._real.values():
             policy.remove(node, evicted=evicted)
+        self._above.pop(node.key, None)
+        if not evicted:
+            for shadow in self._shadows.values():
+                shadow.remove(node.key)
 
     def victim(self, now: float) -> Node | None:
         """See the base class."""
@@ -165,19 +179,47 @@ class Adaptive(EvictionPolicy):
     # Shadows
 
     def _begin(self, node: Node) -> None:
-        """Make the shadows. The size of the first block says about how many the capacity holds."""
-        self.rate = min(self._shadow_blocks * node.size / self.capacity, 1.0)
-        self._limit = round(self.rate * (1 << _BITS))
+        """Make the shadows. The size of a whole block says about how many the capacity holds. The first block may be
+        the end of a short sequence, far smaller than those that come."""
+        self._size = max(node.size, self.block_size)
+        self._sample(min(self._shadow_blocks * self._size / self.capacity, 1.0))
+        self._shadows = {name: Shadow(make(), 1, self.block_size) for name, make in self._make.items()}
+        self._scale()
+
+    def _sample(self, rate: float) -> None:
+        self.rate = rate
+        self._limit = round(rate * (1 << _BITS))
+
+    def _scale(self) -> None:
+        """Give the shadows their part of the capacity."""
         capacity = max(round(self.capacity * self.rate), 1)
-        self._shadows = {name: Shadow(make(), capacity) for name, make in self._make.items()}
-        self._period = max(round(capacity / node.size * self._half_life / _PARTS), 1)
+        for shadow in self._shadows.values():
+            shadow.tree.resize(capacity)
+        self._period = max(round(capacity / self._size * self._half_life / _PARTS), 1)
+
+    def _sampled(self, key: Key | None) -> Key | None:
+        """The last block that is sampled now, of one that was sampled once and those before it."""
+        while key is not None and hashed(key) >= self._limit:
+            key = self._above.get(key)
+        return key
+
+    def _thin(self) -> None:
+        """Sample half of the keys from now on. What the shadows know of these stays: made again, they would have to
+        learn for as long as at the beginning. A hit stands for two where it stood for one: older ones count half."""
+        self._sample(self.rate / 2)
+        for shadow in self._shadows.values():
+            shadow.tree.thin(lambda key: hashed(key) < self._limit)
+            shadow.score /= 2
+        self._scale()
 
     def _use(self, node: Node, above: Key | None) -> None:
         for shadow in self._shadows.values():
             if shadow.use(node, above):
                 shadow.score += 1.0
+        while any(len(shadow.tree) >= 2 * self._shadow_blocks for shadow in self._shadows.values()):
+            self._thin()
         self._uses += 1
-        if self._uses == self._period:
+        if self._uses >= self._period:
             self._uses = 0
             self._follow()
 

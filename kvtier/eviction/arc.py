@@ -62,6 +62,12 @@ class ARC(EvictionPolicy):
     def _in_t2(self, node: Node) -> bool:
         return node.uses > 0 or node.key in self._returned
 
+    def resize(self, capacity: int) -> None:
+        """See the base class. The division between the lists stays."""
+        if self.capacity:
+            self._target *= capacity / self.capacity
+        super().resize(capacity)
+
     def insert(self, node: Node, parent: Node | None) -> None:
         """See the base class."""
         b1, b2 = self._b1, self._b2

@@ -41,8 +41,8 @@ class Node:
         users: how many use it at this moment.
         pins: how many keep it from being evicted.
         stamp: names the time for which it has been a leaf; 0 while it is none.
-        anchor: `Adaptive`'s: of this block and those before it, the last one that is sampled, and the sampled one
-            before that.
+        anchor: `Adaptive`'s: the key of the last one that was sampled, of this block and those before it, when this
+            block was inserted.
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class Node:
         self.time = time
         self.uses = self.priority = self.users = self.pins = self.stamp = 0
         self.expires = math.inf
-        self.anchor: tuple[Key, Key | None] | None = None
+        self.anchor: Key | None = None
 
     def __repr__(self) -> str:
         return f"Node({self.key!r}, parent={self.parent!r}, depth={self.depth}, uses={self.uses})"
@@ -84,6 +84,8 @@ class EvictionPolicy:
 
     #: What the tree holds at most, in the unit of the blocks' sizes.
     capacity: int = 0
+    #: Of a whole block, in that unit. A sequence may end with a smaller one.
+    block_size: int = 1
 
     def resize(self, capacity: int) -> None:
         """The tree begins with this capacity, or changes to it."""

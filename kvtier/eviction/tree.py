@@ -15,7 +15,7 @@ A lower tier has a tree of its own, in which a block may be there without its pa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvtier.errors import ConfigError
 from kvtier.eviction.policy import EvictionPolicy, Key, LeafHeap, Node
@@ -28,6 +28,7 @@ class PrefixTree:
         policy: orders the leaves. It serves this tree alone.
         capacity: what the blocks' sizes may add up to, in the same unit. `insert` refuses what does not fit: whoever
             inserts evicts before.
+        block_size: of a whole block, for the policy; a smaller one may be inserted too.
 
     Attributes:
         used: what the sizes add up to.
@@ -37,8 +38,9 @@ class PrefixTree:
         ConfigError: a capacity below 1.
     """
 
-    def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
+    def __init__(self, policy: EvictionPolicy, capacity: int, *, block_size: int = 1) -> None:
         self.policy = policy
+        policy.block_size = block_size
         self.used = self.leaves = 0
         self._nodes: dict[Key, Node] = {}
         # Kept blocks that continue a block, which need not be kept itself.
@@ -158,6 +160,42 @@ class PrefixTree:
         if node.users or key in self._children:
             raise ValueError(f"block {key!r} cannot go: a kept block continues it, or it is in use.")
         self._remove(node, evicted=False)
+
+    def thin(self, stays: Callable[[Key], bool]) -> None:
+        """Remove all blocks but those that stay, in the middle of paths too: what continued one that is gone continues
+        the one before that. The policy keeps what it knows of all others.
+
+        Raises:
+            ValueError: a block that would go is in use or pinned.
+        """
+        nodes = sorted(self._nodes.values(), key=lambda node: node.depth)
+        staying = {node.key for node in nodes if stays(node.key)}
+        for node in nodes:
+            if node.key not in staying and (node.users or node.pins):
+                raise ValueError(f"block {node.key!r} cannot go: it is in use or pinned.")
+        # A block's parent comes before it here, so that the parent's own place is already the new one.
+        for node in nodes:
+            above = self._nodes.get(node.parent) if node.parent is not None else None
+            if above is None:
+                continue
+            if above.key in staying:
+                node.depth = above.depth + 1
+            else:
+                node.parent, node.depth = above.parent, above.depth
+        self._children = {}
+        for node in nodes:
+            if node.stamp:
+                self._leave(node)
+            if node.key in staying:
+                if node.parent is not None:
+                    self._children[node.parent] = self._children.get(node.parent, 0) + 1
+            else:
+                del self._nodes[node.key]
+                self.used -= node.size
+                self.policy.remove(node, evicted=False)
+        # All leaves are new ones: policies may order them by their depth.
+        for node in self._nodes.values():
+            self._refresh(node)
 
     # What may not be evicted
 

@@ -16,8 +16,9 @@ from kvtier import ConfigError
 from kvtier.conversation import retention
 from kvtier.conversation.index import packed
 from kvtier.conversation.retention import Retention
+from kvtier.eviction.adaptive import SHADOW_BLOCKS, Adaptive
 from kvtier.eviction.lru import LRU
-from kvtier.eviction.names import POLICIES
+from kvtier.eviction.names import CANDIDATES, FIXED, POLICIES, adaptive
 from kvtier.eviction.pensieve import Pensieve
 from kvtier.eviction.rank import Rank
 
@@ -157,6 +158,98 @@ def test_the_least_recently_used_goes_first_its_end_first() -> None:
         for name, tokens in chosen:
             order.shortened(name, tokens)
     assert gone == [("b", 16), ("b", 8), ("b", 0), ("c", 16), ("c", 8), ("c", 0), ("a", 16), ("a", 8), ("a", 0)]
+
+
+# What the default's shadows see
+
+
+class Loop:
+    """Sequences that are kept in a memory of so many blocks, and used again while they are."""
+
+    def __init__(self, policy: Adaptive, blocks: int) -> None:
+        self.policy, self.room, self.now = policy, blocks * retention.TOKENS, 0.0
+        self.order: Retention[Hashable] = Retention(policy, 256 * retention.TOKENS, lambda: self.now)
+        self.kept: set[Hashable] = set()
+        self.used: dict[Hashable, int] = {}
+
+    def visit(self, sequence: Hashable, ids: list[int]) -> bool:
+        """Whether it is there still."""
+        self.now += 1
+        if self.used.get(sequence) == len(ids):
+            self.order.use([sequence], len(ids))
+            return True
+        while sum(self.used.values()) + len(ids) > self.room:
+            self.order.full()
+            for gone, tokens in self.order.evict():
+                self.order.shortened(gone, tokens)
+                self.used[gone] = tokens
+                if not tokens:
+                    del self.used[gone]
+        if self.used.pop(sequence, 0):
+            self.order.shortened(sequence, 0)
+        self.order.keep(sequence, "", packed(ids))
+        self.used[sequence] = len(ids)
+        return False
+
+
+@pytest.mark.parametrize("first", [1, 3, 256])
+def test_the_best_policy_is_found_however_short_the_first_sequence_is(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """A loop somewhat larger than the memory, in which what was used longest ago is what is needed next."""
+    monkeypatch.setattr(retention, "TOKENS", 256)
+
+    def hits(policy: Adaptive) -> int:
+        loop = Loop(policy, 60)
+        loop.visit("first", [-1] * first)
+        return sum(loop.visit(i, [i] * 256) for _ in range(60) for i in range(80))
+
+    policy = adaptive()
+    found = hits(policy)
+    assert (policy.rate, policy.leader) == (1, "s3-fifo")
+    assert found >= 0.7 * max(hits(Adaptive({name: FIXED[name]})) for name in CANDIDATES)
+    assert found > 1500
+
+
+def test_shadows_of_a_large_memory_hold_a_sample() -> None:
+    policy = adaptive()
+    loop = Loop(policy, 6000)
+    for i in range(9000):
+        loop.visit(i, [i] * 8)
+        assert all(len(shadow.tree) < 2 * SHADOW_BLOCKS for shadow in policy._shadows.values())
+    assert policy.rate == 1 / 4
+    for shadow in policy._shadows.values():
+        assert len(shadow.tree) == pytest.approx(6000 / 4, rel=0.1)
+        shadow.tree.check_integrity()
+
+
+def test_once_the_memory_was_full_the_capacity_is_what_is_kept() -> None:
+    policy = adaptive()
+    loop = Loop(policy, 60)
+    for i in range(40):
+        loop.visit(i, [i] * 80)
+        if i >= 6:
+            assert policy.capacity == 60 * 8
+            assert all(shadow.tree.capacity == 60 * 8 for shadow in policy._shadows.values())
+            assert policy._period == 60, "hits count half after 32 times what a shadow holds"
+
+
+def test_what_a_longer_sequence_replaces_leaves_the_shadows() -> None:
+    policy = adaptive()
+    order: Retention[tuple[int, int]] = Retention(policy, 256 * 8)
+    for turn in range(20):
+        for chat in range(30):
+            before, after = (chat, turn - 1), (chat, turn)
+            if turn:
+                order.use([before], 3 * turn)
+            order.keep(after, "", packed([chat] * 3 * (turn + 1)))
+            if turn:
+                order.shortened(before, 0)
+    assert policy.rate == 1
+    for shadow in policy._shadows.values():
+        assert len(shadow.tree) == 30 * -(-60 // 8)
+        shadow.tree.check_integrity()
+        assert shadow.tree.used == 30 * 60
 
 
 # In a store

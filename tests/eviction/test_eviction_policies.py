@@ -10,7 +10,8 @@ import pytest
 from eviction_models import MODELS
 
 from kvtier import ConfigError
-from kvtier.eviction.names import POLICIES, policy_of
+from kvtier.eviction.arc import ARC
+from kvtier.eviction.names import FIXED, POLICIES, policy_of
 from kvtier.eviction.tree import PrefixTree
 
 #: Events of one walk. KVTIER_TEST_OPERATIONS asks for more.
@@ -178,6 +179,76 @@ def test_a_tier_that_shrinks_says_how_much_has_to_go(name: str) -> None:
     assert tree.free == -70
     assert len(tree.make_room(5, 200.0) or ()) == 75
     tree.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", FIXED)
+def test_a_thinned_tree_is_one_that_saw_the_other_blocks_alone(name: str, seed: int) -> None:
+    """Its paths, depths and leaves, and the order in which all of it is evicted."""
+    draw = random.Random(seed)
+    whole, part = (PrefixTree(FIXED[name](), 1000) for _ in range(2))
+    names: list[tuple[int, ...]] = []
+    for now in range(400):
+        key = (*(draw.choice([(), *names]) if names else ()), now)
+        if len(key) > 12 or draw.random() < 0.4:
+            key = draw.choice(names) if names else key
+        if key in whole:
+            whole.reuse(key, now)
+        else:
+            whole.insert(key, key[:-1] or None, now)
+            names.append(key)
+        if key[-1] % 3:
+            continue
+        if key in part:
+            part.reuse(key, now)
+        else:
+            before = [key[:i] for i in range(1, len(key)) if not key[i - 1] % 3]
+            part.insert(key, before[-1] if before else None, now)
+    whole.thin(lambda key: not key[-1] % 3)
+    whole.check_integrity()
+    assert set(whole) == set(part)
+    for key in part:
+        assert (whole.node(key).parent, whole.node(key).depth) == (part.node(key).parent, part.node(key).depth)
+    gone = [part.evict(1000) for _ in range(len(part))]
+    assert [whole.evict(1000) for _ in range(len(whole))] == gone
+    assert len(gone) > 50
+    assert whole.used == whole.leaves == 0
+
+
+def test_what_is_in_use_is_not_thinned_out() -> None:
+    tree = PrefixTree(policy_of("lru"), 10)
+    for key, parent in (("a", None), ("b", "a"), ("c", "b")):
+        tree.insert(key, parent, 0)
+    tree.pin("b")
+    with pytest.raises(ValueError, match="'b' cannot go"):
+        tree.thin(lambda key: key == "c")
+    tree.thin(lambda key: key != "a")
+    assert (tree.node("b").parent, tree.node("b").depth, tree.node("c").depth) == (None, 1, 2)
+    tree.check_integrity()
+
+
+def test_arc_divides_a_tier_of_another_size_alike() -> None:
+    policy = ARC()
+    tree = PrefixTree(policy, 100)
+
+    def use(keys: range) -> None:
+        for key in keys:
+            if key in tree:
+                tree.reuse(key, 0)
+            else:
+                tree.make_room(1, 0)
+                tree.insert(key, None, 0)
+
+    use(range(50))
+    use(range(50))
+    use(range(100, 200))
+    use(range(100, 150))  # evicted of those used once: that list was too short
+    use(range(300, 400))
+    once = sum(not tree.node(key).uses and key >= 300 for key in tree)
+    assert once == pytest.approx(50, abs=1)
+    tree.resize(40)
+    tree.make_room(1, 0)
+    assert sum(key >= 300 for key in tree) == pytest.approx(20, abs=1)
 
 
 def test_what_cannot_be_is_refused() -> None:

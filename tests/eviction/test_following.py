@@ -12,8 +12,9 @@ from kvtier.eviction.lfu import LFU
 from kvtier.eviction.lru import LRU
 from kvtier.eviction.names import CANDIDATES, FIXED, POLICIES
 from kvtier.eviction.replay.offline import best_possible
-from kvtier.eviction.replay.one_tier import replay
+from kvtier.eviction.replay.one_tier import Hits, replay, replay_one
 from kvtier.eviction.replay.traces import Request, agents
+from kvtier.eviction.tree import PrefixTree
 
 BOTH = {"lru": LRU, "lfu": LFU}
 
@@ -75,6 +76,32 @@ def test_a_shadow_of_a_sample_hits_as_often_as_the_whole() -> None:
             used = sum(hashed(key) < policy.rate * 2**32 for request in requests for key in request.keys)
             assert policy.rate == 0.25
             assert policy.scores()[name] / used == pytest.approx(rate, abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["lru", "arc", "pensieve"])
+def test_a_tier_that_grows_is_sampled_less_and_the_shadows_go_on(name: str) -> None:
+    """From the last time on that half of the keys leave them, they hit as often as the whole."""
+    requests = agents(count=60, turns=20, per_second=0.4)
+    policy = Adaptive({name: FIXED[name]}, shadow_blocks=500, half_life=1e9)
+    tree, found, rates = PrefixTree(policy, 500), Hits(), [1.0]
+    score = used = before = blocks = 0.0
+    for request in requests:
+        if tree.free < len(request.keys) and tree.capacity < 5000:
+            tree.resize(tree.capacity + 500)
+        replay_one(tree, request, found)
+        shadow = policy._shadows[name].tree
+        assert len(shadow) < 1000
+        if policy.rate < rates[-1]:
+            rates.append(policy.rate)
+            score, used, before, blocks = policy.scores()[name], 0, found.hits, found.blocks
+        else:
+            used += sum(hashed(key) < policy.rate * 2**32 for key in request.keys)
+    shadow.check_integrity()
+    assert rates == [1, 1 / 2, 1 / 4, 1 / 8]
+    assert len(shadow) == pytest.approx(5000 / 8, rel=0.1)
+    assert all(hashed(key) < policy.rate * 2**32 for key in shadow)
+    rate = (found.hits - before) / (found.blocks - blocks)
+    assert (policy.scores()[name] - score) / used == pytest.approx(rate, abs=0.03)
 
 
 def test_what_is_sampled_is_even_and_the_same_everywhere() -> None:
