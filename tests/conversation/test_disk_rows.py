@@ -607,6 +607,60 @@ def test_a_turn_of_a_long_conversation_writes_what_it_adds(tmp_path: Path) -> No
     disk.close()
 
 
+def test_a_save_writes_as_much_of_the_manifest_however_long_its_chain_is(tmp_path: Path) -> None:
+    """The chunks of the history are used with each turn, and the manifest hears of the end only."""
+    disk, log, ids = disk_of(tmp_path), tmp_path / f"{MANIFEST}-wal", list[int]()
+    written: dict[int, int] = {}
+    for turn in range(301):
+        ids += [turn] * 8
+        load(disk, ids[:-8])
+        if turn in (20, 300):
+            disk._manifest._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        assert save(disk, ids)
+        if turn in (20, 300):
+            written[turn] = log.stat().st_size
+    assert written[300] <= written[20] <= 20_000, written
+    disk.close()
+
+
+@pytest.mark.parametrize("seed", range(WALKS))
+def test_the_order_of_use_is_the_same_in_a_folder_that_is_opened_again(seed: int, tmp_path: Path) -> None:
+    """Also where the end of a chain, which the manifest had its use from, made room or was removed."""
+    rng, disk, known = random.Random(seed), disk_of(tmp_path, 60_000), [[0]]
+    for turn in range(120):
+        ids = [*rng.choice(known[-9:]), *[turn % 50] * 8]
+        known.append(ids)
+        assert save(disk, ids)
+        disk.save_conversation(f"{turn}", {"ids": ids, "salt": None})
+        if rng.random() < 0.4:
+            load(disk, rng.choice(known))
+        found = disk.find("k", packed(rng.choice(known)))[1]
+        if found is not None and rng.random() < 0.2:
+            disk.forget(found)
+        if rng.random() < 0.2:
+            order = list(disk._chunks)
+            disk.close()
+            disk = disk_of(tmp_path, 60_000)
+            assert list(disk._chunks) == order
+            disk.check_integrity()
+    disk.close()
+
+
+def test_upkeep_keeps_the_order_of_use(tmp_path: Path) -> None:
+    disk, key = disk_of(tmp_path), "('x', None)"
+    assert save(disk, [1] * 20, key)
+    assert save(disk, [2] * 20, key)
+    assert save(disk, [1] * 19 + [3] * 30, key)
+    for name, ids in {"a": [1] * 20, "b": [2] * 20}.items():
+        disk.save_conversation(name, {"ids": ids, "salt": None})
+    disk.close()
+    with Upkeep(tmp_path) as upkeep:
+        assert upkeep.collect()[0] == 1
+    disk = disk_of(tmp_path)
+    assert list(disk._chunks) == [2, 1], "the chunk that is left was used with what is removed"
+    disk.close()
+
+
 def test_a_folder_of_before_there_were_pieces_is_taken_as_it_is(tmp_path: Path) -> None:
     disk = disk_of(tmp_path)
     assert save(disk, [1, 2, 3])

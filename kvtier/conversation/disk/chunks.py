@@ -56,6 +56,7 @@ class Chunk:
         start, stop: its own tokens; the chain before it ends at `start`.
         nbytes, checksum: of its file.
         digest: of its row.
+        used: when it was used last, counted.
         children: chunks that continue it; None: there are none.
     """
 
@@ -66,6 +67,7 @@ class Chunk:
     nbytes: int
     checksum: bytes
     digest: bytes
+    used: int = 0
     children: set[Chunk] | None = None
 
     @property
@@ -134,7 +136,8 @@ class Disk:
         # continues it.
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self._index: PrefixIndex[Chunk] = PrefixIndex()
-        # When chunks were used, as far as the manifest does not know. Counted: clocks are set back.
+        # When chunks were used, as far as the manifest does not know. Counted: clocks are set back. Of a chain only its
+        # end is noted: what it continues was used no earlier, so that a turn writes as much however long its history is.
         self._used: dict[int, int] = {}
         self._uses = 0
         self._ranked: dict[str, Ranked] = {}
@@ -188,6 +191,7 @@ class Disk:
             if chunk.parent is not None:
                 used[chunk.parent.number] = max(used[chunk.parent.number], used[chunk.number])
         for number in sorted(used, key=lambda n: (used[n], -n)):
+            self._chunks[number].used = used[number]
             self._chunks.move_to_end(number)
         self._uses = max(used.values(), default=0)
 
@@ -366,6 +370,8 @@ class Disk:
             if chunk.parent is not None and chunk.parent.children is not None:
                 chunk.parent.children.discard(chunk)
                 chunk.parent.children = chunk.parent.children or None
+                # The manifest had it from the child. A parent that goes too is taken out again above.
+                self._used[chunk.parent.number] = chunk.parent.used
             self._unlink(self._folder.file(chunk.number), chunk.nbytes)
 
     def _unlink(self, file: Path, nbytes: int = 0) -> None:
@@ -612,7 +618,9 @@ class Disk:
         for each in chunk.chain():
             if self._chunks.get(each.number) is each:
                 self._chunks.move_to_end(each.number)
-                self._used[each.number] = self._uses
+                each.used = self._uses
+        if self._chunks.get(chunk.number) is chunk:
+            self._used[chunk.number] = self._uses
 
     def _add(self, row: Row, parent: Chunk | None) -> Chunk:
         stop = row.start + len(row.ids) // WIDTH
