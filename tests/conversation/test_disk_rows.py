@@ -11,6 +11,8 @@ import shutil
 import sqlite3
 import stat
 import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -437,6 +439,98 @@ def test_a_process_that_was_forked_neither_ends_nor_keeps_the_lock(closed_by: st
         os.close(tell)
         os.close(hear)
         os.waitpid(child, 0)
+
+
+def in_fork(act: Callable[[], object]) -> None:
+    """Do something in a process that is forked now, and compare that it raises nothing."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            act()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_process_that_was_forked_changes_nothing_in_the_folder(tmp_path: Path) -> None:
+    """It counts as its parent does, so that both give a file the same number."""
+    disk = disk_of(tmp_path)
+    assert save(disk, [1] * 20)
+    disk.save_conversation("a", {"ids": [1]})
+    disk.save_conversation("b", {"ids": [1]})
+    disk.drop_conversation("b")
+
+    def act() -> None:
+        assert load(disk, [1] * 20) == 20
+        assert not save(disk, [2] * 25)
+        assert "forked" in disk.problem
+        for what in (
+            lambda: disk.save_conversation("a", {"ids": [1, 2]}),
+            lambda: disk.drop_conversation("a"),
+            lambda: disk.save_prices("m", {}),
+        ):
+            what()
+        for read in (disk.names, lambda: disk.conversation("a")):
+            with pytest.raises(ConfigError, match="forked"):
+                read()
+        disk.forget(disk.find("k", packed([1] * 20))[1])  # type: ignore[arg-type]
+        disk.close()
+
+    hear, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.read(hear, 1)
+            act()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    # The parent writes the file that would be the child's next one.
+    assert save(disk, [3] * 30)
+    os.write(tell, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(hear)
+    os.close(tell)
+    with pytest.raises(StoreInUseError):
+        disk_of(tmp_path)
+    assert (load(disk, [1] * 20), load(disk, [3] * 30), disk.damaged) == (20, 30, 0)
+    assert states_of(disk) == {"a": {"ids": [1]}}
+    assert save(disk, [4] * 30)
+    disk.close()
+    disk = disk_of(tmp_path)
+    assert (load(disk, [1] * 20), load(disk, [3] * 30), load(disk, [4] * 30), disk.damaged) == (20, 30, 30, 0)
+    disk.close()
+
+
+def test_a_process_that_was_forked_leaves_the_log_of_others_when_it_ends(tmp_path: Path) -> None:
+    """Its connection outlives that of its parent, and SQLite would take the log for its own."""
+    disk = disk_of(tmp_path)
+    hear, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(hear, 1)
+        del disk
+        gc.collect()
+        os._exit(0)
+    disk.close()
+
+    def killed() -> None:
+        assert save(disk_of(tmp_path), [1] * 20)
+
+    in_fork(killed)
+    assert (tmp_path / f"{MANIFEST}-wal").stat().st_size
+    os.write(tell, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(hear)
+    os.close(tell)
+    disk = disk_of(tmp_path)
+    assert load(disk, [1] * 20) == 20
+    disk.close()
 
 
 def test_threads_that_save_load_and_forget_at_once_find_what_is_right(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ class Part(NamedTuple):
 
 
 class Disk:
-    """A folder of saved sequences. One process at a time; any of its threads.
+    """A folder of saved sequences. One process at a time; any of its threads. A process that is forked from it reads
+    files that were there before, and changes nothing.
 
     Args:
         directory: made if it is missing, for its owner only.
@@ -136,8 +137,8 @@ class Disk:
         # continues it.
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self._index: PrefixIndex[Chunk] = PrefixIndex()
-        # When chunks were used, as far as the manifest does not know. Counted: clocks are set back. Of a chain only its
-        # end is noted: what it continues was used no earlier, so that a turn writes as much however long its history is.
+        # When chunks were used, as far as the manifest does not know. Counted: clocks are set back. Of a chain the end is
+        # noted: what it continues was used no earlier. So a turn writes as much however long its history is.
         self._used: dict[int, int] = {}
         self._uses = 0
         self._ranked: dict[str, Ranked] = {}
@@ -337,6 +338,8 @@ class Disk:
 
     def _refused(self, ids: bytes, start: int, parent: Chunk | None) -> str:
         """Why a sequence is not saved; "": it is."""
+        if self._folder.is_inherited:
+            return self._inherited
         if not self._folder.there():
             return f"{self.path} was removed, or replaced, while it was open: nothing is saved. Open it again."
         if parent is not None and parent.number not in self._chunks:
@@ -353,11 +356,12 @@ class Disk:
             gone = [chunk]
             for each in gone:
                 gone += each.children or ()
-            try:
-                with self._manifest.transaction():
-                    self._manifest.remove([x.number for x in gone])
-            except _FAILURES as error:
-                self.problem = str(error)  # without their files the rows are of no use either
+            if not self._folder.is_inherited:
+                try:
+                    with self._manifest.transaction():
+                        self._manifest.remove([x.number for x in gone])
+                except _FAILURES as error:
+                    self.problem = str(error)  # without their files the rows are of no use either
             self._remove(gone)
 
     def _remove(self, gone: Sequence[Chunk]) -> None:
@@ -493,7 +497,8 @@ class Disk:
         """Save what loading and computing took on a machine, for later processes."""
         with self._lock, self._telling("what loading took was not saved"):
             self._check_open()
-            self._manifest.save_prices(machine, value)
+            if not self._folder.is_inherited:
+                self._manifest.save_prices(machine, value)
 
     # Conversations
 
@@ -501,6 +506,9 @@ class Disk:
         """Save what a conversation is, in place of what it was."""
         with self._lock, self._telling(f"conversation {name!r} was not saved"):
             self._check_open()
+            if self._folder.is_inherited:
+                self.problem = self._inherited
+                return
             self._manifest.save_conversation(name, state, name in self._ranked)
             self._forgotten.discard(name)
 
@@ -513,6 +521,9 @@ class Disk:
             self._drop_forgotten()
 
     def _drop_forgotten(self) -> None:
+        if self._folder.is_inherited:
+            self.problem = self._inherited
+            return
         for name in list(self._forgotten):
             with self._telling(f"conversation {name!r} was not removed"):
                 self._manifest.drop_conversation(name)
@@ -526,6 +537,8 @@ class Disk:
             ConfigError: they cannot be read now. Who went on without them would save others under their names.
         """
         found = {}
+        if self._folder.is_inherited:
+            raise ConfigError(f"The conversations in {self.path} cannot be read: {self._inherited}")
         try:
             with self._lock:
                 for each in self._manifest.names():
@@ -548,6 +561,8 @@ class Disk:
         Raises:
             ConfigError: it cannot be read now. Who went on without it would save another under its name.
         """
+        if self._folder.is_inherited:
+            raise ConfigError(f"Conversation {name!r} cannot be read: {self._inherited}")
         try:
             with self._lock:
                 self._check_open()
@@ -587,7 +602,7 @@ class Disk:
             self.closed = True
             if self._forgotten and self._folder.there():
                 self._drop_forgotten()
-            if self._used and self._folder.there():
+            if self._used and self._folder.there():  # never in a process that was forked
                 with self._telling("what was used last is not noted"), self._manifest.transaction():
                     self._manifest.use(self._used)
             self._manifest.close()
@@ -607,6 +622,13 @@ class Disk:
                 above = chunk.parent
                 assert chunk.start == 0 if above is None else above.start < chunk.start <= above.stop
                 seen.add(chunk)
+
+    @property
+    def _inherited(self) -> str:
+        return (
+            f"{self.path} is open in the process that this one was forked from, and nothing is saved here. Make the "
+            "store in the process that uses it."
+        )
 
     def _check_open(self) -> None:
         if self.closed:

@@ -8,11 +8,14 @@ not used.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import itertools
 import json
+import os
 import sqlite3
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,11 +103,13 @@ class Manifest:
     def __init__(self, file: Path, fingerprint: Mapping[str, str] | None, *, read_only: bool = False) -> None:
         self.file = file
         self._read_only = read_only
+        self._owner = os.getpid()
         try:
             name = f"{file.absolute().as_uri()}?mode=ro" if read_only else file
             self._db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, uri=read_only)
         except sqlite3.Error as error:
             raise self._refused(error) from error
+        _opened.add(self)
         try:
             # Damage to a text is found by the digest of its row, and costs no other row.
             self._db.text_factory = functools.partial(str, encoding="utf-8", errors="surrogateescape")
@@ -378,9 +383,25 @@ class Manifest:
             raise
 
     def close(self) -> None:
-        """Close the database. Idempotent."""
+        """Close the database. Idempotent. Nothing, in a process that was forked since: see `_leave_open`."""
+        if self._owner != os.getpid():
+            return
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
+
+
+_opened: weakref.WeakSet[Manifest] = weakref.WeakSet()
+
+
+def _leave_open() -> None:
+    """This process was forked. A connection that it has from its parent must not be closed here, not even when this
+    process ends: SQLite takes a log that is of no use to it for one that is of no use to anybody, and removes it."""
+    for manifest in list(_opened):
+        if manifest._owner != os.getpid():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(manifest._db))  # so that nothing ever frees it
+
+
+os.register_at_fork(after_in_child=_leave_open)
 
 
 def _marked(name: Any, ranked: Any, mark: Any) -> bool:
