@@ -137,8 +137,9 @@ class Disk:
         # continues it.
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self._index: PrefixIndex[Chunk] = PrefixIndex()
-        # When chunks were used, as far as the manifest does not know. Counted: clocks are set back. Of a chain the end is
-        # noted: what it continues was used no earlier. So a turn writes as much however long its history is.
+        # When chunks were used, as far as the manifest does not know. Counted: clocks are set back. Of a chain the
+        # end is noted: what it continues was used no earlier. So a turn writes as much however long its
+        # history is.
         self._used: dict[int, int] = {}
         self._uses = 0
         self._ranked: dict[str, Ranked] = {}
