@@ -618,9 +618,22 @@ DAMAGE = {
 }
 
 
+#: What is left of it: of each list what precedes the damage.
+LEFT: dict[str, dict[str, Any] | None] = {
+    "state": None,
+    "message": {"messages": []},
+    "no text": {"ids": []},
+    "no string": {"ids": []},
+    "first piece": {"ids": []},
+    "last piece": {"ids": [1] * 1000},
+    "one more": {},
+    "another's": {"ids": [1] * 1000},
+}
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_conversation_that_was_damaged_is_left_out(damage: str, tmp_path: Path) -> None:
-    said = {"salt": "100", "ids": [1] * 1000, "messages": [{"role": "user", "content": "Pay 100."}]}
+def test_of_a_conversation_that_was_damaged_what_precedes_the_damage_is_left(damage: str, tmp_path: Path) -> None:
+    said: dict[str, Any] = {"salt": "100", "ids": [1] * 1000, "messages": [{"role": "user", "content": "Pay 100."}]}
     disk = disk_of(tmp_path)
     for name in "abcd":
         disk.save_conversation(name, said)
@@ -630,18 +643,121 @@ def test_a_conversation_that_was_damaged_is_left_out(damage: str, tmp_path: Path
         assert db.execute(DAMAGE[damage]).rowcount
         db.execute("UPDATE conversations SET name = CAST('e' AS BLOB) WHERE name = CAST('c' AS BLOB)")
     db.close()
-    disk = disk_of(tmp_path)
-    assert list(states_of(disk)) == ["a", "d"]
-    assert disk.damaged == 2
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.text_factory = bytes  # also what is no Unicode
+        was = db.execute("SELECT field, start, stop, text FROM pieces WHERE name = CAST('b' AS BLOB)").fetchall()
+    db.close()
+    repaired = shutil.copytree(tmp_path, tmp_path / "repaired")
+    disk, change = disk_of(tmp_path), LEFT[damage]
+    left = None if change is None else said | {"ids": [1] * 1000 + [2, 3]} | change
+    assert states_of(disk).get("b") == left
+    assert list(states_of(disk)) == ["a", "d"] + ["b"] * (left is not None)
+    assert "kept aside" in disk.problem
+    assert disk.damaged >= 2
     # What is saved in its place is whole again.
     disk.save_conversation("b", said)
     assert disk.conversation("b") == said
     disk.close()
+    # As it was found: whoever needs a text can read it there.
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.text_factory = bytes
+        assert db.execute("SELECT field, start, stop, text FROM aside WHERE field NOT NULL").fetchall() == was
+    db.close()
     with Upkeep(tmp_path) as upkeep:
-        assert upkeep.repair() == 1  # "e"
+        assert upkeep.repair() == 2  # "e", and what was kept aside
+        assert not upkeep.contents().damage
     with sqlite3.connect(tmp_path / MANIFEST) as db:
         assert {x for (x,) in db.execute("SELECT name FROM pieces")} == {b"a", b"b", b"d"}
+        assert not db.execute("SELECT * FROM aside").fetchall()
     db.close()
+    with Upkeep(repaired) as upkeep:
+        assert upkeep.repair() == 2
+        assert upkeep.contents().conversations.get("b") == left
+
+
+def test_a_conversation_whose_name_is_damaged_is_not_overwritten(tmp_path: Path) -> None:
+    """Whether it has a rank is damage that is made good; a state of another name is kept aside."""
+    disk = disk_of(tmp_path)
+    for name in "ab":
+        disk.save_conversation(name, {"ids": [1]})
+    disk.close()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.execute("UPDATE conversations SET ranked = 7 WHERE name = CAST('a' AS BLOB)")
+        db.execute("UPDATE conversations SET name = CAST('c' AS BLOB) WHERE name = CAST('b' AS BLOB)")
+    db.close()
+    disk = disk_of(tmp_path)
+    assert disk.names() == {"a": True}
+    assert disk.conversation("a") == {"ids": [1]}
+    disk.save_conversation("a", {"ids": [1, 2]})
+    disk.save_conversation("c", {"ids": [3]})
+    assert states_of(disk) == {"a": {"ids": [1, 2]}, "c": {"ids": [3]}}
+    assert disk._manifest.aside() == 1
+    disk.drop_conversation("c")
+    assert disk._manifest.aside() == 0, "what is forgotten is kept"
+    disk.close()
+
+
+def test_damage_to_a_history_that_was_saved_at_once_costs_what_follows(tmp_path: Path) -> None:
+    """One that was forked, say."""
+    messages = [{"role": "user", "content": f"{n} " + "x" * 3000} for n in range(200)]
+    disk = disk_of(tmp_path)
+    disk.save_conversation("a", {"ids": [1, 2], "messages": messages, "salt": None})
+    disk.close()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        assert db.execute("UPDATE pieces SET text = replace(text, '199 x', '198 x') WHERE start >= 100").rowcount
+    db.close()
+    disk = disk_of(tmp_path)
+    found = disk.conversation("a")
+    assert found is not None
+    assert 100 < len(found["messages"]) < 200
+    assert found == {"ids": [1, 2], "messages": messages[: len(found["messages"])], "salt": None}
+    disk.close()
+
+
+def test_a_folder_of_before_pieces_had_digests_is_taken_as_it_is(tmp_path: Path) -> None:
+    said = {"ids": [1, 2, 3], "messages": [{"role": "user", "content": "Who?"}], "salt": None}
+    disk = disk_of(tmp_path)
+    for name in "ab":
+        disk.save_conversation(name, said)
+    disk.close()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.execute("DROP TABLE aside")
+        for name, text in db.execute("SELECT name, state FROM conversations").fetchall():
+            state = json.loads(text)
+            del state["digests"]
+            row = json.dumps(state), manifest_module._digest(name, json.dumps(state)), name
+            db.execute("UPDATE conversations SET state = ?, digest = ? WHERE name = ?", row)
+        db.execute("UPDATE pieces SET text = '[1, 2, 4]' WHERE field = 'ids' AND name = CAST('b' AS BLOB)")
+    db.close()
+    assert contents(tmp_path).conversations == {"a": said}
+    disk = disk_of(tmp_path)
+    assert (disk.conversation("a"), disk.conversation("b")) == (said, said | {"ids": []})
+    disk.save_conversation("a", said | {"ids": [1, 2, 3, 4]})
+    assert disk.conversation("a") == said | {"ids": [1, 2, 3, 4]}
+    disk.close()
+
+
+def test_a_chat_whose_last_messages_are_lost_ends_with_a_turn(tmp_path: Path) -> None:
+    messages: list[dict[str, str]] = []
+    ends, ids = [], list[int]()
+    disk = disk_of(tmp_path)
+    for turn in range(6):
+        messages += [{"role": role, "content": f"{turn}" * 40_000} for role in ("user", "assistant")]
+        ids += [turn] * 10
+        ends.append([len(messages), len(ids)])
+        disk.save_conversation("a", {"ids": ids, "messages": messages, "ends": ends, "salt": None})
+    disk.close()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        damage = "UPDATE pieces SET text = replace(text, '3333', '3334') WHERE field = 'messages' AND start >= 6"
+        assert db.execute(damage).rowcount
+    db.close()
+    disk = disk_of(tmp_path)
+    left = {"ids": ids[:30], "messages": messages[:6], "ends": ends[:3], "salt": None}
+    assert disk.conversation("a") == left
+    assert "what precedes the damage is left" in disk.problem
+    assert disk.conversation("a") == left, "it is damaged still"
+    assert disk.damaged == 1
+    disk.close()
 
 
 @pytest.mark.parametrize("seed", range(WALKS))
@@ -857,6 +973,7 @@ def test_a_text_that_is_damaged_costs_its_row_only(tmp_path: Path) -> None:
     assert disk.damaged == 1
     assert (load(disk, [1, 2, 3]), load(disk, [4, 5, 6])) == (0, 3)
     assert disk.conversation("a") is None
+    assert [x.why[-10:] for x in contents(tmp_path).damage] == ["kept aside"]
     assert disk.conversation("b") == {"ids": [1, 2, 3]}
     disk.close()
     with Upkeep(tmp_path) as upkeep:

@@ -557,7 +557,8 @@ class Disk:
         return found
 
     def conversation(self, name: str) -> dict[str, Any] | None:
-        """What a conversation is that is saved; None: it is damaged, and `problem` says so.
+        """What a conversation is that is saved; of one that is damaged, what precedes the damage; None: nothing of it
+        is left. `problem` says so, and the manifest keeps aside what was saved.
 
         Raises:
             ConfigError: it cannot be read now. Who went on without it would save another under its name.
@@ -568,17 +569,20 @@ class Disk:
             with self._lock:
                 self._check_open()
                 found = self._manifest.conversation(name)
-                problem = "it is not what was written"
+                if found is None:
+                    found = self._manifest.mend(name)
+                    self.damaged += 1
+                    what = "nothing of it is left" if found is None else "what precedes the damage is left"
+                    self.problem = f"conversation {name!r} is damaged: {what}, and what was saved is kept aside"
+                return found
         except (OSError, MemoryError, sqlite3.OperationalError) as error:
             raise ConfigError(
                 f"Conversation {name!r} in {self.path} cannot be read: {error}. It is there: try again."
             ) from error
         except (sqlite3.Error, ValueError, RecursionError) as error:
-            found, problem = None, str(error)
-        if found is None:
             self.damaged += 1
-            self.problem = f"conversation {name!r} is damaged: {problem}"
-        return found
+            self.problem = f"conversation {name!r} is damaged: {error}"
+        return None
 
     @contextlib.contextmanager
     def _telling(self, what: str) -> Iterator[None]:

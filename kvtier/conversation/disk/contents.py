@@ -84,6 +84,8 @@ class Contents:
                         found.damage.append(Damage(None, "a conversation is not what was written"))
                     else:
                         found.conversations[each[0]] = each[1]
+                for _ in range(manifest.aside()):
+                    found.damage.append(Damage(None, "a conversation was damaged, and what was saved is kept aside"))
         except (sqlite3.Error, ValueError, RecursionError) as error:
             raise ConfigError(f"{manifest.file} cannot be read: {error}.") from error
         return found

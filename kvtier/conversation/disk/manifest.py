@@ -30,6 +30,8 @@ _GROWING = ("ids", "messages", "ends")
 #: Characters from which a piece is final. A shorter one is written again with what is added behind it, unless that is
 #: much less: so there are few.
 _FINAL = 2**16
+#: Characters of a piece, about, where much is saved at once.
+_LARGE = 2**18
 #: Bytes of a row, at the most: a damaged database may claim any number, and SQLite would allocate it.
 LONGEST = 2**28
 #: `used` beyond this is damage.
@@ -46,6 +48,9 @@ _SCHEMA = (
     # Items `start` to `stop` of a list, as JSON. The digest of all of them is in the conversation's state.
     "CREATE TABLE IF NOT EXISTS pieces (name BLOB, field TEXT, start INTEGER, stop INTEGER, text TEXT, "
     "PRIMARY KEY (name, field, start)) WITHOUT ROWID",
+    # What was saved of conversations that were damaged, as it was found, under a number for each; without a field it is
+    # the state.
+    "CREATE TABLE IF NOT EXISTS aside (number INTEGER, name BLOB, field TEXT, start INTEGER, stop INTEGER, text TEXT)",
 )
 
 # What is there already is not written again: nobody waits for a disk then. And it keeps its place in the order.
@@ -238,15 +243,29 @@ class Manifest:
         Raises:
             sqlite3.Error: it was not saved. TypeError, ValueError, RecursionError: JSON does not take it.
         """
-        packed, lists = _name(name), {x: state[x] for x in _GROWING if isinstance(state.get(x), list)}
+        packed = _name(name)
         with self.transaction():
-            pieces = {field: self._save_pieces(packed, field, values) for field, values in lists.items()}
-            text = json.dumps({x: value for x, value in state.items() if x not in lists} | {"pieces": pieces})
-            values = (packed, int(ranked), _digest(packed, f"{int(ranked)}"), text, _digest(packed, text))
-            self._db.execute(_SAVE_CONVERSATION, values)
+            there = self._db.execute(
+                "SELECT name, ranked, mark FROM conversations WHERE name = ?", (packed,)
+            ).fetchone()
+            if there is not None and not _marked(*there) and not self._is_of(packed):  # it is not listed
+                self._set_aside(packed)
+            self._save(packed, state, ranked)
 
-    def _save_pieces(self, name: bytes, field: str, values: list[Any]) -> str:
-        """Save a list. Returns the digest of its pieces."""
+    def _save(self, name: bytes, state: Mapping[str, Any], ranked: bool) -> None:
+        lists = {x: state[x] for x in _GROWING if isinstance(state.get(x), list)}
+        pieces, digests = dict[str, str](), dict[str, list[str]]()
+        for field, values in lists.items():
+            texts = self._save_pieces(name, field, values)
+            pieces[field] = _digest(name, field + "".join(texts)).hex()
+            digests[field] = [_digest(name, field + text).hex() for text in texts]
+        said = {x: value for x, value in state.items() if x not in lists} | {"pieces": pieces, "digests": digests}
+        text = json.dumps(said)
+        row = (name, int(ranked), _digest(name, f"{int(ranked)}"), text, _digest(name, text))
+        self._db.execute(_SAVE_CONVERSATION, row)
+
+    def _save_pieces(self, name: bytes, field: str, values: list[Any]) -> list[str]:
+        """Save a list. Returns its pieces."""
         kept = list[tuple[int, str]]()  # where each begins, and what it says
         at = 0
         for start, stop, text in self._pieces(name, field):
@@ -260,10 +279,15 @@ class Manifest:
                 at, text = kept.pop()
                 added += len(text)
         self._db.execute("DELETE FROM pieces WHERE name = ? AND field = ? AND start >= ?", (name, field, at))
-        if at < len(values):
-            kept.append((at, json.dumps(values[at:])))
-            self._db.execute("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", (name, field, at, len(values), kept[-1][1]))
-        return _digest(name, field + "".join(text for _, text in kept)).hex()
+        # What damage to a piece costs is all that follows, so that one that is very long is parted.
+        parts = len(json.dumps(values[at:])) // _LARGE + 1 if at < len(values) else 1
+        each = -(-(len(values) - at) // parts)
+        while at < len(values):
+            stop = min(at + each, len(values))
+            kept.append((at, json.dumps(values[at:stop])))
+            self._db.execute("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", (name, field, at, stop, kept[-1][1]))
+            at = stop
+        return [text for _, text in kept]
 
     def _pieces(self, name: bytes, field: str) -> list[tuple[int, int, str]]:
         """The pieces of a list, up to the first one that is damaged."""
@@ -276,6 +300,7 @@ class Manifest:
         if type(name) is not bytes or type(state) is not str or _digest(name, state) != digest:
             return None
         found: dict[str, Any] = json.loads(state)
+        found.pop("digests", None)
         for field, said in found.pop("pieces", {}).items():
             texts = [text for _, _, text in self._pieces(name, field)]
             if _digest(name, field + "".join(texts)).hex() != said:
@@ -283,39 +308,105 @@ class Manifest:
             found[field] = [x for text in texts for x in json.loads(text)]
         return found
 
+    def mend(self, name: str) -> dict[str, Any] | None:
+        """Set a conversation that is damaged aside, as it is, and save in its place what of it is whole: of each list
+        what precedes the first piece that is damaged. What that is; None: nothing, or there is no such conversation.
+
+        Raises:
+            sqlite3.Error, ValueError, RecursionError: it was not set aside, and is what it was.
+        """
+        packed = _name(name)
+        with self.transaction():
+            select = "SELECT ranked, state, digest FROM conversations WHERE name = ?"
+            for ranked, state, digest in self._db.execute(select, (packed,)).fetchall():
+                left = self._left(packed, state, digest)
+                self._set_aside(packed)
+                for table in ("conversations", "pieces"):
+                    self._db.execute(f"DELETE FROM {table} WHERE name = ?", (packed,))
+                if left is not None:
+                    self._save(packed, left, ranked != 0)
+                return left
+        return None
+
+    def _set_aside(self, name: bytes) -> None:
+        (number,) = self._db.execute("SELECT coalesce(max(number), 0) + 1 FROM aside").fetchone()
+        for source in ("NULL, NULL, NULL, state FROM conversations", "field, start, stop, text FROM pieces"):
+            self._db.execute(f"INSERT INTO aside SELECT ?, name, {source} WHERE name = ?", (number, name))
+
+    def _left(self, name: Any, state: Any, digest: Any) -> dict[str, Any] | None:
+        """What is whole of a conversation; None: nothing."""
+        if type(name) is not bytes or type(state) is not str or _digest(name, state) != digest:
+            return None
+        found: dict[str, Any] = json.loads(state)
+        each, cut = found.pop("digests", {}), set[str]()
+        for field, said in found.pop("pieces", {}).items():
+            texts = [text for _, _, text in self._pieces(name, field)]
+            if _digest(name, field + "".join(texts)).hex() != said:
+                digests = each.get(field, ())  # a folder of before has none, and nobody knows what of it is whole
+                alike = [_digest(name, field + x).hex() == y for x, y in zip(texts, digests, strict=False)]
+                texts = [x for x, _ in itertools.takewhile(lambda x: x[1], zip(texts, alike, strict=False))]
+                if len(texts) < len(digests) or not digests:
+                    cut.add(field)
+            found[field] = [x for text in texts for x in json.loads(text)]
+        return _whole_turns(found) if "messages" in cut else found
+
+    def aside(self) -> int:
+        """How many conversations were set aside.
+
+        Raises:
+            sqlite3.Error: the database is damaged.
+        """
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'aside'").fetchone():
+            return 0  # it is only read, and of before
+        return int(self._db.execute("SELECT count(DISTINCT number) FROM aside").fetchone()[0])
+
     def drop_conversation(self, name: str) -> None:
-        """Forget a conversation.
+        """Forget a conversation, and what was set aside of it.
 
         Raises:
             sqlite3.Error: it is there still.
         """
         with self.transaction():
-            for table in ("conversations", "pieces"):
+            for table in ("conversations", "pieces", "aside"):
                 self._db.execute(f"DELETE FROM {table} WHERE name = ?", (_name(name),))
 
     def drop_damaged_conversations(self) -> None:
-        """Forget the conversations that are not what was written.
+        """Forget what is not what was written of conversations, and what was set aside.
 
         Raises:
             sqlite3.Error: they are there still.
         """
-        damaged = [
-            (number,)
-            for number, name, ranked, mark, state, digest in self._db.execute("SELECT rowid, * FROM conversations")
-            if not _marked(name, ranked, mark) or self._state(name, state, digest) is None
-        ]
-        self._db.executemany("DELETE FROM conversations WHERE rowid = ?", damaged)
+        rows = self._db.execute("SELECT rowid, * FROM conversations").fetchall()
+        for number, name, ranked, mark, state, digest in rows:
+            if _marked(name, ranked, mark) and self._state(name, state, digest) is not None:
+                continue
+            left = self._left(name, state, digest)
+            self._db.execute("DELETE FROM conversations WHERE rowid = ?", (number,))
+            if left is not None:
+                self._db.execute("DELETE FROM pieces WHERE name = ?", (name,))
+                self._save(name, left, ranked != 0)
         self._db.execute("DELETE FROM pieces WHERE name NOT IN (SELECT name FROM conversations)")
+        self._db.execute("DELETE FROM aside")
 
     def names(self) -> Iterator[tuple[str, bool] | None]:
         """Of all conversations, in the order of their making, and whether each has a rank of its own; None for one that
-        is damaged. What they are is not read.
+        is damaged. What they are is not read, unless that is damaged: then it may have a rank.
 
         Raises:
             sqlite3.Error: the database is damaged.
         """
         for name, ranked, mark in self._db.execute("SELECT name, ranked, mark FROM conversations ORDER BY rowid"):
-            yield (name.decode("utf-8", "surrogatepass"), bool(ranked)) if _marked(name, ranked, mark) else None
+            marked = _marked(name, ranked, mark)
+            if marked or self._is_of(name):
+                yield name.decode("utf-8", "surrogatepass"), bool(ranked) or not marked
+            else:
+                yield None
+
+    def _is_of(self, name: Any) -> bool:
+        """Whether the state that a name has was written under it."""
+        select = "SELECT state, digest FROM conversations WHERE name = ?"
+        found = self._db.execute(select, (name,)).fetchone() if type(name) is bytes else None
+        return found is not None and type(found[0]) is str and _digest(name, found[0]) == found[1]
 
     def conversation(self, name: str) -> dict[str, Any] | None:
         """The state of a conversation; None: there is none, or it is not what was written.
@@ -402,6 +493,20 @@ def _leave_open() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_open)
+
+
+def _whole_turns(state: dict[str, Any]) -> dict[str, Any]:
+    """A conversation whose last messages are lost, up to the end of a turn: what is said next follows an answer."""
+    messages, ends = state["messages"], dict(state.get("ends", ()))
+    turns = [n for n in ends if n <= len(messages)]
+    users = [i for i, x in enumerate(messages) if isinstance(x, dict) and x.get("role") == "user"]
+    until = max(turns, default=users[-1] if users else 0)
+    found = state | {"messages": messages[:until]}
+    if "ends" in state:
+        found["ends"] = [[n, tokens] for n, tokens in ends.items() if n <= until]
+    if until in ends and "ids" in state:
+        found["ids"] = state["ids"][: ends[until]]
+    return found
 
 
 def _marked(name: Any, ranked: Any, mark: Any) -> bool:

@@ -100,8 +100,8 @@ class Upkeep:
         return files + len(gone), nbytes + sum(found.rows[n].nbytes for n in gone)
 
     def repair(self) -> int:
-        """Forget every chunk that is not what was written, with what continues it, and every such conversation.
-        Returns how many. What cannot be read now stays.
+        """Forget every chunk that is not what was written, with what continues it; of every such conversation what
+        follows the damage; and what stores have set aside of these. Returns how many. What cannot be read now stays.
 
         Raises:
             ConfigError: the folder cannot be read or written.
