@@ -184,6 +184,22 @@ def test_what_many_share_is_in_the_files_once(tmp_path: Path) -> None:
     disk.close()
 
 
+def test_a_save_that_needs_no_room_does_not_look_where_ranked_tokens_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, numbers = list[object](), Disk._numbers
+    monkeypatch.setattr(Disk, "_numbers", lambda disk, ranked: looked.append(ranked) or numbers(disk, ranked))
+    disk = disk_of(tmp_path, 20_000)
+    for n in range(3):
+        assert save(disk, [n] * 40)
+        disk.rank(f"{n}", None, packed([n] * 40), Rank(priority=n), 0.0)
+    assert not looked
+    for n in range(3, 12):
+        assert save(disk, [n] * 40)
+    assert looked, "nothing had to make room"
+    disk.close()
+
+
 # Damage
 
 

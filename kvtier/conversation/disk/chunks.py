@@ -404,6 +404,8 @@ class Disk:
             return True
         for file in list(self._stray):
             self._unlink(file)
+        if self.nbytes + nbytes <= self.budget:
+            return True  # to look where the tokens of all ranked conversations are takes time
         if not self.leaves(nbytes, keep):
             return False
         if keep is not None:
