@@ -200,6 +200,64 @@ def test_a_save_that_needs_no_room_does_not_look_where_ranked_tokens_are(
     disk.close()
 
 
+def test_what_conversations_are_is_within_the_budget_and_keys_and_values_give_way(tmp_path: Path) -> None:
+    """Text cannot be computed again, so that it is saved in any case."""
+    budget, problems, went = 2**19, list[str](), 0
+    disk = disk_of(tmp_path, budget)
+    text = {"messages": [{"role": "user", "content": "x" * 50_000}]}
+    for n in range(14):
+        assert disk.nbytes + disk.rest <= budget or disk.problem
+        before = disk.chunks
+        disk.save_conversation(f"{n}", text)
+        went += disk.chunks < before
+        save(disk, [n] * 100)
+        disk.check_integrity()
+        assert disk.rest + disk.nbytes <= budget or not disk.chunks
+        problems.append(disk.problem)
+    assert went, "nothing had to give way"
+    assert not any(problems[:9])
+    assert "what conversations are" in problems[-1]
+    assert all(disk.conversation(f"{n}") == text for n in range(14))
+    assert 14 * 48_000 <= disk.rest < 14 * 50_000 * 1.1
+    # What is forgotten leaves room again, and is given back to the file system.
+    for n in range(13):
+        disk.drop_conversation(f"{n}")
+    disk.problem = ""
+    assert save(disk, [99] * 100), disk.problem
+    assert load(disk, [99] * 100) == 100
+    disk.close()
+    assert (tmp_path / MANIFEST).stat().st_size < 250_000
+    disk = disk_of(tmp_path, budget)
+    assert 40_000 < disk.rest < 60_000
+    disk.close()
+
+
+def test_a_folder_whose_manifest_gives_nothing_back_does_so_when_it_is_compacted(tmp_path: Path) -> None:
+    """Before, SQLite kept pages that were free."""
+    disk_of(tmp_path).close()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.execute("PRAGMA journal_mode=DELETE")
+        db.execute("PRAGMA auto_vacuum=NONE")
+        db.commit()
+        db.execute("VACUUM")
+        assert db.execute("PRAGMA auto_vacuum").fetchone() == (0,)
+    db.close()
+    disk = disk_of(tmp_path, 2**19)
+    disk.save_conversation("a", {"messages": ["x" * 300_000]})
+    assert disk.rest > 290_000
+    disk.drop_conversation("a")
+    assert disk.rest == 0, "pages that are free count"
+    disk.close()
+    with Upkeep(tmp_path) as upkeep:
+        upkeep.compact()
+    assert (tmp_path / MANIFEST).stat().st_size < 100_000
+    disk = disk_of(tmp_path)
+    disk.save_conversation("a", {"messages": ["x" * 300_000]})
+    disk.drop_conversation("a")
+    disk.close()
+    assert (tmp_path / MANIFEST).stat().st_size < 100_000
+
+
 # Damage
 
 
@@ -857,7 +915,6 @@ def test_the_order_of_use_is_the_same_in_a_folder_that_is_opened_again(seed: int
         ids = [*rng.choice(known[-9:]), *[turn % 50] * 8]
         known.append(ids)
         assert save(disk, ids)
-        disk.save_conversation(f"{turn}", {"ids": ids, "salt": None})
         if rng.random() < 0.4:
             load(disk, rng.choice(known))
         found = disk.find("k", packed(rng.choice(known)))[1]

@@ -110,7 +110,8 @@ class Disk:
 
     Args:
         directory: made if it is missing, for its owner only.
-        budget: bytes of all files together, with their rows; what was used longest ago goes first. None: no limit.
+        budget: bytes of all files together, and of the manifest's rows; the files that were used longest ago go first.
+            None: no limit. What conversations are is saved in any case, for it cannot be computed again.
         fingerprint: of the model, see `hf.generation.fingerprint`. Sequences of another one are refused.
 
     Raises:
@@ -129,7 +130,11 @@ class Disk:
         self.damaged, self.problem = 0, ""
         #: Bytes of all files, of what is kept of each, and of files that could not be removed.
         self.nbytes = 0
+        #: Bytes that the manifest takes besides what is counted there of the rows of chunks: conversations, mostly.
+        self.rest = 0
         self.closed = False
+        # Of `nbytes`, what is counted of the rows of chunks.
+        self._row_bytes = 0
         self._lock = threading.RLock()
         # Taken before that one, by whoever writes a file. Nobody who looks for something waits for a file.
         self._writing = threading.Lock()
@@ -153,6 +158,7 @@ class Disk:
             try:
                 with _uncollected():
                     self._load()
+                self._count()
             except BaseException:
                 self._manifest.close()
                 raise
@@ -332,9 +338,11 @@ class Disk:
         not."""
         with self._lock:
             kept = 0 if parent is None else sum(x.kept for x in parent.chain())
-            if self.budget is None or nbytes + kept + sum(self._stray.values()) <= self.budget:
+            if self.budget is None or nbytes + kept + sum(self._stray.values()) + self.rest <= self.budget:
                 return True
             self.problem = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves"
+            if self.rest:
+                self.problem += f", of which {self.rest} are taken by what conversations are"
             return False
 
     def _refused(self, ids: bytes, start: int, parent: Chunk | None) -> str:
@@ -372,6 +380,7 @@ class Disk:
             self._used.pop(chunk.number, None)
             self._index.remove(chunk)
             self.nbytes -= chunk.kept
+            self._row_bytes -= chunk.kept - chunk.nbytes
             if chunk.parent is not None and chunk.parent.children is not None:
                 chunk.parent.children.discard(chunk)
                 chunk.parent.children = chunk.parent.children or None
@@ -404,32 +413,57 @@ class Disk:
             return True
         for file in list(self._stray):
             self._unlink(file)
-        if self.nbytes + nbytes <= self.budget:
+        self._count()
+        if self.nbytes + self.rest + nbytes <= self.budget:
             return True  # to look where the tokens of all ranked conversations are takes time
         if not self.leaves(nbytes, keep):
             return False
         if keep is not None:
             self._use(keep)  # so that it goes last
-        gone, left = list[Chunk](), self.nbytes
-        level_of = self._levels()
-        if keep is not None and level_of:
-            level_of |= dict.fromkeys([x.number for x in keep.chain()], PINNED)
-        for chunk in going(self._chunks.values, level_of):
-            if left + nbytes <= self.budget:
-                break
-            gone.append(chunk)
-            left -= chunk.kept
-        if left + nbytes > self.budget:
+        rest = self.rest
+        gone, left = self._first(self.budget - rest - nbytes, keep)
+        if left + rest + nbytes > self.budget:
             pinned = ", ".join([repr(name) for name, x in self._ranked.items() if x.rank.pinned][:8])
             self.problem = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves, with {pinned} pinned"
             return False
         if not self._let_go(gone):
             self.problem += ": nothing made room, and a sequence was not saved"
             return False
-        if self.nbytes + nbytes > self.budget:  # of some, the files could not be removed
+        if self.nbytes + rest + nbytes > self.budget:  # of some, the files could not be removed
             self.problem += ": there is no room, and a sequence was not saved"
             return False
         return True
+
+    def _first(self, most: int, keep: Chunk | None) -> tuple[list[Chunk], int]:
+        """The chunks that go first, until no more bytes than these are left, and how many are; `keep` stays."""
+        gone, left = list[Chunk](), self.nbytes
+        level_of = self._levels()
+        if keep is not None and level_of:
+            level_of |= dict.fromkeys([x.number for x in keep.chain()], PINNED)
+        for chunk in going(self._chunks.values, level_of):
+            if left <= most:
+                break
+            gone.append(chunk)
+            left -= chunk.kept
+        return gone, left
+
+    def _give_way(self) -> None:
+        """What conversations are has grown. It cannot be computed again, so that keys and values make room."""
+        self._count()
+        if self.budget is None or self.nbytes + self.rest <= self.budget:
+            return
+        gone, _ = self._first(self.budget - self.rest, None)
+        self._let_go(gone)
+        if self.nbytes + self.rest > self.budget:
+            self.problem = (
+                f"what conversations are takes {self.rest} bytes, more than the disk budget of {self.budget} leaves, "
+                "and no keys and values are saved"
+            )
+
+    def _count(self) -> None:
+        """Count what the manifest takes."""
+        with contextlib.suppress(*_FAILURES):
+            self.rest = max(self._manifest.nbytes - self._row_bytes, 0)
 
     def _let_go(self, gone: Sequence[Chunk]) -> bool:
         """Remove chunks, what continues a chunk before it. Whether they are gone."""
@@ -440,6 +474,7 @@ class Disk:
             except _FAILURES as error:
                 self.problem = str(error)
                 return False
+            self._manifest.give_back()
             self._remove(gone[::-1])
         return True
 
@@ -514,6 +549,7 @@ class Disk:
                 return
             self._manifest.save_conversation(name, state, name in self._ranked)
             self._forgotten.discard(name)
+            self._give_way()
 
     def drop_conversation(self, name: str) -> None:
         """Forget a conversation: now, or when another one is forgotten, or at the end."""
@@ -531,6 +567,7 @@ class Disk:
             with self._telling(f"conversation {name!r} was not removed"):
                 self._manifest.drop_conversation(name)
                 self._forgotten.discard(name)
+        self._count()
 
     def names(self) -> dict[str, bool]:
         """Of all conversations that are saved: whether each has a rank of its own. What they are is not read, for that
@@ -619,6 +656,7 @@ class Disk:
         """Raise AssertionError unless what is counted and ordered agrees. For tests and debugging."""
         with self._lock:
             assert self.nbytes == sum(x.kept for x in self._chunks.values()) + sum(self._stray.values())
+            assert self._row_bytes == sum(x.kept - x.nbytes for x in self._chunks.values())
             assert len(self._index) == len(self._chunks)
             seen = set[Chunk]()
             for number, chunk in self._chunks.items():
@@ -662,6 +700,7 @@ class Disk:
             self._index.extend(parent, parent.stop - row.start, row.ids, chunk)
         self._chunks[chunk.number] = chunk
         self.nbytes += chunk.kept
+        self._row_bytes += chunk.kept - chunk.nbytes
         return chunk
 
 

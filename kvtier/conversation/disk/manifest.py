@@ -34,6 +34,8 @@ _FINAL = 2**16
 _LARGE = 2**18
 #: Bytes of a row, at the most: a damaged database may claim any number, and SQLite would allocate it.
 LONGEST = 2**28
+#: Pages that are free and not given back yet, at the most, and as a share of all: what is saved next takes them first.
+_SPARE, _SPARE_SHARE = 16, 8
 #: `used` beyond this is damage.
 _LATEST = 2**60
 
@@ -124,12 +126,17 @@ class Manifest:
             if read_only:
                 self._check_about(fingerprint)
                 return
+            # Of a folder that is new. One of before gives back what is free when it is compacted, and from then on.
+            if not self._pragma("page_count"):
+                self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             with self.transaction():
                 for table in _SCHEMA:
                     self._db.execute(table)
                 self._check_about(fingerprint)
+            trees = self._db.execute("SELECT count(*) FROM sqlite_master WHERE rootpage > 0").fetchone()[0]
+            self._empty = trees + 2  # pages: what lists the trees, and what lists the pages
         except BaseException as error:
             self.close()
             if isinstance(error, ConfigError) or not isinstance(error, (sqlite3.Error, ValueError)):
@@ -369,6 +376,7 @@ class Manifest:
         with self.transaction():
             for table in ("conversations", "pieces", "aside"):
                 self._db.execute(f"DELETE FROM {table} WHERE name = ?", (_name(name),))
+        self.give_back()
 
     def drop_damaged_conversations(self) -> None:
         """Forget what is not what was written of conversations, and what was set aside.
@@ -445,12 +453,32 @@ class Manifest:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, but for what an empty database has; whole pages.
+
+        Raises:
+            sqlite3.Error: it cannot be read.
+        """
+        size, pages, free = (self._pragma(x) for x in ("page_size", "page_count", "freelist_count"))
+        return max(pages - free - self._empty, 0) * size
+
+    def give_back(self) -> None:
+        """Give pages that are free back to the file system, where they are many. In no transaction."""
+        with contextlib.suppress(sqlite3.Error):
+            if self._pragma("freelist_count") > max(self._pragma("page_count") // _SPARE_SHARE, _SPARE):
+                self._db.executescript("PRAGMA incremental_vacuum")  # `execute` ends it after one page
+
+    def _pragma(self, name: str) -> int:
+        return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
+
     def vacuum(self) -> None:
         """Give what was removed back to the file system.
 
         Raises:
             sqlite3.Error: that was not done; nothing is lost.
         """
+        self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a folder of before: it takes effect now
         self._db.execute("VACUUM")
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
