@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.conversation.index import WIDTH
+from kvtier.conversation.index import WIDTH, PrefixIndex
 from kvtier.conversation.retention import Retention
 from kvtier.errors import ConfigError
 from kvtier.eviction.rank import DEFAULT, Rank
@@ -61,10 +61,12 @@ class _Ranked:
         """That are kept, of all sequences."""
         return sum(self.has.values())
 
-    def has_less(self, ids: bytes) -> bool:
-        """Whether these begin with more of its tokens than what is kept of its beginning."""
+    @property
+    def frontier(self) -> bytes:
+        """What is kept of its beginning, and the token behind that: whatever begins with these has more of it. Empty:
+        all of it is kept."""
         mine = next((n for sequence, n in self.has.items() if not sequence.start), 0)
-        return mine * WIDTH < len(self.ids) and ids.startswith(self.ids[: (mine + 1) * WIDTH])
+        return self.ids[: (mine + 1) * WIDTH] if mine * WIDTH < len(self.ids) else b""
 
 
 class Ranks:
@@ -91,6 +93,8 @@ class Ranks:
         self._ranked: dict[str, _Ranked] = {}
         # Conversations by the sequences that have their tokens.
         self._on: dict[ParkedSequence, dict[str, None]] = {}
+        # Conversations by their frontier, but for those that are stale.
+        self._frontiers: PrefixIndex[str] = PrefixIndex()
         self._stale: dict[str, None] = {}
         self._changed = False  # what is pinned
 
@@ -137,6 +141,7 @@ class Ranks:
         found = self._ranked.pop(name, None)
         if found is not None:
             self._leave(name, found)
+            self._frontiers.remove(name)
             self._stale.pop(name, None)
             self._claim()
 
@@ -147,6 +152,7 @@ class Ranks:
         for found in self._ranked.values():
             found.has = {}
         self._on = {}
+        self._frontiers = PrefixIndex()
         self._stale = dict.fromkeys(self._ranked)
         self._changed = True
 
@@ -159,7 +165,7 @@ class Ranks:
 
     def kept(self, key: Hashable, ids: bytes) -> None:
         """A sequence is kept from now on: conversations that it has more of than others have their tokens in it."""
-        self._stale.update((name, None) for name, x in self._ranked.items() if x.key == key and x.has_less(ids))
+        self._stale.update((name, None) for _, name in self._frontiers.prefixes(key, ids))
         self.refresh()
 
     def shortened(self, sequence: ParkedSequence) -> None:
@@ -180,6 +186,9 @@ class Ranks:
                 self._on.setdefault(sequence, {})[name] = None
                 self._retention.rank((name, sequence), sequence, tokens, found.rank)
                 self._pin(sequence)
+            self._frontiers.remove(name)
+            if found.frontier:
+                self._frontiers.add(found.key, found.frontier, name)
         self._claim()
 
     def _leave(self, name: str, found: _Ranked) -> None:
@@ -213,6 +222,11 @@ class Ranks:
             now, then = (sorted((x.start, tokens) for x, tokens in has.items()) for has in (found.has, best))
             assert now == then, "another sequence has more of a conversation"
             assert all(found.has.values())
+        ahead = {name: x.frontier for name, x in self._ranked.items() if x.frontier}
+        assert len(self._frontiers) == len(ahead)
+        for name, ids in ahead.items():
+            longest = [n for n, x in self._frontiers.prefixes(self._ranked[name].key, ids) if x == name]
+            assert longest == [len(ids) // WIDTH], "what has more of a conversation is not noticed"
         on = {(name, sequence) for sequence, those in self._on.items() for name in those}
         assert on == {(name, sequence) for name, x in self._ranked.items() for sequence in x.has}
         for sequence in sequences:

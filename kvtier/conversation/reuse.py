@@ -34,7 +34,7 @@ class StoreStats:
         sequences, tokens: that are kept; tokens that sequences share are counted once for each.
         state_bytes: of copied states, which are outside of the budgets.
         dropped: sequences that gave up their end, or all, for want of room.
-        saved_bytes: on the disk.
+        saved_bytes: on the disk, conversations included.
         damaged: files, or rows of the manifest, that were not what was written. They were not used.
         problem: why something was not saved or loaded last; "": nothing was.
     """

@@ -67,7 +67,8 @@ class ConversationStore:
             every weight and the config. Without one, what is kept ends with the store.
         loading: "auto" reads from the disk what is expected to be there sooner than it is computed again, by what both
             took before, and may compute the head of it meanwhile; "always" all that is saved and not in memory.
-        disk_budget: bytes on the disk: an int or a string; what was used longest ago goes first. None: no limit.
+        disk_budget: bytes on the disk: an int or a string; keys and values that were used longest ago go first. None:
+            no limit. Names, ids and messages count, and are saved in any case.
         state_budget: bytes of all copies of states, an int or a string; what was used longest ago goes first. They are
             where the model is, and are not part of the other budgets.
         eviction: which of what is kept goes first where the memory is full: a `kvtier.EvictionPolicy`, or "lru",
@@ -589,7 +590,7 @@ class ConversationStore:
                 sum(x.sequence.length for x in self._kept.entries.values()),
                 self._kept.state_bytes + self._encoder.nbytes,
                 self._kept.dropped,
-                *((0, 0) if disk is None else (disk.nbytes, disk.damaged)),
+                *((0, 0) if disk is None else (disk.nbytes + disk.rest, disk.damaged)),
                 self._reuse.problem or self._waker.problem or ("" if disk is None else disk.problem),
             )
 

@@ -31,6 +31,7 @@ from test_store import Tokenizer, store_of
 from kvtier import ConfigError, StoreInUseError
 from kvtier.conversation.disk import chunks, manifest
 from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.contents import verify
 from kvtier.conversation.index import packed
 
 KILLS = int(os.environ.get("KVTIER_TEST_KILLS", "2")) * 5
@@ -207,7 +208,8 @@ def test_a_file_and_its_name_are_on_the_disk_before_its_row_and_a_row_is_gone_be
         monkeypatch.setattr(os, name, noted(name))
     disk = disk_of(tmp_path, 4000)
     done.clear()
-    disk._manifest._db.set_trace_callback(lambda x: done.append(x.split()[0]) if x.split()[0] != "UPDATE" else None)
+    others = ("UPDATE", "PRAGMA")  # when chunks were used, and how many pages there are
+    disk._manifest._db.set_trace_callback(lambda x: done.append(x.split()[0]) if x.split()[0] not in others else None)
     assert save(disk, A)
     new, old = "000000000002.safetensors", "000000000001.safetensors"
     assert done == [
@@ -241,6 +243,39 @@ def in_child(script: str, folder: Path, *before: str) -> str:
         found = forks.run(code)
     assert found.returncode == 0, found.stderr[-2000:]
     return found.stdout
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EBADMSG, errno.EUCLEAN])
+@pytest.mark.parametrize("times", [1, 10**9], ids=["once", "for good"])
+def test_what_the_disk_has_lost_is_saved_anew(
+    times: int, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it counts as saved, every process computes it and none saves it. What fails once is read again."""
+    disk = disk_of(tmp_path)
+    for ids in (A, A2, B):
+        assert save(disk, ids)
+    left, readv = [times], os.readv
+
+    def failing_readv(handle: int, into: Any) -> int:
+        if left[0] and os.readlink(f"/proc/self/fd/{handle}").endswith("/000000000002.safetensors"):
+            left[0] -= 1
+            raise OSError(error, os.strerror(error))
+        return readv(handle, into)
+
+    monkeypatch.setattr(os, "readv", failing_readv)
+    if times == 1:
+        assert (load(disk, A2), disk.damaged) == (50, 0)
+    else:
+        assert [x.lasting for x in verify(tmp_path)[2]] == [True]
+        assert load(disk, A2) == 20
+        assert disk.damaged == 1
+        assert "the disk has lost some of 000000000002.safetensors" in disk.problem
+        assert save(disk, A2)
+        assert load(disk, A2) == 50
+    disk.close()
+    disk = disk_of(tmp_path)
+    assert (load(disk, A2), load(disk, B), disk.damaged) == (50, 25, 0)
+    disk.close()
 
 
 def test_a_process_without_handles_loses_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import shutil
 import sqlite3
 import stat
 import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,80 @@ def test_what_many_share_is_in_the_files_once(tmp_path: Path) -> None:
     disk = disk_of(tmp_path)
     assert load(disk, [*prompt, 3, 298]) == 2002
     disk.close()
+
+
+def test_a_save_that_needs_no_room_does_not_look_where_ranked_tokens_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, numbers = list[object](), Disk._numbers
+    monkeypatch.setattr(Disk, "_numbers", lambda disk, ranked: looked.append(ranked) or numbers(disk, ranked))
+    disk = disk_of(tmp_path, 20_000)
+    for n in range(3):
+        assert save(disk, [n] * 40)
+        disk.rank(f"{n}", None, packed([n] * 40), Rank(priority=n), 0.0)
+    assert not looked
+    for n in range(3, 12):
+        assert save(disk, [n] * 40)
+    assert looked, "nothing had to make room"
+    disk.close()
+
+
+def test_what_conversations_are_is_within_the_budget_and_keys_and_values_give_way(tmp_path: Path) -> None:
+    """Text cannot be computed again, so that it is saved in any case."""
+    budget, problems, went = 2**19, list[str](), 0
+    disk = disk_of(tmp_path, budget)
+    text = {"messages": [{"role": "user", "content": "x" * 50_000}]}
+    for n in range(14):
+        assert disk.nbytes + disk.rest <= budget or disk.problem
+        before = disk.chunks
+        disk.save_conversation(f"{n}", text)
+        went += disk.chunks < before
+        save(disk, [n] * 100)
+        disk.check_integrity()
+        assert disk.rest + disk.nbytes <= budget or not disk.chunks
+        problems.append(disk.problem)
+    assert went, "nothing had to give way"
+    assert not any(problems[:9])
+    assert "what conversations are" in problems[-1]
+    assert all(disk.conversation(f"{n}") == text for n in range(14))
+    assert 14 * 48_000 <= disk.rest < 14 * 50_000 * 1.1
+    # What is forgotten leaves room again, and is given back to the file system.
+    for n in range(13):
+        disk.drop_conversation(f"{n}")
+    disk.problem = ""
+    assert save(disk, [99] * 100), disk.problem
+    assert load(disk, [99] * 100) == 100
+    disk.close()
+    assert (tmp_path / MANIFEST).stat().st_size < 250_000
+    disk = disk_of(tmp_path, budget)
+    assert 40_000 < disk.rest < 60_000
+    disk.close()
+
+
+def test_a_folder_whose_manifest_gives_nothing_back_does_so_when_it_is_compacted(tmp_path: Path) -> None:
+    """Before, SQLite kept pages that were free."""
+    disk_of(tmp_path).close()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.execute("PRAGMA journal_mode=DELETE")
+        db.execute("PRAGMA auto_vacuum=NONE")
+        db.commit()
+        db.execute("VACUUM")
+        assert db.execute("PRAGMA auto_vacuum").fetchone() == (0,)
+    db.close()
+    disk = disk_of(tmp_path, 2**19)
+    disk.save_conversation("a", {"messages": ["x" * 300_000]})
+    assert disk.rest > 290_000
+    disk.drop_conversation("a")
+    assert disk.rest == 0, "pages that are free count"
+    disk.close()
+    with Upkeep(tmp_path) as upkeep:
+        upkeep.compact()
+    assert (tmp_path / MANIFEST).stat().st_size < 100_000
+    disk = disk_of(tmp_path)
+    disk.save_conversation("a", {"messages": ["x" * 300_000]})
+    disk.drop_conversation("a")
+    disk.close()
+    assert (tmp_path / MANIFEST).stat().st_size < 100_000
 
 
 # Damage
@@ -439,6 +515,98 @@ def test_a_process_that_was_forked_neither_ends_nor_keeps_the_lock(closed_by: st
         os.waitpid(child, 0)
 
 
+def in_fork(act: Callable[[], object]) -> None:
+    """Do something in a process that is forked now, and compare that it raises nothing."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            act()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_process_that_was_forked_changes_nothing_in_the_folder(tmp_path: Path) -> None:
+    """It counts as its parent does, so that both give a file the same number."""
+    disk = disk_of(tmp_path)
+    assert save(disk, [1] * 20)
+    disk.save_conversation("a", {"ids": [1]})
+    disk.save_conversation("b", {"ids": [1]})
+    disk.drop_conversation("b")
+
+    def act() -> None:
+        assert load(disk, [1] * 20) == 20
+        assert not save(disk, [2] * 25)
+        assert "forked" in disk.problem
+        for what in (
+            lambda: disk.save_conversation("a", {"ids": [1, 2]}),
+            lambda: disk.drop_conversation("a"),
+            lambda: disk.save_prices("m", {}),
+        ):
+            what()
+        for read in (disk.names, lambda: disk.conversation("a")):
+            with pytest.raises(ConfigError, match="forked"):
+                read()
+        disk.forget(disk.find("k", packed([1] * 20))[1])  # type: ignore[arg-type]
+        disk.close()
+
+    hear, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.read(hear, 1)
+            act()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    # The parent writes the file that would be the child's next one.
+    assert save(disk, [3] * 30)
+    os.write(tell, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(hear)
+    os.close(tell)
+    with pytest.raises(StoreInUseError):
+        disk_of(tmp_path)
+    assert (load(disk, [1] * 20), load(disk, [3] * 30), disk.damaged) == (20, 30, 0)
+    assert states_of(disk) == {"a": {"ids": [1]}}
+    assert save(disk, [4] * 30)
+    disk.close()
+    disk = disk_of(tmp_path)
+    assert (load(disk, [1] * 20), load(disk, [3] * 30), load(disk, [4] * 30), disk.damaged) == (20, 30, 30, 0)
+    disk.close()
+
+
+def test_a_process_that_was_forked_leaves_the_log_of_others_when_it_ends(tmp_path: Path) -> None:
+    """Its connection outlives that of its parent, and SQLite would take the log for its own."""
+    disk = disk_of(tmp_path)
+    hear, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(hear, 1)
+        del disk
+        gc.collect()
+        os._exit(0)
+    disk.close()
+
+    def killed() -> None:
+        assert save(disk_of(tmp_path), [1] * 20)
+
+    in_fork(killed)
+    assert (tmp_path / f"{MANIFEST}-wal").stat().st_size
+    os.write(tell, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(hear)
+    os.close(tell)
+    disk = disk_of(tmp_path)
+    assert load(disk, [1] * 20) == 20
+    disk.close()
+
+
 def test_threads_that_save_load_and_forget_at_once_find_what_is_right(tmp_path: Path) -> None:
     disk, wrong = disk_of(tmp_path, 60_000), list[BaseException]()
 
@@ -524,9 +692,22 @@ DAMAGE = {
 }
 
 
+#: What is left of it: of each list what precedes the damage.
+LEFT: dict[str, dict[str, Any] | None] = {
+    "state": None,
+    "message": {"messages": []},
+    "no text": {"ids": []},
+    "no string": {"ids": []},
+    "first piece": {"ids": []},
+    "last piece": {"ids": [1] * 1000},
+    "one more": {},
+    "another's": {"ids": [1] * 1000},
+}
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_conversation_that_was_damaged_is_left_out(damage: str, tmp_path: Path) -> None:
-    said = {"salt": "100", "ids": [1] * 1000, "messages": [{"role": "user", "content": "Pay 100."}]}
+def test_of_a_conversation_that_was_damaged_what_precedes_the_damage_is_left(damage: str, tmp_path: Path) -> None:
+    said: dict[str, Any] = {"salt": "100", "ids": [1] * 1000, "messages": [{"role": "user", "content": "Pay 100."}]}
     disk = disk_of(tmp_path)
     for name in "abcd":
         disk.save_conversation(name, said)
@@ -536,18 +717,121 @@ def test_a_conversation_that_was_damaged_is_left_out(damage: str, tmp_path: Path
         assert db.execute(DAMAGE[damage]).rowcount
         db.execute("UPDATE conversations SET name = CAST('e' AS BLOB) WHERE name = CAST('c' AS BLOB)")
     db.close()
-    disk = disk_of(tmp_path)
-    assert list(states_of(disk)) == ["a", "d"]
-    assert disk.damaged == 2
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.text_factory = bytes  # also what is no Unicode
+        was = db.execute("SELECT field, start, stop, text FROM pieces WHERE name = CAST('b' AS BLOB)").fetchall()
+    db.close()
+    repaired = shutil.copytree(tmp_path, tmp_path / "repaired")
+    disk, change = disk_of(tmp_path), LEFT[damage]
+    left = None if change is None else said | {"ids": [1] * 1000 + [2, 3]} | change
+    assert states_of(disk).get("b") == left
+    assert list(states_of(disk)) == ["a", "d"] + ["b"] * (left is not None)
+    assert "kept aside" in disk.problem
+    assert disk.damaged >= 2
     # What is saved in its place is whole again.
     disk.save_conversation("b", said)
     assert disk.conversation("b") == said
     disk.close()
+    # As it was found: whoever needs a text can read it there.
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.text_factory = bytes
+        assert db.execute("SELECT field, start, stop, text FROM aside WHERE field NOT NULL").fetchall() == was
+    db.close()
     with Upkeep(tmp_path) as upkeep:
-        assert upkeep.repair() == 1  # "e"
+        assert upkeep.repair() == 2  # "e", and what was kept aside
+        assert not upkeep.contents().damage
     with sqlite3.connect(tmp_path / MANIFEST) as db:
         assert {x for (x,) in db.execute("SELECT name FROM pieces")} == {b"a", b"b", b"d"}
+        assert not db.execute("SELECT * FROM aside").fetchall()
     db.close()
+    with Upkeep(repaired) as upkeep:
+        assert upkeep.repair() == 2
+        assert upkeep.contents().conversations.get("b") == left
+
+
+def test_a_conversation_whose_name_is_damaged_is_not_overwritten(tmp_path: Path) -> None:
+    """Whether it has a rank is damage that is made good; a state of another name is kept aside."""
+    disk = disk_of(tmp_path)
+    for name in "ab":
+        disk.save_conversation(name, {"ids": [1]})
+    disk.close()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.execute("UPDATE conversations SET ranked = 7 WHERE name = CAST('a' AS BLOB)")
+        db.execute("UPDATE conversations SET name = CAST('c' AS BLOB) WHERE name = CAST('b' AS BLOB)")
+    db.close()
+    disk = disk_of(tmp_path)
+    assert disk.names() == {"a": True}
+    assert disk.conversation("a") == {"ids": [1]}
+    disk.save_conversation("a", {"ids": [1, 2]})
+    disk.save_conversation("c", {"ids": [3]})
+    assert states_of(disk) == {"a": {"ids": [1, 2]}, "c": {"ids": [3]}}
+    assert disk._manifest.aside() == 1
+    disk.drop_conversation("c")
+    assert disk._manifest.aside() == 0, "what is forgotten is kept"
+    disk.close()
+
+
+def test_damage_to_a_history_that_was_saved_at_once_costs_what_follows(tmp_path: Path) -> None:
+    """One that was forked, say."""
+    messages = [{"role": "user", "content": f"{n} " + "x" * 3000} for n in range(200)]
+    disk = disk_of(tmp_path)
+    disk.save_conversation("a", {"ids": [1, 2], "messages": messages, "salt": None})
+    disk.close()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        assert db.execute("UPDATE pieces SET text = replace(text, '199 x', '198 x') WHERE start >= 100").rowcount
+    db.close()
+    disk = disk_of(tmp_path)
+    found = disk.conversation("a")
+    assert found is not None
+    assert 100 < len(found["messages"]) < 200
+    assert found == {"ids": [1, 2], "messages": messages[: len(found["messages"])], "salt": None}
+    disk.close()
+
+
+def test_a_folder_of_before_pieces_had_digests_is_taken_as_it_is(tmp_path: Path) -> None:
+    said = {"ids": [1, 2, 3], "messages": [{"role": "user", "content": "Who?"}], "salt": None}
+    disk = disk_of(tmp_path)
+    for name in "ab":
+        disk.save_conversation(name, said)
+    disk.close()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.execute("DROP TABLE aside")
+        for name, text in db.execute("SELECT name, state FROM conversations").fetchall():
+            state = json.loads(text)
+            del state["digests"]
+            row = json.dumps(state), manifest_module._digest(name, json.dumps(state)), name
+            db.execute("UPDATE conversations SET state = ?, digest = ? WHERE name = ?", row)
+        db.execute("UPDATE pieces SET text = '[1, 2, 4]' WHERE field = 'ids' AND name = CAST('b' AS BLOB)")
+    db.close()
+    assert contents(tmp_path).conversations == {"a": said}
+    disk = disk_of(tmp_path)
+    assert (disk.conversation("a"), disk.conversation("b")) == (said, said | {"ids": []})
+    disk.save_conversation("a", said | {"ids": [1, 2, 3, 4]})
+    assert disk.conversation("a") == said | {"ids": [1, 2, 3, 4]}
+    disk.close()
+
+
+def test_a_chat_whose_last_messages_are_lost_ends_with_a_turn(tmp_path: Path) -> None:
+    messages: list[dict[str, str]] = []
+    ends, ids = [], list[int]()
+    disk = disk_of(tmp_path)
+    for turn in range(6):
+        messages += [{"role": role, "content": f"{turn}" * 40_000} for role in ("user", "assistant")]
+        ids += [turn] * 10
+        ends.append([len(messages), len(ids)])
+        disk.save_conversation("a", {"ids": ids, "messages": messages, "ends": ends, "salt": None})
+    disk.close()
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        damage = "UPDATE pieces SET text = replace(text, '3333', '3334') WHERE field = 'messages' AND start >= 6"
+        assert db.execute(damage).rowcount
+    db.close()
+    disk = disk_of(tmp_path)
+    left = {"ids": ids[:30], "messages": messages[:6], "ends": ends[:3], "salt": None}
+    assert disk.conversation("a") == left
+    assert "what precedes the damage is left" in disk.problem
+    assert disk.conversation("a") == left, "it is damaged still"
+    assert disk.damaged == 1
+    disk.close()
 
 
 @pytest.mark.parametrize("seed", range(WALKS))
@@ -604,6 +888,59 @@ def test_a_turn_of_a_long_conversation_writes_what_it_adds(tmp_path: Path) -> No
     assert disk.conversation("a") == {"ids": ids, "messages": messages, "used": 99}
     pieces = disk._manifest._db.execute("SELECT count(*) FROM pieces").fetchone()[0]
     assert pieces < 16, "a conversation of many turns is read in few"
+    disk.close()
+
+
+def test_a_save_writes_as_much_of_the_manifest_however_long_its_chain_is(tmp_path: Path) -> None:
+    """The chunks of the history are used with each turn, and the manifest hears of the end only."""
+    disk, log, ids = disk_of(tmp_path), tmp_path / f"{MANIFEST}-wal", list[int]()
+    written: dict[int, int] = {}
+    for turn in range(301):
+        ids += [turn] * 8
+        load(disk, ids[:-8])
+        if turn in (20, 300):
+            disk._manifest._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        assert save(disk, ids)
+        if turn in (20, 300):
+            written[turn] = log.stat().st_size
+    assert written[300] <= written[20] <= 20_000, written
+    disk.close()
+
+
+@pytest.mark.parametrize("seed", range(WALKS))
+def test_the_order_of_use_is_the_same_in_a_folder_that_is_opened_again(seed: int, tmp_path: Path) -> None:
+    """Also where the end of a chain, which the manifest had its use from, made room or was removed."""
+    rng, disk, known = random.Random(seed), disk_of(tmp_path, 60_000), [[0]]
+    for turn in range(120):
+        ids = [*rng.choice(known[-9:]), *[turn % 50] * 8]
+        known.append(ids)
+        assert save(disk, ids)
+        if rng.random() < 0.4:
+            load(disk, rng.choice(known))
+        found = disk.find("k", packed(rng.choice(known)))[1]
+        if found is not None and rng.random() < 0.2:
+            disk.forget(found)
+        if rng.random() < 0.2:
+            order = list(disk._chunks)
+            disk.close()
+            disk = disk_of(tmp_path, 60_000)
+            assert list(disk._chunks) == order
+            disk.check_integrity()
+    disk.close()
+
+
+def test_upkeep_keeps_the_order_of_use(tmp_path: Path) -> None:
+    disk, key = disk_of(tmp_path), "('x', None)"
+    assert save(disk, [1] * 20, key)
+    assert save(disk, [2] * 20, key)
+    assert save(disk, [1] * 19 + [3] * 30, key)
+    for name, ids in {"a": [1] * 20, "b": [2] * 20}.items():
+        disk.save_conversation(name, {"ids": ids, "salt": None})
+    disk.close()
+    with Upkeep(tmp_path) as upkeep:
+        assert upkeep.collect()[0] == 1
+    disk = disk_of(tmp_path)
+    assert list(disk._chunks) == [2, 1], "the chunk that is left was used with what is removed"
     disk.close()
 
 
@@ -709,6 +1046,7 @@ def test_a_text_that_is_damaged_costs_its_row_only(tmp_path: Path) -> None:
     assert disk.damaged == 1
     assert (load(disk, [1, 2, 3]), load(disk, [4, 5, 6])) == (0, 3)
     assert disk.conversation("a") is None
+    assert [x.why[-10:] for x in contents(tmp_path).damage] == ["kept aside"]
     assert disk.conversation("b") == {"ids": [1, 2, 3]}
     disk.close()
     with Upkeep(tmp_path) as upkeep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import pickle
@@ -185,6 +186,61 @@ def test_all_whose_tokens_come_again_have_their_ranks() -> None:
         turn(second, grown(ids[:, :30], 4))
         assert second.reuse is not None
         assert second.reuse.cached == 30, "another one has more of that sequence"
+
+
+def test_what_is_kept_is_compared_with_no_conversation_that_it_is_not_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps a row does not pay for the number of ranked conversations."""
+
+    class Named(dict[str, Any]):
+        def items(self) -> Any:
+            raise AssertionError("all of them are looked at")
+
+    with store_of(tiny_model("llama")) as store:
+        for n in range(6):
+            turn(store.open(f"{n}", priority=1), some_ids(24, seed=n))
+        ranks = store._kept.ranks
+        looked, find = list[bytes](), ranks._find
+
+        def looking(key: Any, ids: bytes) -> Any:
+            looked.append(ids)
+            return find(key, ids)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "_find", looking)
+            patch.setattr(ranks, "_ranked", Named(ranks._ranked))
+            store.generate(**ones(some_ids(40, seed=9)), **GREEDY)
+            assert not looked
+            # What goes on behind the tokens of one conversation is looked at for that one.
+            longer = grown(torch.tensor([store.open("3").ids]))
+            store.open("3").ids = longer[0].tolist()
+            store.changed(store.open("3"))
+            looked.clear()
+            store.generate(**ones(longer), **GREEDY)
+            assert {x[: 20 * 8] for x in looked} == {packed(longer[0].tolist())[: 20 * 8]}
+        store.changed(store.open("3"))
+        store.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_whatever_is_done_the_ranks_are_where_the_tokens_are(name: str) -> None:
+    rng = random.Random(name)
+    with store_of(tiny_model(name), host_budget="600KiB", state_budget="200KiB") as store:
+        for _ in range(40):
+            chat, other = store.open(f"c{rng.randrange(8)}"), store.open(f"c{rng.randrange(8)}")
+            what = rng.random()
+            with contextlib.suppress(BudgetError):
+                if what < 0.6:
+                    ids = rng.choice((chat.ids, other.ids, [7] * 5)) + rng.choices(range(1, 9), k=rng.randrange(1, 20))
+                    chat.generate(torch.tensor([ids[-300:]]), do_sample=False, max_new_tokens=3)
+                elif what < 0.8:
+                    chat.set_rank(pinned=rng.random() < 0.15, priority=rng.randrange(3), ttl=rng.choice((0.01, 100)))
+                elif what < 0.9 and len(chat.ids) > 20:
+                    chat.drop(4, len(chat.ids) - 3)
+                elif what < 0.95:
+                    chat.close()
+                else:
+                    chat.park()
+            store.check_integrity()
 
 
 @pytest.mark.parametrize("device_budget", [None, 60_000], ids=["one tier", "two tiers"])

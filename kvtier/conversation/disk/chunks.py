@@ -56,6 +56,7 @@ class Chunk:
         start, stop: its own tokens; the chain before it ends at `start`.
         nbytes, checksum: of its file.
         digest: of its row.
+        used: when it was used last, counted.
         children: chunks that continue it; None: there are none.
     """
 
@@ -66,6 +67,7 @@ class Chunk:
     nbytes: int
     checksum: bytes
     digest: bytes
+    used: int = 0
     children: set[Chunk] | None = None
 
     @property
@@ -103,11 +105,13 @@ class Part(NamedTuple):
 
 
 class Disk:
-    """A folder of saved sequences. One process at a time; any of its threads.
+    """A folder of saved sequences. One process at a time; any of its threads. A process that is forked from it reads
+    files that were there before, and changes nothing.
 
     Args:
         directory: made if it is missing, for its owner only.
-        budget: bytes of all files together, with their rows; what was used longest ago goes first. None: no limit.
+        budget: bytes of all files together, and of the manifest's rows; the files that were used longest ago go first.
+            None: no limit. What conversations are is saved in any case, for it cannot be computed again.
         fingerprint: of the model, see `hf.generation.fingerprint`. Sequences of another one are refused.
 
     Raises:
@@ -126,7 +130,11 @@ class Disk:
         self.damaged, self.problem = 0, ""
         #: Bytes of all files, of what is kept of each, and of files that could not be removed.
         self.nbytes = 0
+        #: Bytes that the manifest takes besides what is counted there of the rows of chunks: conversations, mostly.
+        self.rest = 0
         self.closed = False
+        # Of `nbytes`, what is counted of the rows of chunks.
+        self._row_bytes = 0
         self._lock = threading.RLock()
         # Taken before that one, by whoever writes a file. Nobody who looks for something waits for a file.
         self._writing = threading.Lock()
@@ -134,7 +142,9 @@ class Disk:
         # continues it.
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self._index: PrefixIndex[Chunk] = PrefixIndex()
-        # When chunks were used, as far as the manifest does not know. Counted: clocks are set back.
+        # When chunks were used, as far as the manifest does not know. Counted: clocks are set back. Of a chain the
+        # end is noted: what it continues was used no earlier. So a turn writes as much however long its
+        # history is.
         self._used: dict[int, int] = {}
         self._uses = 0
         self._ranked: dict[str, Ranked] = {}
@@ -148,6 +158,7 @@ class Disk:
             try:
                 with _uncollected():
                     self._load()
+                self._count()
             except BaseException:
                 self._manifest.close()
                 raise
@@ -188,6 +199,7 @@ class Disk:
             if chunk.parent is not None:
                 used[chunk.parent.number] = max(used[chunk.parent.number], used[chunk.number])
         for number in sorted(used, key=lambda n: (used[n], -n)):
+            self._chunks[number].used = used[number]
             self._chunks.move_to_end(number)
         self._uses = max(used.values(), default=0)
 
@@ -326,13 +338,17 @@ class Disk:
         not."""
         with self._lock:
             kept = 0 if parent is None else sum(x.kept for x in parent.chain())
-            if self.budget is None or nbytes + kept + sum(self._stray.values()) <= self.budget:
+            if self.budget is None or nbytes + kept + sum(self._stray.values()) + self.rest <= self.budget:
                 return True
             self.problem = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves"
+            if self.rest:
+                self.problem += f", of which {self.rest} are taken by what conversations are"
             return False
 
     def _refused(self, ids: bytes, start: int, parent: Chunk | None) -> str:
         """Why a sequence is not saved; "": it is."""
+        if self._folder.is_inherited:
+            return self._inherited
         if not self._folder.there():
             return f"{self.path} was removed, or replaced, while it was open: nothing is saved. Open it again."
         if parent is not None and parent.number not in self._chunks:
@@ -349,11 +365,12 @@ class Disk:
             gone = [chunk]
             for each in gone:
                 gone += each.children or ()
-            try:
-                with self._manifest.transaction():
-                    self._manifest.remove([x.number for x in gone])
-            except _FAILURES as error:
-                self.problem = str(error)  # without their files the rows are of no use either
+            if not self._folder.is_inherited:
+                try:
+                    with self._manifest.transaction():
+                        self._manifest.remove([x.number for x in gone])
+                except _FAILURES as error:
+                    self.problem = str(error)  # without their files the rows are of no use either
             self._remove(gone)
 
     def _remove(self, gone: Sequence[Chunk]) -> None:
@@ -363,9 +380,12 @@ class Disk:
             self._used.pop(chunk.number, None)
             self._index.remove(chunk)
             self.nbytes -= chunk.kept
+            self._row_bytes -= chunk.kept - chunk.nbytes
             if chunk.parent is not None and chunk.parent.children is not None:
                 chunk.parent.children.discard(chunk)
                 chunk.parent.children = chunk.parent.children or None
+                # The manifest had it from the child. A parent that goes too is taken out again above.
+                self._used[chunk.parent.number] = chunk.parent.used
             self._unlink(self._folder.file(chunk.number), chunk.nbytes)
 
     def _unlink(self, file: Path, nbytes: int = 0) -> None:
@@ -393,30 +413,57 @@ class Disk:
             return True
         for file in list(self._stray):
             self._unlink(file)
+        self._count()
+        if self.nbytes + self.rest + nbytes <= self.budget:
+            return True  # to look where the tokens of all ranked conversations are takes time
         if not self.leaves(nbytes, keep):
             return False
         if keep is not None:
             self._use(keep)  # so that it goes last
-        gone, left = list[Chunk](), self.nbytes
-        level_of = self._levels()
-        if keep is not None and level_of:
-            level_of |= dict.fromkeys([x.number for x in keep.chain()], PINNED)
-        for chunk in going(self._chunks.values, level_of):
-            if left + nbytes <= self.budget:
-                break
-            gone.append(chunk)
-            left -= chunk.kept
-        if left + nbytes > self.budget:
+        rest = self.rest
+        gone, left = self._first(self.budget - rest - nbytes, keep)
+        if left + rest + nbytes > self.budget:
             pinned = ", ".join([repr(name) for name, x in self._ranked.items() if x.rank.pinned][:8])
             self.problem = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves, with {pinned} pinned"
             return False
         if not self._let_go(gone):
             self.problem += ": nothing made room, and a sequence was not saved"
             return False
-        if self.nbytes + nbytes > self.budget:  # of some, the files could not be removed
+        if self.nbytes + rest + nbytes > self.budget:  # of some, the files could not be removed
             self.problem += ": there is no room, and a sequence was not saved"
             return False
         return True
+
+    def _first(self, most: int, keep: Chunk | None) -> tuple[list[Chunk], int]:
+        """The chunks that go first, until no more bytes than these are left, and how many are; `keep` stays."""
+        gone, left = list[Chunk](), self.nbytes
+        level_of = self._levels()
+        if keep is not None and level_of:
+            level_of |= dict.fromkeys([x.number for x in keep.chain()], PINNED)
+        for chunk in going(self._chunks.values, level_of):
+            if left <= most:
+                break
+            gone.append(chunk)
+            left -= chunk.kept
+        return gone, left
+
+    def _give_way(self) -> None:
+        """What conversations are has grown. It cannot be computed again, so that keys and values make room."""
+        self._count()
+        if self.budget is None or self.nbytes + self.rest <= self.budget:
+            return
+        gone, _ = self._first(self.budget - self.rest, None)
+        self._let_go(gone)
+        if self.nbytes + self.rest > self.budget:
+            self.problem = (
+                f"what conversations are takes {self.rest} bytes, more than the disk budget of {self.budget} leaves, "
+                "and no keys and values are saved"
+            )
+
+    def _count(self) -> None:
+        """Count what the manifest takes."""
+        with contextlib.suppress(*_FAILURES):
+            self.rest = max(self._manifest.nbytes - self._row_bytes, 0)
 
     def _let_go(self, gone: Sequence[Chunk]) -> bool:
         """Remove chunks, what continues a chunk before it. Whether they are gone."""
@@ -427,6 +474,7 @@ class Disk:
             except _FAILURES as error:
                 self.problem = str(error)
                 return False
+            self._manifest.give_back()
             self._remove(gone[::-1])
         return True
 
@@ -487,7 +535,8 @@ class Disk:
         """Save what loading and computing took on a machine, for later processes."""
         with self._lock, self._telling("what loading took was not saved"):
             self._check_open()
-            self._manifest.save_prices(machine, value)
+            if not self._folder.is_inherited:
+                self._manifest.save_prices(machine, value)
 
     # Conversations
 
@@ -495,8 +544,12 @@ class Disk:
         """Save what a conversation is, in place of what it was."""
         with self._lock, self._telling(f"conversation {name!r} was not saved"):
             self._check_open()
+            if self._folder.is_inherited:
+                self.problem = self._inherited
+                return
             self._manifest.save_conversation(name, state, name in self._ranked)
             self._forgotten.discard(name)
+            self._give_way()
 
     def drop_conversation(self, name: str) -> None:
         """Forget a conversation: now, or when another one is forgotten, or at the end."""
@@ -507,10 +560,14 @@ class Disk:
             self._drop_forgotten()
 
     def _drop_forgotten(self) -> None:
+        if self._folder.is_inherited:
+            self.problem = self._inherited
+            return
         for name in list(self._forgotten):
             with self._telling(f"conversation {name!r} was not removed"):
                 self._manifest.drop_conversation(name)
                 self._forgotten.discard(name)
+        self._count()
 
     def names(self) -> dict[str, bool]:
         """Of all conversations that are saved: whether each has a rank of its own. What they are is not read, for that
@@ -520,6 +577,8 @@ class Disk:
             ConfigError: they cannot be read now. Who went on without them would save others under their names.
         """
         found = {}
+        if self._folder.is_inherited:
+            raise ConfigError(f"The conversations in {self.path} cannot be read: {self._inherited}")
         try:
             with self._lock:
                 for each in self._manifest.names():
@@ -537,26 +596,32 @@ class Disk:
         return found
 
     def conversation(self, name: str) -> dict[str, Any] | None:
-        """What a conversation is that is saved; None: it is damaged, and `problem` says so.
+        """What a conversation is that is saved; of one that is damaged, what precedes the damage; None: nothing of it
+        is left. `problem` says so, and the manifest keeps aside what was saved.
 
         Raises:
             ConfigError: it cannot be read now. Who went on without it would save another under its name.
         """
+        if self._folder.is_inherited:
+            raise ConfigError(f"Conversation {name!r} cannot be read: {self._inherited}")
         try:
             with self._lock:
                 self._check_open()
                 found = self._manifest.conversation(name)
-                problem = "it is not what was written"
+                if found is None:
+                    found = self._manifest.mend(name)
+                    self.damaged += 1
+                    what = "nothing of it is left" if found is None else "what precedes the damage is left"
+                    self.problem = f"conversation {name!r} is damaged: {what}, and what was saved is kept aside"
+                return found
         except (OSError, MemoryError, sqlite3.OperationalError) as error:
             raise ConfigError(
                 f"Conversation {name!r} in {self.path} cannot be read: {error}. It is there: try again."
             ) from error
         except (sqlite3.Error, ValueError, RecursionError) as error:
-            found, problem = None, str(error)
-        if found is None:
             self.damaged += 1
-            self.problem = f"conversation {name!r} is damaged: {problem}"
-        return found
+            self.problem = f"conversation {name!r} is damaged: {error}"
+        return None
 
     @contextlib.contextmanager
     def _telling(self, what: str) -> Iterator[None]:
@@ -581,7 +646,7 @@ class Disk:
             self.closed = True
             if self._forgotten and self._folder.there():
                 self._drop_forgotten()
-            if self._used and self._folder.there():
+            if self._used and self._folder.there():  # never in a process that was forked
                 with self._telling("what was used last is not noted"), self._manifest.transaction():
                     self._manifest.use(self._used)
             self._manifest.close()
@@ -591,6 +656,7 @@ class Disk:
         """Raise AssertionError unless what is counted and ordered agrees. For tests and debugging."""
         with self._lock:
             assert self.nbytes == sum(x.kept for x in self._chunks.values()) + sum(self._stray.values())
+            assert self._row_bytes == sum(x.kept - x.nbytes for x in self._chunks.values())
             assert len(self._index) == len(self._chunks)
             seen = set[Chunk]()
             for number, chunk in self._chunks.items():
@@ -602,6 +668,13 @@ class Disk:
                 assert chunk.start == 0 if above is None else above.start < chunk.start <= above.stop
                 seen.add(chunk)
 
+    @property
+    def _inherited(self) -> str:
+        return (
+            f"{self.path} is open in the process that this one was forked from, and nothing is saved here. Make the "
+            "store in the process that uses it."
+        )
+
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"{self.path} was closed.")
@@ -612,7 +685,9 @@ class Disk:
         for each in chunk.chain():
             if self._chunks.get(each.number) is each:
                 self._chunks.move_to_end(each.number)
-                self._used[each.number] = self._uses
+                each.used = self._uses
+        if self._chunks.get(chunk.number) is chunk:
+            self._used[chunk.number] = self._uses
 
     def _add(self, row: Row, parent: Chunk | None) -> Chunk:
         stop = row.start + len(row.ids) // WIDTH
@@ -625,6 +700,7 @@ class Disk:
             self._index.extend(parent, parent.stop - row.start, row.ids, chunk)
         self._chunks[chunk.number] = chunk
         self.nbytes += chunk.kept
+        self._row_bytes += chunk.kept - chunk.nbytes
         return chunk
 
 

@@ -45,7 +45,7 @@ class Contents:
         path: of the folder.
         about: the model that it is of, and the version of its layout.
         rows: the chunks that are what was written, by number, parents first.
-        used: when each was used last, counted.
+        used: when each was used last, counted: a parent no earlier than what continues it.
         children: numbers of the chunks that continue one.
         conversations: the state of each, by name, in the order of their making.
         damage: rows that are not what was written, or that continue such a one. Files are compared by `verify`.
@@ -76,11 +76,16 @@ class Contents:
                     found.rows[number], found.used[number] = row, used
                     if row.parent is not None:
                         found.children.setdefault(row.parent, []).append(number)
+                for number, row in reversed(found.rows.items()):
+                    if row.parent is not None:
+                        found.used[row.parent] = max(found.used[row.parent], found.used[number])
                 for each in manifest.conversations():
                     if each is None:
                         found.damage.append(Damage(None, "a conversation is not what was written"))
                     else:
                         found.conversations[each[0]] = each[1]
+                for _ in range(manifest.aside()):
+                    found.damage.append(Damage(None, "a conversation was damaged, and what was saved is kept aside"))
         except (sqlite3.Error, ValueError, RecursionError) as error:
             raise ConfigError(f"{manifest.file} cannot be read: {error}.") from error
         return found

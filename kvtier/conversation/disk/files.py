@@ -8,12 +8,13 @@ than reading does, where a cryptographic digest takes several times as long.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ DTYPES = {
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: What the system says of bytes that the disk cannot give, or that the file system finds to be others.
+_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 
 
 class Damaged(Exception):
@@ -109,12 +112,13 @@ def read_tensors(
     """The tensors of a file, and what was said of them. They are parts of the buffer; None: of one of their own.
 
     Raises:
-        Damaged: it is not what was written, or is gone. OSError, MemoryError: it cannot be read now.
+        Damaged: it is not what was written, or is gone, or the disk has lost some of it. OSError, MemoryError: it
+            cannot be read now.
     """
     buffer = buffer or Buffer()
     with opened(file, nbytes) as handle:
         data = buffer.take(nbytes)
-        if _read(handle, data, buffer) != sums:
+        if _read(handle, file.name, data, buffer) != sums:
             raise Damaged(f"{file.name} is not what was written")
     try:
         return _tensors(data)
@@ -127,11 +131,11 @@ def opened(file: Path, nbytes: int) -> Iterator[int]:
     """A handle of a file that has as many bytes as were written.
 
     Raises:
-        Damaged: it has not, or is gone. OSError: it cannot be read now.
+        Damaged: it has not, or is gone, or the disk has lost it. OSError: it cannot be read now.
     """
     try:
         # No link is followed, and nobody is waited for where something else has the name.
-        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        handle = _unless_lost(file.name, os.open, file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise Damaged(f"{file.name} is gone") from None
     except OSError:
@@ -152,14 +156,15 @@ def checksum(data: torch.Tensor) -> bytes:
     return b"".join(crc32(x.data_ptr(), len(x)).to_bytes(4, "little") for x in data.split(SEGMENT) if len(x))
 
 
-def _read(handle: int, into: torch.Tensor, buffer: Buffer) -> bytes:
+def _read(handle: int, name: str, into: torch.Tensor, buffer: Buffer) -> bytes:
     """Fill memory of a buffer from a file. Returns the checksum of what was read; none, where the file ends early."""
     view, address = memoryview(into.numpy().data), into.data_ptr()
     at, sums, current = 0, b"", 0
     while at < len(view):
         if not buffer.awaited:
             raise InterruptedError("nobody waits for it any more")
-        got = os.readv(handle, [view[at : min(at + _PIECE, (at // SEGMENT + 1) * SEGMENT)]])
+        piece = view[at : min(at + _PIECE, (at // SEGMENT + 1) * SEGMENT)]
+        got = _unless_lost(name, os.readv, handle, [piece])
         if not got:
             return b""
         current = crc32(address + at, got, current)
@@ -167,6 +172,26 @@ def _read(handle: int, into: torch.Tensor, buffer: Buffer) -> bytes:
         if at % SEGMENT == 0 or at == len(view):
             sums, current = sums + current.to_bytes(4, "little"), 0
     return sums
+
+
+def _unless_lost(name: str, call: Callable[..., int], *args: Any) -> int:
+    """What a call of the system for a file gives. One that fails is made again, for once may be a cable. What fails
+    twice would fail for good: as long as it counts as saved, it is never saved anew.
+
+    Raises:
+        Damaged: the disk has lost it. OSError: it cannot be read now.
+    """
+    try:
+        return call(*args)
+    except OSError as error:
+        if error.errno not in _LOST:
+            raise
+    try:
+        return call(*args)
+    except OSError as error:
+        if error.errno not in _LOST:
+            raise
+        raise Damaged(f"the disk has lost some of {name}: {error}") from error
 
 
 def _packed(tensors: Mapping[str, torch.Tensor], said: str) -> torch.Tensor:

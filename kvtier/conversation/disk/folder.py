@@ -39,6 +39,7 @@ class Folder:
             raise ConfigError(f"directory={directory!r} is no path: give a string or a Path.")
         # A process may change its working directory while the store is open.
         self.path = Path(directory).absolute()
+        self._owner = os.getpid()
         refused = f"directory={str(directory)!r} cannot be used: "
         try:
             made_now = not self.path.exists()
@@ -70,18 +71,27 @@ class Folder:
                 with contextlib.suppress(PermissionError):
                     sync_names(self.path.parent)
         except OSError as error:
-            _release(self._held, os.getpid())
+            _release(self._held, self._owner)
             raise ConfigError(refused + f"{error}. Give one that this process may write to.") from error
         except BaseException:
-            _release(self._held, os.getpid())
+            _release(self._held, self._owner)
             raise
         # Who drops a store without closing it lets others open the folder.
-        self._release = weakref.finalize(self, _release, self._held, os.getpid())
+        self._release = weakref.finalize(self, _release, self._held, self._owner)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the one that opened it: the directory is that one's alone."""
+        return os.getpid() != self._owner
 
     def there(self) -> bool:
-        """Whether the directory is still the one that was locked: it may be removed, and made again by others."""
+        """Whether the directory is still the one that this process locked: it may be removed, and made again by
+        others."""
         try:
-            return _identity(os.stat(self.path / "lock", follow_symlinks=False)) == self._identity
+            return (
+                not self.is_inherited
+                and _identity(os.stat(self.path / "lock", follow_symlinks=False)) == self._identity
+            )
         except OSError:
             return False
 

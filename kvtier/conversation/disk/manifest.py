@@ -8,11 +8,14 @@ not used.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import itertools
 import json
+import os
 import sqlite3
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +30,12 @@ _GROWING = ("ids", "messages", "ends")
 #: Characters from which a piece is final. A shorter one is written again with what is added behind it, unless that is
 #: much less: so there are few.
 _FINAL = 2**16
+#: Characters of a piece, about, where much is saved at once.
+_LARGE = 2**18
 #: Bytes of a row, at the most: a damaged database may claim any number, and SQLite would allocate it.
 LONGEST = 2**28
+#: Pages that are free and not given back yet, at the most, and as a share of all: what is saved next takes them first.
+_SPARE, _SPARE_SHARE = 16, 8
 #: `used` beyond this is damage.
 _LATEST = 2**60
 
@@ -43,6 +50,9 @@ _SCHEMA = (
     # Items `start` to `stop` of a list, as JSON. The digest of all of them is in the conversation's state.
     "CREATE TABLE IF NOT EXISTS pieces (name BLOB, field TEXT, start INTEGER, stop INTEGER, text TEXT, "
     "PRIMARY KEY (name, field, start)) WITHOUT ROWID",
+    # What was saved of conversations that were damaged, as it was found, under a number for each; without a field it is
+    # the state.
+    "CREATE TABLE IF NOT EXISTS aside (number INTEGER, name BLOB, field TEXT, start INTEGER, stop INTEGER, text TEXT)",
 )
 
 # What is there already is not written again: nobody waits for a disk then. And it keeps its place in the order.
@@ -100,11 +110,13 @@ class Manifest:
     def __init__(self, file: Path, fingerprint: Mapping[str, str] | None, *, read_only: bool = False) -> None:
         self.file = file
         self._read_only = read_only
+        self._owner = os.getpid()
         try:
             name = f"{file.absolute().as_uri()}?mode=ro" if read_only else file
             self._db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, uri=read_only)
         except sqlite3.Error as error:
             raise self._refused(error) from error
+        _opened.add(self)
         try:
             # Damage to a text is found by the digest of its row, and costs no other row.
             self._db.text_factory = functools.partial(str, encoding="utf-8", errors="surrogateescape")
@@ -114,12 +126,17 @@ class Manifest:
             if read_only:
                 self._check_about(fingerprint)
                 return
+            # Of a folder that is new. One of before gives back what is free when it is compacted, and from then on.
+            if not self._pragma("page_count"):
+                self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             with self.transaction():
                 for table in _SCHEMA:
                     self._db.execute(table)
                 self._check_about(fingerprint)
+            trees = self._db.execute("SELECT count(*) FROM sqlite_master WHERE rootpage > 0").fetchone()[0]
+            self._empty = trees + 2  # pages: what lists the trees, and what lists the pages
         except BaseException as error:
             self.close()
             if isinstance(error, ConfigError) or not isinstance(error, (sqlite3.Error, ValueError)):
@@ -233,15 +250,29 @@ class Manifest:
         Raises:
             sqlite3.Error: it was not saved. TypeError, ValueError, RecursionError: JSON does not take it.
         """
-        packed, lists = _name(name), {x: state[x] for x in _GROWING if isinstance(state.get(x), list)}
+        packed = _name(name)
         with self.transaction():
-            pieces = {field: self._save_pieces(packed, field, values) for field, values in lists.items()}
-            text = json.dumps({x: value for x, value in state.items() if x not in lists} | {"pieces": pieces})
-            values = (packed, int(ranked), _digest(packed, f"{int(ranked)}"), text, _digest(packed, text))
-            self._db.execute(_SAVE_CONVERSATION, values)
+            there = self._db.execute(
+                "SELECT name, ranked, mark FROM conversations WHERE name = ?", (packed,)
+            ).fetchone()
+            if there is not None and not _marked(*there) and not self._is_of(packed):  # it is not listed
+                self._set_aside(packed)
+            self._save(packed, state, ranked)
 
-    def _save_pieces(self, name: bytes, field: str, values: list[Any]) -> str:
-        """Save a list. Returns the digest of its pieces."""
+    def _save(self, name: bytes, state: Mapping[str, Any], ranked: bool) -> None:
+        lists = {x: state[x] for x in _GROWING if isinstance(state.get(x), list)}
+        pieces, digests = dict[str, str](), dict[str, list[str]]()
+        for field, values in lists.items():
+            texts = self._save_pieces(name, field, values)
+            pieces[field] = _digest(name, field + "".join(texts)).hex()
+            digests[field] = [_digest(name, field + text).hex() for text in texts]
+        said = {x: value for x, value in state.items() if x not in lists} | {"pieces": pieces, "digests": digests}
+        text = json.dumps(said)
+        row = (name, int(ranked), _digest(name, f"{int(ranked)}"), text, _digest(name, text))
+        self._db.execute(_SAVE_CONVERSATION, row)
+
+    def _save_pieces(self, name: bytes, field: str, values: list[Any]) -> list[str]:
+        """Save a list. Returns its pieces."""
         kept = list[tuple[int, str]]()  # where each begins, and what it says
         at = 0
         for start, stop, text in self._pieces(name, field):
@@ -255,10 +286,15 @@ class Manifest:
                 at, text = kept.pop()
                 added += len(text)
         self._db.execute("DELETE FROM pieces WHERE name = ? AND field = ? AND start >= ?", (name, field, at))
-        if at < len(values):
-            kept.append((at, json.dumps(values[at:])))
-            self._db.execute("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", (name, field, at, len(values), kept[-1][1]))
-        return _digest(name, field + "".join(text for _, text in kept)).hex()
+        # What damage to a piece costs is all that follows, so that one that is very long is parted.
+        parts = len(json.dumps(values[at:])) // _LARGE + 1 if at < len(values) else 1
+        each = -(-(len(values) - at) // parts)
+        while at < len(values):
+            stop = min(at + each, len(values))
+            kept.append((at, json.dumps(values[at:stop])))
+            self._db.execute("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", (name, field, at, stop, kept[-1][1]))
+            at = stop
+        return [text for _, text in kept]
 
     def _pieces(self, name: bytes, field: str) -> list[tuple[int, int, str]]:
         """The pieces of a list, up to the first one that is damaged."""
@@ -271,6 +307,7 @@ class Manifest:
         if type(name) is not bytes or type(state) is not str or _digest(name, state) != digest:
             return None
         found: dict[str, Any] = json.loads(state)
+        found.pop("digests", None)
         for field, said in found.pop("pieces", {}).items():
             texts = [text for _, _, text in self._pieces(name, field)]
             if _digest(name, field + "".join(texts)).hex() != said:
@@ -278,39 +315,106 @@ class Manifest:
             found[field] = [x for text in texts for x in json.loads(text)]
         return found
 
+    def mend(self, name: str) -> dict[str, Any] | None:
+        """Set a conversation that is damaged aside, as it is, and save in its place what of it is whole: of each list
+        what precedes the first piece that is damaged. What that is; None: nothing, or there is no such conversation.
+
+        Raises:
+            sqlite3.Error, ValueError, RecursionError: it was not set aside, and is what it was.
+        """
+        packed = _name(name)
+        with self.transaction():
+            select = "SELECT ranked, state, digest FROM conversations WHERE name = ?"
+            for ranked, state, digest in self._db.execute(select, (packed,)).fetchall():
+                left = self._left(packed, state, digest)
+                self._set_aside(packed)
+                for table in ("conversations", "pieces"):
+                    self._db.execute(f"DELETE FROM {table} WHERE name = ?", (packed,))
+                if left is not None:
+                    self._save(packed, left, ranked != 0)
+                return left
+        return None
+
+    def _set_aside(self, name: bytes) -> None:
+        (number,) = self._db.execute("SELECT coalesce(max(number), 0) + 1 FROM aside").fetchone()
+        for source in ("NULL, NULL, NULL, state FROM conversations", "field, start, stop, text FROM pieces"):
+            self._db.execute(f"INSERT INTO aside SELECT ?, name, {source} WHERE name = ?", (number, name))
+
+    def _left(self, name: Any, state: Any, digest: Any) -> dict[str, Any] | None:
+        """What is whole of a conversation; None: nothing."""
+        if type(name) is not bytes or type(state) is not str or _digest(name, state) != digest:
+            return None
+        found: dict[str, Any] = json.loads(state)
+        each, cut = found.pop("digests", {}), set[str]()
+        for field, said in found.pop("pieces", {}).items():
+            texts = [text for _, _, text in self._pieces(name, field)]
+            if _digest(name, field + "".join(texts)).hex() != said:
+                digests = each.get(field, ())  # a folder of before has none, and nobody knows what of it is whole
+                alike = [_digest(name, field + x).hex() == y for x, y in zip(texts, digests, strict=False)]
+                texts = [x for x, _ in itertools.takewhile(lambda x: x[1], zip(texts, alike, strict=False))]
+                if len(texts) < len(digests) or not digests:
+                    cut.add(field)
+            found[field] = [x for text in texts for x in json.loads(text)]
+        return _whole_turns(found) if "messages" in cut else found
+
+    def aside(self) -> int:
+        """How many conversations were set aside.
+
+        Raises:
+            sqlite3.Error: the database is damaged.
+        """
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'aside'").fetchone():
+            return 0  # it is only read, and of before
+        return int(self._db.execute("SELECT count(DISTINCT number) FROM aside").fetchone()[0])
+
     def drop_conversation(self, name: str) -> None:
-        """Forget a conversation.
+        """Forget a conversation, and what was set aside of it.
 
         Raises:
             sqlite3.Error: it is there still.
         """
         with self.transaction():
-            for table in ("conversations", "pieces"):
+            for table in ("conversations", "pieces", "aside"):
                 self._db.execute(f"DELETE FROM {table} WHERE name = ?", (_name(name),))
+        self.give_back()
 
     def drop_damaged_conversations(self) -> None:
-        """Forget the conversations that are not what was written.
+        """Forget what is not what was written of conversations, and what was set aside.
 
         Raises:
             sqlite3.Error: they are there still.
         """
-        damaged = [
-            (number,)
-            for number, name, ranked, mark, state, digest in self._db.execute("SELECT rowid, * FROM conversations")
-            if not _marked(name, ranked, mark) or self._state(name, state, digest) is None
-        ]
-        self._db.executemany("DELETE FROM conversations WHERE rowid = ?", damaged)
+        rows = self._db.execute("SELECT rowid, * FROM conversations").fetchall()
+        for number, name, ranked, mark, state, digest in rows:
+            if _marked(name, ranked, mark) and self._state(name, state, digest) is not None:
+                continue
+            left = self._left(name, state, digest)
+            self._db.execute("DELETE FROM conversations WHERE rowid = ?", (number,))
+            if left is not None:
+                self._db.execute("DELETE FROM pieces WHERE name = ?", (name,))
+                self._save(name, left, ranked != 0)
         self._db.execute("DELETE FROM pieces WHERE name NOT IN (SELECT name FROM conversations)")
+        self._db.execute("DELETE FROM aside")
 
     def names(self) -> Iterator[tuple[str, bool] | None]:
         """Of all conversations, in the order of their making, and whether each has a rank of its own; None for one that
-        is damaged. What they are is not read.
+        is damaged. What they are is not read, unless that is damaged: then it may have a rank.
 
         Raises:
             sqlite3.Error: the database is damaged.
         """
         for name, ranked, mark in self._db.execute("SELECT name, ranked, mark FROM conversations ORDER BY rowid"):
-            yield (name.decode("utf-8", "surrogatepass"), bool(ranked)) if _marked(name, ranked, mark) else None
+            marked = _marked(name, ranked, mark)
+            if marked or self._is_of(name):
+                yield name.decode("utf-8", "surrogatepass"), bool(ranked) or not marked
+            else:
+                yield None
+
+    def _is_of(self, name: Any) -> bool:
+        """Whether the state that a name has was written under it."""
+        select = "SELECT state, digest FROM conversations WHERE name = ?"
+        found = self._db.execute(select, (name,)).fetchone() if type(name) is bytes else None
+        return found is not None and type(found[0]) is str and _digest(name, found[0]) == found[1]
 
     def conversation(self, name: str) -> dict[str, Any] | None:
         """The state of a conversation; None: there is none, or it is not what was written.
@@ -349,12 +453,32 @@ class Manifest:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, but for what an empty database has; whole pages.
+
+        Raises:
+            sqlite3.Error: it cannot be read.
+        """
+        size, pages, free = (self._pragma(x) for x in ("page_size", "page_count", "freelist_count"))
+        return max(pages - free - self._empty, 0) * size
+
+    def give_back(self) -> None:
+        """Give pages that are free back to the file system, where they are many. In no transaction."""
+        with contextlib.suppress(sqlite3.Error):
+            if self._pragma("freelist_count") > max(self._pragma("page_count") // _SPARE_SHARE, _SPARE):
+                self._db.executescript("PRAGMA incremental_vacuum")  # `execute` ends it after one page
+
+    def _pragma(self, name: str) -> int:
+        return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
+
     def vacuum(self) -> None:
         """Give what was removed back to the file system.
 
         Raises:
             sqlite3.Error: that was not done; nothing is lost.
         """
+        self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a folder of before: it takes effect now
         self._db.execute("VACUUM")
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -378,9 +502,39 @@ class Manifest:
             raise
 
     def close(self) -> None:
-        """Close the database. Idempotent."""
+        """Close the database. Idempotent. Nothing, in a process that was forked since: see `_leave_open`."""
+        if self._owner != os.getpid():
+            return
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
+
+
+_opened: weakref.WeakSet[Manifest] = weakref.WeakSet()
+
+
+def _leave_open() -> None:
+    """This process was forked. A connection that it has from its parent must not be closed here, not even when this
+    process ends: SQLite takes a log that is of no use to it for one that is of no use to anybody, and removes it."""
+    for manifest in list(_opened):
+        if manifest._owner != os.getpid():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(manifest._db))  # so that nothing ever frees it
+
+
+os.register_at_fork(after_in_child=_leave_open)
+
+
+def _whole_turns(state: dict[str, Any]) -> dict[str, Any]:
+    """A conversation whose last messages are lost, up to the end of a turn: what is said next follows an answer."""
+    messages, ends = state["messages"], dict(state.get("ends", ()))
+    turns = [n for n in ends if n <= len(messages)]
+    users = [i for i, x in enumerate(messages) if isinstance(x, dict) and x.get("role") == "user"]
+    until = max(turns, default=users[-1] if users else 0)
+    found = state | {"messages": messages[:until]}
+    if "ends" in state:
+        found["ends"] = [[n, tokens] for n, tokens in ends.items() if n <= until]
+    if until in ends and "ids" in state:
+        found["ids"] = state["ids"][: ends[until]]
+    return found
 
 
 def _marked(name: Any, ranked: Any, mark: Any) -> bool:

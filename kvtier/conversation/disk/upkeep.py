@@ -95,13 +95,13 @@ class Upkeep:
         gone = unreferred(found)
         files, nbytes = self._strays(found)
         with self._telling(), self._manifest.transaction():
-            self._manifest.remove(gone)
+            self._remove(found, gone)
         self._unlink(gone)
         return files + len(gone), nbytes + sum(found.rows[n].nbytes for n in gone)
 
     def repair(self) -> int:
-        """Forget every chunk that is not what was written, with what continues it, and every such conversation.
-        Returns how many. What cannot be read now stays.
+        """Forget every chunk that is not what was written, with what continues it; of every such conversation what
+        follows the damage; and what stores have set aside of these. Returns how many. What cannot be read now stays.
 
         Raises:
             ConfigError: the folder cannot be read or written.
@@ -114,10 +114,17 @@ class Upkeep:
             below += found.children.get(number, ())
         below = list(dict.fromkeys(below))
         with self._telling(), self._manifest.transaction():
-            self._manifest.remove([*rows, *below])
+            self._remove(found, [*rows, *below])
             self._manifest.drop_damaged_conversations()
         self._unlink([*rows, *below])
         return len(below) + len(found.damage)
+
+    def _remove(self, found: Contents, gone: Iterable[int]) -> None:
+        """Remove rows. When their parents were used, the manifest may have from these only: it is noted."""
+        numbers = set(gone)
+        parents = {row.parent for n in numbers if (row := found.rows.get(n)) is not None and row.parent is not None}
+        self._manifest.remove(numbers)
+        self._manifest.use({n: found.used[n] for n in parents - numbers})
 
     def _strays(self, found: Contents) -> tuple[int, int]:
         """Remove files that no row names."""
