@@ -66,7 +66,9 @@ def fill(store: kvtier.ConversationStore, ids: torch.Tensor, draw: torch.Generat
                 keys, values = (torch.randn(shape, generator=draw).to(torch.bfloat16) for _ in range(2))
                 cache._forward.restore(i, keys, values)
             cache._forward.steps.end()
-        kept = store._kept.keep(cache, (computed_as(store.model), None), 0, 0, packed(ids[0].tolist()), {})
+        kept = store._kept.keep(
+            cache, (computed_as(store.model), None), 0, 0, packed(ids[0].tolist()), {}, epoch=store._kept.epoch
+        )
         assert kept is not None, "the host has no room for the history"
 
 

@@ -31,6 +31,7 @@ class Call:
         filled: columns of gaps that were computed before what is kept behind them.
         why: where nothing is re-used, the reason.
         name: of the conversation that it is a turn of; None: of none.
+        epoch: of what is kept, when the call began; see `Kept`.
         refused: there was no room for the rest of the prompt behind what was there, or was computed first.
     """
 
@@ -47,6 +48,7 @@ class Call:
     filled: int = 0
     why: str = ""
     name: str | None = None
+    epoch: int = 0
     refused: bool = False
 
     def reuse(self, columns: int) -> tuple[RowReuse, ...]:
@@ -88,8 +90,10 @@ class Calls:
             return None, "use_cache=False"
         if self._keeps_positions:
             return None, "the model keeps positions from one call to the next"
-        if model.training:
-            return None, "the model is in training mode"
+        if depends.training:
+            return None, f"the model is in training mode ({depends.training})"
+        if of.attends_ahead(model.config):
+            return None, "tokens of a prompt attend to those behind them"
         if of.setting("prefill_chunk_size", model, kwargs):
             return None, "prefill_chunk_size"
         if not of.knows_length(model.config):

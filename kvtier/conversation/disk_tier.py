@@ -182,7 +182,7 @@ class DiskTier:
         go_on: Callable[[], bool] = lambda: True,
     ) -> tuple[int, str]:
         """Load and keep the tokens from `start` on. As `load`."""
-        began = time.perf_counter()
+        began, epoch = time.perf_counter(), self._kept.epoch  # before it is asked whether this has stopped
         with self._new_cache(max_tokens=found.length - start) as cache:  # room for all is there, or nothing is loaded
             try:
                 until, states = self._archive.load(
@@ -195,9 +195,10 @@ class DiskTier:
                 return 0, "what is saved cannot be read"
             ids = ids[: until * WIDTH]
             if start:
-                self._kept.keep_behind(cache, key, start, ids)
+                self._kept.keep_behind(cache, key, start, ids, epoch=epoch)
             else:
-                self._kept.keep(cache, key, 0, 0, ids, {until: states} if states is not None else {})
+                at = {until: states} if states is not None else {}
+                self._kept.keep(cache, key, 0, 0, ids, at, epoch=epoch)
             nbytes = found.nbytes_from(start) * (until - start) // (found.length - start)
             with self._memory.lock, self._memory.change:
                 learn = self._prices.loaded_overlapped if start > found.here else self._prices.loaded

@@ -64,8 +64,8 @@ class EncoderOutputs:
             return None, None, "an encoder-decoder without token ids"
         if others:
             return None, None, f"what the encoder gives depends on {', '.join(others)} too"
-        if model.training:
-            return None, None, "the model is in training mode"
+        if depends.training:
+            return None, None, f"the model is in training mode ({depends.training})"
         if any(of.setting(name, model, kwargs) for name in ("output_attentions", "output_hidden_states")):
             return None, None, "more than the last output of the encoder is asked for"
         if not of.generates_as_usual(model):

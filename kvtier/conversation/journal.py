@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,20 +96,30 @@ class JournalledCache(TieredKVCache):
             self.unknown = True
         self._noted = [ids[:, :length]]
 
+    @contextlib.contextmanager
+    def _rows_change(self) -> Iterator[None]:
+        """Rows and their ids change: between the two, and where an interrupt comes there, nobody knows what is what."""
+        was, self.unknown = self.unknown, True
+        yield
+        self.unknown = was
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """As `TieredKVCache.reorder_cache`."""
-        super().reorder_cache(beam_idx)
-        self._noted = [self.ids[beam_idx.to(self.ids.device)]]
+        with self._rows_change():
+            super().reorder_cache(beam_idx)
+            self._noted = [self.ids[beam_idx.to(self.ids.device)]]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """As `TieredKVCache.batch_repeat_interleave`."""
-        super().batch_repeat_interleave(repeats)
-        self._noted = [self.ids.repeat_interleave(repeats, 0)]
+        with self._rows_change():
+            super().batch_repeat_interleave(repeats)
+            self._noted = [self.ids.repeat_interleave(repeats, 0)]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """As `TieredKVCache.batch_select_indices`."""
-        super().batch_select_indices(indices)
-        self._noted = [self.ids[indices.to(self.ids.device)]]
+        with self._rows_change():
+            super().batch_select_indices(indices)
+            self._noted = [self.ids[indices.to(self.ids.device)]]
 
     def reset(self) -> None:
         """As `TieredKVCache.reset`."""

@@ -90,6 +90,8 @@ class Kept:
         ranks: of conversations, which that order heeds.
         state_bytes: of all copies of states.
         dropped: times that a sequence gave up its end, or all.
+        epoch: times that all was dropped. What was computed in one is not kept in a later one: it may be of the weights
+            before.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Kept:
         self.ranks = Ranks(_weakly(self._sequences, {}), self.parked, self.retention)
         self._at: dict[Entry, dict[int, _At]] = {}
         self._state_budget = state_budget
-        self.state_bytes = self.dropped = 0
+        self.state_bytes = self.dropped = self.epoch = 0
 
     # Find
 
@@ -254,13 +256,19 @@ class Kept:
         ids: bytes,
         states: dict[int, States],
         name: str | None = None,
+        *,
+        epoch: int,
     ) -> Entry | None:
-        """Keep a row of a cache, less its padding, with copies of states by position. None: there is no room.
+        """Keep a row of a cache, less its padding, with copies of states by position. None: there is no room, or all
+        was dropped meanwhile.
 
         Args:
+            epoch: that was when the call began.
             name: of the conversation that goes on with this: its rank is that of these tokens from now on.
         """
         with self._memory.lock, self._memory.change:
+            if epoch != self.epoch:
+                return None
             if name is not None:  # before the cache gives up its claim
                 self.ranks.follow(name, key, ids)
             entry = self._known(key, ids, states)
@@ -269,7 +277,10 @@ class Kept:
         length, found = len(ids) // WIDTH, list[Entry | None]()
 
         def then(sequence: ParkedSequence) -> None:
-            found.append(self._add(key, ids, sequence, states))
+            if epoch == self.epoch:
+                found.append(self._add(key, ids, sequence, states))
+            else:
+                self.parked.drop(sequence)
 
         try:
             if pad:
@@ -284,7 +295,7 @@ class Kept:
                 cache._forward.park(self.parked, row, length, then=then)
         except BudgetError:
             return None  # no room for a copy: nothing is lost but the time to compute it again
-        return found[0]
+        return found[0] if found else None
 
     def add(
         self,
@@ -293,27 +304,41 @@ class Kept:
         park: Callable[[ParkedSequences, Callable[[ParkedSequence], None]], object],
         states: dict[int, States],
         name: str | None = None,
+        *,
+        epoch: int,
     ) -> Entry | None:
         """Keep what `park` parks, the tokens `ids`, unless they are kept already. As `keep`. `park` calls its second
         argument with the sequence, under the lock under which it has made it."""
         with self._memory.lock, self._memory.change:
+            if epoch != self.epoch:
+                return None
             if name is not None:
                 self.ranks.follow(name, key, ids)
             entry = self._known(key, ids, states)
         if entry is not None:
             return entry
         found = list[Entry | None]()
-        try:
-            park(self.parked, lambda sequence: found.append(self._add(key, ids, sequence, states)))
-        except BudgetError:
-            return None
-        return found[0]
-
-    def keep_behind(self, cache: JournalledCache, key: Hashable, start: int, ids: bytes) -> None:
-        """Keep what a cache of one row holds, the tokens of a sequence from `start` on, whatever is kept before them.
-        `ids` are those of the whole sequence."""
 
         def then(sequence: ParkedSequence) -> None:
+            if epoch == self.epoch:
+                found.append(self._add(key, ids, sequence, states))
+            else:
+                self.parked.drop(sequence)
+
+        try:
+            park(self.parked, then)
+        except BudgetError:
+            return None
+        return found[0] if found else None
+
+    def keep_behind(self, cache: JournalledCache, key: Hashable, start: int, ids: bytes, *, epoch: int) -> None:
+        """Keep what a cache of one row holds, the tokens of a sequence from `start` on, whatever is kept before them;
+        nothing, if all was dropped since `epoch`. `ids` are those of the whole sequence."""
+
+        def then(sequence: ParkedSequence) -> None:
+            if epoch != self.epoch:
+                self.parked.drop(sequence)
+                return
             self._add_behind(key, ids, sequence)
             self.ranks.kept(key, ids)
 
@@ -383,6 +408,11 @@ class Kept:
             self.parked.drop(newest.sequence)
 
     # Give up
+
+    def clear(self) -> None:
+        """Drop all that is kept, and what running calls compute."""
+        self.epoch += 1
+        self.parked.clear()
 
     def drop_lost(self) -> None:
         """Drop what was parked and is in no index, for that was cut short."""

@@ -24,6 +24,8 @@ from kvtier.memory.tiered import TieredMemory
 
 #: Times that a call looks for what is kept, where what it finds is damaged, or goes before it is continued.
 _TRIES = 3
+#: What keeping may fail with; where the device has no memory, torch raises a RuntimeError.
+_NOT_KEPT = (KVTierError, MemoryError, RuntimeError)
 _NO_ROOM = "no room for what is kept and the rest of the call"
 
 
@@ -122,15 +124,15 @@ class PrefixReuse:
             out = self._model.generate(call.ids, attention_mask=call.mask, **{CACHE: cache}, **kwargs)
         except BaseException:
             # What is whole is kept: the next call continues it.
-            with contextlib.suppress(KVTierError):
+            with contextlib.suppress(*_NOT_KEPT):
                 if not run.stateful:
                     cache.crop(0)
                     self._keep(run, states)
             raise
         try:
             self._keep(run, states, call.name)
-        except KVTierError as error:
-            self.problem = str(error)  # what was generated is not lost for it
+        except _NOT_KEPT as error:
+            self.problem = str(error) or repr(error)  # what was generated is not lost for it
         self._learn(run)
         return out, reuse
 
@@ -368,7 +370,10 @@ class PrefixReuse:
             self._forward(cache, call, cached, stop)
             cached = stop
             if stop == last or stop % SPACING == 0:
-                found[stop] = [copied(cache.layers, row * call.expand) for row in range(len(call.rows))]
+                try:
+                    found[stop] = [copied(cache.layers, row * call.expand) for row in range(len(call.rows))]
+                except _NOT_KEPT as error:  # later calls begin further back
+                    self.problem = str(error) or repr(error)
                 for extra in list(found)[1 : max(len(found) - MOST_STATES + 1, 1)]:
                     del found[extra]
         return found
@@ -418,6 +423,8 @@ class PrefixReuse:
             if stateful:
                 at[len(mine)] = copied(cache.layers, row)
             named = name if len(cache.ids) == 1 else None
-            entry = self._kept.keep(cache, call.key, row, pad, packed(mine), at, named) if mine else None
+            if not mine:
+                continue
+            entry = self._kept.keep(cache, call.key, row, pad, packed(mine), at, named, epoch=call.epoch)
             if entry is not None and self._disk_tier is not None:
                 self._disk_tier.save(entry)

@@ -208,14 +208,15 @@ class ConversationStore:
         ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         with self._in_use():
             depends = self._check_weights()
+            epoch = self._kept.epoch
             call, why = self._calls.read(ids, kwargs, salt, depends)
             self._last.computed_as = depends.computed_as
             if call is None and self.model.config.is_encoder_decoder:
-                return self._report(*self._encoded(ids, kwargs, salt, depends))
+                return self._report(*self._encoded(ids, kwargs, salt, depends, epoch))
             if call is None:
                 with self._naming_who_is_pinned():
                     return self._plain(ids, kwargs, why)
-            call.name = turn_of
+            call.name, call.epoch = turn_of, epoch
             for row in call.rows:
                 self._waker.turn(call.key, row)
             with self._naming_who_is_pinned():
@@ -256,7 +257,7 @@ class ConversationStore:
             return self._report(self.model.generate(ids, **kwargs), reuse)
 
     def _encoded(
-        self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends
+        self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends, epoch: int
     ) -> tuple[Any, tuple[RowReuse, ...]]:
         """A call of an encoder-decoder: what the encoder gave for the same inputs before is used again."""
         inputs, mask, why = self._encoder.inputs(ids, kwargs, salt, depends)
@@ -270,7 +271,8 @@ class ConversationStore:
             outputs = self._encoder.encode(ids, mask)
             if of.depends(self.model) == depends:
                 with self.memory.lock, self.memory.change:
-                    self._encoder.keep(inputs, outputs)
+                    if self._kept.epoch == epoch:
+                        self._encoder.keep(inputs, outputs)
         else:
             outputs = of.encoder_output(found.clone())
         kwargs |= {"attention_mask": mask, "encoder_outputs": outputs}
@@ -570,11 +572,11 @@ class ConversationStore:
         self._check_weights()
 
     def clear(self) -> None:
-        """Drop all that is kept."""
+        """Drop all that is kept. What calls that are running have computed is not kept."""
         self._check_open()
         with self.memory.lock, self.memory.change:
             self.memory.collect()
-            self._kept.parked.clear()
+            self._kept.clear()
             self._encoder.clear()
 
     @property

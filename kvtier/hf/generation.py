@@ -20,12 +20,17 @@ from kvtier.cpu.checksum import checksums
 from kvtier.errors import ConfigError
 from kvtier.hf.model_config import transformers_layers
 from kvtier.hf.names import CACHE
+from kvtier.hf.written import numbers
 
 #: What `generate` takes that is no input of a model.
 _SIGNATURE = frozenset(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "kwargs"}
 _SETTINGS = frozenset(vars(GenerationConfig()))
 #: Parts of a config that change no key and no value.
 _NOT_OF_KV = frozenset(("transformers_version", "use_cache", "architectures", "torch_dtype", "name_or_path"))
+#: Modules that give the same in training mode: who adds one to a model need not think of it.
+_SAME_IN_TRAINING = frozenset(
+    (torch.nn.Identity, torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList, torch.nn.ModuleDict)
+)
 #: Tokens of the trial whether states go on, and of its first part.
 _TRIAL, _FIRST = 12, 7
 #: Bytes of weights of which one checksum is digested.
@@ -103,16 +108,25 @@ class Depends(NamedTuple):
     Attributes:
         computed_as: adapters, and the dtype of autocast.
         weights: a number that changes when weights are written or replaced.
+        training: the type of a module that is in training mode, which may change what it gives; "": there is none.
     """
 
     computed_as: tuple[Any, ...]
     weights: int
+    training: str
 
 
 def depends(model: Any) -> Depends:
     """What keys and values depend on now, by one walk over all modules."""
     modules = _modules(model)
-    return Depends(_computed_as(model, modules), _weights(modules))
+    return Depends(_computed_as(model, modules), _weights(modules), _training(modules))
+
+
+def _training(modules: list[Any]) -> str:
+    for module in modules:
+        if module.training and type(module) not in _SAME_IN_TRAINING:
+            return type(module).__name__
+    return ""
 
 
 def _modules(model: Any) -> list[Any]:
@@ -133,13 +147,19 @@ def adapters(model: Any) -> tuple[str, ...]:
 
 def _adapters(modules: list[Any]) -> tuple[str, ...]:
     found: dict[str, None] = {}
-    for module in modules:
+    each = list[tuple[int, tuple[str, ...]]]()
+    for i, module in enumerate(modules):
         if "base_layer" not in module._modules:  # most have none: to ask for what is not there is slow
             continue
         merged, scaling = getattr(module, "merged", False), getattr(module, "scaling", None) or {}
         names = getattr(module, "merged_adapters" if merged else "active_adapters", None)
+        mine: tuple[str, ...] = ()
         if isinstance(names, (list, tuple)) and (merged or not getattr(module, "disable_adapters", False)):
-            found |= dict.fromkeys(f"{name} {scaling.get(name, 1)} {merged}" for name in names)
+            mine = tuple(f"{name} {scaling.get(name, 1)} {merged}" for name in names)
+            found |= dict.fromkeys(mine)
+        each.append((i, mine))
+    if len({mine for _, mine in each}) > 1:  # which module has which is part of it; the same in later processes
+        found[hashlib.blake2b(repr(each).encode(), digest_size=16).hexdigest()] = None
     return tuple(found)
 
 
@@ -154,27 +174,59 @@ def _computed_as(model: Any, modules: list[Any]) -> tuple[Any, ...]:
 
 
 def weights_version(model: Any) -> int:
-    """Changes when weights are written or replaced: through torch, not through `.data`, which torch does not count."""
+    """Changes when weights are written or replaced: through torch or its optimizers, not through `.data`, which nobody
+    counts."""
     return _weights(_modules(model))
 
 
 def _weights(modules: list[Any]) -> int:
-    total = 0
+    total, number = 0, numbers.of
     for module in modules:
-        for x in (*module._parameters.values(), *module._buffers.values()):
+        for x in module._parameters.values():
             if x is not None:
-                total = hash((total, x.data_ptr(), 0 if x.is_inference() else x._version))
+                total = hash((total, number(x), 0 if x.is_inference() else x._version))
+        if module._buffers:
+            written = _written_by_forwards(module)
+            for name, x in module._buffers.items():
+                if x is not None and name not in written:
+                    total = hash((total, number(x), 0 if x.is_inference() else x._version))
     return total
 
 
+def _written_by_forwards(module: Any) -> set[str]:
+    """Buffers that a rotary embedding writes in every forward, from others of its buffers: they say nothing of what it
+    will compute."""
+    types = vars(module).get("rope_type")
+    named = types.items() if isinstance(types, dict) else (("", types),)
+    return {f"{layer_type}_inv_freq".lstrip("_") for layer_type, kind in named if kind == "longrope"}
+
+
+def _buffers(model: Any) -> dict[str, torch.Tensor]:
+    """All buffers that a model begins with, those that are not saved with it included."""
+    found = dict[str, torch.Tensor]()
+    for path, module in model.named_modules():
+        if not module._buffers:
+            continue
+        written = _written_by_forwards(module)
+        # Of a rotary embedding that a long sequence has stretched, the next short one takes the original frequencies.
+        longest = vars(module).get("original_max_seq_len")
+        stretched = longest is not None and bool(vars(module).get("max_seq_len_cached", 0) > longest)
+        for name, x in module._buffers.items():
+            before = module._buffers.get(name.replace("inv_freq", "original_inv_freq")) if stretched else None
+            if x is not None and name not in written:
+                found[f"{path}.{name}".lstrip(".")] = x if before is None else before
+    return found
+
+
 def fingerprint(model: Any) -> dict[str, str]:
-    """What saved keys and values are of: every weight, the config, the dtypes. Reads all weights.
+    """What saved keys and values are of: every weight and buffer, the config, the dtypes. Reads all of them.
 
     Raises:
         ConfigError: some weights are nowhere to be read.
     """
     weights = hashlib.blake2b(digest_size=16)
-    for name, x in sorted(inner(model).state_dict().items()):
+    # Buffers that are no part of the state (frequencies of rotary embeddings, say) make other keys too.
+    for name, x in sorted((_buffers(inner(model)) | inner(model).state_dict()).items()):
         weights.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
         data = _loaded(model, name, x).detach().to("cpu").contiguous().view(-1).view(torch.uint8)
         # A word that differs changes the checksum of its piece; to digest these takes next to nothing.
@@ -213,6 +265,17 @@ def recomputed(model: Any, ids: torch.Tensor, layers: Collection[int]) -> dict[i
     with torch.no_grad():
         inner(model)(input_ids=ids, use_cache=True, **{CACHE: cache}, **options)
     return {i: (cache.layers[i].keys, cache.layers[i].values) for i in layers}
+
+
+def attends_ahead(config: Any) -> bool:
+    """Whether tokens of a prompt attend to those behind them, so that their keys and values depend on these."""
+    for part in (config, config.get_text_config(decoder=True)):
+        # "vision": among the tokens of an image.
+        if getattr(part, "use_bidirectional_attention", None) not in (None, False, "vision"):
+            return True
+        if getattr(part, "is_causal", True) is False:
+            return True
+    return False
 
 
 def length_of_constant_positions(config: Any) -> int | None:

@@ -201,6 +201,7 @@ class Prefixes:
         if request.alone:
             return 0
         self._check_weights()
+        request.epoch = self._kept.epoch
         ids = packed(request.ids)
         with self._memory.lock, self._memory.change:
             self._memory.collect()
@@ -290,6 +291,7 @@ class Prefixes:
                 functools.partial(self._forward.park, sequence=sequence),
                 {sequence.length: states} if states else {},
                 request.conversation,
+                epoch=request.epoch,
             )
             if entry is not None and self._store is not None:
                 self._store.save(entry)
@@ -321,7 +323,7 @@ class Prefixes:
     def clear(self) -> None:
         """Drop all that is kept."""
         with self._memory.lock, self._memory.change:
-            self._kept.parked.clear()
+            self._kept.clear()
 
     def close(self) -> None:
         """The runner is closed: drop what is the engine's own."""

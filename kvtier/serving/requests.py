@@ -189,7 +189,7 @@ class Requests:
             if sequence is None:
                 self.wait(sample)
                 continue
-            sample.sequence = sequence
+            sample.sequence, sample.epoch = sequence, request.epoch
             sample.job.running, sample.job.cached = True, request.job.cached
             self.running[sample.job] = sample
             forked.append(sample)

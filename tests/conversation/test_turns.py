@@ -104,7 +104,7 @@ def with_adapter(model: Any, generator: torch.Generator) -> tuple[Any, Adapter]:
         if ".0." in name and getattr(module, "weight", torch.zeros(0)).dim() == 2
     ]
     name, module = inside[0]
-    made = Adapter(module, generator)
+    made = Adapter(module, generator).eval()
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, made)
     return model, made

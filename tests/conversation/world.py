@@ -307,7 +307,7 @@ class World:
         self.weight = float(self.toy.weight.detach())
         self.changed_weights = False
         self.damaged = self.flipped = self.changed_folder = False
-        self.reads_to_nothing = 0
+        self.reads_to_nothing = self.cleared = 0
         #: By salt.
         self.computed: dict[Any, set[int]] = {}
         self.kept: list[Kept] = []
@@ -639,6 +639,7 @@ class World:
         key = self.key(salt)
         computed = self.computed.setdefault(key, set())
         before, self.toy.computed = self.toy.computed, computed
+        cleared = self.cleared
         most = [self._longest(row, computed) for row in rows]
         least = [max(n, at_least) for n in self._least(key, rows, pads)]
         before_this, self.interruptible = self.interruptible, not self.depth
@@ -677,7 +678,8 @@ class World:
         for ids in self.toy.held:
             while self.plain and len(ids) > 1 and ids[-1] == ids[-2] == PAD:
                 ids.pop()
-            here = not self.tight and not self.flipped and self.plain
+            # What is computed while all is dropped is not kept.
+            here = not self.tight and not self.flipped and self.plain and cleared == self.cleared
             self.kept.append(Kept(key, ids, here))
         return True
 
@@ -1111,6 +1113,7 @@ class World:
         assert self.store is not None
         self.note("clear")
         self.store.clear()
+        self.cleared += 1
         self.pinned.clear()
         for each in self.kept:
             each.here = False
