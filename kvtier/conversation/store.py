@@ -125,7 +125,7 @@ class ConversationStore:
         self._finalizer.atexit = False
         self._weights = of.weights_version(model)
         self._conversations: dict[str, Conversation | None] = {}  # None: it is saved, and was not opened yet
-        # Taken before the memory's lock, by who saves a conversation or forgets its name: what is forgotten stays so.
+        # Taken before the memory's lock, by who saves, reads or forgets a conversation: what is forgotten stays so.
         self._naming = threading.RLock()
         self._last = threading.local()
         self._calls = Calls(model)
@@ -330,7 +330,11 @@ class ConversationStore:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name={name!r}: a conversation has a name, a string that is not empty.")
         with self.memory.lock, self.memory.change:
-            found = self._conversations.get(name) or self._saved(name)
+            is_unopened = name in self._conversations and self._conversations[name] is None
+        if is_unopened:
+            self._saved(name)
+        with self.memory.lock, self.memory.change:
+            found = self._conversations.get(name)
             if found is not None and new:
                 raise ConfigError(f"There is a conversation {name!r} already.")
             if found is not None and found.salt != salt:
@@ -356,26 +360,32 @@ class ConversationStore:
             self._last.name = None
 
     def _saved(self, name: str) -> Conversation | None:
-        """A conversation that is saved and was not opened yet."""
-        if name in self._conversations and self._disk_tier is not None:
+        """A conversation that is saved, opened now if it was not yet. The disk may have to be waited for, a commit of
+        others, say: calls need the memory's lock meanwhile."""
+        with self._naming:
+            with self.memory.lock, self.memory.change:
+                found = self._conversations.get(name)
+                if found is not None or name not in self._conversations or self._disk_tier is None:
+                    return found
             state = self._disk_tier.disk.conversation(name)
-            if state is not None:
+            with self.memory.lock, self.memory.change:
+                if state is None:
+                    self._conversations.pop(name, None)  # it is damaged
+                    return None
                 self._conversations[name] = found = Conversation.of(self, name, state)
                 return found
-            del self._conversations[name]  # it is damaged
-        return None
 
     def forget(self, name: str) -> None:
         """Forget the name of a conversation, whether it was opened or not; see `Conversation.close`. Nothing, if there
         is none."""
         self._check_open()
-        with self.memory.lock, self.memory.change:
-            found = self._conversations.get(name)
-            known = name in self._conversations
-        if found is not None:
-            found.close()
-        elif known:
-            with self._naming:
+        with self._naming:  # nobody opens it meanwhile
+            with self.memory.lock, self.memory.change:
+                found = self._conversations.get(name)
+                known = name in self._conversations
+            if found is not None:
+                found.close()
+            elif known:
                 if self._disk_tier is not None:
                     self._disk_tier.disk.drop_conversation(name)
                 with self.memory.lock, self.memory.change:
