@@ -193,12 +193,7 @@ class ConversationStore:
         turn_of, self._last.name = getattr(self._last, "name", None), None
         if generation_config is not None:
             kwargs["generation_config"] = generation_config
-        try:
-            hash(salt)
-        except TypeError:
-            raise ConfigError(
-                f"salt={salt!r} cannot be compared: give a string, a number or a tuple of these."
-            ) from None
+        _check_salt(salt)
         given = (
             of.setting("cache_implementation", self.model, kwargs) if hasattr(self.model, "generation_config") else None
         )
@@ -329,6 +324,7 @@ class ConversationStore:
         self._check_open()
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name={name!r}: a conversation has a name, a string that is not empty.")
+        _check_salt(salt)
         with self.memory.lock, self.memory.change:
             is_unopened = name in self._conversations and self._conversations[name] is None
         if is_unopened:
@@ -431,8 +427,13 @@ class ConversationStore:
             return list(self._conversations)
 
     def park(self, ids: Sequence[int], *, salt: Hashable = None) -> None:
-        """Let what is kept of these tokens leave the device, as far as the host has room."""
+        """Let what is kept of these tokens leave the device, as far as the host has room.
+
+        Raises:
+            ConfigError: a salt that cannot be compared.
+        """
         self._check_open()
+        _check_salt(salt)
         key, row = (of.computed_as(self.model), salt), packed(ids)
         with self.memory.lock, self.memory.change, contextlib.suppress(BudgetError):
             self.memory.collect()
@@ -447,9 +448,12 @@ class ConversationStore:
         given up too. What is saved on the disk stays.
 
         Raises:
-            ConfigError: positions that the sequence does not have.
+            ConfigError: positions that the sequence does not have, or a salt that cannot be compared.
         """
         self._check_open()
+        _check_salt(salt)
+        if type(start) is not int or type(stop) is not int:
+            raise ConfigError(f"start={start!r}, stop={stop!r}: give two positions, whole numbers.")
         if not 0 <= start < stop <= len(ids):
             raise ConfigError(f"start={start}, stop={stop}: the sequence has {len(ids)} tokens.")
         with self.memory.lock, self.memory.change:
@@ -466,9 +470,10 @@ class ConversationStore:
                 for room, or for copies of others, for half a minute.
 
         Raises:
-            ConfigError: a timeout that is not a number of seconds.
+            ConfigError: a timeout that is not a number of seconds, or a salt that cannot be compared.
         """
         self._check_open()
+        _check_salt(salt)
         if timeout is not None and (
             isinstance(timeout, bool)
             or not isinstance(timeout, (int, float))
@@ -519,8 +524,11 @@ class ConversationStore:
 
         Raises:
             CorruptionError: they differ by more than rounding. That sequence is not kept any more.
+            ConfigError: a number that is none.
         """
         self._check_open()
+        if type(sequences) is not int or sequences < 0:
+            raise ConfigError(f"sequences={sequences!r}: give how many to compute again, a whole number from 0 on.")
         compared = 0
         with self._in_use():
             now = self._check_weights().computed_as
@@ -657,6 +665,18 @@ class ConversationStore:
         self.memory.check_integrity()
         with self.memory.lock, self.memory.change:
             self._kept.check_integrity()
+
+
+def _check_salt(salt: object) -> None:
+    """Whether calls can be found by a salt.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    try:
+        hash(salt)
+    except TypeError:
+        raise ConfigError(f"salt={salt!r} cannot be compared: give a string, a number or a tuple of these.") from None
 
 
 def _new_cache(caches: weakref.WeakSet[JournalledCache], *args: Any, **options: Any) -> JournalledCache:
