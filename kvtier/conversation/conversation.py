@@ -198,8 +198,8 @@ class Conversation:
         self._check_open()
         self._enter(sys._getframe())
         try:
-            if not self.messages or self.messages[-1]["role"] != "assistant":
-                raise ConfigError("There is no answer to generate again.")
+            if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
+                raise ConfigError("There is no answer to generate again: `send` a message first.")
             *before, last, _ = self.messages
             return self._send(before, last, tokenizer, None, kwargs)
         finally:
@@ -354,7 +354,7 @@ class Conversation:
 
     @property
     def saved(self) -> bool:
-        """Whether it can be: a salt of another kind than a string or a number is not known to later processes."""
+        """Whether it can be: a salt of another kind than a string or a whole number is not known to later processes."""
         return self.salt is None or type(self.salt) in (str, int)
 
     def state(self) -> dict[str, Any]:

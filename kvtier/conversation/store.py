@@ -125,7 +125,7 @@ class ConversationStore:
         self._finalizer.atexit = False
         self._weights = of.weights_version(model)
         self._conversations: dict[str, Conversation | None] = {}  # None: it is saved, and was not opened yet
-        # Taken before the memory's lock, by who saves a conversation or forgets its name: what is forgotten stays so.
+        # Taken before the memory's lock, by who saves, reads or forgets a conversation: what is forgotten stays so.
         self._naming = threading.RLock()
         self._last = threading.local()
         self._calls = Calls(model)
@@ -193,12 +193,7 @@ class ConversationStore:
         turn_of, self._last.name = getattr(self._last, "name", None), None
         if generation_config is not None:
             kwargs["generation_config"] = generation_config
-        try:
-            hash(salt)
-        except TypeError:
-            raise ConfigError(
-                f"salt={salt!r} cannot be compared: give a string, a number or a tuple of these."
-            ) from None
+        _check_salt(salt)
         given = (
             of.setting("cache_implementation", self.model, kwargs) if hasattr(self.model, "generation_config") else None
         )
@@ -331,8 +326,13 @@ class ConversationStore:
         self._check_open()
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name={name!r}: a conversation has a name, a string that is not empty.")
+        _check_salt(salt)
         with self.memory.lock, self.memory.change:
-            found = self._conversations.get(name) or self._saved(name)
+            is_unopened = name in self._conversations and self._conversations[name] is None
+        if is_unopened:
+            self._saved(name)
+        with self.memory.lock, self.memory.change:
+            found = self._conversations.get(name)
             if found is not None and new:
                 raise ConfigError(f"There is a conversation {name!r} already.")
             if found is not None and found.salt != salt:
@@ -358,26 +358,32 @@ class ConversationStore:
             self._last.name = None
 
     def _saved(self, name: str) -> Conversation | None:
-        """A conversation that is saved and was not opened yet."""
-        if name in self._conversations and self._disk_tier is not None:
+        """A conversation that is saved, opened now if it was not yet. The disk may have to be waited for, a commit of
+        others, say: calls need the memory's lock meanwhile."""
+        with self._naming:
+            with self.memory.lock, self.memory.change:
+                found = self._conversations.get(name)
+                if found is not None or name not in self._conversations or self._disk_tier is None:
+                    return found
             state = self._disk_tier.disk.conversation(name)
-            if state is not None:
+            with self.memory.lock, self.memory.change:
+                if state is None:
+                    self._conversations.pop(name, None)  # it is damaged
+                    return None
                 self._conversations[name] = found = Conversation.of(self, name, state)
                 return found
-            del self._conversations[name]  # it is damaged
-        return None
 
     def forget(self, name: str) -> None:
         """Forget the name of a conversation, whether it was opened or not; see `Conversation.close`. Nothing, if there
         is none."""
         self._check_open()
-        with self.memory.lock, self.memory.change:
-            found = self._conversations.get(name)
-            known = name in self._conversations
-        if found is not None:
-            found.close()
-        elif known:
-            with self._naming:
+        with self._naming:  # nobody opens it meanwhile
+            with self.memory.lock, self.memory.change:
+                found = self._conversations.get(name)
+                known = name in self._conversations
+            if found is not None:
+                found.close()
+            elif known:
                 if self._disk_tier is not None:
                     self._disk_tier.disk.drop_conversation(name)
                 with self.memory.lock, self.memory.change:
@@ -423,8 +429,13 @@ class ConversationStore:
             return list(self._conversations)
 
     def park(self, ids: Sequence[int], *, salt: Hashable = None) -> None:
-        """Let what is kept of these tokens leave the device, as far as the host has room."""
+        """Let what is kept of these tokens leave the device, as far as the host has room.
+
+        Raises:
+            ConfigError: a salt that cannot be compared.
+        """
         self._check_open()
+        _check_salt(salt)
         key, row = (of.computed_as(self.model), salt), packed(ids)
         with self.memory.lock, self.memory.change, contextlib.suppress(BudgetError):
             self.memory.collect()
@@ -439,9 +450,12 @@ class ConversationStore:
         given up too. What is saved on the disk stays.
 
         Raises:
-            ConfigError: positions that the sequence does not have.
+            ConfigError: positions that the sequence does not have, or a salt that cannot be compared.
         """
         self._check_open()
+        _check_salt(salt)
+        if type(start) is not int or type(stop) is not int:
+            raise ConfigError(f"start={start!r}, stop={stop!r}: give two positions, whole numbers.")
         if not 0 <= start < stop <= len(ids):
             raise ConfigError(f"start={start}, stop={stop}: the sequence has {len(ids)} tokens.")
         with self.memory.lock, self.memory.change:
@@ -458,9 +472,10 @@ class ConversationStore:
                 for room, or for copies of others, for half a minute.
 
         Raises:
-            ConfigError: a timeout that is not a number of seconds.
+            ConfigError: a timeout that is not a number of seconds, or a salt that cannot be compared.
         """
         self._check_open()
+        _check_salt(salt)
         if timeout is not None and (
             isinstance(timeout, bool)
             or not isinstance(timeout, (int, float))
@@ -511,8 +526,11 @@ class ConversationStore:
 
         Raises:
             CorruptionError: they differ by more than rounding. That sequence is not kept any more.
+            ConfigError: a number that is none.
         """
         self._check_open()
+        if type(sequences) is not int or sequences < 0:
+            raise ConfigError(f"sequences={sequences!r}: give how many to compute again, a whole number from 0 on.")
         compared = 0
         with self._in_use():
             now = self._check_weights().computed_as
@@ -649,6 +667,18 @@ class ConversationStore:
         self.memory.check_integrity()
         with self.memory.lock, self.memory.change:
             self._kept.check_integrity()
+
+
+def _check_salt(salt: object) -> None:
+    """Whether calls can be found by a salt.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    try:
+        hash(salt)
+    except TypeError:
+        raise ConfigError(f"salt={salt!r} cannot be compared: give a string, a number or a tuple of these.") from None
 
 
 def _new_cache(caches: weakref.WeakSet[JournalledCache], *args: Any, **options: Any) -> JournalledCache:

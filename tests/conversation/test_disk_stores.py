@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
 from kvtier import StoreInUseError
 from kvtier.conversation import archive
 from kvtier.forward.forward import Forward
+
+
+from kvtier.conversation.conversation import Conversation
 
 
 def saving_threads() -> int:
@@ -154,6 +158,29 @@ def test_conversations_that_are_opened_and_closed_leave_nothing(count: int, tmp_
         assert after[2] - before[2] < 32 * 2**20 + count * 100
         assert store.names == []
         store.check_integrity()
+
+
+def test_who_opens_a_conversation_waits_for_the_disk_and_lets_others_go_on(tmp_path: Path) -> None:
+    """A commit that takes long would stop every call that needs the memory's lock."""
+    model = tiny_model("llama")
+    with store_of(model, directory=tmp_path) as store:
+        store.open("a").generate(**ones(some_ids(20)), **GREEDY)
+    with store_of(model, directory=tmp_path) as store:
+        assert store._disk_tier is not None
+        committing, opened = store._disk_tier.disk._lock, list[Conversation]()
+        with committing:
+            opening = threading.Thread(target=lambda: opened.append(store.open("a")))
+            opening.start()
+            time.sleep(0.2)
+            is_free = store.memory.lock.acquire(timeout=2)
+            is_waiting = opening.is_alive()
+        if is_free:
+            store.memory.lock.release()
+        opening.join(10)
+        assert is_waiting
+        assert is_free, "who opens a conversation holds it"
+        assert [len(x.ids) for x in opened] == [26]
+        assert store.open("a") is opened[0]
 
 
 def test_another_tokenizer_finds_nothing_wrong(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -442,6 +443,29 @@ def test_a_model_whose_states_begin_again_is_found_out() -> None:
 def test_what_cannot_be_is_said(wrong: dict[str, Any]) -> None:
     with store_of(tiny_model("llama")) as store, pytest.raises(ConfigError):
         store.generate(**ones(some_ids(9)), **wrong)
+
+
+def test_arguments_that_cannot_be_are_refused_before_anything_is_made() -> None:
+    with store_of(tiny_model("llama")) as store:
+        salt: Any = [1]
+        calls: list[Callable[[], object]] = [
+            lambda: store.open("x", salt=salt, pinned=True),
+            lambda: store.park([1, 2], salt=salt),
+            lambda: store.drop([1, 2, 3], 0, 1, salt=salt),
+            lambda: store.wake([1, 2], salt=salt),
+            lambda: store.drop([1, 2, 3], 0, 1.5),  # type: ignore[arg-type]
+            lambda: store.verify(-1),
+            lambda: store.verify(1.5),  # type: ignore[arg-type]
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match="give"):
+                call()
+        assert store.names == []
+        chat = store.open("y")
+        chat.messages = [{"role": "assistant", "content": "Hello."}]
+        with pytest.raises(ConfigError, match="no answer"):
+            chat.regenerate(tokenizer=Tokenizer(), **GREEDY)
+        assert len(chat.messages) == 1
 
 
 def test_a_call_looks_at_all_modules_when_it_begins_and_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:

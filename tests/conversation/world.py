@@ -425,8 +425,7 @@ class World:
         assert self.store is not None
         while True:
             try:
-                with self.memory.lock:
-                    return self.store._conversations[name] or self.store._saved(name)
+                return self.store._conversations[name] or self.store._saved(name)
             except ConfigError as error:
                 assert self.disk.failing, "a conversation cannot be read"
                 self.note("not read:", error)
