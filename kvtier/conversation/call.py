@@ -91,7 +91,7 @@ class Calls:
         if self._keeps_positions:
             return None, "the model keeps positions from one call to the next"
         if depends.training:
-            return None, f"the model is in training mode ({depends.training})"
+            return None, f"{depends.training} is in training mode"
         if of.attends_ahead(model.config):
             return None, "tokens of a prompt attend to those behind them"
         if of.setting("prefill_chunk_size", model, kwargs):

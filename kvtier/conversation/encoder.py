@@ -65,7 +65,7 @@ class EncoderOutputs:
         if others:
             return None, None, f"what the encoder gives depends on {', '.join(others)} too"
         if depends.training:
-            return None, None, f"the model is in training mode ({depends.training})"
+            return None, None, f"{depends.training} is in training mode"
         if any(of.setting(name, model, kwargs) for name in ("output_attentions", "output_hidden_states")):
             return None, None, "more than the last output of the encoder is asked for"
         if not of.generates_as_usual(model):

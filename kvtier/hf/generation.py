@@ -108,7 +108,7 @@ class Depends(NamedTuple):
     Attributes:
         computed_as: adapters, and the dtype of autocast.
         weights: a number that changes when weights are written or replaced.
-        training: the type of a module that is in training mode, which may change what it gives; "": there is none.
+        training: what is in training mode, which may change what it gives: "the model" or a part; "": nothing.
     """
 
     computed_as: tuple[Any, ...]
@@ -123,9 +123,9 @@ def depends(model: Any) -> Depends:
 
 
 def _training(modules: list[Any]) -> str:
-    for module in modules:
+    for i, module in enumerate(modules):
         if module.training and type(module) not in _SAME_IN_TRAINING:
-            return type(module).__name__
+            return f"a {type(module).__name__} of the model" if i else "the model"
     return ""
 
 

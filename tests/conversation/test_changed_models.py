@@ -258,7 +258,7 @@ def test_a_part_of_the_model_in_training_mode_leaves_and_finds_nothing() -> None
         attention.attention_dropout = 0.5
         attention.train()
         store.generate(**ones(ids), **GREEDY)
-        assert (store.reuse[0].cached, store.reuse[0].why) == (0, "the model is in training mode (LlamaAttention)")
+        assert (store.reuse[0].cached, store.reuse[0].why) == (0, "a LlamaAttention of the model is in training mode")
         store.generate(**ones(some_ids(20, seed=3)), **GREEDY)
         assert store.stats.sequences == 1
         attention.eval()

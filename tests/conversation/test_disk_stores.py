@@ -18,10 +18,8 @@ from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
 
 from kvtier import StoreInUseError
 from kvtier.conversation import archive
-from kvtier.forward.forward import Forward
-
-
 from kvtier.conversation.conversation import Conversation
+from kvtier.forward.forward import Forward
 
 
 def saving_threads() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,31 @@ def test_what_gives_up_its_blocks_goes_on_from_its_states(seed: int) -> None:
     load = Load("qwen3_next", 1000 + seed)
     load.play()
     assert load.counts["requests"]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_what_a_request_has_computed_of_other_weights_is_not_kept(samples: int) -> None:
+    model, prompt = build_model("llama", "sdpa"), list(stream_of_tokens(0)[:40])
+    options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    several = {"do_sample": True, "num_return_sequences": samples} if samples > 1 else {}
+    changed = list[int]()
+
+    def changes(output: Any) -> None:
+        if len(output.generated_tokens) == 2 and not changed:
+            changed.append(1)
+            with torch.no_grad():
+                model.get_parameter("model.layers.0.self_attn.k_proj.weight").mul_(-2)
+
+    with Engine(model, host_budget="16MiB", block_size=4) as engine:
+        name = engine.add_request(prompt, listener=changes, seed=0, **(options | several))
+        engine.wait(name)
+        while engine.load.running or engine.load.waiting:
+            time.sleep(0.01)  # for the other sample
+        assert changed
+        for cached in (0, len(prompt) - 1):
+            (output,) = engine.generate_batch([prompt], **options).values()
+            assert output.generated_tokens == model.generate(torch.tensor([prompt]), **options)[0, 40:].tolist()
+            assert output.cached_tokens == cached
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
