@@ -114,7 +114,7 @@ MUTATIONS: dict[str, Mutation] = {
     # ranks
     "a conversation that goes on leaves its rank behind": edit(Ranks, "follow", "self._leave(name, before)", "pass"),
     "only one conversation has its history in a sequence": edit(
-        Ranks, "kept", "self._ranked.items()", "list(self._ranked.items())[:1]"
+        Ranks, "kept", "self._frontiers.prefixes(key, ids)", "list(self._frontiers.prefixes(key, ids))[:1]"
     ),
     "nobody looks where the tokens of a conversation are": gone(Ranks, "refresh"),
     "a conversation that is closed keeps its rank": gone(Ranks, "forget"),

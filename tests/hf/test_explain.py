@@ -232,10 +232,7 @@ class Alone(Adaptive):
     asked: set[str]
 
     def _check(self, name: str) -> None:
-        alone = not self.memory.lock.acquire(blocking=False)
-        if not alone:
-            self.memory.lock.release()
-        assert alone, f"{name}: another cache may be planning"
+        assert self.memory.lock._is_owned(), f"{name}: another cache may be planning"
         self.asked.add(name)
 
     def decisions(self, cache: int, device: str | None = None) -> list[Decision]:

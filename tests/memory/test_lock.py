@@ -109,6 +109,14 @@ def test_a_wait_that_is_cut_short_ends_with_the_lock() -> None:
 
 
 def test_an_interrupt_while_the_lock_is_taken_again_waits_for_it() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs in the background ignores it
+    try:
+        interrupted_while_it_is_taken_again()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupted_while_it_is_taken_again() -> None:
     lock, held = new_lock(), threading.Event()
     waiting, seen = Waiting(lock), []
 

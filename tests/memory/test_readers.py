@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.memory.lock import new_lock
 from kvtier.memory.readers import Readers, Reading
 
 
@@ -35,16 +36,16 @@ def elsewhere(call: Callable[[], Any]) -> Any:
 
 @pytest.fixture
 def readers() -> Readers:
-    return Readers(threading.Lock())
+    return Readers(new_lock())
 
 
 def begun(readers: Readers) -> Reading:
-    with readers._ended:
+    with readers._lock:
         return readers.begin()
 
 
 def ended(readers: Readers, reading: Reading, work: Work | None) -> None:
-    with readers._ended:
+    with readers._lock:
         readers.end(reading, work)  # type: ignore[arg-type]
 
 
@@ -92,6 +93,6 @@ def test_a_call_that_is_cut_short_does_not_keep_others_waiting(readers: Readers)
 
     elsewhere(cut)
     assert not readers.others()
-    with readers._ended:
+    with readers._lock:
         assert not readers.wait()
     assert fences[0].passed()
