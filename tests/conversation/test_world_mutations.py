@@ -127,9 +127,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a wake gives way to nobody": gone(Waker, "_concede", False),
     "a turn does not end the wake of its conversation": gone(Waker, "turn"),
     # what is saved
-    "another slice is saved": edit(
-        Archive, "save", "x[0, :, start:length]", "x[0, :, max(start - 1, 0) : max(start - 1, 0) + length - start]"
-    ),
+    "another slice is saved": edit(Archive, "save", 'dense("saving", start)', 'dense("saving", max(start - 1, 0))'),
     "what is to be saved is another sequence": edit(
         DiskTier, "_open", "min(length, entry.sequence.length)", "entry.sequence.length"
     ),
