@@ -225,10 +225,14 @@ def fingerprint(model: Any) -> dict[str, str]:
         ConfigError: some weights are nowhere to be read.
     """
     weights = hashlib.blake2b(digest_size=16)
+    state = inner(model).state_dict()
     # Buffers that are no part of the state (frequencies of rotary embeddings, say) make other keys too.
-    for name, x in sorted((_buffers(inner(model)) | inner(model).state_dict()).items()):
+    for name, x in sorted((_buffers(inner(model)) | state).items()):
         weights.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        data = _loaded(model, name, x).detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+        data = _loaded(model, name, x).detach().to("cpu").contiguous().view(-1)
+        if name not in state and data.is_floating_point():
+            data = data.bfloat16()  # each process computes them, on whatever device: the last bits may be others
+        data = data.view(torch.uint8)
         # A word that differs changes the checksum of its piece; to digest these takes next to nothing.
         pieces = data.numel() // _PIECE
         weights.update(checksums(data.data_ptr(), pieces, _PIECE, 0).tobytes())
