@@ -700,6 +700,8 @@ class TieredKVCache(RecurrentFace):
             "budgets": memory.options,
             "policy": memory.policy,
             "layers": layers,
+            # A copy that is made without gradients has as little of a graph, and says so.
+            "graphs": [i for i, reader in self._forward.readers.items() if reader.layer.carries_graph],
             "expected": steps.expected,
         }
 
@@ -716,6 +718,8 @@ class TieredKVCache(RecurrentFace):
                 self._add_layers(i)
             if content is not None:
                 self._forward.restore(i, *content)
+        for i in state["graphs"]:
+            self._forward.readers[i].layer.carries_graph = True
         steps = self._forward.steps
         steps.end()
         if state["expected"] is not None:

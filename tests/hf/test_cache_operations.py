@@ -14,7 +14,7 @@ from families import build_model, dynamic_cache, prompt_ids, tiny_model
 from placements import Placement, assert_same_as_dynamic_cache, tiered_cache
 from transformers import Cache, PreTrainedModel
 
-from kvtier import UnsupportedError
+from kvtier import TieredKVCache, UnsupportedError
 from kvtier.cpu import native
 
 Scenario = Callable[[PreTrainedModel, Cache], Any]
@@ -254,3 +254,18 @@ def test_a_backward_pass_through_the_cache_is_refused(block_size: int) -> None:
     logits = model(input_ids=prompt_ids(length=1, seed=2), past_key_values=cache).logits
     with pytest.raises(UnsupportedError):
         logits.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["copy", "pickle"]
+)
+def test_a_backward_pass_through_a_copy_is_refused_however_the_copy_was_made(way: Callable[[Any], Any]) -> None:
+    x = torch.randn(1, 1, 5, 4, requires_grad=True)
+    cache = TieredKVCache(block_size=4)
+    cache.update(2 * x, 3 * x, 0)
+    with torch.no_grad():
+        made = way(cache)
+    query = torch.randn(1, 1, 1, 4, requires_grad=True)
+    out = torch.nn.functional.scaled_dot_product_attention(query, made.layers[0].keys, made.layers[0].values)
+    with pytest.raises(UnsupportedError, match="backward"):
+        out.sum().backward()
