@@ -164,15 +164,18 @@ int main() {
 
 
 def test_a_submitted_call_goes_on_while_python_does() -> None:
-    call = Call(LARGE)
-    future = call.submit(1)
-    early, turns = future.done(), 0
-    while not future.done():
-        turns += 1
-        time.sleep(0)
-    assert not early
-    assert turns > 1
-    assert call.is_right(*future.wait())
+    turns = []
+    for _ in range(5):  # on a busy machine Python may come to nothing before a call has ended
+        call = Call(LARGE)
+        future = call.submit(1)
+        early, turn = future.done(), 0
+        while not future.done():
+            turn += 1
+            time.sleep(0)
+        assert not early
+        assert call.is_right(*future.wait())
+        turns.append(turn)
+    assert max(turns) > 1
 
 
 def test_a_call_gives_the_interpreter_to_other_threads() -> None:
