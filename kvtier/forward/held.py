@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 from kvtier.attention import split
 from kvtier.attention.reader import LayerReader
 from kvtier.memory.owner import Owner
@@ -14,6 +17,7 @@ class Held:
     def __init__(self, memory: TieredMemory) -> None:
         self.memory = memory
         self.owner: Owner = memory.new_owner()
+        self.user: weakref.ref[Any] | None = None
         self.readers: dict[int, LayerReader] = {}
 
     def lengths(self) -> set[int]:
@@ -35,6 +39,7 @@ class Held:
 
     def join(self) -> None:
         """Join the memory. Whatever cuts this short, `release` finds the owner that has joined."""
+        self.owner.user, self.owner.release = self.user, self.release
         self.memory.join(self.owner)
 
     def renew(self) -> None:

@@ -62,6 +62,8 @@ class PlannedForward:
         # before anything is held, for this may be cut short.
         self._finalizer = weakref.finalize(self, memory.abandon, self._held.release)
         self._finalizer.atexit = False  # the process gives its memory back anyway
+        # An interrupt in the midst of the finalizer, which is Python, costs it: the memory looks itself then.
+        self._held.user = weakref.ref(self)
         self._held.join()
         self.readers = self._held.readers
         self._schedules: dict[ComputeDevice, Schedule] = {}

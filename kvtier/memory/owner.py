@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 from kvtier.memory.block import BlockSet
 from kvtier.memory.buffers import IoBuffers, Workspace
 from kvtier.memory.device import ComputeDevice
@@ -19,6 +23,7 @@ class Owner:
         sets: its blocks.
         workspaces, io_buffers: what its attention passes through, by device; buffers also by number.
         uses_threads: whether threads of the native library may be at work or asleep for it.
+        user, release: who ends when nobody uses it any more, and what gives up then what it held; None: nobody does.
     """
 
     def __init__(self, number: int) -> None:
@@ -29,3 +34,5 @@ class Owner:
         self.workspaces: dict[ComputeDevice, Workspace] = {}
         self.io_buffers: dict[tuple[ComputeDevice, int], IoBuffers] = {}
         self.uses_threads = False
+        self.user: weakref.ref[Any] | None = None
+        self.release: Callable[[], None] | None = None

@@ -201,6 +201,7 @@ class TieredMemory:
             mine = [*owner.workspaces.values(), *owner.io_buffers.values()]
             self._host.reclaimable[:] = [x for x in self._host.reclaimable if x not in mine]
         owner.claims.clear()
+        owner.release = None  # it refers to who has it
         if self._owners.pop(owner.number, None) is not None:
             self._totals.add(owner.counters)
         self.trim(all_free=True)
@@ -231,10 +232,18 @@ class TieredMemory:
         May be cut short itself, if the caller then sets `interrupted`: the next call does it again.
         """
         if self.interrupted:
+            self._find_abandoned()
             self._recover()
         while self._abandoned:
             self._abandoned[0]()
             self._abandoned.popleft()
+
+    def _find_abandoned(self) -> None:
+        """Whose user is gone and who was not heard of: an interrupt came in the midst of that."""
+        for owner in self._owners.values():
+            gone = owner.user is not None and owner.user() is None
+            if gone and owner.release is not None and owner.release not in self._abandoned:
+                self._abandoned.append(owner.release)
 
     def mend(self) -> None:
         """As `collect`, for those who are about to read, or to change blocks of their own; not while they read, for it
@@ -549,6 +558,9 @@ class TieredMemory:
         with self.lock, self.change:
             if self.closed:
                 return
+            if self._owners:
+                self._find_abandoned()
+                self.collect()
             if self._owners:
                 raise MemoryInUseError(
                     f"This TieredMemory is in use: caches that are not closed: {len(self._owners)}. Close them "

@@ -215,7 +215,7 @@ NOT_COUNTED: dict[type, set[str]] = {
         "_tails",  # see below
         *("parked", "_counted", "_counts"),  # see test_parked.py
     },
-    Owner: {"counters", "uses_threads"},
+    Owner: {"counters", "uses_threads", "user", "release"},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import signal
 import sys
 import threading
@@ -203,6 +204,27 @@ def test_what_a_dropped_cache_held_is_kept_while_its_thread_reads() -> None:
         memory.mend()
     assert done == [1]
     assert not memory.interrupted
+    memory.close()
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_cache_whose_end_was_cut_short_is_found(interrupted: bool) -> None:
+    memory = TieredMemory(device_budget=2**12, host_budget=2**20)
+    kept, lost = (TieredKVCache(memory=memory, block_size=4) for _ in range(2))
+    x = torch.randn(1, 1, 60, 4)
+    for cache in (kept, lost):
+        cache.update(x, -x, 0)
+    lost._forward._finalizer.detach()  # as an interrupt at its first line leaves it
+    del lost, cache
+    gc.collect()
+    before = memory.stats.device.used_blocks + memory.stats.host.used_blocks
+    if interrupted:
+        memory.interrupted = True
+        kept.update(x[:, :, :1], x[:, :, :1], 0)
+        assert memory.stats.device.used_blocks + memory.stats.host.used_blocks <= before // 2 + 1
+    memory.check_integrity()
+    assert torch.equal(kept.layers[0].keys.dense()[:, :, :60], x)
+    kept.close()
     memory.close()
 
 
