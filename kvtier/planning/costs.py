@@ -25,6 +25,8 @@ STALLED = 0.01
 OF_EACH, MOST_OVERHEAD = 3, 1e-3
 #: Standard errors from which a difference counts as one.
 SIGNIFICANT = 3.0
+#: Bytes per second that nothing reaches.
+FASTEST = 1e15
 #: A step that moved other bytes than planned, by such a part of what is spilled, says little: blocks are still moving.
 MOVING = 0.1
 
@@ -308,7 +310,7 @@ class CostModel:
             rates, over = replace(rates, host_overhead=rates.host_overhead - less), over - less * waiting
         if over > 0 and prediction.device > 0:
             left = max(1 - over / prediction.device, 1 - MOST_LOST)
-            rates = replace(rates, device=rates.device / left)
+            rates = replace(rates, device=min(rates.device / left, FASTEST))
         self.rates = rates
         self._with_host, self._without = Median(LINEAR), Median(LINEAR)
         self._linear = self._with_host if waiting else self._without

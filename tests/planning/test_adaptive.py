@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier import ConfigError, Policy, TieredKVCache
-from kvtier.planning.costs import CostModel, Median, Rates, alike
+from kvtier.planning.costs import FASTEST, CostModel, Median, Rates, alike
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.names import POLICIES, policy_of
 from kvtier.planning.policies.shares import FixedShare
@@ -227,6 +227,16 @@ def test_a_profile_that_is_wrong_is_found_out(wrong: dict[str, float]) -> None:
 def test_where_steps_take_less_than_their_parts_are_known_to_it_learns_which_part(seed: int) -> None:
     trial = Trial.drawn(seed)  # what is estimated of overheads and of the device is more than all of a step
     assert trial.run(Adaptive(), STEPS) <= 1.05 * trial.best_share(STEPS)
+
+
+def test_steps_that_take_no_time_at_all_do_not_make_a_rate_of_it() -> None:
+    model = CostModel(RATES)
+    for _ in range(3000):
+        for share in (0.0, 1.0):
+            model.observe(StepRecord(1, 4, 1e-12, cache=1), model.step(alike(FOUR), share))
+    assert model.rates.device <= FASTEST
+    assert model.rates.host_overhead == 0.0
+    assert model.step(alike(FOUR), 0.5).seconds > 0
 
 
 def test_probes_cost_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

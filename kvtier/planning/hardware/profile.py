@@ -12,15 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.planning.costs import Rates
+from kvtier.planning.costs import FASTEST, Rates
 from kvtier.planning.hardware import machines
 from kvtier.planning.hardware.machines import ModelSize
 from kvtier.planning.hardware.predictors import Curve, HostAttention, Linear, Prefill
 
 #: Of the JSON. A profile of another format is not read.
 FORMAT = 1
-#: Bytes per second that nothing reaches: what is stored and says more is damaged.
-_FASTEST = 1e15
 
 
 def _share(value: Any) -> float:
@@ -147,7 +145,7 @@ class HardwareProfile:
                 rates = given.rates()
             except (ValueError, TypeError, KeyError, OverflowError):
                 continue
-            if max(rates.up, rates.down, rates.host, rates.device) <= _FASTEST:
+            if max(rates.up, rates.down, rates.host, rates.device) <= FASTEST:  # else it is damaged
                 found = given
         return found
 
