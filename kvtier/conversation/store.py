@@ -39,6 +39,10 @@ from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
 
 
+class OtherSaltError(ConfigError):
+    """A conversation is asked for with another salt than it has."""
+
+
 class ConversationStore:
     """Keeps the keys and values of what a model has read and written, for later calls that begin the same.
 
@@ -336,7 +340,7 @@ class ConversationStore:
             if found is not None and new:
                 raise ConfigError(f"There is a conversation {name!r} already.")
             if found is not None and found.salt != salt:
-                raise ConfigError(f"Conversation {name!r} has another salt.")
+                raise OtherSaltError(f"Conversation {name!r} has another salt.")
             if found is None:
                 rank_of(
                     False if pinned is None else pinned,

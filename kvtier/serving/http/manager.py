@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from transformers.cli.serving.utils import BaseGenerateManager, GenerationState, _StreamError
 
-from kvtier.conversation.store import ConversationStore
-from kvtier.errors import BudgetError, ConfigError, KVTierError
+from kvtier.conversation.store import ConversationStore, OtherSaltError
+from kvtier.errors import BudgetError, KVTierError
 from kvtier.hf import generation as of
 from kvtier.serving.engine import Engine
 from kvtier.serving.http.answers import Answer, Answers
@@ -299,7 +299,7 @@ class EngineManager(BaseGenerateManager):
         name = f"{SESSIONS}{urllib.parse.quote(caller.tenant, safe=' ')}/{session}"
         try:
             chat = self._store.open(name, salt=salt)
-        except ConfigError:  # it was saved under another salt, which nobody finds any more: it begins anew
+        except OtherSaltError:  # what was saved under the other one is not found any more: it begins anew
             self._forget(name)
             chat = self._store.open(name, salt=salt)
         if chat.ttl != self.limits.ttl:

@@ -23,6 +23,7 @@ import pytest
 from servers import NAME, Running, Start, by_generate
 
 from kvtier import ConfigError
+from kvtier.conversation.disk.manifest import Manifest
 from kvtier.serving.http.keys import Keys
 
 CLIENTS = int(os.environ.get("KVTIER_TEST_CLIENTS", "30"))
@@ -286,6 +287,26 @@ def test_a_session_of_another_salt_begins_anew(start: Start, tmp_path: Any) -> N
             assert cached() > 20
             assert cached(cache_salt="other") == 0
             assert cached(cache_salt="other") > 20
+
+
+def test_a_session_that_cannot_be_read_now_is_not_forgotten(
+    start: Start, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT * 6, "max_tokens": 2, "user": "alice"}
+    with start(directory=str(tmp_path)) as running:
+        running.client().completions.create(**asked)
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with start(directory=str(tmp_path)) as running:
+        with monkeypatch.context() as patch:
+            patch.setattr(Manifest, "conversation", fails)
+            with pytest.raises(openai.BadRequestError, match="try again"):
+                running.client().completions.create(**asked)
+        assert running.server.manager._store.names == ["serve//alice"]
+        done = running.client().completions.create(**asked)
+        assert done.usage.prompt_tokens_details.cached_tokens > 20
 
 
 def test_blocks_that_samples_share_count_once(start: Start) -> None:
