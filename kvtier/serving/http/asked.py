@@ -267,6 +267,7 @@ def _generation_config(text: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise _wrong("generation_config", "give a JSON object of settings of `generate`")
     found = {str(name): value for name, value in found.items() if value is not None}
+    found.pop("transformers_version", None)  # `GenerationConfig.to_json_string` says it
     barred = sorted(found.keys() & _BARRED)
     if barred:
         raise _wrong("generation_config", f"{barred[0]} cannot be set: there are n, stop and max_tokens")
@@ -289,8 +290,6 @@ _BARRED = frozenset(
         "use_cache",
         "cache_config",
         "watermarking_config",
-        "transformers_version",
-        "return_dict_in_generate",
     )
 )
 

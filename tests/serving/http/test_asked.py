@@ -10,6 +10,7 @@ from urllib.error import HTTPError
 
 import pytest
 from servers import NAME, Running, Start
+from transformers import GenerationConfig
 
 from kvtier.serving.http.asked import asked_of, messages_of, prompts_of
 from kvtier.serving.http.refusals import Refusal
@@ -127,6 +128,14 @@ def test_a_generation_config_may_limit_the_answer() -> None:
     asked = asked_of("chat", {"generation_config": config})
     assert (asked.max_tokens, asked.settings) == (5, {"temperature": 0.5, "do_sample": True})
     assert asked_of("chat", {"generation_config": config, "max_tokens": 7}).max_tokens == 7
+
+
+def test_a_generation_config_as_transformers_writes_it_is_taken() -> None:
+    config = GenerationConfig(do_sample=True, temperature=0.5, top_k=20, max_new_tokens=5)
+    asked = asked_of("chat", {"generation_config": config.to_json_string()})
+    assert asked.max_tokens == 5
+    assert asked.settings["temperature"] == 0.5
+    assert "transformers_version" not in asked.settings
 
 
 def test_a_session_is_named_by_the_most_telling_field() -> None:
