@@ -288,6 +288,7 @@ def tensors_of(layer: Any) -> list[torch.Tensor]:
         ({"quant_method": "gptq", "bits": 3}, 3),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
         ({"quant_method": "mxfp4"}, 4),
+        ({"quant_method": "quanto", "weights": "int8"}, 8),
         ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
     ],
     ids=lambda x: x["quant_method"] if isinstance(x, dict) else "",

@@ -5,6 +5,7 @@ A config is a mapping as in `config.json`, of any decoder of Transformers whose 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -115,6 +116,9 @@ def weight_bits(config: Mapping[str, Any]) -> float:
     for name in ("bits", "w_bit", "num_bits", "nbits"):
         if isinstance(found.get(name), (int, float)) and 0 < found[name] <= 16:
             return float(found[name])
+    named = re.search(r"\d+", str(found.get("weights", "")))  # quanto: "int4"
+    if named is not None and 0 < int(named[0]) <= 16:
+        return float(named[0])
     if found.get("load_in_4bit") or "fp4" in method:
         return 4
     if found.get("load_in_8bit") or "fp8" in method or "int8" in method:
