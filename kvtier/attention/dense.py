@@ -32,8 +32,7 @@ def workspace_kv(reader: LayerReader, length: int) -> Iterator[tuple[torch.Tenso
     layout = layer.layout
     count = -(-length // layout.block_size)
     with reader.memory.lock:
-        if reader.memory.interrupted:
-            reader.memory.mend()
+        reader.memory.mend()
         data = reader.take_workspace(layer.workspace_bytes(length))
     try:
         _gather_all(reader, count, data)
@@ -65,8 +64,7 @@ def _gather_all(reader: LayerReader, count: int, data: torch.Tensor) -> None:
     """Write the first `count` blocks of every row into the workspace."""
     layer = reader.layer
     with reader.memory.lock:
-        if reader.memory.interrupted:
-            reader.memory.mend()
+        reader.memory.mend()
         key = (layer.blocks.version, layer.shape_version, reader.workspace.version, count)
         plan = reader.workspace.plans.get(layer.index)
         reading, hits = None, 0
@@ -90,8 +88,13 @@ def _gather_all(reader: LayerReader, count: int, data: torch.Tensor) -> None:
 
 
 def own_kv(reader: LayerReader, length: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens `[start, length)` of a layer in tensors of the caller's own, outside the budgets; from 0 on they are
-    contiguous. Blocks before these tokens are not read."""
+    """The tokens `[start, length)` of a layer in tensors of the caller's own, outside the budgets. Blocks before these
+    tokens are not read.
+
+    Returns:
+        keys `[batch, k_heads, length - start, k_dim]` and values `[batch, v_heads, length - start, v_dim]`; contiguous
+        where `start` is a multiple of the block size.
+    """
     layer = reader.layer
     layout, pool = layer.layout, layer.blocks.pools.home
     options: dict[str, Any] = {"dtype": layout.dtype, "device": layer.device.device}
@@ -140,8 +143,7 @@ def stream_kv(
             if own is None:
                 with lock:
                     workspace.in_use = False
-                    if reader.memory.interrupted:
-                        reader.memory.mend()
+                    reader.memory.mend()
                     data = reader.take_workspace(nbytes)
             else:
                 data = own
@@ -149,8 +151,7 @@ def stream_kv(
             _gather(reader, dense, first, last)
             if last < count:
                 with lock:
-                    if reader.memory.interrupted:
-                        reader.memory.mend()
+                    reader.memory.mend()
                     reader.fetch_ahead(last, min(last + blocks, count))
             start, stop = first * size, min(last * size, length)
             keys, values = (x.narrow(2, 0, stop - start) for x in _keys_and_values(dense))

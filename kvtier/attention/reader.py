@@ -187,8 +187,7 @@ class LayerReader:
         """
         lock = self.memory.lock
         with lock:
-            if self.memory.interrupted:
-                self.memory.mend()
+            self.memory.mend()
             here, missing, read = self._places(first, last)
             reading = self.begin()
         if here:
@@ -201,8 +200,7 @@ class LayerReader:
             self.end(reading)
         while missing:
             with lock:
-                if self.memory.interrupted:
-                    self.memory.mend()
+                self.memory.mend()
                 self.retire(read)  # what was read gives its slots to what follows
                 ready, missing = self._next(missing, most)
                 read = [each.run for each in ready]
@@ -215,8 +213,7 @@ class LayerReader:
                 self.end(reading)
         if self.fetched:
             with lock:
-                if self.memory.interrupted:
-                    self.memory.mend()
+                self.memory.mend()
                 self.retire(read)
 
     def _next(self, missing: list[Missing], most: int) -> tuple[list[Missing], list[Missing]]:

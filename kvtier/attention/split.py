@@ -129,8 +129,7 @@ def attend(
         TransferError: a fetch failed.
     """
     with reader.memory.lock:
-        if reader.memory.interrupted:
-            reader.memory.mend()
+        reader.memory.mend()
         partition = reader.partition(lengths)
         reading = reader.begin()
     try:
@@ -154,8 +153,7 @@ def _after_pause(begun: _Begun, pause: Callable[[], None]) -> torch.Tensor:
     try:
         pause()
         with reader.memory.lock:
-            if reader.memory.interrupted:
-                reader.memory.mend()
+            reader.memory.mend()
             now = reader.partition(call.lengths)
             reading = reader.begin()
         try:

@@ -491,8 +491,7 @@ class Forward(PlannedForward):
     def _compare(self, layer: LayerKV, audit: Audit) -> None:
         """A layer is read: compare its blocks in host memory with what was written."""
         with self.memory.lock:
-            if self.memory.interrupted:
-                self.memory.mend()
+            self.memory.mend()
             audit.read(layer.runs())
 
     def check_view(self, reader: LayerReader, length: int, epoch: int) -> None:
@@ -511,8 +510,7 @@ class Forward(PlannedForward):
         """Keep the first `length` tokens of every row of a layer."""
         layer = self.readers[index].layer
         with self.memory.lock:
-            if self.memory.interrupted:
-                self.memory.mend()
+            self.memory.mend()
             layer.crop(length)
             self._changed(layer.device)
 
@@ -520,8 +518,7 @@ class Forward(PlannedForward):
         """Make the rows of before with these numbers the rows of a layer."""
         layer = self.readers[index].layer
         with self.memory.lock:
-            if self.memory.interrupted:
-                self.memory.mend()
+            self.memory.mend()
             layer.pick_rows(rows)
             self._changed(layer.device)
 
@@ -529,8 +526,7 @@ class Forward(PlannedForward):
         """Drop every token of a layer."""
         layer = self.readers[index].layer
         with self.memory.lock:
-            if self.memory.interrupted:
-                self.memory.mend()
+            self.memory.mend()
             layer.clear()
             self._changed(layer.device)
 

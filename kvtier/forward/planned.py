@@ -220,6 +220,5 @@ class PlannedForward:
         schedule = self._schedules.get(reader.device)
         if schedule is not None:
             with self.memory.lock:
-                if self.memory.interrupted:
-                    self.memory.mend()
+                self.memory.mend()
                 schedule.after(reader)

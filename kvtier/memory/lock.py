@@ -38,7 +38,7 @@ def new_lock() -> Lock:
 
 def held_twice(lock: Lock) -> bool:
     """Whether this thread has taken a lock that it held already, as a policy or a signal handler may."""
-    count = re.search(r"count=(\d+)", repr(lock))  # there is no other way before Python 3.13
+    count = re.search(r"count=(\d+)", repr(lock))  # Python 3.11 has no other way
     return count is not None and int(count[1]) > 1
 
 

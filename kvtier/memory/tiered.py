@@ -201,9 +201,9 @@ class TieredMemory:
             mine = [*owner.workspaces.values(), *owner.io_buffers.values()]
             self._host.reclaimable[:] = [x for x in self._host.reclaimable if x not in mine]
         owner.claims.clear()
-        owner.release = None  # it refers to who has it
         if self._owners.pop(owner.number, None) is not None:
             self._totals.add(owner.counters)
+        owner.release = None  # it refers to who has it
         self.trim(all_free=True)
 
     def abandon(self, release: Callable[[], None]) -> None:
@@ -246,9 +246,9 @@ class TieredMemory:
                 self._abandoned.append(owner.release)
 
     def mend(self) -> None:
-        """As `collect`, for those who are about to read, or to change blocks of their own; not while they read, for it
-        would free what they read. The caller holds the lock."""
-        if not self.readers.mine():
+        """As `collect` after an interrupt, for those who are about to read, or to change blocks of their own; not while
+        they read, for it would free what they read. The caller holds the lock."""
+        if self.interrupted and not self.readers.mine():
             with self.change:
                 pass  # it collects first
 

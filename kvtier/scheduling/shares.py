@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 #: A generated token weighs as many of a prompt: a step gives one of each sequence, and many of a prompt.
 GENERATED = 2.0
-#: Tenants that are remembered before those are left out of which nothing need be known.
+#: Tenants that are counted, beyond which those are left out that would begin at the same count.
 MOST = 4096
 
 

@@ -6,24 +6,20 @@ import dis
 import functools
 import gc
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_interrupts import PACKAGE, Line
 
-import kvtier
 from kvtier import ConcurrentUseError, Policy, TieredKVCache, TieredMemory
 from kvtier.memory.lock import Waiting, held_twice, new_lock
 from kvtier.memory.readers import Readers
 from kvtier.planning.step import StepPlan, StepState
-
-PACKAGE = kvtier.__path__[0]
 
 
 @functools.cache
@@ -37,36 +33,20 @@ def behind_calls(code: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-class BehindCall:
+class BehindCall(Line):
     """Raises an interrupt behind the `at`-th call that the package makes while this is the tracer."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-        self.came = False
 
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
         """Trace one event."""
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode" and not self.came and frame.f_lasti in behind_calls(frame.f_code):
+        if event == "opcode" and self.where is None and frame.f_lasti in behind_calls(frame.f_code):
             self.left -= 1
             if self.left < 0:
-                self.came = True
-                raise KeyboardInterrupt
+                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                raise self.kind
         return self
-
-    @contextmanager
-    def traced(self) -> Iterator[None]:
-        """Here it may come; and it gets out."""
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            yield
-        except KeyboardInterrupt:
-            assert self.came
-        finally:
-            sys.settrace(before)
 
 
 def everywhere(act: Callable[[BehindCall], None]) -> int:
@@ -75,7 +55,7 @@ def everywhere(act: Callable[[BehindCall], None]) -> int:
     while True:
         tracer = BehindCall(at)
         act(tracer)
-        if not tracer.came:
+        if tracer.where is None:
             return at
         at += 1
 

@@ -176,7 +176,7 @@ def _read(handle: int, name: str, into: torch.Tensor, buffer: Buffer) -> bytes:
 
 def _unless_lost(name: str, call: Callable[..., int], *args: Any) -> int:
     """What a call of the system for a file gives. One that fails is made again, for once may be a cable. What fails
-    twice would fail for good: as long as it counts as saved, it is never saved anew.
+    twice would fail for good: as long as it counts as saved, it is never saved again.
 
     Raises:
         Damaged: the disk has lost it. OSError: it cannot be read now.

@@ -116,6 +116,7 @@ class Manifest:
             self._db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, uri=read_only)
         except sqlite3.Error as error:
             raise self._refused(error) from error
+        _heed_forks()
         _opened.add(self)
         try:
             # Damage to a text is found by the digest of its row, and costs no other row.
@@ -520,7 +521,10 @@ def _leave_open() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(manifest._db))  # so that nothing ever frees it
 
 
-os.register_at_fork(after_in_child=_leave_open)
+@functools.cache
+def _heed_forks() -> None:
+    """From the first manifest on: nothing is registered at import."""
+    os.register_at_fork(after_in_child=_leave_open)
 
 
 def _whole_turns(state: dict[str, Any]) -> dict[str, Any]:

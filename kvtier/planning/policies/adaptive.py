@@ -205,7 +205,7 @@ class Adaptive(FixedShare):
         if best != known.choice or not known.started:
             before = known.choice / (CHOICES - 1)
             known.choice, known.chosen, known.started = best, known.step, True
-            known.seen.pop(best, None)  # it shows anew what it gives
+            known.seen.pop(best, None)  # what it gives is measured again
             number = sum([each.step for each in self._of(state.cache, state.device)])
             known.decisions.append(Decision(number, reason, self._predict(known, groups, best), before))
 

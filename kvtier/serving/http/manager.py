@@ -299,7 +299,7 @@ class EngineManager(BaseGenerateManager):
         name = f"{SESSIONS}{urllib.parse.quote(caller.tenant, safe=' ')}/{session}"
         try:
             chat = self._store.open(name, salt=salt)
-        except OtherSaltError:  # what was saved under the other one is not found any more: it begins anew
+        except OtherSaltError:  # what was saved under the other one is not found any more: it begins from nothing
             self._forget(name)
             chat = self._store.open(name, salt=salt)
         if chat.ttl != self.limits.ttl:
