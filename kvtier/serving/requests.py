@@ -172,12 +172,7 @@ class Requests:
     def computed(self, request: Request) -> None:
         """A part of its prompt is there, for others to begin with."""
         if self._prefixes is not None:
-            try:
-                self._prefixes.computed(request)
-            except AssertionError:
-                raise
-            except Exception as error:
-                _LOG.warning("What request %r has computed is not kept: %s", request.name, error)
+            self._try_to_keep(self._prefixes.computed, request)
 
     def fork(self, request: Request) -> list[Request]:
         """The other samples of a prompt that is there now: those that go on with its blocks."""
@@ -200,16 +195,21 @@ class Requests:
         """A request gives up its sequence; what it has computed is kept, as long as nobody needs the room."""
         if self._prefixes is not None:
             if keep:
-                try:
-                    self._prefixes.keep(request)
-                except AssertionError:
-                    raise
-                except Exception as error:  # it is computed again where it is asked for
-                    _LOG.warning("What request %r has computed is not kept: %s", request.name, error)
+                self._try_to_keep(self._prefixes.keep, request)
             self._prefixes.there(request)
         if request.sequence is not None:
             self._runner.remove(request.sequence)
             request.sequence = None
+
+    @staticmethod
+    def _try_to_keep(keep: Callable[[Request], None], request: Request) -> None:
+        """What cannot be kept of a request is computed again where it is asked for, and fails nothing."""
+        try:
+            keep(request)
+        except AssertionError:
+            raise  # of no request: what is counted does not agree
+        except Exception as error:
+            _LOG.warning("What request %r has computed is not kept: %s", request.name, error)
 
     # The end
 
