@@ -23,13 +23,15 @@ import contextlib
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
 import torch
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel, QuantizedCache, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
 
 from benchmarks.models import Geometry
 from kvtier import TieredKVCache, enable
@@ -142,8 +144,10 @@ class Contender:
         return name in ("kvtier", "enabled", "fetch", "dense") or name in policies()
 
     def attention(self, model: PreTrainedModel) -> contextlib.AbstractContextManager[object]:
-        """The attention implementation of its turns."""
-        return enable(model) if self.enables else contextlib.nullcontext()
+        """The attention implementation of its turns. Caches of others never see what kvtier sets."""
+        if self.enables:
+            return enable(model)
+        return contextlib.nullcontext() if self.tiered else _as_without_kvtier()
 
     def build(self, case: Case) -> Cache:
         """An empty cache. Raises `Unavailable`."""
@@ -172,6 +176,18 @@ def contender(name: str) -> Contender:
         shares = "@25%, ".join(("kvtier", "fetch", *policies()))
         raise ValueError(f"unknown contender {name!r}; there are {', '.join(_CONTENDERS)}, {shares}@25%")
     return _CONTENDERS[name]
+
+
+@contextlib.contextmanager
+def _as_without_kvtier() -> Iterator[None]:
+    """The entry "sdpa" is Transformers' own again, for a while."""
+    entries = AttentionInterface._global_mapping
+    before = entries["sdpa"]
+    entries["sdpa"] = sdpa_attention_forward
+    try:
+        yield
+    finally:
+        entries["sdpa"] = before
 
 
 def _tiered(case: Case, share: float, host: bool, policy: str | None, audit: str | None) -> Cache:

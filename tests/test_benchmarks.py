@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
 
+import kvtier
 from benchmarks.__main__ import main, parse_args
 from benchmarks.contenders import STATS, Case, contender, tier_facts
 from benchmarks.models import SHAPES, Geometry, config_of
@@ -216,6 +220,20 @@ def test_a_tiered_cache_says_all_that_records_have_of_it() -> None:
         Case(config, Geometry.of(config, torch.float32), torch.device("cpu"), 1, 1, block_size=4)
     )
     assert set(tier_facts(cache)) == {*STATS, "device_blocks", "host_blocks"}
+
+
+def test_caches_of_others_run_under_the_attention_of_transformers_alone() -> None:
+    config = config_of("qwen3-tiny")
+    kvtier.TieredKVCache(config).close()
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    entries = AttentionInterface._global_mapping
+    before = entries["sdpa"]
+    assert before is not sdpa_attention_forward
+    with contender("dynamic").attention(model):
+        assert entries["sdpa"] is sdpa_attention_forward
+    with contender("kvtier").attention(model):
+        assert entries["sdpa"] is before
+    assert entries["sdpa"] is before
 
 
 def test_a_fitted_line_says_how_far_points_are_from_it() -> None:

@@ -23,6 +23,7 @@ from kvtier.cpu import loader
 from kvtier.errors import BudgetError, ConfigError, KVTierError, MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
 from kvtier.hf import dynamo, rows
+from kvtier.hf.attention import shorten_sdpa
 from kvtier.hf.caller import Caller
 from kvtier.hf.histories import check_longer, common_prefix
 from kvtier.hf.layer import TieredLayer
@@ -215,6 +216,7 @@ class TieredKVCache(RecurrentFace):
 
     def _setup(self, memory: TieredMemory, progress: Callable[[Progress], object] | None = None) -> None:
         dynamo.keep_out()
+        shorten_sdpa()
         layers = transformers_layers(self._config)
         config = None if self._config is None else own_config(self._config)
         kinds = tuple(type(layer) for layer in layers)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -28,3 +30,17 @@ def keep_out() -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+@functools.cache
+def traces(function: Callable[..., Any], *, in_place_of: Callable[..., Any]) -> bool:
+    """Let Dynamo trace `function` where `in_place_of`, one of kvtier's that it must leave alone, is called.
+
+    Returns:
+        Whether this torch can be told so.
+    """
+    try:
+        torch.compiler.substitute_in_graph(in_place_of, skip_signature_check=True)(function)
+    except Exception:  # as above: compiled models come first, and a shorter way is no more than that
+        return False
+    return True
