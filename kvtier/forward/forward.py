@@ -19,7 +19,7 @@ from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
 from kvtier.errors import ClosedError, StaleViewError
 from kvtier.forward import admission
 from kvtier.forward.planned import LONG_PROMPT, PlannedForward
-from kvtier.forward.steps import Steps
+from kvtier.forward.steps import StepTracker
 from kvtier.forward.token import NextToken
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory import system
@@ -62,7 +62,7 @@ class Forward(PlannedForward):
         progress: Callable[[Progress], object] | None = None,
     ) -> None:
         super().__init__(memory, options)
-        self.steps = Steps(
+        self.steps = StepTracker(
             expected,
             self._held.lengths,
             memory.cut_short,

@@ -64,7 +64,7 @@ class Guard:
         self.holder.clear()
 
 
-class Steps:
+class StepTracker:
     """Follows the updates of a forward and refuses what would mix two of them.
 
     A step begins when a part is updated that was updated before, and is complete when every part was that was in the

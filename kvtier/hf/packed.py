@@ -96,7 +96,27 @@ class PackedSnapshot(Snapshot):
         )
 
 
-class PackedCache(Cache):
+class GivenPositions:
+    """What a cache says of its length where the model is given positions, and the mask says nothing."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are given to the model."""
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """As many as there are queries: the mask says nothing."""
+        return (query_length if isinstance(query_length, int) else len(query_length)), 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: none."""
+        return -1
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """0, as the length."""
+        return 0
+
+
+class PackedCache(GivenPositions, Cache):
     """The cache of one packed forward.
 
     Args:
@@ -123,22 +143,6 @@ class PackedCache(Cache):
         else:
             pair = snapshot.views()
         return pair
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: positions are given to the model."""
-        return 0
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """As many as there are queries: the mask says nothing."""
-        return (query_length if isinstance(query_length, int) else len(query_length)), 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: none."""
-        return -1
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """0, as the length."""
-        return 0
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 
 from kvtier.forward.sub_batch import SubBatch
 from kvtier.hf.model_config import transformers_layers
-from kvtier.hf.packed import PackedSnapshot, end_to_end
+from kvtier.hf.packed import GivenPositions, PackedSnapshot, end_to_end
 
 
 def state_layers(config: Any) -> dict[int, Any]:
@@ -18,7 +18,7 @@ def state_layers(config: Any) -> dict[int, Any]:
     return {i: layer for i, layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
 
-class RaggedCache(DynamicCache):
+class RaggedCache(GivenPositions, DynamicCache):
     """The cache of one forward `[rows, tokens]`: a row for each segment of a step, all of as many tokens.
 
     Keys and values go to the step's sequences, recurrent states to `states`.
@@ -42,15 +42,3 @@ class RaggedCache(DynamicCache):
         """Add the step's tokens, and return those of all its sequences, end to end."""
         reader = self._forward.append(layer_idx, end_to_end(key_states), end_to_end(value_states))
         return PackedSnapshot(self._forward, reader).views()  # type: ignore[arg-type]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: positions are given to the model."""
-        return 0
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """As many as there are queries: the mask says nothing."""
-        return (query_length if isinstance(query_length, int) else len(query_length)), 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """0, as the length."""
-        return 0

@@ -145,7 +145,7 @@ def _version(tensor: torch.Tensor | None) -> int:
 
 
 class RecurrentStates:
-    """Tells `Steps` which recurrent states a forward changes, so that a forward that ended in the middle is noticed.
+    """Tells `StepTracker` which recurrent states a forward changes: a forward that ended in the middle is noticed.
 
     Models change these states in two ways: through `update_conv_state` and `update_recurrent_state`, and, when they
     decode, in place and behind the cache's back. Of the second way one sees that a model asks for a layer just before,

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import ref
 
 from kvtier.errors import ConcurrentUseError
-from kvtier.forward.steps import Steps
+from kvtier.forward.steps import StepTracker
 
 #: Callers that are looked at in search of a model's forward and of `generate`.
 _MOST_FRAMES = 64
@@ -174,7 +174,7 @@ def _on_stack(thread: int, mark: tuple[int, CodeType]) -> bool:
                 gc.enable()
 
 
-def check_alone(places: Places, steps: Steps) -> None:
+def check_alone(places: Places, steps: StepTracker) -> None:
     """Raise `ConcurrentUseError` where the thread of the last forward is still generating with this cache.
 
     Whoever is told by a streamer that a generation ends may come before that thread has left `generate`, so it is given

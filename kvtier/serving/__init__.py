@@ -8,7 +8,7 @@ choice.py   which of them a model is run by, found out by trying
 prefixes.py `Prefixes`: what earlier requests have computed, for later ones to begin with
 costs.py    `Costs`: what steps take, and so what preemption costs
 requests.py `Requests`: which request waits, runs or has ended
-step.py     `Steps`: a step, from the scheduler's plan to the tokens
+step.py     `StepRunner`: a step, from the scheduler's plan to the tokens
 loop.py     `Loop`: steps in a thread of its own, or in whoever asks for one
 engine.py   `Engine`, which puts them together
 text.py     tokens to text as they come, and stop strings in it

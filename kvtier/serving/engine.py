@@ -25,7 +25,7 @@ from kvtier.serving.prefixes import prefixes_of
 from kvtier.serving.request import EngineLoad, Listener, Request, RequestOutput, Terms, prompt_of
 from kvtier.serving.requests import Requests
 from kvtier.serving.runner import PackedRunner
-from kvtier.serving.step import Steps
+from kvtier.serving.step import StepRunner
 from kvtier.serving.sub_batches import why_not as why_no_turns
 
 _LOG = logging.getLogger("kvtier.serving")
@@ -150,7 +150,7 @@ class Engine:
             raise
         self._store = store
         self._requests = Requests(self._runner, self._prefixes, store, costs, max_waiting, clock)
-        self._steps = Steps(
+        self._steps = StepRunner(
             self._requests,
             self._runner,
             self._prefixes,

@@ -8,7 +8,7 @@ import threading
 from kvtier.errors import ConcurrentUseError
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.requests import Requests
-from kvtier.serving.step import Steps
+from kvtier.serving.step import StepRunner
 
 _LOG = logging.getLogger("kvtier.serving")
 
@@ -25,7 +25,7 @@ class Loop:
         stepping: held during a step.
     """
 
-    def __init__(self, requests: Requests, steps: Steps, memory: TieredMemory) -> None:
+    def __init__(self, requests: Requests, steps: StepRunner, memory: TieredMemory) -> None:
         self._requests = requests
         self._steps = steps
         self._memory = memory

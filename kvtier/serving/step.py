@@ -1,4 +1,4 @@
-"""`Steps`: what a step of an engine does, from the scheduler's plan to the tokens."""
+"""`StepRunner`: what a step of an engine does, from the scheduler's plan to the tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PAUSE = 0.001
 _MOST_LOST = 2
 
 
-class Steps:
+class StepRunner:
     """Computes steps. One thread at a time.
 
     Args:
