@@ -321,12 +321,12 @@ _TIERS = {"gpu": "device", "cuda": "device", "vram": "device", "cpu": "host", "r
 
 
 def checks_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function refuse a keyword that it does not have with an `UnknownOptionError` that names the nearest one."""
-    keywords = {
-        name: each.kind
-        for name, each in inspect.signature(function).parameters.items()
-        if each.kind != each.POSITIONAL_ONLY
-    }
+    """Let a function refuse an option that it does not have, or without its name, with an `UnknownOptionError`."""
+    parameters = inspect.signature(function).parameters
+    keywords = {name: each.kind for name, each in parameters.items() if each.kind != each.POSITIONAL_ONLY}
+    named = [name for name, each in parameters.items() if each.kind == each.KEYWORD_ONLY]
+    kinds = [each.kind for each in parameters.values()]
+    most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else len(parameters) - len(named)
     name = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
@@ -334,6 +334,8 @@ def checks_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
         for option in kwargs:
             if option not in keywords:
                 raise UnknownOptionError(_unknown(name, option, list(keywords)))
+        if len(args) > most:
+            raise UnknownOptionError(f"{name}: give options by their names, {', '.join(named)}.")
         return function(*args, **kwargs)
 
     return checked

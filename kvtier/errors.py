@@ -83,7 +83,7 @@ class MemoryInUseError(KVTierError, RuntimeError):
 
 
 class StoreInUseError(KVTierError, RuntimeError):
-    """A folder of saved sequences is open in another store or process."""
+    """A folder of saved sequences is open in another store or process; or an `Engine` uses a store that is closed."""
 
 
 class QueueFullError(KVTierError, RuntimeError):

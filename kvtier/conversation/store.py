@@ -29,7 +29,7 @@ from kvtier.conversation.reuse import RowReuse, StoreStats
 from kvtier.conversation.states import copied, has_states
 from kvtier.conversation.verify import verify
 from kvtier.conversation.wake import Wake, Waker
-from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError
+from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError, StoreInUseError
 from kvtier.eviction.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
 from kvtier.hf import generation as of
@@ -137,6 +137,8 @@ class ConversationStore:
         self._count = self._prompt_tokens = self._cached_tokens = 0
         # Calls under way, and the thread of each.
         self._active: dict[object, int] = {}
+        #: Engines that serve from it.
+        self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self._disk_tier: DiskTier | None = None
         if directory is not None:
             limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
@@ -623,8 +625,11 @@ class ConversationStore:
 
         Raises:
             ConcurrentUseError: another thread is generating.
+            StoreInUseError: an `Engine` uses it. Nothing was changed.
         """
         if not self.closed:
+            if any(not engine.closed for engine in self.engines):
+                raise StoreInUseError("An Engine uses this ConversationStore: close that first. Nothing was changed.")
             self._waker.stop()
             if not self._others_generate:
                 self.flush()

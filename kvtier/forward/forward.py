@@ -246,7 +246,9 @@ class Forward(PlannedForward):
         )
         if refused is not None:
             raise too_small(
-                *refused, f"{tokens} tokens for layer {layer.index}, besides what it holds until then, need"
+                *refused,
+                f"{tokens} tokens for layer {layer.index}, besides what it holds until then, need",
+                self.memory.others,
             )
         self._rooms[layer.device] = self._held.owner.claims[layer.device].room
 
@@ -365,7 +367,9 @@ class Forward(PlannedForward):
             what = f"A step of {tokens} token{'' if tokens == 1 else 's'} on top of {layer.length}"
             ahead = (self.options.max_tokens or 0) > layer.length + tokens
             raise too_small(
-                *refused, f"{what}, up to max_tokens={self.options.max_tokens}, needs" if ahead else f"{what} needs"
+                *refused,
+                f"{what}, up to max_tokens={self.options.max_tokens}, needs" if ahead else f"{what} needs",
+                self.memory.others,
             )
         room = owner.claims[device].room
         self._rooms[device] = room

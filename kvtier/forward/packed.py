@@ -367,7 +367,9 @@ class PackedForward(PlannedForward):
         refused = self.memory.admit(owner, device, claim)
         if refused is not None:
             tokens = sum(each.tokens for each in segments)
-            raise too_small(*refused, f"A step of {tokens} tokens of {len(segments)} sequences needs")
+            raise too_small(
+                *refused, f"A step of {tokens} tokens of {len(segments)} sequences needs", self.memory.others
+            )
         self._rooms[device] = owner.claims[device].room
 
     def _claim(self, device: ComputeDevice, segments: Sequence[Segment], to_come: int, limit: int) -> Claim:
@@ -425,7 +427,7 @@ class PackedForward(PlannedForward):
                     self._held.owner, device, functools.partial(self._claim_of_one, device, length)
                 )
                 if refused is not None:
-                    raise too_small(*refused, f"A sequence of {length} tokens needs")
+                    raise too_small(*refused, f"A sequence of {length} tokens needs", self.memory.others)
                 claims.pop(device)
                 if before is not None:
                     claims[device] = before

@@ -16,7 +16,10 @@ RecurrentPart = tuple[int, str, int]
 #: What a forward updates: an attention layer, or a recurrent state.
 Part = int | RecurrentPart
 
-_CUT_SHORT = "A change of the cache was cut short, or another thread closes it. `reset()` it before using it again."
+_CUT_SHORT = (
+    "A change of the cache was cut short, by Ctrl-C or an error in its middle, or another thread closes it. `reset()` "
+    "it before using it again."
+)
 
 
 class Guard:

@@ -14,7 +14,7 @@ from kvtier.attention import dispatch, split
 from kvtier.attention.dense import own_kv
 from kvtier.attention.reader import LayerReader
 from kvtier.config import CacheOptions
-from kvtier.errors import StaleViewError
+from kvtier.errors import StaleViewError, UnsupportedError
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import in_one_dtype
@@ -177,7 +177,14 @@ class SubBatch:
         return reader
 
     def attend(
-        self, reader: LayerReader, length: int, epoch: int, query: torch.Tensor, params: AttentionParams
+        self,
+        reader: LayerReader,
+        length: int,
+        epoch: int,
+        query: torch.Tensor,
+        params: AttentionParams | None,
+        options: object = None,
+        repeats: int = 1,
     ) -> torch.Tensor:
         """Attention of its tokens over their sequences.
 
@@ -185,11 +192,20 @@ class SubBatch:
             reader: of the layer.
             length, epoch: of the layer when its tokens were added.
             query: `[1, heads, tokens, k_dim]`.
-            params: without a mask; causal.
+            params: without a mask; causal. None: the model's attention did not go through kvtier.
+            options, repeats: as it called torch then.
 
         Returns:
             `[1, heads, tokens, v_dim]`.
+
+        Raises:
+            UnsupportedError: no params: another implementation knows nothing of several sequences end to end.
         """
+        if params is None:
+            raise UnsupportedError(
+                "The model's attention implementation was changed while an Engine runs it: it is no longer "
+                '"kvtier". Close the engine before you change it, and make another one.'
+            )
         self.check_view(reader, length, epoch)
         self._paused = False
         self._begin_trace(reader)

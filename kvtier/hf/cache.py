@@ -288,6 +288,9 @@ class TieredKVCache(RecurrentFace):
             self._was_used = True
             self._roll_back()
             raise
+        except BaseException:
+            self._was_used = True
+            raise
 
     def _update_resident(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,27 +14,52 @@ from transformers.modeling_utils import PreTrainedModel
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.hf.attention import NAME, bypasses, register_attention, uses_interface
 
-# On the model, so that a copy of an enabled model can be disabled: [(config, what it said before)].
-_BEFORE = "_kvtier_attention_before"
+# On the model, so that a copy of an enabled model can be disabled: a list of `_Switched`.
+_SWITCHED = "_kvtier_attention"
+#: Engines are made and closed in threads of their own.
+_LOCK = threading.Lock()
+
+
+class _Claim:
+    """Wants a model's attention to go through kvtier: one for each `enable`.
+
+    Args:
+        user: what cannot work without, for an error; "": nothing.
+    """
+
+    def __init__(self, user: str = "") -> None:
+        self.user = user
+
+    def __reduce__(self) -> tuple[type[_Claim], tuple[()]]:
+        return _Claim, ()  # the engine of a model does not run its copy
+
+
+@dataclass(eq=False)
+class _Switched:
+    """A config that names kvtier for a while: what it said before, and who wants that."""
+
+    config: PretrainedConfig
+    before: str | None
+    claims: list[_Claim]
 
 
 class Enabled:
-    """What `enable` did. Leaving it as a context manager undoes that, and only that.
+    """What `enable` did. Leaving it as a context manager undoes that, once nobody else wants the same.
 
     Attributes:
         model: the model.
         left: class names of submodels that compute attention by themselves and were left as they were.
     """
 
-    def __init__(self, model: nn.Module, changed: list[tuple[PretrainedConfig, str | None]], left: tuple[str, ...]):
+    def __init__(self, model: nn.Module, claim: _Claim, left: tuple[str, ...]):
         self.model = model
         self.left = left
-        self._changed = changed
+        self._claim = claim
 
     def disable(self) -> None:
-        """Restore what was there before. Nothing, where the model was enabled already."""
-        _restore(self.model, self._changed)
-        self._changed = []
+        """Restore what was there before, unless another handle or an `Engine` wants it as it is. Idempotent."""
+        with _LOCK:
+            _restore(self.model, [self._claim])
 
     def __enter__(self) -> nn.Module:
         return self.model
@@ -62,12 +89,22 @@ def enable(model: nn.Module) -> Enabled:
             implementation their configs name.
 
     Returns:
-        A handle and context manager. Enabling twice is harmless: the second handle has nothing to undo.
+        A handle and context manager. A model that is enabled twice stays so until both handles have left, in any order,
+        or until `kvtier.disable(model)`.
 
     Raises:
         ConfigError: not a module.
         UnsupportedError: the model, or the decoder inside it, computes attention by itself; or its config asks for
             attention weights. Nothing was changed.
+    """
+    return enable_for(model, "")
+
+
+def enable_for(model: nn.Module, user: str) -> Enabled:
+    """As `enable`, for what cannot work without: `disable(model)` is refused until the handle has left.
+
+    Args:
+        user: it, for the error; "": nothing.
     """
     _check_module("enable", model)
     switchable, fixed = _configs(model)
@@ -84,36 +121,54 @@ def enable(model: nn.Module) -> Enabled:
                 "Set it to False first."
             )
     register_attention()
-    changed = []
-    for config in switchable:
+    claim = _Claim(user)
+    with _LOCK:
+        _switch(model, switchable, claim)
+    return Enabled(model, claim, tuple(sorted({type(owner).__name__ for owner in fixed})))
+
+
+def _switch(model: nn.Module, configs: list[PretrainedConfig], claim: _Claim) -> None:
+    entries = _entries(model)
+    for config in configs:
+        entry = next((entry for entry in entries if entry.config is config), None)
         if config._attn_implementation != NAME:
-            changed.append((config, config._attn_implementation))
+            if entry is not None:  # somebody changed it since
+                entries.remove(entry)
+            users = [claim for claim in entry.claims if claim.user] if entry is not None else []
+            entry = _Switched(config, config._attn_implementation, users)
+            entries.append(entry)
             # As `set_attn_implementation` does: the property's setter would change nested configs, too.
             config._attn_implementation_internal = NAME
-    before: list[Any] = vars(model).get(_BEFORE, [])
-    kept = [entry for entry in before if not any(entry[0] is config for config, _ in changed)]
-    if kept or changed:
-        vars(model)[_BEFORE] = kept + changed
-    return Enabled(model, changed, tuple(sorted({type(owner).__name__ for owner in fixed})))
+        if entry is not None:  # else the model was loaded so
+            entry.claims.append(claim)
+    _keep(model, entries)
 
 
 def disable(model: nn.Module) -> None:
-    """Restore the attention implementations that `model` and its submodels had before `enable`.
+    """Restore the attention implementations that `model` and its submodels had before `enable`, however often that was.
 
     Nothing, for a model that is not enabled. A config whose implementation was changed since keeps it.
 
     Raises:
         ConfigError: not a module.
-        UnsupportedError: the model was loaded with attn_implementation="kvtier": there is nothing to go back to.
+        UnsupportedError: the model was loaded with attn_implementation="kvtier": there is nothing to go back to. Or an
+            `Engine` runs it. Nothing was changed.
     """
     _check_module("disable", model)
-    before = vars(model).get(_BEFORE, [])
-    if not before and any(config._attn_implementation == NAME for config in _configs(model)[0]):
+    if not _entries(model) and any(config._attn_implementation == NAME for config in _configs(model)[0]):
         raise UnsupportedError(
             f'{type(model).__name__} has attn_implementation="kvtier", but not from `kvtier.enable(model)`: there is '
             'nothing to go back to. Choose with `model.set_attn_implementation("sdpa")`.'
         )
-    _restore(model, list(before))
+    with _LOCK:
+        claims = [claim for entry in _entries(model) for claim in entry.claims]
+        users = sorted({claim.user for claim in claims if claim.user})
+        if users:
+            raise UnsupportedError(
+                f"{' and '.join(users)} runs this {type(model).__name__} and needs its attention as it is: close that "
+                "first. Nothing was changed."
+            )
+        _restore(model, claims)
 
 
 def _check_module(function: str, model: object) -> None:
@@ -121,16 +176,27 @@ def _check_module(function: str, model: object) -> None:
         raise ConfigError(f"{function} takes a loaded model, not an object of {type(model).__name__}.")
 
 
-def _restore(model: nn.Module, changed: list[tuple[PretrainedConfig, str | None]]) -> None:
-    for config, implementation in changed:
-        if config._attn_implementation == NAME:
-            config._attn_implementation_internal = implementation
-    before = vars(model).get(_BEFORE, [])
-    kept = [entry for entry in before if not any(entry[0] is config for config, _ in changed)]
-    if kept:
-        vars(model)[_BEFORE] = kept
+def _entries(model: nn.Module) -> list[_Switched]:
+    return list(vars(model).get(_SWITCHED, []))
+
+
+def _keep(model: nn.Module, entries: list[_Switched]) -> None:
+    if entries:
+        vars(model)[_SWITCHED] = entries
     else:
-        vars(model).pop(_BEFORE, None)
+        vars(model).pop(_SWITCHED, None)
+
+
+def _restore(model: nn.Module, claims: list[_Claim]) -> None:
+    """Take claims back. A config that nobody wants changed says again what it said, unless somebody chose since."""
+    kept = list[_Switched]()
+    for entry in _entries(model):
+        entry.claims = [claim for claim in entry.claims if claim not in claims]
+        if entry.claims:
+            kept.append(entry)
+        elif entry.config._attn_implementation == NAME:
+            entry.config._attn_implementation_internal = entry.before
+    _keep(model, kept)
 
 
 def _configs(model: nn.Module) -> tuple[list[PretrainedConfig], list[PreTrainedModel]]:

@@ -98,5 +98,6 @@ def check_longer(frame: FrameType | None, held: int) -> None:
             f"The cache holds {held} tokens and the prompt has {prompt}: nothing is left to compute, and Transformers "
             "would add the prompt behind what is there, with wrong tokens. A prompt continues a cache if it begins "
             "with what that holds and is longer. `cache.keep_prefix(new_ids, held_ids)` keeps what both share; "
-            "`cache.reset()` begins again. Nothing was changed."
+            "`cache.reset()` begins again. After a `generate` of this prompt that was cut short, `cache.crop(-"
+            f"{held - prompt + 1})` keeps the prompt but its last token. Nothing was changed."
         )

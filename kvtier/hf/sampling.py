@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -99,9 +100,12 @@ class Sampling:
         for name, plain in _OTHER_WAYS.items():
             value = others.get(name, getattr(config, name, None))
             if value not in plain:
-                raise UnsupportedError(f"{name}={value!r}: an engine decodes token by token.")
+                raise UnsupportedError(f"{name}={value!r}: an engine decodes token by token. Use `model.generate`.")
         if others:
-            raise ConfigError(f"{', '.join(sorted(others))}: no setting of `generate` for one sequence of token ids.")
+            wrong = sorted(others)
+            nearest = difflib.get_close_matches(wrong[0], vars(config), 1)
+            meant = f" Did you mean {nearest[0]}?" if nearest else ""
+            raise ConfigError(f"{', '.join(wrong)}: no setting of `generate` for one sequence of token ids.{meant}")
         if config.cache_implementation in _LOSSY:
             raise UnsupportedError(f"cache_implementation={config.cache_implementation!r}: an engine's cache is exact.")
         ids = torch.tensor([list(prompt)], dtype=torch.long)

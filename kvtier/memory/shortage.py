@@ -7,18 +7,27 @@ from kvtier.errors import BudgetError
 from kvtier.memory.slabs import Budget, SlabAllocator
 
 
-def too_small(slabs: SlabAllocator, needed: int, what: str) -> BudgetError:
+def too_small(slabs: SlabAllocator, needed: int, what: str, others: int | None = None) -> BudgetError:
     """Refused before anything changes.
 
     Args:
         slabs, needed: as `TieredMemory.admit` answers.
         what: subject and verb of what needs so much.
+        others: caches, stores and engines that share the memory besides; None: a cache made it for itself.
     """
     budget = slabs.budget
+    if others is None:
+        remedy = f"Give {budget.tier}_budget={needed} or more, as an option or by `resize`."
+    else:
+        remedy = f"Give the memory more: `memory.resize({budget.tier}_budget={needed})`."
+    if others:
+        who = "another one" if others == 1 else f"{others} others"
+        what = f"Besides what {who} may use of this memory, {_low(what)}"
+        remedy += " Or close what shares it."
     return _error(
         f"{budget.tier}_budget is {budget.limit} bytes ({format_size(budget.limit)}). {what} at least {needed} bytes "
         f"({format_size(needed)}). "
-        f"Nothing was changed. Give {budget.tier}_budget={needed} or more, as an option or by `resize`.",
+        f"Nothing was changed. {remedy}",
         budget,
         needed,
     )
@@ -59,6 +68,10 @@ def both_full(host: Budget, missing: int) -> BudgetError:
         host,
         needed,
     )
+
+
+def _low(text: str) -> str:
+    return text[:1].lower() + text[1:]
 
 
 def _error(message: str, budget: Budget, needed: int) -> BudgetError:

@@ -189,6 +189,11 @@ class TieredMemory:
         """All that were let in. The caller holds the lock."""
         return list(self._owners.values())
 
+    @property
+    def others(self) -> int | None:
+        """Who was let in besides one; None: a cache made this memory for itself. The caller holds the lock."""
+        return None if self.private else max(len(self._owners) - 1, 0)
+
     def leave(self, owner: Owner) -> None:
         """An owner whose sets are empty gives back everything else. The caller holds the lock."""
         for workspace in owner.workspaces.values():
@@ -563,8 +568,8 @@ class TieredMemory:
                 self.collect()
             if self._owners:
                 raise MemoryInUseError(
-                    f"This TieredMemory is in use: caches that are not closed: {len(self._owners)}. Close them "
-                    "first: `cache.close()`, or a `with` block. Nothing was changed."
+                    f"This TieredMemory is in use: caches, stores, engines that are not closed: {len(self._owners)}. "
+                    "Close them first: `close()`, or a `with` block. Nothing was changed."
                 )
             self.reset()
             self.closed = True
@@ -592,8 +597,13 @@ class TieredMemory:
         self.check_open()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except MemoryInUseError as in_use:
+            if error is None:
+                raise
+            error.add_note(str(in_use))  # what went wrong first is what counts
 
     def _recover(self) -> None:
         """After a change was cut short: settle every copy, and free all that nobody has."""

@@ -69,7 +69,8 @@ def checked_victims(answer: object) -> Iterator[Victims]:
         raise ConfigError(f"The policy's victims are {answer!r}: they have to be a list of Victims.")
     for x in answer:
         if not isinstance(x, tuple) or len(x) != len(Victims._fields):
-            raise ConfigError(f"Of the policy's victims one is {x!r}: it has to be Victims(candidate, blocks).")
+            shown = f"a tuple of {len(x)}" if isinstance(x, tuple) else f"an object of {type(x).__name__}"
+            raise ConfigError(f"Of the policy's victims one is {shown}: it has to be Victims(candidate, blocks).")
         yield Victims(x[0], whole(x[1], "Victims.blocks"), x[2])
 
 
@@ -96,6 +97,10 @@ class Policy:
     by_rows = False
     #: Part of the device budget that stays free where what could come back to the device is read where it is.
     headroom = 1 / RESERVE_SHARE
+
+    # What a policy of one's own begins with, whose `__init__` does not call this one.
+    write_through: float = WRITE_THROUGH
+    ahead: int = AHEAD
 
     def __init__(self, *, write_through: float = WRITE_THROUGH, ahead: int = AHEAD) -> None:
         self.write_through = write_through

@@ -19,7 +19,7 @@ import torch
 from kvtier.config import CacheOptions, format_size
 from kvtier.errors import BudgetError, ConfigError, UnsupportedError
 from kvtier.hf import generation as of
-from kvtier.hf.enable import Enabled, enable
+from kvtier.hf.enable import Enabled, enable_for
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.runner import PackedRunner, RaggedRunner, Runner, SingleRunner, Work
 
@@ -131,7 +131,7 @@ def _together(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[
         steps = (_PROMPTS, _SECOND, _THIRD) if runner.chunked else (_PROMPTS, (1, 1), (1, 1))
         wanted = _scores_alone(model, steps)  # before anything is done to the model
         if of.knows_length(of.inner(model).config):
-            enabled = enable(of.inner(model))
+            enabled = enable_for(of.inner(model), "an Engine")
         problem = _differs(runner, wanted, steps, model)
     except BudgetError:
         if runner is not None:

@@ -149,6 +149,10 @@ class Engine:
             self._give_back()
             raise
         self._store = store
+        if store is not None:
+            store.engines.add(self)
+        embeddings = of.inner(model).get_input_embeddings()
+        self._vocabulary: int | None = getattr(embeddings, "num_embeddings", None)
         self._requests = Requests(self._runner, self._prefixes, store, costs, max_waiting, clock)
         self._steps = StepRunner(
             self._requests,
@@ -193,6 +197,11 @@ class Engine:
         states stacked), "single" (a forward and a cache for each), "uncached" (no cache of ours serves the model: each
         step computes all tokens of a sequence)."""
         return self._runner.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._requests.closed
 
     @property
     def model(self) -> Any:
@@ -260,7 +269,7 @@ class Engine:
 
         Raises:
             BudgetError: it could never fit the budgets. QueueFullError: too many wait.
-            ConfigError: no tokens, a name in use, an option that `generate` does not know.
+            ConfigError: no tokens, or none of the model's; a name in use, an option that `generate` does not know.
             UnsupportedError: beams, and other ways to decode that are not token by token.
         """
         try:
@@ -280,6 +289,12 @@ class Engine:
         prompt, requests = prompt_of(ids), self._requests
         if not prompt:
             raise ConfigError("A request needs at least one token.")
+        most = self._vocabulary
+        wrong = [] if most is None else [x for x in prompt if not 0 <= x < most]
+        if most is not None and wrong:
+            raise ConfigError(
+                f"Token ids are from 0 to {most - 1}, and {wrong[0]} is none. Is the tokenizer another model's?"
+            )
         if terms.conversation is not None and self._store is None:
             raise ConfigError("conversation= needs an engine with a store.")
         sampling = Sampling(self._model, prompt, generation_config, tokenizer=self._tokenizer, seed=seed, **options)
@@ -393,7 +408,7 @@ class Engine:
         seed = options.pop("seed", None)
         found: dict[str, RequestOutput] = {}
         added: list[Request] = []
-        pending = list(enumerate(inputs))
+        pending = list(enumerate(map(prompt_of, inputs)))
         while pending or not all(each.done.is_set() for each in added):
             while pending:
                 i, ids = pending[0]
@@ -403,7 +418,7 @@ class Engine:
                     break
                 except (BudgetError, ConfigError) as error:
                     name = f"refused-{i}"
-                    output = RequestOutput(name, prompt_of(ids), finish_reason="error", error=error)
+                    output = RequestOutput(name, ids, finish_reason="error", error=error)
                     found[name] = output
                 else:
                     added += made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,10 +13,14 @@ from typing import Any
 import torch
 
 from kvtier.conversation.conversation import Conversation
+from kvtier.errors import ConfigError
 from kvtier.hf.sampling import Sampling
 from kvtier.scheduling.job import Job
 
 _LOG = logging.getLogger("kvtier.serving")
+
+#: Characters of a wrong prompt in an error.
+_SHOWN = 60
 
 
 @dataclass(slots=True)
@@ -186,9 +191,24 @@ class Request:
 
 
 def prompt_of(ids: Any) -> list[int]:
-    """Token ids as a list of integers: of a list, a tensor or an array, `[tokens]` or `[1, tokens]`."""
+    """Token ids as a list of integers: of a list, a tensor or an array, `[tokens]` or `[1, tokens]`.
+
+    Raises:
+        ConfigError: something else.
+    """
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     if isinstance(ids, Sequence) and len(ids) == 1 and isinstance(ids[0], Sequence):
         ids = ids[0]
-    return [int(x) for x in ids]
+    try:
+        return [operator.index(x) for x in ids]
+    except TypeError:
+        raise ConfigError(
+            f"A prompt is token ids, as in `tokenizer(text).input_ids`: whole numbers in a list or tensor, [tokens] or "
+            f"[1, tokens], and not {_shown(ids)}."
+        ) from None
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -111,7 +111,10 @@ class Requests:
         if sampling.count > self._max_waiting:
             raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self._max_waiting}.")
         if len(self.waiting) + sampling.count > self._max_waiting:
-            raise QueueFullError(f"{len(self.waiting)} requests wait, and max_waiting is {self._max_waiting}.")
+            raise QueueFullError(
+                f"{len(self.waiting)} requests wait, and max_waiting is {self._max_waiting}: wait for one to end, or "
+                "make the engine with a larger max_waiting."
+            )
         number = next(self._numbers)
         name = f"request-{number}" if terms.request_id is None else str(terms.request_id)
         names = [name, *(f"{name}#{i}" for i in range(1, sampling.count))]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-for _folder in ("cpu", "kernels"):  # `problems`, `paged_problems`
+for _folder in ("cpu", "kernels", "hf"):  # `problems`, `paged_problems`, `families`
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / _folder))
 
 

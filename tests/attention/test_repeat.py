@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from families import build_model
+from transformers import DynamicCache
 
-from kvtier import TieredKVCache, UnsupportedError
+from kvtier import InterruptedStepError, TieredKVCache, UnsupportedError
 from kvtier.attention.repeat import Repeat
 from kvtier.cpu import native
 from kvtier.hf import attention
@@ -366,3 +368,38 @@ def test_each_condition_of_the_short_way_is_needed(name: str, monkeypatch: pytes
         layer = start("kvtier")
         with pytest.raises((Exception, pytest.fail.Exception)):  # whatever notices
             act(layer)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("broken_off", [0, 1])
+def test_an_interrupt_in_a_repeated_call_costs_the_step_and_not_the_cache(
+    kind: type[BaseException], broken_off: int
+) -> None:
+    model = build_model("llama", "sdpa")
+    cache, reference = TieredKVCache(model.config, block_size=BLOCK), DynamicCache(config=model.config)
+
+    def step(tokens: torch.Tensor) -> None:
+        torch.testing.assert_close(
+            model(tokens, past_key_values=cache).logits, model(tokens, past_key_values=reference).logits
+        )
+
+    with torch.no_grad():
+        step(torch.tensor([[1, 2, 3, 4, 5]]))
+        step(torch.tensor([[6]]))
+        again: Any = cache._forward.readers[broken_off].repeat
+        attend = again._attend
+
+        def interrupted(*args: Any) -> Any:
+            attend(*args)
+            raise kind
+
+        again._attend = interrupted
+        with pytest.raises(kind):
+            model(torch.tensor([[7]]), past_key_values=cache)
+        again._attend = attend
+        with pytest.raises(InterruptedStepError, match=r"`crop\(0\)`"):
+            model(torch.tensor([[7]]), past_key_values=cache)
+        cache.crop(0)
+        cache.check_integrity()
+        for token in range(7, 16):
+            step(torch.tensor([[token]]))

@@ -269,7 +269,13 @@ def test_enabling_twice_is_harmless() -> None:
     with kvtier.enable(model):
         with kvtier.enable(model):
             pass
-        assert implementations(model) == {"kvtier"}, "the inner one changed nothing and undoes nothing"
+        assert implementations(model) == {"kvtier"}, "the outer one wants it"
+    assert settings(model) == before
+    first, second = kvtier.enable(model), kvtier.enable(model)
+    first.disable()
+    first.disable()
+    assert implementations(model) == {"kvtier"}, "the second one wants it"
+    second.disable()
     assert settings(model) == before
     kvtier.enable(model)
     handle = kvtier.enable(model)
@@ -289,6 +295,11 @@ def test_a_choice_made_since_is_kept() -> None:
     with kvtier.enable(model):
         assert implementations(model) == {"kvtier"}
     assert implementations(model) == {"eager"}
+    kvtier.enable(model)
+    model.set_attn_implementation("sdpa")
+    with kvtier.enable(model):
+        pass
+    assert implementations(model) == {"sdpa"}, "what the first one wanted ended with the choice"
 
 
 def test_a_part_of_a_model_and_then_the_whole() -> None:

@@ -100,7 +100,10 @@ class Explanation:
                 ("", f"{both} blocks are on both, and counted in both: they can leave the device without a copy.")
             )
         if self.condition == "one tier":
-            lines.append(("why", "there is no device tier: all blocks begin and stay on the host, attended to there."))
+            why = "there is no device tier: all blocks begin and stay on the host, attended to there."
+            if not any(x.kind == "tiered" for x in self.layers):
+                why = "no layer is tiered: windows and recurrent states are bounded, and stay with the model."
+            lines.append(("why", why))
         elif self.condition == "resident":
             lines.append(("why", f"every block is on the device: {self._policy} has nothing to decide."))
         else:
