@@ -27,7 +27,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 def drawn_rows() -> tuple[set[str], ...]:
     """The order of the parts as docs/architecture.md draws it: rows between dots, what may be imported first."""
     text = " ".join(ARCHITECTURE.read_text(encoding="utf-8").split())
-    found = re.search(r"Imports run down this list and never back: ([^.]*)\.", text)
+    found = re.search(r"imports what stands before it in this list, and never what stands behind it: ([^.]*)\.", text)
     assert found, "docs/architecture.md does not say how imports run"
     return tuple(
         {part for words in re.findall(r"`([^`]+)`", row) for part in words.split()} for row in found[1].split("·")
