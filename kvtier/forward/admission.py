@@ -72,7 +72,8 @@ def claim(
         return max((dispatch.room_for(layer, tokens, length, batch, **how) for layer, length in reads), default=0)
 
     size, nbytes = first.layout.block_size, first.layout.nbytes
-    held += to_come * _coming(groups, tokens, later, size) * nbytes
+    unseen = groups if first.length else sharing.same_groups((), groups)
+    held += to_come * _coming(unseen, tokens, later, size) * nbytes
     filling += to_come * _open(groups, batch, total, later, size) * nbytes
     return Claim(held, filling, room_at(limit), slot, smallest, largest, room_at)
 

@@ -44,6 +44,7 @@ from kvtier.planning.policy import Policy
 from kvtier.planning.reports.analysis import analyse, decoded
 from kvtier.planning.reports.explain import Explanation
 from kvtier.stats import CacheStats, LayerResidency, Progress, Residency
+from kvtier.tables.sharing import distinct_rows
 
 
 class _NoHalf(UnsupportedError, AttributeError):
@@ -692,19 +693,24 @@ class TieredKVCache(RecurrentFace):
         self._check_whole()
         steps = self._forward.steps
         steps.end()
-        layers: list[Any] = []
-        for layer in self.layers:
-            if isinstance(layer, TieredLayer):
-                layers.append(layer.content())
-            else:
-                layers.append(layer)
         memory = self._forward.memory
+        layers: list[Any] = [x.content() if isinstance(x, TieredLayer) else x for x in self.layers]
+        with memory.lock:
+            held = [reader.layer.rows for reader in self._forward.readers.values() if reader.layer.length]
+            distinct, rows = distinct_rows(held)
+        if distinct != rows:
+            layers = [
+                tuple(part[distinct] for part in x) if isinstance(x, tuple) and len(x[0]) == len(rows) else x
+                for x in layers
+            ]
         return {
             "config": self._config,
             "options": self._options,
             "budgets": memory.options,
             "policy": memory.policy,
             "layers": layers,
+            # Rows of a layer that are alike are written once: which one each row is.
+            "rows": None if distinct == rows else rows,
             # A copy that is made without gradients has as little of a graph, and says so.
             "graphs": [i for i, reader in self._forward.readers.items() if reader.layer.carries_graph],
             "expected": steps.expected,
@@ -723,6 +729,10 @@ class TieredKVCache(RecurrentFace):
                 self._add_layers(i)
             if content is not None:
                 self._forward.restore(i, *content)
+        if state.get("rows") is not None:
+            for i, reader in self._forward.readers.items():
+                if reader.layer.length:
+                    self._forward.pick_rows(i, state["rows"])
         for i in state["graphs"]:
             self._forward.readers[i].layer.carries_graph = True
         steps = self._forward.steps

@@ -672,7 +672,12 @@ class ComputeDevice:
             pools = each.pools
             if pools.device is None or not each.counts[State.HOST] or layout not in (None, pools.layout):
                 continue
-            if pools.device.free or self._grow(pools.device) or (self._release_idle() and self._grow(pools.device)):
+            if (
+                pools.device.free
+                or self._grow(pools.device)
+                or (self._release_idle() and self._grow(pools.device))
+                or self._gather(pools.device)
+            ):
                 run = next(run for run in each.runs if run.state is State.HOST)
                 with contextlib.suppress(TransferError):
                     for part in self.fetch([run], 1, None, evict=False):
@@ -681,6 +686,16 @@ class ComputeDevice:
                         self.host.poll()
                         return True
         return False
+
+    def _gather(self, pool: BlockPool) -> bool:
+        """Give a pool a slab of what slabs of other layouts have free; nothing is evicted. Whether it got one."""
+        if self.free_bytes < pool.layout.nbytes or self._readers.others():
+            return False
+        self.engine.drain()  # what a copy uses cannot move
+        self._settle()
+        enough = reclaim.reclaim(self.device_pools, self._placed, pool.layout.nbytes)
+        self.note_writes()
+        return enough and self._grow(pool)
 
     def recount(self) -> None:
         """After a change was cut short, and all sets were repaired: count again what is counted over sets."""

@@ -131,7 +131,13 @@ class HostTier:
         while True:
             missing = nbytes - reclaim.free_bytes(pools)
             if missing > 0:
-                if not (self._drop_copy(None) or self._settle() or self.promote(None) or self._give(missing)):
+                if not (
+                    self._drop_copy(None)
+                    or self._settle()
+                    or self._await_copies()
+                    or self.promote(None)
+                    or self._give(missing)
+                ):
                     return False
             elif not self._readers.wait():  # while it waits, others may take what was free
                 break
@@ -181,6 +187,19 @@ class HostTier:
                     fence.settle()
             self.poll()
         return sum([pool.held for pool in self.pools.values()]) < before
+
+    def _await_copies(self) -> bool:
+        """Wait until no copy is under way: what is on both tiers then can be given up. Whether any was."""
+        before = self._under_way
+        if before:
+            self.drain()
+            self.poll()
+        return self._under_way < before
+
+    @property
+    def _under_way(self) -> int:
+        """Blocks that leave a device or arrive there."""
+        return sum([each.counts[State.LEAVING] + each.counts[State.ARRIVING] for each in self.sets])
 
     def _placed(self, pool: BlockPool) -> Iterator[reclaim.Placed]:
         for each in self.sets:

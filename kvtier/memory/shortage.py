@@ -59,6 +59,23 @@ def full(budget: Budget, missing: int, policy: str, withheld: int) -> BudgetErro
     )
 
 
+def not_vacated(budget: Budget, limit: int) -> BudgetError:
+    """A limit that holds what the caches claim, and what is there does not come to fit into it.
+
+    Args:
+        limit: that was asked for.
+    """
+    needed = budget.used
+    return BudgetError(
+        f"{budget.tier}_budget={limit} is enough for what they hold, but {needed} bytes are in use now and cannot "
+        "be given back: other threads read them, or they are scattered. The budgets are as they were, and no token is "
+        f"lost. Try again later, or give {budget.tier}_budget={needed} or more.",
+        tier=budget.tier,
+        needed=needed,
+        budget=limit,
+    )
+
+
 def both_full(host: Budget, missing: int) -> BudgetError:
     """A block has to leave a device, and the host has no slot for it."""
     needed = host.used + missing

@@ -533,7 +533,7 @@ class TieredMemory:
                 device.make_room(budget.limit - limit)
                 return
         if not self.host.make_room(budget.limit - limit):
-            raise shortage.too_small(slabs, budget.used, "What the caches hold needs")
+            raise shortage.not_vacated(budget, limit)
 
     def trim(self, *, all_free: bool = False) -> None:
         """Give back slabs that are wholly free: all, or where much is free. The caller holds the lock."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvtier.memory.block import Run
 from kvtier.memory.layout import BlockLayout
 from kvtier.tables.table import BlockTable
 
@@ -20,9 +21,11 @@ class Group:
         fork: continue a copy of `table`, because other rows continue it too.
         shared: index of an earlier group whose first blocks are the same, or None.
         shared_blocks: how many.
+        padding: these blocks hold one token over and over, as padding does. A mask may hide it from one row and not
+            from the other, and in later layers it is not the same then.
     """
 
-    __slots__ = ("fork", "row", "rows", "shared", "shared_blocks", "table")
+    __slots__ = ("fork", "padding", "row", "rows", "shared", "shared_blocks", "table")
 
     def __init__(self, row: int, table: BlockTable | None, fork: bool) -> None:
         self.row = row
@@ -31,6 +34,12 @@ class Group:
         self.fork = fork
         self.shared: int | None = None
         self.shared_blocks = 0
+        self.padding = False
+
+    @property
+    def surely_shared(self) -> int:
+        """Blocks that are shared in every layer."""
+        return 0 if self.padding else self.shared_blocks
 
 
 class Alike:
@@ -96,6 +105,7 @@ def group_rows(
             if same[row - 1] >= layout.block_size:
                 groups[-1].shared = len(groups) - 2
                 groups[-1].shared_blocks = same[row - 1] // layout.block_size
+                groups[-1].padding = _is_one_token(keys[row], values[row], same[row - 1])
         return groups, alike
     latest: dict[BlockTable, Group] = {}
     for row, table in enumerate(rows):
@@ -106,6 +116,28 @@ def group_rows(
         latest[table] = Group(row, table, fork=last is not None)
         groups.append(latest[table])
     return groups, alike
+
+
+def distinct_rows(layers: Sequence[Sequence[BlockTable]]) -> tuple[list[int], list[int]]:
+    """The rows of a cache that differ, those with a common beginning next to each other: written in this order,
+    `group_rows` shares what they share.
+
+    Args:
+        layers: the table of each row, by layer.
+
+    Returns:
+        Numbers of rows; and for each row, which of these it is.
+    """
+    seen: dict[Run, int] = {}
+    shapes = [
+        tuple(tuple(seen.setdefault(run, len(seen)) for run in rows[row].resolve()) for rows in layers)
+        for row in range(min(map(len, layers), default=0))
+    ]
+    first: dict[tuple[tuple[int, ...], ...], int] = {}
+    for row, shape in enumerate(shapes):
+        first.setdefault(shape, row)
+    order = sorted(first)  # by numbers that rise with rows: those that share nothing keep their order
+    return [first[shape] for shape in order], [order.index(shape) for shape in shapes]
 
 
 def likely_groups(rows: Sequence[BlockTable], tokens: int) -> list[Group]:
@@ -137,7 +169,7 @@ def same_groups(rows: Sequence[BlockTable], groups: Sequence[Group]) -> list[Gro
                 continue
             last = Group(row, table, fork=table in seen)
             if table is None:
-                last.shared, last.shared_blocks = group.shared, group.shared_blocks
+                last.shared, last.shared_blocks = group.shared, group.surely_shared
             else:
                 seen.add(table)
             found.append(last)
@@ -186,6 +218,13 @@ def _equal_tokens(keys: torch.Tensor, values: torch.Tensor, probe: int) -> list[
         for row, count in zip(alike, whole.flatten().tolist(), strict=True):
             counts[row - 1] = count
     return counts
+
+
+def _is_one_token(keys: torch.Tensor, values: torch.Tensor, tokens: int) -> bool:
+    """Whether the first tokens of a row, `[heads, tokens, dim]`, are all the same: in keys, or, where positions are in
+    these, in values."""
+    alike = [(x[:, :tokens] == x[:, :1]).all() for x in (keys, values)]
+    return bool(alike[0] | alike[1])
 
 
 def _leading(k: torch.Tensor, other_k: torch.Tensor, v: torch.Tensor, other_v: torch.Tensor) -> torch.Tensor:

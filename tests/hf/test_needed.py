@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build_model, prompt_ids, tiny_model
+from families import PAD, build_model, prompt_ids, tiny_model
 from placements import ON_HOST
 
 from kvtier import BudgetError, Policy, TieredKVCache, TieredMemory
@@ -144,6 +144,82 @@ def test_a_copy_fits_the_budgets_of_the_original(tokens: tuple[int, ...], family
     for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         assert twin.get_seq_length() == cache.get_seq_length()
         twin.check_integrity()
+
+
+def blocks_of(cache: TieredKVCache) -> int:
+    return sum(layer.host_blocks for layer in cache.residency().layers)
+
+
+@pytest.mark.skipif(not ON_HOST, reason="budgets are emulated")
+@pytest.mark.parametrize("rows", [(0, 1, 0), (0, 0, 1), (1, 0, 1, 0), (1, 0)])
+@torch.no_grad()
+def test_a_copy_takes_what_the_original_takes_however_its_rows_were_picked(rows: tuple[int, ...]) -> None:
+    model = tiny_model("llama")
+    budget, ids = 1, prompt_ids(rows=2, length=18)
+    while True:
+        cache = TieredKVCache(model.config, block_size=4, host_budget=budget)
+        try:
+            model(input_ids=ids, past_key_values=cache)
+            break
+        except BudgetError as error:
+            budget = error.needed
+    cache.batch_select_indices(torch.tensor(rows))
+    blocks = blocks_of(cache)
+    for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        twin.check_integrity()
+        assert blocks_of(twin) == blocks
+        for mine, other in zip(twin.layers, cache.layers, strict=True):
+            assert torch.equal(mine.keys.dense(), other.keys.dense())
+            assert torch.equal(mine.values.dense(), other.values.dense())
+    cache.resize(host_budget="1MiB")
+    twin = copy.deepcopy(cache)
+    token = prompt_ids(rows=len(rows), length=1, seed=3)
+    for _ in range(4):
+        expected, found = (model(input_ids=token, past_key_values=x).logits for x in (cache, twin))
+        assert torch.equal(expected, found)
+        twin.check_integrity()
+
+
+@pytest.mark.skipif(not ON_HOST, reason="budgets are emulated")
+@torch.no_grad()
+def test_rows_that_share_a_beginning_only_share_it_in_a_copy() -> None:
+    model = tiny_model("llama")
+    cache = TieredKVCache(model.config, block_size=4)
+    model(input_ids=prompt_ids(rows=1, length=16), past_key_values=cache)
+    cache.batch_repeat_interleave(3)
+    model(input_ids=prompt_ids(rows=3, length=8, seed=2), past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([2, 0, 1, 2]))
+    twin = copy.deepcopy(cache)
+    twin.check_integrity()
+    assert blocks_of(twin) == blocks_of(cache) == model.config.num_hidden_layers * (4 + 3 * 2)
+    for mine, those in zip(twin.layers, cache.layers, strict=True):
+        assert torch.equal(mine.keys.dense(), those.keys.dense())
+
+
+@pytest.mark.skipif(not ON_HOST, reason="budgets are emulated")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_what_is_named_for_rows_that_are_padded_suffices(tier: str, family: str, attention: str) -> None:
+    """Padding is alike in the first layer; under eager attention each row makes something else of it."""
+    model = build_model(family, attention)
+    ids = prompt_ids(rows=3, length=40)
+    mask = torch.ones_like(ids)
+    for row, padded in ((0, 24), (1, 16)):
+        ids[row, :padded], mask[row, :padded] = PAD, 0
+    named: list[int] = []
+    budget = 1
+    while len(named) < 5:
+        cache = TieredKVCache(model.config, block_size=4, **{f"{tier}_budget": budget})
+        try:
+            model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        except BudgetError as error:
+            assert cache.get_seq_length() == 0
+            named.append(error.needed)
+            budget = error.needed
+        else:
+            break
+    assert len(named) == 1
 
 
 @pytest.mark.skipif(not ON_HOST, reason="budgets are emulated")

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtier import BudgetError, ClosedError, ConfigError, TieredKVCache, TieredMemory
+from kvtier import BudgetError, ClosedError, ConfigError, Policy, TieredKVCache, TieredMemory
 from kvtier.memory.device import ComputeDevice
 from kvtier.memory.layout import BlockLayout
+from kvtier.testing import throttled, with_doubles
 
 LAYERS, HEADS, DIM, BLOCK_SIZE = 2, 2, 8, 4
 BLOCK = BLOCK_SIZE * 2 * HEADS * DIM * 4
@@ -214,3 +215,53 @@ def test_a_cache_on_a_shared_memory_leaves_its_budgets_to_the_memory() -> None:
     memory.resize(**{f"{error.tier}_budget": error.needed})
     for driven in (first, second):
         driven.check()
+
+
+@pytest.mark.parametrize("through", [0.0, 1.0], ids=["copies under way", "none"])
+def test_copies_that_are_under_way_refuse_no_budget(through: float) -> None:
+    """All blocks have room on the device: the host is needed for nothing, whatever is on its way there."""
+    cache = with_doubles(
+        TieredKVCache(
+            block_size=BLOCK_SIZE, device_budget="64KiB", host_budget="64KiB", policy=Policy(write_through=through)
+        ),
+        throttled(up=1e5, latency=0.1),
+    )
+    keys = torch.randn(1, HEADS, 200, DIM)
+    cache.update(keys, keys, 0)
+    if not through:
+        assert cache.stats.host.bytes
+    cache.resize(host_budget=1)
+    assert cache.stats.host.bytes <= 1
+    assert torch.equal(cache.layers[0].keys.dense(), keys)
+    cache.check_integrity()
+    cache.close()
+
+
+@pytest.mark.parametrize("blocks", [3, 5, 10])
+def test_what_a_resize_names_suffices_where_room_is_scattered_over_layouts(blocks: int) -> None:
+    """Blocks of one layout have to go up, and what is free there is within slabs of another one."""
+    small, large = 4, 64  # head dimensions
+    memory = TieredMemory(device_budget="14KiB", host_budget=10**6)
+    caches = [TieredKVCache(memory=memory, block_size=BLOCK_SIZE) for _ in range(2)]
+    held = []
+    for cache, dim, tokens, device in (
+        (caches[0], small, 400, 2048),
+        (caches[1], large, BLOCK_SIZE * blocks, 2048 * blocks),
+    ):
+        keys = torch.randn(1, 1, tokens, dim)
+        if dim == large:
+            memory.resize(device_budget=device)
+        cache.update(keys, keys, 0)
+        if dim == small:
+            memory.resize(device_budget=device)
+        held.append(keys)
+    kept = BLOCK_SIZE * max(blocks - 7, 1)
+    caches[1].crop(kept - BLOCK_SIZE * blocks)
+    held[1] = held[1][:, :, :kept]
+    error = refused(lambda: memory.resize(host_budget=1))
+    if error is not None:
+        assert error.budget == 1
+        memory.resize(host_budget=error.needed)
+    memory.check_integrity()
+    for cache, keys in zip(caches, held, strict=True):
+        assert torch.equal(cache.layers[0].keys.dense(), keys)
