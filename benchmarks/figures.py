@@ -26,7 +26,7 @@ from benchmarks.records import RESULTS, ROOT, number, read, size
 #: The machine whose records are published, and another one for some scenarios. The first name does not include the
 #: family of the processor, as names do now: a new run on that machine writes another file, which is to be named here.
 KIND = "cpu-amd-epyc-2c"
-KINDS = {"host": "cpu-amd-epyc-family-26-2c"}
+KINDS = dict.fromkeys(("host", "hotpath", "simulated"), "cpu-amd-epyc-family-26-2c")
 PLOTS = ROOT / "docs" / "figures"
 INPUTS = PLOTS / "inputs.json"
 PAGES = ("README.md", "docs/benchmarks.md")
@@ -242,8 +242,9 @@ def overlap_table() -> str:
 def targets_table() -> str:
     """Every target that the records judge, missed ones included."""
     last: dict[tuple[str, str, str], Record] = {}
-    for file in sorted(RESULTS.glob(f"*-{KIND}.jsonl")):
-        for record in read(file):
+    for file in sorted(RESULTS.glob("*.jsonl")):
+        scenario, _, kind = file.stem.partition("-")
+        for record in read(file) if kind == KINDS.get(scenario, KIND) else ():
             if "target" in record:
                 context = record.get("workload", {}).get("context", "")
                 last[record["scenario"], record["target"], str(context)] = record
