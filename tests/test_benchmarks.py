@@ -224,7 +224,7 @@ def test_a_tiered_cache_says_all_that_records_have_of_it() -> None:
 
 def test_caches_of_others_run_under_the_attention_of_transformers_alone() -> None:
     config = config_of("qwen3-tiny")
-    kvtier.TieredKVCache(config).close()
+    cache = kvtier.TieredKVCache(config)
     model = transformers.AutoModelForCausalLM.from_config(config)
     entries = AttentionInterface._global_mapping
     before = entries["sdpa"]
@@ -234,6 +234,7 @@ def test_caches_of_others_run_under_the_attention_of_transformers_alone() -> Non
     with contender("kvtier").attention(model):
         assert entries["sdpa"] is before
     assert entries["sdpa"] is before
+    cache.close()
 
 
 def test_a_fitted_line_says_how_far_points_are_from_it() -> None:

@@ -19,7 +19,7 @@ from kvtier.planning.hardware.fit import held_out_error
 from kvtier.planning.hardware.predictors import Linear, Prefill, PrefillSize
 
 #: New tokens in which the linear part is measured, on so many cached ones that attention counts for little.
-TOKENS, FEW = (1, 2, 4, 8, 16, 32, 64, 128, 256), 16
+TOKENS, HELD = (1, 2, 4, 8, 16, 32, 64, 128, 256), 16
 #: New tokens and cached tokens of prefills that are measured, as far as time and the model's positions allow.
 NEW, PAST = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048), (0, 64, 128, 256, 512, 1024, 2048, 4096)
 #: Of the time, the shares that the largest forward and that all in turn may take; and sizes at the least.
@@ -108,7 +108,7 @@ class Trial:
 
 def measure_linear(trial: Trial, seconds: float) -> list[tuple[float, float]]:
     """(tokens, seconds per layer), for as many tokens as there is time for."""
-    sizes = [PrefillSize(n, FEW) for n in TOKENS if n + FEW <= trial.most]
+    sizes = [PrefillSize(n, HELD) for n in TOKENS if n + HELD <= trial.most]
     made = _affordable(trial, sizes, seconds)
     times = _times(made, seconds * _TIMED)
     return [(float(size.new), x / trial.layers) for (size, _), x in zip(made, times, strict=True)]

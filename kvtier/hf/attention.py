@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,8 @@ _CHUNK_BYTES = 256 << 20
 # What models hand to attention implementations of their own, and apply themselves only under "eager" and "sdpa": to
 # ignore it would be silently wrong.
 _FOREIGN = ("indices", "block_indices", "sinks")
+#: Caches for which the entry "sdpa" is kvtier's, by `id`.
+_caches: dict[int, weakref.ref[object]] = {}
 #: All that is read of what models pass besides.
 _READ = frozenset((*_FOREIGN, "output_attentions", "cache"))
 
@@ -44,18 +47,37 @@ def register_attention() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
-def shorten_sdpa() -> None:
+def shorten_sdpa(cache: object) -> None:
     """Let models under "sdpa" hand the views of a decode step to kvtier without torch's dispatcher.
 
-    Transformers' entry "sdpa" becomes `sdpa_forward` when a process makes its first tiered cache. Dynamo traces
-    Transformers' own function in its place, so compiled models stay whole. An entry that is not Transformers' own
-    stays: whoever set it wants to see the calls. Views work in any case: torch's `scaled_dot_product_attention` takes
-    them.
+    Transformers' entry "sdpa" is `sdpa_forward` until the last cache that asked for it is closed or collected. Dynamo
+    traces Transformers' own function in its place, so compiled models stay whole. An entry that is not Transformers'
+    own stays: whoever set it wants to see the calls. Views work in any case: torch's `scaled_dot_product_attention`
+    takes them.
     """
+    number = id(cache)
+    _caches[number] = weakref.ref(cache, lambda _: _leave(number))
+    _register_sdpa()
+
+
+def lengthen_sdpa(cache: object) -> None:
+    """What `shorten_sdpa` did for a cache is over. Idempotent."""
+    _leave(id(cache))
+
+
+def _register_sdpa() -> None:
     if AttentionInterface._global_mapping.get("sdpa") is sdpa_attention_forward and dynamo.traces(
         sdpa_attention_forward, in_place_of=sdpa_forward
     ):
         AttentionInterface.register("sdpa", sdpa_forward)
+
+
+def _leave(number: int) -> None:
+    _caches.pop(number, None)
+    if not _caches and AttentionInterface._global_mapping.get("sdpa") is sdpa_forward:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+        if _caches:  # another thread has made one meanwhile
+            _register_sdpa()
 
 
 def sdpa_forward(

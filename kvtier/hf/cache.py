@@ -23,7 +23,7 @@ from kvtier.cpu import loader
 from kvtier.errors import BudgetError, ConfigError, KVTierError, MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
 from kvtier.hf import dynamo, rows
-from kvtier.hf.attention import shorten_sdpa
+from kvtier.hf.attention import lengthen_sdpa, shorten_sdpa
 from kvtier.hf.caller import Caller
 from kvtier.hf.histories import check_longer, common_prefix
 from kvtier.hf.layer import TieredLayer
@@ -217,7 +217,7 @@ class TieredKVCache(RecurrentFace):
 
     def _setup(self, memory: TieredMemory, progress: Callable[[Progress], object] | None = None) -> None:
         dynamo.keep_out()
-        shorten_sdpa()
+        shorten_sdpa(self)
         layers = transformers_layers(self._config)
         config = None if self._config is None else own_config(self._config)
         kinds = tuple(type(layer) for layer in layers)
@@ -660,6 +660,7 @@ class TieredKVCache(RecurrentFace):
         """
         self._warn_if_unused("closed", 3)
         self._forward.close()
+        lengthen_sdpa(self)
 
     def __enter__(self) -> TieredKVCache:
         self._forward.check_open()
@@ -669,6 +670,7 @@ class TieredKVCache(RecurrentFace):
         if kind is None:
             self._warn_if_unused("closed", 3)
         self._forward.close()
+        lengthen_sdpa(self)
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and "_was_used" in vars(self):  # else it was not made

@@ -3,8 +3,8 @@
     operation    from                      to                        bytes
     allocate     FREE                      FILLING                   none; the caller took the slots
     seal         FILLING                   DEVICE, or HOST (*)       none
-    reopen       DEVICE, BOTH, HOST (*)    FILLING                   none; a host copy is given up (a copy under way is
-                                                                     waited for first)
+    reopen       DEVICE, or HOST (*)       FILLING                   none; a copy under way is waited for, and a host
+                                                                     copy given up, first
     write_back   DEVICE                    LEAVING                   device -> host, in the background
     fetch        HOST                      ARRIVING                  host -> device, in the background
     complete     LEAVING, ARRIVING         BOTH                      the transfer ended, or the compute stream waits
@@ -60,7 +60,7 @@ class Operation(enum.Enum):
 TWO_TIERS: dict[Operation, dict[State, State]] = {
     Operation.ALLOCATE: {State.FREE: State.FILLING},
     Operation.SEAL: {State.FILLING: State.DEVICE},
-    Operation.REOPEN: {State.DEVICE: State.FILLING, State.BOTH: State.FILLING},
+    Operation.REOPEN: {State.DEVICE: State.FILLING},
     Operation.WRITE_BACK: {State.DEVICE: State.LEAVING},
     Operation.FETCH: {State.HOST: State.ARRIVING},
     Operation.COMPLETE: {State.LEAVING: State.BOTH, State.ARRIVING: State.BOTH},

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvtier.errors import ConfigError
 
 #: New tokens per sequence up to which a forward decodes: one, or some that verify a draft.
-FEW = 16
+MAX_DECODE_TOKENS = 16
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""`Engine`: many requests on one tiered memory, batched anew at each step."""
+"""`Engine`: many requests on one tiered memory, whose batch is made at each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvtier.serving.choice import choose_runner
 from kvtier.serving.costs import Costs
 from kvtier.serving.loop import Loop
 from kvtier.serving.prefixes import prefixes_of
-from kvtier.serving.request import EngineLoad, Listener, Request, RequestOutput, Terms, prompt_of
+from kvtier.serving.request import EngineLoad, Listener, Request, RequestOptions, RequestOutput, prompt_of
 from kvtier.serving.requests import Requests
 from kvtier.serving.runner import PackedRunner
 from kvtier.serving.step import StepRunner
@@ -278,12 +278,12 @@ class Engine:
             raise ConfigError(f"priority={priority!r}: give a whole number.") from None
         if not isinstance(tenant, str):
             raise ConfigError(f"tenant={tenant!r}: give a string.")
-        terms = Terms(request_id, priority, logprobs, top_logprobs, salt, conversation, tenant, listener)
+        terms = RequestOptions(request_id, priority, logprobs, top_logprobs, salt, conversation, tenant, listener)
         first, *_ = self._add(ids, generation_config, terms, seed, options)
         return first.name
 
     def _add(
-        self, ids: Any, generation_config: Any, terms: Terms, seed: int | None, options: dict[str, Any]
+        self, ids: Any, generation_config: Any, terms: RequestOptions, seed: int | None, options: dict[str, Any]
     ) -> list[Request]:
         """The same; a request for each sequence of the prompt."""
         prompt, requests = prompt_of(ids), self._requests
@@ -404,7 +404,7 @@ class Engine:
         Returns:
             The outputs by name, in the order of `inputs`. Those that failed have an `error`.
         """
-        terms = Terms(**{name: options.pop(name) for name in Terms.names() & options.keys()})
+        terms = RequestOptions(**{name: options.pop(name) for name in RequestOptions.names() & options.keys()})
         seed = options.pop("seed", None)
         found: dict[str, RequestOutput] = {}
         added: list[Request] = []

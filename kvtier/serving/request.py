@@ -85,7 +85,7 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestOptions:
     """What a request asks of an engine, besides its tokens; see `Engine.add_request`."""
 
     request_id: str | None = None
@@ -124,7 +124,7 @@ class Request:
         done: set when it has ended.
     """
 
-    def __init__(self, output: RequestOutput, sampling: Sampling, job: Job, terms: Terms) -> None:
+    def __init__(self, output: RequestOutput, sampling: Sampling, job: Job, terms: RequestOptions) -> None:
         self.output = output
         self.salt = terms.salt
         self.key: Hashable = terms.salt

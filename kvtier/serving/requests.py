@@ -17,7 +17,7 @@ from kvtier.scheduling.prices import RECOMPUTE, SWAP
 from kvtier.scheduling.shares import Shares
 from kvtier.serving.costs import Costs
 from kvtier.serving.prefixes import Prefixes
-from kvtier.serving.request import Request, RequestOutput, Terms
+from kvtier.serving.request import Request, RequestOptions, RequestOutput
 from kvtier.serving.runner import Runner
 
 _LOG = logging.getLogger("kvtier.serving")
@@ -98,7 +98,7 @@ class Requests:
 
     # Coming
 
-    def add(self, prompt: Sequence[int], sampling: Sampling, terms: Terms) -> list[Request]:
+    def add(self, prompt: Sequence[int], sampling: Sampling, terms: RequestOptions) -> list[Request]:
         """A request for each sequence of a prompt. The first one waits from now on, the others until it has its prompt.
 
         Raises:

@@ -18,7 +18,7 @@ from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.names import POLICIES
 from kvtier.planning.reports.log import Logged
-from kvtier.planning.step import FEW, StepPlan, StepState
+from kvtier.planning.step import MAX_DECODE_TOKENS, StepPlan, StepState
 from kvtier.testing import held, with_doubles
 
 pytestmark = pytest.mark.usefixtures("on_the_host", "one_thread")
@@ -34,7 +34,7 @@ def decode(cache: TieredKVCache, steps: int, tokens: int = 1) -> None:
             keys, values = cache.update(token, token, layer)
             if tokens == 1:
                 F.scaled_dot_product_attention(token, keys, values)
-            elif tokens <= FEW:
+            elif tokens <= MAX_DECODE_TOKENS:
                 mask = torch.ones(tokens, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - tokens)
                 F.scaled_dot_product_attention(token, keys, values, attn_mask=mask)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from typing import Any
 
 import pytest
@@ -121,7 +123,7 @@ def test_any_other_call_goes_to_transformers_function_as_it_is(
 
 def test_a_compiled_model_without_a_tiered_cache_stays_one_graph() -> None:
     model = build_model("llama", "sdpa")
-    TieredKVCache(model.config).close()
+    cache = TieredKVCache(model.config)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_forward
     tokens = prompt_ids(rows=1, length=6)
     graphs: list[torch.fx.GraphModule] = []
@@ -141,10 +143,11 @@ def test_a_compiled_model_without_a_tiered_cache_stays_one_graph() -> None:
     torch.testing.assert_close(got, expected)
     assert len(graphs) == 1
     assert any("scaled_dot_product_attention" in str(node.target) for node in graphs[0].graph.nodes)
+    cache.close()
 
 
 def test_an_exported_model_stays_whole() -> None:
-    TieredKVCache().close()
+    cache = TieredKVCache()
 
     class Attention(nn.Module):
         num_key_value_groups, is_causal = 1, True
@@ -156,6 +159,36 @@ def test_an_exported_model_stays_whole() -> None:
     for strict in (False, True):
         exported = torch.export.export(Attention(), (q, k, v), strict=strict)
         torch.testing.assert_close(exported.module()(q, k, v), Attention()(q, k, v))
+    cache.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "left", "copied"])
+def test_the_entry_is_that_of_transformers_again_when_no_cache_is_open(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_caches", {})
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", STOCK)
+    first, second = TieredKVCache(), TieredKVCache()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_forward
+    first.close()
+    first.close()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_forward, "another one is open"
+    if how == "closed":
+        second.close()
+    elif how == "left":
+        with second:
+            pass
+    elif how == "copied":
+        twin = copy.deepcopy(second)
+        second.close()
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_forward, "the copy is open"
+        twin.close()
+    else:
+        second._was_used = True
+        del second
+        gc.collect()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is STOCK
+    assert not attention._caches
 
 
 def test_somebody_elses_entry_stays_and_sees_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,5 +212,7 @@ def test_a_torch_that_cannot_be_told_keeps_transformers_function(monkeypatch: py
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", STOCK)
     monkeypatch.setattr(torch.compiler, "substitute_in_graph", None)
     monkeypatch.setattr(attention.dynamo, "traces", dynamo.traces.__wrapped__)
-    TieredKVCache().close()
+    cache = TieredKVCache()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is STOCK
+    cache.close()
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is STOCK

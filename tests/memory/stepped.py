@@ -20,6 +20,7 @@ import pytest
 
 from kvtier.attention.partition import Partition
 from kvtier.attention.reader import LayerReader
+from kvtier.cpu.append import TokenWriter
 from kvtier.forward.schedule import Schedule
 from kvtier.memory import residency
 from kvtier.memory.block import Move
@@ -280,6 +281,7 @@ LOCKED: dict[type, tuple[str, ...]] = {
     HeldTransfers: ("submit", "drain", "poll"),
     FailingTransfers: ("submit",),
     Transfer: ("wait", "synchronize", "settle"),
+    TokenWriter: ("repeat",),
 }  # type: ignore[assignment]
 LOCKED_FUNCTIONS = ("allocate", "seal", "reopen", "write_back", "fetch", "arrive", "evict", "drop_copy", "move", "free")
 

@@ -29,6 +29,8 @@ from kvtier.attention import dense, dispatch, split, streaming
 from kvtier.attention.reader import LayerReader
 from kvtier.forward import admission
 from kvtier.forward.forward import Forward
+from kvtier.forward.planned import PlannedForward
+from kvtier.forward.token import NextToken
 from kvtier.hf.cache import TieredKVCache
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory import residency
@@ -275,10 +277,12 @@ PARKED: dict[str, Mutation] = {
 }
 
 #: Where the lock is taken, and under which names.
-TAKERS: tuple[type | ModuleType, ...] = (TieredMemory, Forward, LayerReader, split, split._Call, split._HostPart, dense)
+TAKERS: tuple[type | ModuleType, ...] = (
+    *(TieredMemory, Forward, PlannedForward, NextToken, LayerReader, split, split._Call, split._HostPart, dense),
+)
 NAMES = (
     *("lock", "memory.lock", "self.lock", "self.memory.lock", "reader.memory.lock", "self.reader.memory.lock"),
-    *("self.lock, self.change", "self.memory.lock, self.memory.change"),
+    *("self.lock, self.change", "self.memory.lock, self.memory.change", "self._of.reader.memory.lock"),
 )
 
 

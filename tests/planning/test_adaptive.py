@@ -20,7 +20,7 @@ from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.simulation.bound import lower_bound
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.simulation.trials import Trial, compare
-from kvtier.planning.step import FEW, LayerPlan, LayerState, StepPlan, StepRecord, StepState
+from kvtier.planning.step import MAX_DECODE_TOKENS, LayerPlan, LayerState, StepPlan, StepRecord, StepState
 
 #: Random settings of the always-run test; KVTIER_TEST_SETTINGS asks for more.
 SETTINGS = int(os.environ.get("KVTIER_TEST_SETTINGS", "6"))
@@ -381,7 +381,7 @@ def test_a_prompt_between_steps_is_planned_with_their_share() -> None:
     decided = policy.decisions(1)[-1].prediction
     assert 0 < decided.share < 1
     state = trial._state()
-    state.tokens = FEW + 1
+    state.tokens = MAX_DECODE_TOKENS + 1
     assert [x.fetch for x in policy.plan(state).layers] == [
         x.fetch for x in FixedShare(0.0).plan_of(state, decided.share).layers
     ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from kvtier.planning.costs import CostModel, Decision, Group, Median, Prediction, Rates, alike
 from kvtier.planning.policies.shares import FixedShare, room_for
 from kvtier.planning.policy import WRITE_THROUGH, Policy
-from kvtier.planning.step import FEW, LayerState, StepPlan, StepRecord, StepState
+from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepPlan, StepRecord, StepState
 
 #: Shares of the spilled blocks that are considered: so many, evenly from none to all.
 CHOICES = 33
@@ -108,7 +108,7 @@ class Adaptive(FixedShare):
 
     def plan(self, state: StepState) -> StepPlan:
         """See `Policy.plan`."""
-        if not state.overlaps or state.tokens > FEW:
+        if not state.overlaps or state.tokens > MAX_DECODE_TOKENS:
             # Forwards of many tokens take what they take, and tell nothing of a step that decodes.
             share = self._last_share(state) if state.overlaps else None
             return self._default.plan(state) if share is None else self.plan_of(state, share)
@@ -135,7 +135,7 @@ class Adaptive(FixedShare):
         # Of what was planned on any device, for steps of whichever kind: the record is of all of it.
         copies = sum([known.prediction.copies for _, known in mine if known.prediction is not None])
         for several, known in mine:
-            alike = record.tokens <= FEW and (record.tokens > 1) == several
+            alike = record.tokens <= MAX_DECODE_TOKENS and (record.tokens > 1) == several
             prediction, known.prediction = known.prediction, None
             settled = known.step - known.chosen > SETTLE
             if known.model.observe(record, prediction, known.part, alike=alike, copies=copies):

@@ -15,7 +15,7 @@ from kvtier.config import format_size
 from kvtier.planning.costs import CostModel, Group, Prediction, Rates, alike
 from kvtier.planning.policies.shares import FixedShare, room_for
 from kvtier.planning.policy import Policy, level
-from kvtier.planning.step import FEW, LayerState, StepRecord, StepState
+from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepRecord, StepState
 
 #: Shares of the spilled blocks that are considered where the policy chooses one.
 SHARES = 33
@@ -87,7 +87,7 @@ def decoded(history: Sequence[tuple[StepRecord, float | None]]) -> tuple[tuple[S
     """Of steps, and what was predicted of them, those that decode: of one token each, or of some that verify drafts,
     whichever there are more of."""
     one = tuple(x for x in history if x[0].tokens == 1)
-    several = tuple(x for x in history if 1 < x[0].tokens <= FEW)
+    several = tuple(x for x in history if 1 < x[0].tokens <= MAX_DECODE_TOKENS)
     return one if len(one) >= len(several) else several
 
 
@@ -108,7 +108,7 @@ def analyse(
         more_bytes: device budgets to consider, as what is added; none: a round one, and what holds everything.
         rates: of the machine, as measured, where the policy learns none; None: estimates.
     """
-    steps = [x for x in history if x.tokens <= FEW and x.seconds > 0]
+    steps = [x for x in history if x.tokens <= MAX_DECODE_TOKENS and x.seconds > 0]
     blocks = sum([x.spilled for x in state.layers])
     nbytes = sum([x.spilled * x.block_bytes for x in state.layers])
     more = list(more_bytes) or [_round(state.device_bytes // 4), nbytes]

@@ -86,13 +86,13 @@ class LoadOrCompute:
             if int(past) < 0:
                 raise ValueError("tokens are not negative")
             made.computed(int(_positive(new)), int(past), int(_positive(batch)), _positive(seconds))
-        for beside, those in (
+        for known, those in (
             (made._loads_overlapped, "loads_overlapped"),
             (made._computed_overlapped, "computed_overlapped"),
         ):
             found = [_positive(x) for x in value[those]]
-            beside.clear()
-            beside.extend(found or [1.0])
+            known.clear()
+            known.extend(found or [1.0])
         return made
 
     # Expect

@@ -1,7 +1,7 @@
 """An engine behind the HTTP interface of OpenAI: Transformers' own server app, with parts of ours.
 
 front.py        the door, around the app: who is asking, sizes, clients that leave, clients that do not read
-app.py          Transformers' app with our handlers, and what it has beside them
+app.py          Transformers' app with our handlers, and what else it has
 asked.py        a body -> what is asked: every field is honoured or refused
 handler.py      what the handlers share: the model that is served, prompts, streams
 chat.py, completions.py, responses.py    the handlers: what is asked -> prompts; parts of answers -> the wire

@@ -1,4 +1,4 @@
-"""Transformers' app with our handlers, and what it has beside them."""
+"""Transformers' app with our handlers, and what else it has."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Asked:
         logprobs: whether log-probabilities are sent, and of how many of the likeliest tokens.
         session, cache_salt: that the body names.
         tools: that the model may call.
-        template: what the chat template is given beside messages.
+        template: what the chat template is given besides messages.
     """
 
     stream: bool = False

@@ -172,7 +172,7 @@ class EngineManager(BaseGenerateManager):
     # Requests
 
     async def read(self, work: Callable[..., T], *args: Any) -> T:
-        """Do what takes long for a long prompt, beside the event loop."""
+        """Do what takes long for a long prompt, in a thread next to the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, work, *args)
 
     async def generate(
