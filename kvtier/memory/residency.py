@@ -3,8 +3,8 @@
     operation    from                      to                        bytes
     allocate     FREE                      FILLING                   none; the caller took the slots
     seal         FILLING                   DEVICE, or HOST (*)       none
-    reopen       DEVICE, or HOST (*)       FILLING                   none; a copy under way is waited for, and a host
-                                                                     copy given up, first
+    reopen       DEVICE, or HOST (*)       FILLING                   none; a copy under way is waited for, one on the
+                                                                     host given up, first
     write_back   DEVICE                    LEAVING                   device -> host, in the background
     fetch        HOST                      ARRIVING                  host -> device, in the background
     complete     LEAVING, ARRIVING         BOTH                      the transfer ended, or the compute stream waits
