@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import test_budget_changes
 import test_later_layers
 import test_parked
 import test_reclaim
@@ -232,8 +233,19 @@ DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
         test_reclaim.test_slots_for_what_another_thread_has_fetched_meanwhile_are_given_back,
     ),
     "what makes room gives no fetch up where the host is full": (
-        edit(ComputeDevice, "_reclaim", "if not self._cancel() and", "if True and"),
+        both(
+            edit(ComputeDevice, "_reclaim", "if not self._cancel() and", "if True and"),
+            gone(HostTier, "_await_copies", False),
+        ),
         test_reclaim.test_a_full_host_makes_a_device_give_its_fetches_up,
+    ),
+    "a full host waits for no copy": (
+        gone(HostTier, "_await_copies", False),
+        lambda: test_budget_changes.test_copies_that_are_under_way_refuse_no_budget(0.0),
+    ),
+    "free room of other layouts is not gathered": (
+        gone(ComputeDevice, "_gather", False),
+        lambda: test_budget_changes.test_what_a_resize_names_suffices_where_room_is_scattered_over_layouts(10),
     ),
     "what is continued is claimed by nobody": (
         edit(ParkedSequences, "_used", "if count:", "if False:"),
