@@ -86,6 +86,7 @@ def sdpa_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    *more: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' `sdpa_attention_forward`. One query over views takes a shorter way to the same.
@@ -93,15 +94,19 @@ def sdpa_forward(
     Torch's dispatcher, which otherwise hands a call with a view to kvtier, takes some 8 us a layer (decision 0009).
 
     Args:
-        module, query, key, value, attention_mask, options: as Transformers' function takes them.
+        module, more, options: as Transformers' function takes them.
+        query: `[batch, heads, queries, k_dim]`.
+        key, value: `[batch, kv_heads, tokens, k_dim or v_dim]`.
+        attention_mask: bool or additive; None: everything is seen, or what is causal.
 
     Returns:
-        As of Transformers' function.
+        `[batch, queries, heads, v_dim]`, and None.
     """
     if (
         type(key) is KVView
         and attention_mask is None
         and query.shape[2] == 1
+        and not more
         and not query.requires_grad
         and not options.get("dropout")
         and options.get("position_bias") is None
@@ -109,7 +114,7 @@ def sdpa_forward(
         and not options.get("output_attentions")
     ):
         return attention_forward(module, query, key, value, None, scaling=options.get("scaling"))
-    out: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    out: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, *more, **options)
     return out
 
 

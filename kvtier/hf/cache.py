@@ -696,15 +696,15 @@ class TieredKVCache(RecurrentFace):
         steps = self._forward.steps
         steps.end()
         memory = self._forward.memory
-        layers: list[Any] = [x.content() if isinstance(x, TieredLayer) else x for x in self.layers]
         with memory.lock:
             held = [reader.layer.rows for reader in self._forward.readers.values() if reader.layer.length]
             distinct, rows = distinct_rows(held)
-        if distinct != rows:
-            layers = [
-                tuple(part[distinct] for part in x) if isinstance(x, tuple) and len(x[0]) == len(rows) else x
-                for x in layers
-            ]
+        layers: list[Any] = []
+        for layer in self.layers:
+            content: Any = layer.content() if isinstance(layer, TieredLayer) else layer
+            if isinstance(content, tuple) and distinct != rows and len(content[0]) == len(rows):
+                content = tuple(part[distinct] for part in content)
+            layers.append(content)
         return {
             "config": self._config,
             "options": self._options,

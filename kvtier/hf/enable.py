@@ -16,8 +16,8 @@ from kvtier.hf.attention import NAME, bypasses, register_attention, uses_interfa
 
 # On the model, so that a copy of an enabled model can be disabled: a list of `_Switched`.
 _SWITCHED = "_kvtier_attention"
-#: Engines are made and closed in threads of their own.
-_LOCK = threading.Lock()
+#: Engines are made and closed in threads of their own; and a signal handler may close one in the midst of this.
+_LOCK = threading.RLock()
 
 
 class _Claim:

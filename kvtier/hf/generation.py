@@ -49,6 +49,14 @@ def inner(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def vocabulary_of(model: Any) -> int | None:
+    """Token ids that a model has embeddings for; None: it does not say."""
+    try:
+        return getattr(inner(model).get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:
+        return None
+
+
 def setting(name: str, model: Any, arguments: dict[str, Any]) -> Any:
     """A setting of `generate`, from its arguments or the configs that it looks at."""
     if arguments.get(name) is not None:

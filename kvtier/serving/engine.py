@@ -151,8 +151,7 @@ class Engine:
         self._store = store
         if store is not None:
             store.engines.add(self)
-        embeddings = of.inner(model).get_input_embeddings()
-        self._vocabulary: int | None = getattr(embeddings, "num_embeddings", None)
+        self._vocabulary = of.vocabulary_of(model)
         self._requests = Requests(self._runner, self._prefixes, store, costs, max_waiting, clock)
         self._steps = StepRunner(
             self._requests,

@@ -121,6 +121,15 @@ def test_any_other_call_goes_to_transformers_function_as_it_is(
     assert [{name: x for name, x in call.items() if x is not None} for call in stock] == [options]
 
 
+def test_options_may_be_given_by_place_as_transformers_function_takes_them(stock: list[dict[str, Any]]) -> None:
+    with TieredKVCache(block_size=4) as cache:
+        query, keys, values = views(cache)
+        got, _ = sdpa_forward(Layer(), query, keys, values, None, 0.0, 0.3)
+        expected, _ = STOCK(Layer(), query, keys.dense(), values.dense(), None, 0.0, 0.3)
+    assert stock == [{}]
+    torch.testing.assert_close(got, expected, atol=1e-5 if ON_HOST else 5e-5, rtol=1e-4)
+
+
 def test_a_compiled_model_without_a_tiered_cache_stays_one_graph() -> None:
     model = build_model("llama", "sdpa")
     cache = TieredKVCache(model.config)

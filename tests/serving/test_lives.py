@@ -144,6 +144,18 @@ def test_a_token_that_the_model_does_not_have_fails_nobody_else() -> None:
         answer(engine)
 
 
+def test_a_model_that_does_not_say_how_many_tokens_it_has_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    want = expected(model)
+
+    def unknown(self: Any) -> Any:
+        raise NotImplementedError
+
+    monkeypatch.setattr(type(model), "get_input_embeddings", unknown)
+    with Engine(model, host_budget="8MiB") as engine:
+        assert answer(engine) == want
+
+
 def test_what_is_refused_names_the_way_out() -> None:
     with Engine(model_of(), host_budget="8MiB", max_waiting=1) as engine:
         engine.stop()

@@ -75,14 +75,11 @@ _OF_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 
 
-def vocabulary_of(model: Any) -> int:
-    """Tokens that a model knows."""
-    return int(of.inner(model).get_input_embeddings().num_embeddings)
-
-
-def _check_settings(settings: Mapping[str, Any], samples: bool, vocabulary: int) -> None:
+def _check_settings(settings: Mapping[str, Any], samples: bool, vocabulary: int | None) -> None:
     """Refuse what no step could do, or what would change nothing. Raises `Refusal`."""
     for name in _OF_TOKENS:
+        if vocabulary is None:
+            break
         wrong = next((x for x in _ids_in(settings.get(name)) if not 0 <= x < vocabulary), None)
         if wrong is not None:
             name = "logit_bias" if name == "sequence_bias" else name
@@ -263,7 +260,7 @@ class EngineManager(BaseGenerateManager):
         conversation = self._session(asked, caller, salt) if len(prompts) == 1 else None
         # Without sampling all answers are the same, and Transformers refuses several of them.
         samples = asked.settings.get("do_sample", bool(self.engine.model.generation_config.do_sample))
-        _check_settings(asked.settings, samples, vocabulary_of(self.engine.model))
+        _check_settings(asked.settings, samples, of.vocabulary_of(self.engine.model))
         for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
             options: dict[str, Any] = dict(asked.settings, max_new_tokens=length)
             if asked.stop:
