@@ -4,7 +4,7 @@ The shape is that of a model of 0.6B parameters; the keys and values are random,
 new process each time. The first load of a process pays for the memory that it gets from the system, for the buffer and
 for the blocks; the second one, into memory that the process has already, shows what reading, checking and writing cost.
 
-plain   the files are read into new memory
+plain   the files are read into new memory, as much as all of them need
 load    they are read, checked and written into blocks
 touch   nothing is read: as many bytes of new memory are written once, on ordinary pages
 huge    the same on huge pages. Where a virtual machine gives free memory back to its host, these come from there, small
@@ -44,13 +44,13 @@ files = sorted(Path(at).glob("*.safetensors"))
 nbytes = sum(x.stat().st_size for x in files)
 if way == "plain":
     def once():
+        # As whoever needs the bytes in memory of its own would: memory that is used again for the next file costs less.
+        into, n = memoryview(torch.empty(nbytes, dtype=torch.uint8).numpy()), 0
         for file in files:
-            # As whoever needs the bytes in memory of its own would.
-            into = memoryview(torch.empty(file.stat().st_size, dtype=torch.uint8).numpy())
             with file.open("rb", buffering=0) as stream:
-                n = 0
-                while n < len(into):
-                    n += stream.readinto(into[n : n + 2**20])
+                while got := stream.readinto(into[n : n + 2**20]):
+                    n += got
+        assert n == nbytes
 elif way in ("touch", "huge"):
     import mmap
     def once():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -22,11 +24,12 @@ from kvtier.conversation.states import States, packed_states, unpacked_states
 from kvtier.conversation.waiting import Saved, Waiting
 from kvtier.cpu.cached import CachedFile
 from kvtier.errors import BudgetError
+from kvtier.forward.forward import Forward
 from kvtier.memory import system
 from kvtier.tables.layer import Pieces
 
-#: While the first tensors of a file are read, one of so many, a thread gets memory for the others.
-_READ_FIRST = 3
+#: A thread gets memory for so many tensors at a time, and so many files ahead of the one that is read.
+_AT_ONCE, _AHEAD = 8, 2
 
 
 class Archive:
@@ -189,7 +192,7 @@ class Archive:
             BudgetError: there is no room. A cache whose `max_tokens` are these says so before anything is written.
         """
         device, until, last = self._device(), 0, dict[str, torch.Tensor]()
-        said, blocks = "", None if stateful else _Blocks(cache)
+        said, blocks = "", None if stateful else _Blocks(cache, device)
         try:
             with (
                 contextlib.closing(blocks) if blocks is not None else contextlib.nullcontext(),
@@ -254,77 +257,154 @@ def _restore(cache: JournalledCache, part: Part, device: torch.device) -> bool:
 class _Blocks:
     """The blocks of a cache that is loaded, behind what it holds: see `disk.straight.Blocks`.
 
+    New memory comes page by page, which takes longer than to read it full. So blocks of all files that are expected are
+    taken at once, and a thread gets their pages, ahead of what is read.
+
     Args:
-        cache: of one row, whose blocks begin and stay in host memory; that of another kind takes none.
+        cache: of one row, or of none yet, whose blocks begin and stay in host memory; that of another kind takes none.
+        device: of the model.
     """
 
-    def __init__(self, cache: JournalledCache) -> None:
-        self._cache = cache
-        self._first = self._tokens = 0
-        # New memory comes page by page, which takes longer than to read it full: a thread gets what is read last.
+    def __init__(self, cache: JournalledCache, device: torch.device) -> None:
+        self._cache, self._device = cache, device
+        self._expected = deque[int]()
+        #: Tokens that are written, those of the file that is read, and those that have blocks.
+        self._written = self._tokens = self._reserved = 0
+        self._made_layers = False
+        self._without_pages = deque[int]()
         self._pool = ThreadPoolExecutor(1, "kvtier-reading")
-        self._pages: Future[None] | None = None
+        #: By the first of a file's tokens and a tensor: its pages.
+        self._pages: dict[tuple[int, str], Future[None]] = {}
 
     def close(self) -> None:
-        """End the thread."""
-        self._pool.shutdown(cancel_futures=True)
+        """Leave the cache with what is written, and end the thread."""
+        try:
+            self.drop()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """As of `Blocks`."""
+        self._written = self._reserved = self._cache.get_seq_length()
+        self._expected.extend(tokens)
 
     def reserve(self, tokens: int, entries: Mapping[str, Entry]) -> bool:
         """As of `Blocks`."""
-        forward = self._cache._forward
-        expected = dict[str, tuple[torch.dtype, list[int]]]()
+        if tokens < 2 or self._expected.popleft() != tokens or not self._fit(tokens, entries):
+            return False
+        self._tokens = tokens
+        if self._written == self._reserved:
+            self._take()
+        self._get_pages(list(entries))
+        return True
+
+    def _fit(self, tokens: int, entries: Mapping[str, Entry]) -> bool:
+        """Whether a file has what the layers take. Where there are none yet, they are made for it."""
+        forward, expected = self._cache._forward, dict[str, tuple[torch.dtype, list[int]]]()
+        if not forward.readers and self._device.type == "cpu":
+            self._made_layers = True  # first: whatever cuts this short, `drop` takes them away
+            if not _make_layers(forward, entries):
+                return False
         for i, reader in forward.readers.items():
             layer, layout = reader.layer, reader.layer.layout
-            if layer.blocks.pools.device is not None or len(layer.rows) != 1:
+            if layer.blocks.pools.device is not None or len(layer.rows) > 1:
                 return False
             expected[f"k.{i}"] = layout.dtype, [layout.k_heads, tokens, layout.k_dim]
             expected[f"v.{i}"] = layout.dtype, [layout.v_heads, tokens, layout.v_dim]
-        if tokens < 2 or expected != {name: (x.dtype, x.shape) for name, x in entries.items()}:
-            return False
-        self._first, self._tokens = self._cache.get_seq_length(), tokens
+        return expected == {name: (x.dtype, x.shape) for name, x in entries.items()}
+
+    def _take(self) -> None:
+        """Take blocks for this file and those that are expected; if there is no room for all, for this one."""
+        files = [self._tokens, *itertools.takewhile(lambda tokens: tokens > 1, self._expected)]
+        try:
+            self._take_for(sum(files))
+        except BudgetError:
+            if len(files) == 1:
+                raise
+            self._cache.crop(0)  # in the middle of a step: what it took goes
+            files = files[:1]
+            self._take_for(self._tokens)
+        self._without_pages = deque(files)
+
+    def _get_pages(self, names: Sequence[str]) -> None:
+        """Have the thread get pages, up to `_AHEAD` files ahead, in the order in which they are read."""
+        memory = self._cache._forward.memory
+        while self._without_pages and len(self._pages) <= _AHEAD * len(names):
+            tokens = self._without_pages.popleft()
+            first = self._reserved - sum(self._without_pages) - tokens
+            for at in range(0, len(names), _AT_ONCE):
+                some = names[at : at + _AT_ONCE]
+                with memory.lock, memory.change:
+                    pieces = [self._pieces(name, first, tokens) for name in some]
+                try:
+                    pages = self._pool.submit(_populate, pieces)
+                except RuntimeError:  # the system has no thread to give
+                    return
+                self._pages |= {(first, name): pages for name in some}
+
+    def _take_for(self, tokens: int) -> None:
+        forward = self._cache._forward
         for i in sorted(forward.readers):
             forward.reserve(i, tokens)
         forward.steps.end()
-        last = list(entries)[len(entries) // _READ_FIRST :]
-        with forward.memory.lock, forward.memory.change:
-            pieces = [self._pieces(name) for name in last]
-        with contextlib.suppress(RuntimeError):  # the system has no thread to give
-            self._pages = self._pool.submit(_populate, pieces)
-        return True
+        self._reserved = self._written + tokens
 
-    def _pieces(self, name: str) -> Pieces:
-        layer = self._cache._forward.readers[int(name[2:])].layer
-        return layer.pieces(name[0], self._first, self._tokens)
+    def _pieces(self, name: str, first: int, tokens: int) -> Pieces:
+        return self._cache._forward.readers[int(name[2:])].layer.pieces(name[0], first, tokens)
 
     def fill(self, name: str, file: CachedFile) -> bool:
         """As of `Blocks`. A block may be moved at any time that the lock is free, so it is held while a tensor is read:
         from memory, as long as a copy takes."""
+        pages = self._pages.pop((self._written, name), None)
+        if pages is not None:
+            pages.result()
         memory = self._cache._forward.memory
         with memory.lock, memory.change:
-            return file.read(*self._pieces(name))
+            return file.read(*self._pieces(name, self._written, self._tokens))
 
     def seal(self) -> None:
         """As of `Blocks`."""
-        self._wait()
-        memory = self._cache._forward.memory
-        for reader in self._cache._forward.readers.values():
-            with memory.lock, memory.change:
-                reader.layer.complete()
+        self._written += self._tokens
+        if self._written == self._reserved:
+            self._complete()
 
     def drop(self) -> None:
         """As of `Blocks`."""
-        self._wait()
-        self._cache.crop(-self._tokens)
+        for pages in self._pages.values():
+            pages.cancel()
+        for pages in self._pages.values():
+            if not pages.cancelled():
+                pages.result()
+        self._pages.clear()
+        if self._written < self._reserved:
+            self._complete()
+            self._cache.crop(self._written - self._reserved)
+            self._reserved = self._written
+        if self._made_layers and not self._written:
+            self._made_layers = False
+            self._cache._forward.clear()  # another file may have others
 
-    def _wait(self) -> None:
-        """Return when nobody gets pages any more."""
-        if self._pages is not None:
-            self._pages.result()
-            self._pages = None
+    def _complete(self) -> None:
+        """What is written can be moved, shared and read."""
+        memory = self._cache._forward.memory
+        for reader in self._cache._forward.readers.values():
+            with memory.lock, memory.change:
+                reader.layer.complete(self._written)
 
 
-def _populate(pieces: list[Pieces]) -> None:
-    for first, heads, stride in pieces:
+def _make_layers(forward: Forward, entries: Mapping[str, Entry]) -> bool:
+    """Make the layers whose keys and values a file has. False, where these are not some of one row and of as many."""
+    keys, values = ({int(name[2:]): x for name, x in entries.items() if name[:2] == what} for what in ("k.", "v."))
+    if keys.keys() != values.keys() or not all(len(x.shape) == 3 for x in entries.values()):
+        return False
+    for i in sorted(keys):
+        empty = (torch.empty((1, x.shape[0], 0, x.shape[2]), dtype=x.dtype) for x in (keys[i], values[i]))
+        forward.early(i, *empty)
+    return True
+
+
+def _populate(some: list[Pieces]) -> None:
+    for first, heads, stride in some:
         for address, nbytes in first:
             for head in range(heads) if nbytes < stride else ():
                 system.populate(address + head * stride, nbytes)

@@ -146,7 +146,7 @@ class Forward(PlannedForward):
             self._admit(layer, groups, tokens)
             self._plan(layer.device, tokens)
         if self._reserves:
-            layer.reserve(tokens)
+            layer.reserve(tokens, groups)
         else:
             layer.append(keys, values, groups)
 
@@ -213,8 +213,8 @@ class Forward(PlannedForward):
             self._dense = dense
 
     def reserve(self, index: int, tokens: int) -> None:
-        """As `restore`, for two or more tokens that are written into the layer's blocks afterwards. It holds others of
-        one row. Whoever writes them calls the layer's `complete`, or crops them."""
+        """As `restore`, for two or more tokens that are written into the layer's blocks afterwards. It has one row, or
+        none yet. Whoever writes them calls the layer's `complete`, and crops those that are not written."""
         layout = self.readers[index].layer.layout
         # Of their shape, and of one element.
         keys, values = (

@@ -130,6 +130,11 @@ def depends(model: Any) -> Depends:
     return Depends(_computed_as(model, modules), _weights(modules), _training(modules))
 
 
+def training(model: Any) -> str:
+    """What of a model is in training mode, as `Depends.training`."""
+    return _training(_modules(model))
+
+
 def _training(modules: list[Any]) -> str:
     for i, module in enumerate(modules):
         if module.training and type(module) not in _SAME_IN_TRAINING:

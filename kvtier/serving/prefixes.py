@@ -110,8 +110,9 @@ class Prefixes:
         self._swapped: dict[Request, Entry] = {}
 
     def key(self, salt: Hashable) -> Hashable:
-        """What keys and values depend on besides tokens, and who may share them."""
-        return of.computed_as(self._model), salt
+        """What keys and values depend on besides tokens, and who may share them. What a part of the model in training
+        mode gives may differ each time: then it is nobody else's."""
+        return of.computed_as(self._model), object() if of.training(self._model) else salt
 
     # Coming
 

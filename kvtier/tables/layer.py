@@ -201,14 +201,18 @@ class LayerKV:
         if self.length % self.layout.block_size and 0 < len(self.tables) == self.batch:
             self._tails = writing.TailWriter.of(self.device, self.blocks, self.tables, self._prepared)
 
-    def reserve(self, tokens: int) -> None:
-        """Add tokens to a layer of one row, to be written where `pieces` says; `complete` ends that.
+    def reserve(self, tokens: int, groups: Sequence[Group]) -> None:
+        """Add tokens to a layer of one row, or of none yet, to be written where `pieces` says; `complete` ends that.
+
+        Args:
+            tokens: how many.
+            groups: what `group` answered for one row.
 
         Raises:
             BudgetError, TransferError: nothing was added.
         """
         self._tails = None
-        (table,) = self.tables
+        (table,) = self._regroup(groups, 1)
         try:
             writing.reserve(self.device, self.blocks, table, tokens)
         except Exception as error:
@@ -236,9 +240,10 @@ class LayerKV:
         pieces = [(block + begin + skip * nbytes, n * nbytes) for block, skip, n in places]
         return pieces, heads, layout.block_size * nbytes
 
-    def complete(self) -> None:
-        """All reserved tokens are written."""
-        writing.seal_full(self.device, self.blocks, self.tables[0])
+    def complete(self, length: int) -> None:
+        """Of a layer with reserved tokens the first `length` are written; whoever reserved the others crops them."""
+        writing.seal_full(self.device, self.blocks, self.tables[0], length)
+        self.shape_version += 1
 
     def _regroup(self, groups: Sequence[Group], batch: int) -> list[BlockTable]:
         """Give every group a table of its own."""

@@ -93,13 +93,17 @@ def places(blocks: BlockSet, table: BlockTable, first: int, tokens: int) -> Iter
         begin += run.count * size
 
 
-def seal_full(device: ComputeDevice, blocks: BlockSet, table: BlockTable) -> None:
-    """All tokens of a table are written."""
-    open_ = table.length % blocks.pools.layout.block_size != 0
-    runs = table.resolve()
-    for run in runs[:-1] if open_ else runs:
+def seal_full(device: ComputeDevice, blocks: BlockSet, table: BlockTable, length: int) -> None:
+    """The first `length` tokens of a table are written: blocks that are full of them are sealed."""
+    left = length // blocks.pools.layout.block_size
+    for run in table.resolve():
+        if not left:
+            break
+        if left < run.count:
+            run, _ = residency.cut(run, left)
         if run.state is State.FILLING:
             device.seal(run)
+        left -= run.count
     table.defragment()
 
 

@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from kvtier import BudgetError, TieredMemory
 from kvtier.conversation import archive as module
 from kvtier.conversation.archive import Archive
+from kvtier.conversation.disk import chunks
 from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.index import packed
 from kvtier.conversation.journal import JournalledCache
@@ -110,10 +111,16 @@ def test_what_the_budget_has_no_room_for_makes_nothing_go_though_it_is_parted(
 # Interrupted
 
 
+@pytest.fixture
+def through_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded does not go straight into blocks."""
+    monkeypatch.setattr(chunks, "seems_cached", lambda *args: False)
+
+
 @pytest.mark.parametrize("at", [0, 1, LAYERS, 2 * LAYERS + 1, 4 * LAYERS - 1])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_whatever_cuts_a_load_short_leaves_no_thread_and_no_block(
-    at: int, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: int, error: type[BaseException], through_buffers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, memory, restore, left = saved_in(tmp_path, 4, 33), TieredMemory(), Forward.restore, [at]
 
@@ -140,10 +147,8 @@ def test_whatever_cuts_a_load_short_leaves_no_thread_and_no_block(
 
 
 def test_the_next_file_is_read_while_one_is_written_into_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    through_buffers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvtier.conversation.disk import chunks
-
     disk, memory = saved_in(tmp_path, 4, 33), TieredMemory()
     read, restore, done = chunks.read_tensors, Forward.restore, [threading.Event() for _ in range(4)]
     count, restored = [0], [0]
@@ -160,7 +165,6 @@ def test_the_next_file_is_read_while_one_is_written_into_blocks(
         restored[0] += 1
         restore(*args)
 
-    monkeypatch.setattr(chunks, "seems_cached", lambda *args: False)
     monkeypatch.setattr(chunks, "read_tensors", noted)
     monkeypatch.setattr(Forward, "restore", waits)
     assert load_of(disk, memory, 4 * 33) == 4 * 33
@@ -210,7 +214,7 @@ def test_a_store_refuses_a_load_without_room_and_keeps_what_it_has(
 
 @pytest.mark.parametrize("at", [0, 1, LAYERS, 2 * LAYERS + 1, 4 * LAYERS - 1])
 def test_room_that_is_lost_meanwhile_leaves_what_was_loaded(
-    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: int, through_buffers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, memory, append, left = saved_in(tmp_path, 4, 33), TieredMemory(), Forward.append, [at]
 

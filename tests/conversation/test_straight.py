@@ -15,7 +15,7 @@ from disks import OF
 from test_ahead import reading
 from test_load_room import CONFIG, HEAD, HEADS, LAYERS, load_of
 
-from kvtier import TieredMemory
+from kvtier import BudgetError, TieredMemory
 from kvtier.conversation.archive import Archive
 from kvtier.conversation.disk import chunks, straight
 from kvtier.conversation.disk.chunks import Disk
@@ -23,6 +23,7 @@ from kvtier.conversation.index import packed
 from kvtier.conversation.journal import JournalledCache
 from kvtier.cpu import cached
 from kvtier.cpu.cached import CachedFile
+from kvtier.forward.forward import Forward
 
 FLIPS = int(os.environ.get("KVTIER_TEST_FLIPS", "60"))
 
@@ -88,7 +89,7 @@ def test_chains_of_any_lengths_are_in_blocks_of_any_size(
         lengths = [rng.choice((2, 3, 5, 16, 17, 63, 64, 65, 130)) for _ in range(rng.randrange(2, 7))]
         disk = saved(tmp_path / f"{n}", lengths)
         assert load_of(disk, memory, sum(lengths), block_size=block_size) == sum(lengths)
-        tried += len(lengths) - 1
+        tried += len(lengths)
         disk.close()
     assert went == [True] * tried
 
@@ -109,7 +110,7 @@ def test_what_another_chunk_continues_before_its_end_is_read_as_others_are(
         keys, values = cache.layers[1].dense("test")
         assert torch.equal(keys[0, 0, :, 0], torch.arange(160) + 1000.0)
         assert torch.equal(values, keys + 0.5)
-    assert went == [True], "the chunk that is not of use to its end was not to be tried"
+    assert went == [True, True], "the chunk that is not of use to its end was not to be tried"
     disk.close()
 
 
@@ -119,7 +120,7 @@ def test_what_is_not_in_memory_is_brought_or_read_as_others_are(
 ) -> None:
     """At each read in turn, as if a page had gone, until it is brought back."""
     disk, read, bring = saved(tmp_path, [33, 33, 50]), CachedFile.read, CachedFile.bring
-    for at in range(2 * (2 + 2 * LAYERS)):
+    for at in range(3 * (2 + 2 * LAYERS)):
         left, there = [at], [True]
 
         def reads(self: CachedFile, *args: Any, left: list[int] = left, there: list[bool] = there) -> bool:
@@ -141,7 +142,7 @@ def test_what_is_not_in_memory_is_brought_or_read_as_others_are(
         went.clear()
         assert load_of(disk, memory, 116) == 116
         assert there[0] is (brought and at % (2 + 2 * LAYERS) > 1)
-        assert (went == [True, True]) is there[0], "a header that is absent, and what is not brought, is read otherwise"
+        assert (went == 3 * [True]) is there[0], "a header that is absent, and what is not brought, is read otherwise"
     assert (disk.damaged, disk.problem) == (0, "")
     disk.close()
 
@@ -151,7 +152,7 @@ def test_a_disk_that_fails_leaves_no_token_that_was_not_read(
 ) -> None:
     """At each read in turn. `load_of` compares what the cache holds with what it was told of."""
     disk, read, ends = saved(tmp_path, [33, 33, 50]), CachedFile.read, set[int]()
-    for at in range(2 * (2 + 2 * LAYERS)):
+    for at in range(3 * (2 + 2 * LAYERS)):
         left = [at]
 
         def reads(self: CachedFile, *args: Any, left: list[int] = left) -> bool:
@@ -164,7 +165,7 @@ def test_a_disk_that_fails_leaves_no_token_that_was_not_read(
         ends.add(load_of(disk, memory, 116))
         assert "the disk fails" in disk.problem
         disk.problem = ""
-    assert ends == {33, 66}
+    assert ends == {0, 33, 66}
     disk.close()
 
 
@@ -220,6 +221,87 @@ def test_a_file_of_another_shape_than_what_is_there_is_no_error_here(
             got, _ = archive.load(cache, chunk, length, stateful=False)
         except Exception as error:
             got = type(error).__name__
-    assert went == [what == "order"]
+    assert went == [True, what == "order"]
     assert (got == 50) is (what == "order")
+    disk.close()
+
+
+# Blocks for all files are taken at once
+
+
+@pytest.mark.parametrize("at", range(LAYERS))
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_whatever_cuts_the_taking_of_blocks_short_leaves_none(
+    at: int, error: type[BaseException], tmp_path: Path, memory: TieredMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, reserve, left = saved(tmp_path, [33, 33, 50]), Forward.reserve, [at]
+
+    def failing(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise error
+        reserve(*args)
+
+    monkeypatch.setattr(Forward, "reserve", failing)
+    with pytest.raises(error):
+        load_of(disk, memory, 116)
+    assert not reading()
+    assert memory.stats.host.used_blocks == 0
+    assert load_of(disk, memory, 116) == 116
+    disk.close()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("room", [0, 33, 50, 116])
+def test_where_there_is_no_room_for_all_files_each_takes_its_own(
+    room: int, layer: int, tmp_path: Path, memory: TieredMemory, went: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any layer may be the one that is refused; the files before the one without room stay."""
+    lengths, taken = [33, 33, 50], list[int]()
+    disk, reserve = saved(tmp_path, lengths), Forward.reserve
+
+    def refusing(self: Forward, index: int, tokens: int) -> None:
+        if index == 0:
+            taken.append(tokens)
+        if index == layer and tokens > room:
+            raise BudgetError("no room", tier="host", needed=2, budget=1)
+        reserve(self, index, tokens)
+
+    monkeypatch.setattr(Forward, "reserve", refusing)
+    if room:
+        assert load_of(disk, memory, 116) == {33: 66, 50: 116, 116: 116}[room]
+        assert ("no room" in disk.problem) is (room == 33)
+    else:
+        with pytest.raises(BudgetError):
+            load_of(disk, memory, 116)
+    assert taken == {0: [116, 33], 33: [116, 33, 83, 33, 50], 50: [116, 33, 83, 33, 50], 116: [116]}[room]
+    disk.close()
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 64])
+def test_a_load_that_is_ended_between_two_files_leaves_those_before(
+    block_size: int, tmp_path: Path, memory: TieredMemory
+) -> None:
+    """And the cache goes on from there, in blocks that are not full too."""
+    disk = saved(tmp_path, [33, 30, 50])
+    archive = Archive(disk, lambda saved: None, lambda: [], lambda: torch.device("cpu"))
+    for files in range(4):
+        left = [files]
+
+        def go_on(left: list[int] = left) -> bool:
+            left[0] -= 1
+            return left[0] >= 0
+
+        with JournalledCache(CONFIG, memory=memory, block_size=block_size) as cache:
+            length, chunk = archive.find("k", packed([1] * 113), stateful=False)
+            assert chunk is not None
+            got, _ = archive.load(cache, chunk, length, stateful=False, go_on=go_on)
+            assert got == cache.get_seq_length() == [0, 33, 63, 113][files]
+            memory.check_integrity()
+            for i in range(LAYERS):
+                more = torch.full((1, HEADS, 7, HEAD), 1000.0 * i)
+                keys, values = cache.update(more, more + 0.5, i)
+                assert torch.equal(keys[0, 0, :got, 0], torch.arange(got) + 1000.0 * i)
+                assert torch.equal(values, keys + 0.5)
+            memory.check_integrity()
     disk.close()

@@ -17,6 +17,7 @@ from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 
 from kvtier import BudgetError
 from kvtier.conversation import archive, prefix_reuse
+from kvtier.conversation.disk import chunks
 from kvtier.conversation.disk.chunks import Chunk, Disk
 from kvtier.planning.resuming.loading import LoadOrCompute
 
@@ -160,21 +161,29 @@ def test_a_tail_that_cannot_be_read_at_all_is_computed(
         store.check_integrity()
 
 
+@pytest.mark.parametrize("straight", [True, False], ids=["straight", "through buffers"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError], ids=lambda x: x.__name__)
 def test_a_head_that_is_cut_short_ends_the_load(
-    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], straight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama")
     history = saved(model, tmp_path, 160)
     choosing(monkeypatch, lambda length, past: 80)
     reading, go_on = threading.Event(), threading.Event()
-    restore, restored = archive._restore, list[int]()
+    restore, reserve, restored = archive._restore, archive._Blocks.reserve, list[int]()
 
-    def held(cache: Any, part: Any, device: Any) -> bool:
-        restored.append(part.start)
+    def hold(start: int) -> None:
+        restored.append(start)
         reading.set()
         assert go_on.wait(20)
+
+    def held(cache: Any, part: Any, device: Any) -> bool:
+        hold(part.start)
         return restore(cache, part, device)
+
+    def held_straight(self: Any, *args: Any) -> bool:
+        hold(80 + self._written)
+        return reserve(self, *args)
 
     def cut_short(self: Any, *args: Any) -> None:
         assert reading.wait(20)
@@ -185,6 +194,9 @@ def test_a_head_that_is_cut_short_ends_the_load(
     with store_of(model, directory=tmp_path, loading="auto") as store:
         with monkeypatch.context() as patch:
             patch.setattr(archive, "_restore", held)
+            patch.setattr(archive._Blocks, "reserve", held_straight)
+            if not straight:
+                patch.setattr(chunks, "seems_cached", lambda *args: False)
             patch.setattr(prefix_reuse.PrefixReuse, "_forward", cut_short)
             with pytest.raises(error):
                 store.generate(**ones(grown(history, 7)), **GREEDY)
@@ -200,11 +212,11 @@ def test_who_is_refused_room_ends_the_load(tmp_path: Path, monkeypatch: pytest.M
     model = tiny_model("llama")
     history = saved(model, tmp_path, 160)
     choosing(monkeypatch, lambda length, past: 80)
-    reading, forward, restore = threading.Event(), prefix_reuse.PrefixReuse._forward, archive._restore
+    reading, forward, reserve = threading.Event(), prefix_reuse.PrefixReuse._forward, archive._Blocks.reserve
 
     def noted(*args: Any) -> bool:
         reading.set()
-        return restore(*args)
+        return reserve(*args)
 
     def behind(self: Any, *args: Any) -> None:
         assert reading.wait(20)
@@ -223,7 +235,7 @@ def test_who_is_refused_room_ends_the_load(tmp_path: Path, monkeypatch: pytest.M
                 store.memory.resize(host_budget=least)
     assert 1 < len(named) < 20
     assert named == sorted(set(named)), "a budget that is named is larger than the one that was refused"
-    monkeypatch.setattr(archive, "_restore", noted)
+    monkeypatch.setattr(archive._Blocks, "reserve", noted)
     monkeypatch.setattr(prefix_reuse.PrefixReuse, "_forward", behind)
     for budget in (least, least * 5 // 4, least * 3 // 2, 2 * least):
         with store_of(model, directory=tmp_path, loading="auto", host_budget=budget) as store:

@@ -257,6 +257,26 @@ def test_what_a_request_has_computed_of_other_weights_is_not_kept(samples: int) 
             assert output.cached_tokens == cached
 
 
+@pytest.mark.parametrize("with_store", [False, True], ids=["its own", "of a store"])
+def test_what_a_part_in_training_mode_gives_is_used_by_nobody_else(with_store: bool, tmp_path: Path) -> None:
+    """It drops values at random. Not within a process, and not by way of the disk."""
+    model, prompt = build_model("llama", "sdpa"), list(stream_of_tokens(0)[:40])
+    options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    store = ConversationStore(model, directory=tmp_path, host_budget="16MiB", block_size=4) if with_store else None
+    with Engine(model, store=store, **({} if with_store else {"host_budget": "16MiB", "block_size": 4})) as engine:
+        for part, cached in (("layers.1", 0), ("layers.1", 0), ("", 0), ("", len(prompt) - 1), ("norm", 0)):
+            model.eval()
+            if part:
+                model.get_submodule(f"model.{part}").train()
+            (output,) = engine.generate_batch([prompt], **options).values()
+            assert output.cached_tokens == cached, part
+            if store is not None:
+                store.flush()
+                assert bool(list(tmp_path.glob("*.safetensors"))) is (part == "" or part == "norm")
+    if store is not None:
+        store.close()
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_a_model_whose_weights_are_offloaded_is_served(name: str) -> None:
     """Between forwards they are on the meta device."""

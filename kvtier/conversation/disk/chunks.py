@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import os
 import sqlite3
@@ -224,8 +225,8 @@ class Disk:
         are valid until the next one is asked for.
 
         Args:
-            blocks: behind the first part, what the system has in memory goes there at once, see `read_straight`: such a
-                part has no tensors.
+            blocks: what the system has in memory of whole chunks goes there at once, see `read_straight`: such a part
+                has no tensors.
 
         Raises:
             BudgetError: there is no room in `blocks`.
@@ -242,15 +243,19 @@ class Disk:
         each = chain[0]
         try:
             at = 0
-            if blocks is not None and self._seem_cached(chain[1:]):
-                yield _part(each, start, stops[0], *self._read(each, Buffer()))
-                for at in range(1, len(chain)):
+            first = int(each.start < start)  # of which not all is of use
+            whole = list(itertools.takewhile(lambda i: stops[i] == chain[i].stop, range(first, len(chain))))
+            if blocks is not None and whole and self._seems_cached(chain[first]):
+                if first:
+                    yield _part(each, start, stops[0], *self._read(each, Buffer()))
+                blocks.expect([chain[i].stop - chain[i].start for i in whole])
+                for at in whole:
                     each = chain[at]
-                    if stops[at] != each.stop or not self._read_straight(each, blocks):
+                    if not self._read_straight(each, blocks):
                         break
                     yield Part(each.start, each.stop, {}, "")
                 else:
-                    return
+                    at += 1
             with contextlib.closing(read_ahead([functools.partial(self._read, x) for x in chain[at:]])) as found:
                 for i in range(at, len(chain)):
                     each = chain[i]
@@ -266,9 +271,8 @@ class Disk:
         except _FAILURES as error:
             self.problem = f"{error}: what is saved of a sequence was not read, and is computed"
 
-    def _seem_cached(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the first of some chunks may be in memory; False, if there is none."""
-        return any(seems_cached(self._folder.file(x.number), x.nbytes) for x in chunks[:1])
+    def _seems_cached(self, chunk: Chunk) -> bool:
+        return seems_cached(self._folder.file(chunk.number), chunk.nbytes)
 
     def _read_straight(self, chunk: Chunk, blocks: Blocks) -> bool:
         file, tokens = self._folder.file(chunk.number), chunk.stop - chunk.start

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -44,7 +44,10 @@ class Entry(NamedTuple):
 
 
 class Blocks(Protocol):
-    """Where the tokens of a file go, behind others."""
+    """Where the tokens of files go, one file behind the other."""
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """These files come next, of so many tokens each: blocks for all may be taken with those of the first."""
 
     def reserve(self, tokens: int, entries: Mapping[str, Entry]) -> bool:
         """Take blocks for so many tokens, if what a file has fits what is there. Whether it does.
@@ -60,7 +63,7 @@ class Blocks(Protocol):
         """All of it is what was written."""
 
     def drop(self) -> None:
-        """It is not, or not known to be: everything is as before `reserve`."""
+        """It is not, or not known to be: there are the files before it, and no blocks for others."""
 
 
 def seems_cached(file: Path, nbytes: int) -> bool:
@@ -73,29 +76,26 @@ def seems_cached(file: Path, nbytes: int) -> bool:
 
 
 def read_straight(file: Path, nbytes: int, sums: bytes, tokens: int, into: Blocks) -> bool:
-    """Read a file of so many tokens into blocks. False, and nothing was changed, where that cannot be; whoever reads it
-    otherwise learns why.
+    """Read a file of so many tokens into blocks, on a system that can (`seems_cached`). False where that cannot be;
+    whoever reads it otherwise learns why. Then, and where it raises, `into` has the files before it.
 
     Raises:
         Damaged, OSError, MemoryError: as `read_tensors`. BudgetError: there is no room for it.
     """
-    if not can_read_cached():
-        return False
-    with opened(file, nbytes) as handle:
-        cached = CachedFile(handle, nbytes, SEGMENT)
-        entries = _entries(cached, nbytes)
-        if entries is None or not into.reserve(tokens, entries):
-            return False
-        is_whole = False
-        try:
-            filled = _fill(cached, entries, into, nbytes // _ABSENT_SHARE)
-            is_whole = filled and cached.at == nbytes and cached.sums == sums
-        finally:
-            if not is_whole:  # also where the disk fails: what was reserved is not tokens yet
-                into.drop()
-        if is_whole:
-            into.seal()
-        return is_whole
+    is_whole = False
+    try:
+        with opened(file, nbytes) as handle:
+            cached = CachedFile(handle, nbytes, SEGMENT)
+            entries = _entries(cached, nbytes)
+            if entries is not None and into.reserve(tokens, entries):
+                filled = _fill(cached, entries, into, nbytes // _ABSENT_SHARE)
+                is_whole = filled and cached.at == nbytes and cached.sums == sums
+    finally:
+        if not is_whole:  # also where the disk fails: what was reserved is not tokens yet
+            into.drop()
+    if is_whole:
+        into.seal()
+    return is_whole
 
 
 def _fill(file: CachedFile, entries: Mapping[str, Entry], into: Blocks, most: int) -> bool:
