@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -453,9 +454,14 @@ class Forward(PlannedForward):
                 params = dispatch.params_of(layer, length, repeats, query, options)
             tracer = tracing.active
             began = 0.0 if tracer is None else reader.device.engine.stamp()
-            out = dispatch.attend(
-                reader, length, query, params, options, repeats, room=self._rooms.get(layer.device, 0)
-            )
+            try:
+                out = dispatch.attend(
+                    reader, length, query, params, options, repeats, room=self._rooms.get(layer.device, 0)
+                )
+            except Exception:
+                self.not_read(layer)
+                raise
+            self.steps.failed_at = None
             if tracer is not None:
                 ended = reader.device.engine.stamp()
                 tracer.attention(reader.counters, layer.index, layer.device.name, began, ended, query.shape[2])
@@ -466,6 +472,13 @@ class Forward(PlannedForward):
                     reader, length, query, params, options, repeats, self.steps.guard, self._schedules
                 )
         return out if out.dtype is dtype else out.to(dtype)
+
+    def not_read(self, layer: LayerKV) -> None:
+        """Told of an error where a layer is read: a forward that ends with it did not finish."""
+        reader, steps = self.readers[layer.index], self.steps
+        reader.repeat = None  # which does not tell of a call that succeeds
+        if layer.index in steps.began and steps.inside(threading.get_ident()):
+            steps.failed_at = layer.index
 
     def densify(
         self,
@@ -486,7 +499,12 @@ class Forward(PlannedForward):
             if audit.calls <= 0:
                 self._compare(reader.layer, audit)
         with self.steps.changing():
-            keys, values = own_kv(reader, length, start)
+            try:
+                keys, values = own_kv(reader, length, start)
+            except Exception:
+                self.not_read(reader.layer)
+                raise
+            self.steps.failed_at = None
             if counted:
                 self.counters.count_dense(operation, keys.nbytes + values.nbytes)
             self._after(reader)

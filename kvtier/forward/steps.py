@@ -94,6 +94,8 @@ class StepTracker:
         undoable: whether an unfinished step can be dropped by `crop`.
         pending: set while a recurrent layer may have been changed in place; looks at it and reports what it `saw`.
         guard: see `changing`.
+        failed_at: the layer whose attention raised an error; None: none did, or it was repeated. Where no layer follows it,
+            the forward did not finish, though all layers have its tokens.
         compare: whether something other than a single token for each layer may have changed lengths, since they were
             compared.
         inside: whether a thread, given by its identifier, is inside a forward with this cache now; where nobody
@@ -114,6 +116,7 @@ class StepTracker:
         self.ended_at: Part | None = None
         self.undoable = True
         self.pending: Callable[[], None] | None = None
+        self.failed_at: int | None = None
         self.owner = 0
         self.count = 0
         self._torn = False
@@ -129,9 +132,9 @@ class StepTracker:
     @property
     def complete(self) -> bool:
         """Whether no step is known to be unfinished. `settle` first."""
-        return not self._torn and (
-            not self.began or self.expected is None or self.began.keys() >= self.expected or self._reached_end()
-        )
+        if self._torn or (self.failed_at is not None and next(reversed(self.began), None) == self.failed_at):
+            return False
+        return not self.began or self.expected is None or self.began.keys() >= self.expected or self._reached_end()
 
     def _reached_end(self) -> bool:
         """Whether only layers before the last updated one are missing: the model passes them over.
@@ -163,7 +166,8 @@ class StepTracker:
         begins = not self.began or layer in self.began
         first = self._first.setdefault(int, layer)
         if begins:
-            whole = self.began.keys() == self.expected  # then the last step is complete, and teaches nothing
+            # Then the last step is complete, and teaches nothing.
+            whole = self.began.keys() == self.expected and self.failed_at is None
             if not whole:
                 self._check_complete()
             if layer != first:
@@ -256,7 +260,7 @@ class StepTracker:
 
     def _begin(self, owner: int) -> None:
         self.ended_at = next(reversed(self.began), None)
-        self.began = {}
+        self.began, self.failed_at = {}, None
         self.count += 1
         if self.owner != owner:
             self.owner = owner
@@ -303,7 +307,7 @@ class StepTracker:
     def end(self) -> None:
         """Whatever was under way is over: the rows or the length changed. A forward that goes on is refused."""
         self._learn()
-        self.began = {}
+        self.began, self.failed_at = {}, None
 
     def _learn(self) -> None:
         if self.began and not self.began.keys() <= (self.expected or frozenset()):
@@ -324,7 +328,7 @@ class StepTracker:
         """Nothing is under way and nothing is broken."""
         if not self._owned_by_another():
             self._first = {}  # else a forward of that thread may go on, and must be noticed
-        self.began = {}
+        self.began, self.failed_at = {}, None
         self.count += 1  # a mask that was made before does not fit what comes
         self.pending = None
         self._torn = self._mixed = False

@@ -200,16 +200,21 @@ class ComputeDevice:
         residency.arrive(run)
 
     def seal(self, run: Run) -> None:
-        """All tokens of a run are written. Copies to the host what is due."""
-        residency.seal(run)
+        """All tokens of a run are written. Copies to the host what is due.
+
+        Raises:
+            Exception: of the policy; nothing was changed.
+        """
+        due = 0
         if self.slabs is not None:
             used = sum([pool.used * pool.layout.nbytes for pool in self.device_pools])
             answer = ask(self.policy.write_back, used, self.slabs.budget.limit, run.count)
             due = whole(answer, "answer to write_back")
-            if due > 0:
-                # Ahead of need: what cannot be copied now is copied when it has to leave.
-                with contextlib.suppress(BudgetError, TransferError):
-                    self.write_back(run.blocks, due)
+        residency.seal(run)
+        if due > 0:
+            # Ahead of need: what cannot be copied now is copied when it has to leave.
+            with contextlib.suppress(BudgetError, TransferError):
+                self.write_back(run.blocks, due)
 
     def free(self, run: Run) -> None:
         """No table holds it any more."""

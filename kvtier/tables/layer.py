@@ -150,6 +150,9 @@ class LayerKV:
 
         Returns:
             False, and nothing done, if it does, or if these are not one token for every row.
+
+        Raises:
+            Exception: of a policy; no token was added.
         """
         offset = self.length % self.layout.block_size
         tails = self._tails
@@ -164,13 +167,13 @@ class LayerKV:
             if not self._is_token(keys, values):
                 return False
             tails.write(keys, values, offset)
-        self.length += 1
-        for table in self.tables:
-            table.length += 1
         if offset + 1 == self.layout.block_size:
             self._tails = None
             for table in self.tables:
-                self.device.seal(table.resolve()[-1])
+                self.device.seal(table.resolve()[-1])  # first: where a policy raises, there is no token more
+        self.length += 1
+        for table in self.tables:
+            table.length += 1
         return True
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, groups: Sequence[Group]) -> None:

@@ -353,14 +353,14 @@ def refused_and_mended(model: LlamaForCausalLM, wrong: dict[str, Any], said: str
         torch.no_grad(),
     ):
         model(ids[:, :45], past_key_values=cache)
-        policy.wrong = wrong
+        policy.wrong, done = wrong, list[torch.Tensor]()
         with pytest.raises(ConfigError, match=said):
-            decode(model, ids[:, 45 : 45 + 2 * SIZE], cache)  # blocks are sealed and evicted in it
-        policy.wrong = {}
+            done.extend(model(x[None, None], past_key_values=cache).logits for x in ids[0, 45 : 45 + 2 * SIZE])
+        policy.wrong, had = {}, 45 + len(done)  # blocks were sealed and evicted in it
         cache.check_integrity()
         with contextlib.suppress(ValueError):  # it was not begun
             cache.crop(0)
-        had = cache.get_seq_length()
+        assert cache.get_seq_length() == had
         model(ids[:, :had], past_key_values=right)
         found, expected = (decode(model, ids[:, had:], each) for each in (cache, right))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
