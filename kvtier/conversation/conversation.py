@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.ranks import rank_of, saved_rank
 from kvtier.conversation.reuse import RowReuse
 from kvtier.conversation.wake import Wake
@@ -74,6 +75,7 @@ class Conversation:
         reuse: what the last call began with; None before the first.
         rank: see `pinned`, `priority` and `ttl`.
         used: when it went on last, seconds of `time.time`.
+        written: what of it is on the disk, for the next save.
     """
 
     def __init__(self, store: Store, name: str, salt: Any = None) -> None:
@@ -86,6 +88,7 @@ class Conversation:
         self.closed = False
         self.rank = DEFAULT
         self.used = time.time()
+        self.written = Written()
         # Tokens of the history after so many messages: what a rewound chat still refers to.
         self._ends: dict[int, int] = {}
         # Under 0, the thread that generates and its frame: taken and signed in one step, so that an interrupt leaves
@@ -367,9 +370,10 @@ class Conversation:
         return state | {"used": self.used}
 
     @classmethod
-    def of(cls, store: Store, name: str, state: Mapping[str, Any]) -> Conversation:
+    def of(cls, store: Store, name: str, state: Mapping[str, Any], written: Written) -> Conversation:
         """A conversation as it was saved; what is damaged is left out."""
         made = cls(store, name, state.get("salt"))
+        made.written = written
         ids, messages = state.get("ids"), state.get("messages")
         if isinstance(ids, list) and all(type(x) is int for x in ids):
             made.ids = ids

@@ -18,6 +18,7 @@ from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
 from kvtier.conversation.call import Calls
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.disk_tier import DiskTier
 from kvtier.conversation.encoder import EncoderOutputs, reuse_of
 from kvtier.conversation.index import packed
@@ -32,6 +33,7 @@ from kvtier.conversation.wake import Wake, Waker
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError, StoreInUseError
 from kvtier.eviction.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
+from kvtier.eviction.rank import DEFAULT
 from kvtier.hf import generation as of
 from kvtier.hf.cache import TieredKVCache
 from kvtier.hf.names import ARGUMENTS, CACHE
@@ -303,7 +305,7 @@ class ConversationStore:
         """Save what a conversation is, if later processes can know its salt, and unless its name was forgotten."""
         with self._naming:
             if self._disk_tier is not None and chat.saved and self._conversations.get(chat.name) is chat:
-                self._disk_tier.disk.save_conversation(chat.name, chat.state())
+                self._disk_tier.disk.save_conversation(chat.name, chat.state(), chat.written)
 
     # Conversations
 
@@ -371,12 +373,13 @@ class ConversationStore:
                 found = self._conversations.get(name)
                 if found is not None or name not in self._conversations or self._disk_tier is None:
                     return found
-            state = self._disk_tier.disk.conversation(name)
+            written = Written()
+            state = self._disk_tier.disk.conversation(name, written)
             with self.memory.lock, self.memory.change:
                 if state is None:
                     self._conversations.pop(name, None)  # it is damaged
                     return None
-                self._conversations[name] = found = Conversation.of(self, name, state)
+                self._conversations[name] = found = Conversation.of(self, name, state, written)
                 return found
 
     def forget(self, name: str) -> None:
@@ -414,10 +417,11 @@ class ConversationStore:
             if self.closed or self._conversations.get(chat.name) is not chat:
                 return
             key = (self._last.computed_as if generated else of.computed_as(self.model), chat.salt)
+            ids = b"" if chat.rank == DEFAULT else packed(chat.ids[:-1])  # without a rank nobody looks for them
             with self.memory.lock, self.memory.change:
-                self._kept.ranks.follow(chat.name, key, packed(chat.ids[:-1]), chat.rank)
+                self._kept.ranks.follow(chat.name, key, ids, chat.rank)
             if self._disk_tier is not None:
-                self._disk_tier.disk.rank(chat.name, chat.salt, packed(chat.ids[:-1]), chat.rank, chat.used)
+                self._disk_tier.disk.rank(chat.name, chat.salt, ids, chat.rank, chat.used)
                 self._save_conversation(chat)
 
     def ranked(self, chat: Conversation) -> None:

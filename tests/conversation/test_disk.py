@@ -22,7 +22,7 @@ from test_store import GREEDY, Tokenizer, fresh, grown, ones, some_ids, store_of
 from test_turns import check_kept
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk import chunks, files
+from kvtier.conversation.disk import chunks, files, pieces
 
 NAMES = ("llama", "gemma3", "qwen3_next", "deepseek_v3")
 
@@ -97,10 +97,12 @@ def test_a_conversation_is_read_when_it_is_opened_and_not_before(
         history = store.open("bob").messages
     conversation, save = chunks.Disk.conversation, chunks.Disk.save_conversation
     monkeypatch.setattr(
-        chunks.Disk, "conversation", lambda disk, name: (read.append(name), conversation(disk, name))[1]
+        chunks.Disk, "conversation", lambda disk, name, *more: (read.append(name), conversation(disk, name, *more))[1]
     )
     monkeypatch.setattr(
-        chunks.Disk, "save_conversation", lambda disk, name, state: (saved.append(name), save(disk, name, state))
+        chunks.Disk,
+        "save_conversation",
+        lambda disk, name, state, *more: (saved.append(name), save(disk, name, state, *more)),
     )
     with store_of(model, directory=tmp_path) as store:
         assert store.names == ["alice", "bob", "carol"]
@@ -115,6 +117,25 @@ def test_a_conversation_is_read_when_it_is_opened_and_not_before(
     with store_of(model, directory=tmp_path) as store:
         assert store.names == ["alice", "bob"]
         assert len(store.open("alice").messages) == 2
+
+
+def test_a_turn_reads_nothing_of_what_was_saved_of_its_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = tiny_model("llama"), Tokenizer()
+    for turn in range(2):
+        with store_of(model, directory=tmp_path) as store:
+            chat = store.open("alice")
+            if not turn:
+                chat.send("Hello.", tokenizer=tokenizer, **GREEDY)
+            with monkeypatch.context() as patch:
+                patch.setattr(pieces, "_rows", None)  # whoever reads them fails
+                chat.send("And?", tokenizer=tokenizer, **GREEDY)
+                store.flush()
+            assert store.stats.problem == ""
+            messages = chat.messages
+    with store_of(model, directory=tmp_path) as store:
+        assert store.open("alice").messages == messages
 
 
 def test_a_conversation_that_cannot_be_read_now_is_an_error_and_stays(tmp_path: Path) -> None:
@@ -141,7 +162,9 @@ def test_what_is_saved_of_a_chat_is_what_it_was_after_some_turn(
     model, tokenizer, saved = tiny_model("llama"), Tokenizer(), []
     save = chunks.Disk.save_conversation
     monkeypatch.setattr(
-        chunks.Disk, "save_conversation", lambda disk, name, state: (saved.append(dict(state)), save(disk, name, state))
+        chunks.Disk,
+        "save_conversation",
+        lambda disk, name, state, *more: (saved.append(dict(state)), save(disk, name, state, *more)),
     )
     with store_of(model, directory=tmp_path) as store:
         chat, was = store.open("alice"), []

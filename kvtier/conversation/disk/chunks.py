@@ -34,6 +34,7 @@ from kvtier.conversation.disk.files import Buffer, Damaged, read_tensors, write_
 from kvtier.conversation.disk.folder import MANIFEST, Folder
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
 from kvtier.conversation.disk.order import EXPIRED, PINNED, Ranked, going, levels
+from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.disk.straight import Blocks, read_straight, seems_cached
 from kvtier.conversation.index import WIDTH, PrefixIndex
 from kvtier.errors import BudgetError, ClosedError, ConfigError
@@ -544,14 +545,18 @@ class Disk:
 
     # Conversations
 
-    def save_conversation(self, name: str, state: Mapping[str, Any]) -> None:
-        """Save what a conversation is, in place of what it was."""
+    def save_conversation(self, name: str, state: Mapping[str, Any], written: Written | None = None) -> None:
+        """Save what a conversation is, in place of what it was.
+
+        Args:
+            written: what is saved of it, and what is afterwards: with it, what was saved before is not read.
+        """
         with self._lock, self._telling(f"conversation {name!r} was not saved"):
             self._check_open()
             if self._folder.is_inherited:
                 self.problem = self._inherited
                 return
-            self._manifest.save_conversation(name, state, name in self._ranked)
+            self._manifest.save_conversation(name, state, name in self._ranked, written)
             self._forgotten.discard(name)
             self._give_way()
 
@@ -599,9 +604,12 @@ class Disk:
             self.problem = f"{error}: some conversations are damaged"
         return found
 
-    def conversation(self, name: str) -> dict[str, Any] | None:
+    def conversation(self, name: str, written: Written | None = None) -> dict[str, Any] | None:
         """What a conversation is that is saved; of one that is damaged, what precedes the damage; None: nothing of it
         is left. `problem` says so, and the manifest keeps aside what was saved.
+
+        Args:
+            written: what is saved of it, from now on.
 
         Raises:
             ConfigError: it cannot be read now. Who went on without it would save another under its name.
@@ -611,7 +619,7 @@ class Disk:
         try:
             with self._lock:
                 self._check_open()
-                found = self._manifest.conversation(name)
+                found = self._manifest.conversation(name, written)
                 if found is None:
                     found = self._manifest.mend(name)
                     self.damaged += 1

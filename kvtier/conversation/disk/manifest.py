@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import itertools
 import json
 import os
 import sqlite3
@@ -20,18 +19,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier.conversation.disk.pieces import GROWING, Listed, Written, read_list, save_list
+from kvtier.conversation.disk.pieces import digest as digest_of
 from kvtier.errors import ConfigError
 
-#: Of the folder's layout. `_OLDER` has no pieces, and is taken as it is; any other one is refused.
-VERSION = 4
-_OLDER = "3"
-#: What of a conversation grows with each turn, at its end: kept in pieces, so that a turn writes what it adds.
-_GROWING = ("ids", "messages", "ends")
-#: Characters from which a piece is final. A shorter one is written again with what is added behind it, unless that is
-#: much less: so there are few.
-_FINAL = 2**16
-#: Characters of a piece, about, where much is saved at once.
-_LARGE = 2**18
+#: Of the folder's layout. `_OLDER` are taken as they are: 3 has no pieces, and 4 a digest of all pieces of a list next
+#: to those of each. Any other one is refused.
+VERSION = 5
+_OLDER = ("3", "4")
 #: Bytes of a row, at the most: a damaged database may claim any number, and SQLite would allocate it.
 LONGEST = 2**28
 #: Pages that are free and not given back yet, at the most, and as a share of all: what is saved next takes them first.
@@ -93,6 +88,22 @@ class Row(NamedTuple):
         text = repr((number, key, parent, start, nbytes, sums)).encode("utf-8", "surrogatepass")
         digest = hashlib.blake2b(text + b"\0" + ids, digest_size=16).digest()
         return cls(number, key, None if parent is None else parent[0], start, ids, nbytes, sums, digest)
+
+
+class _Read(NamedTuple):
+    """What is saved of a conversation.
+
+    Attributes:
+        state: what it is: of a list that is damaged, what precedes the damage.
+        lists: what is saved of its lists.
+        cut: the lists whose ends are lost.
+        damaged: whether some piece is not what was written.
+    """
+
+    state: dict[str, Any]
+    lists: dict[str, Listed]
+    cut: set[str]
+    damaged: bool
 
 
 class Manifest:
@@ -165,7 +176,7 @@ class Manifest:
                 raise ConfigError(f"{self.file.parent} holds no saved sequences.")
             self._db.executemany("INSERT INTO about VALUES (?, ?)", about.items())
             return
-        if there.get("version") == _OLDER:
+        if there.get("version") in _OLDER:
             there["version"] = str(VERSION)
             if not self._read_only:
                 self._db.execute("UPDATE about SET value = ? WHERE name = 'version'", (str(VERSION),))
@@ -244,77 +255,68 @@ class Manifest:
 
     # Conversations
 
-    def save_conversation(self, name: str, state: Mapping[str, Any], ranked: bool) -> None:
+    def save_conversation(
+        self, name: str, state: Mapping[str, Any], ranked: bool, written: Written | None = None
+    ) -> None:
         """Save what a conversation is, in place of what it was, and whether it has a rank of its own. Of the lists that
         grow at their end, what was added is written.
+
+        Args:
+            written: what is saved of it, and what is when this returns; without it, all that is saved is read.
 
         Raises:
             sqlite3.Error: it was not saved. TypeError, ValueError, RecursionError: JSON does not take it.
         """
-        packed = _name(name)
+        packed, written = _name(name), Written() if written is None else written
+        # Until the end nobody knows what is saved: a commit that fails may have been done.
+        was, written.digest = written.digest, None
+        lists, written.lists = written.lists, {}
         with self.transaction():
-            there = self._db.execute(
-                "SELECT name, ranked, mark FROM conversations WHERE name = ?", (packed,)
-            ).fetchone()
-            if there is not None and not _marked(*there) and not self._is_of(packed):  # it is not listed
+            select = "SELECT name, ranked, mark, digest FROM conversations WHERE name = ?"
+            *there, now = self._db.execute(select, (packed,)).fetchone() or (None, None)
+            if there[0] is not None and not _marked(*there) and not self._is_of(packed):  # it is not listed
                 self._set_aside(packed)
-            self._save(packed, state, ranked)
+            known = lists if was is not None and was == now else {}
+            digest, lists = self._save(packed, state, ranked, known)
+        written.digest, written.lists = digest, lists
 
-    def _save(self, name: bytes, state: Mapping[str, Any], ranked: bool) -> None:
-        lists = {x: state[x] for x in _GROWING if isinstance(state.get(x), list)}
-        pieces, digests = dict[str, str](), dict[str, list[str]]()
-        for field, values in lists.items():
-            texts = self._save_pieces(name, field, values)
-            pieces[field] = _digest(name, field + "".join(texts)).hex()
-            digests[field] = [_digest(name, field + text).hex() for text in texts]
-        said = {x: value for x, value in state.items() if x not in lists} | {"pieces": pieces, "digests": digests}
-        text = json.dumps(said)
-        row = (name, int(ranked), _digest(name, f"{int(ranked)}"), text, _digest(name, text))
+    def _save(
+        self, name: bytes, state: Mapping[str, Any], ranked: bool, known: Mapping[str, Listed]
+    ) -> tuple[bytes, dict[str, Listed]]:
+        """Returns the digest of the row, and what is saved of the lists."""
+        lists = {x: state[x] for x in GROWING if isinstance(state.get(x), list)}
+        saved = {x: save_list(self._db, name, x, values, known.get(x)) for x, values in lists.items()}
+        digests = {x: [piece.digest for piece in listed.pieces] for x, listed in saved.items()}
+        text = json.dumps({x: value for x, value in state.items() if x not in lists} | {"digests": digests})
+        row = (name, int(ranked), digest_of(name, f"{int(ranked)}"), text, digest_of(name, text))
         self._db.execute(_SAVE_CONVERSATION, row)
+        return row[-1], saved
 
-    def _save_pieces(self, name: bytes, field: str, values: list[Any]) -> list[str]:
-        """Save a list. Returns its pieces."""
-        kept = list[tuple[int, str]]()  # where each begins, and what it says
-        at = 0
-        for start, stop, text in self._pieces(name, field):
-            if start != at or not start < stop <= len(values) or json.dumps(values[start:stop]) != text:
-                break
-            kept.append((start, text))
-            at = stop
-        if at < len(values):
-            added = len(json.dumps(values[at:]))
-            while kept and len(kept[-1][1]) < min(2 * added, _FINAL):
-                at, text = kept.pop()
-                added += len(text)
-        self._db.execute("DELETE FROM pieces WHERE name = ? AND field = ? AND start >= ?", (name, field, at))
-        # What damage to a piece costs is all that follows, so that one that is very long is parted.
-        parts = len(json.dumps(values[at:])) // _LARGE + 1 if at < len(values) else 1
-        each = -(-(len(values) - at) // parts)
-        while at < len(values):
-            stop = min(at + each, len(values))
-            kept.append((at, json.dumps(values[at:stop])))
-            self._db.execute("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", (name, field, at, stop, kept[-1][1]))
-            at = stop
-        return [text for _, text in kept]
-
-    def _pieces(self, name: bytes, field: str) -> list[tuple[int, int, str]]:
-        """The pieces of a list, up to the first one that is damaged."""
-        select = "SELECT start, stop, text FROM pieces WHERE name = ? AND field = ? ORDER BY start"
-        found = self._db.execute(select, (name, field)).fetchall()
-        return list(itertools.takewhile(lambda x: tuple(map(type, x)) == (int, int, str), found))
-
-    def _state(self, name: Any, state: Any, digest: Any) -> dict[str, Any] | None:
-        """What a row and its pieces say; None: that is not what was written."""
-        if type(name) is not bytes or type(state) is not str or _digest(name, state) != digest:
+    def _read(self, name: Any, state: Any, digest: Any) -> _Read | None:
+        """What a row and its pieces say; None: the row is not what was written."""
+        if type(name) is not bytes or type(state) is not str or digest_of(name, state) != digest:
             return None
         found: dict[str, Any] = json.loads(state)
-        found.pop("digests", None)
-        for field, said in found.pop("pieces", {}).items():
-            texts = [text for _, _, text in self._pieces(name, field)]
-            if _digest(name, field + "".join(texts)).hex() != said:
-                return None
-            found[field] = [x for text in texts for x in json.loads(text)]
-        return found
+        digests, wholes = found.pop("digests", {}), found.pop("pieces", {})
+        read = _Read(found, {}, set(), False)
+        for field in wholes | digests:
+            items, listed, is_whole, is_damaged = read_list(
+                self._db, name, field, digests.get(field), wholes.get(field)
+            )
+            found[field], read.lists[field] = items, listed
+            if not is_whole:
+                read.cut.add(field)
+            read = read._replace(damaged=read.damaged or is_damaged)
+        return read
+
+    def _state(self, name: Any, state: Any, digest: Any, written: Written | None = None) -> dict[str, Any] | None:
+        """What a row and its pieces say; None: that is not what was written."""
+        read = self._read(name, state, digest)
+        if read is None or read.damaged:
+            return None
+        if written is not None:
+            written.digest, written.lists = digest, read.lists
+        return read.state
 
     def mend(self, name: str) -> dict[str, Any] | None:
         """Set a conversation that is damaged aside, as it is, and save in its place what of it is whole: of each list
@@ -332,7 +334,7 @@ class Manifest:
                 for table in ("conversations", "pieces"):
                     self._db.execute(f"DELETE FROM {table} WHERE name = ?", (packed,))
                 if left is not None:
-                    self._save(packed, left, ranked != 0)
+                    self._save(packed, left, ranked != 0, {})
                 return left
         return None
 
@@ -343,20 +345,10 @@ class Manifest:
 
     def _left(self, name: Any, state: Any, digest: Any) -> dict[str, Any] | None:
         """What is whole of a conversation; None: nothing."""
-        if type(name) is not bytes or type(state) is not str or _digest(name, state) != digest:
+        read = self._read(name, state, digest)
+        if read is None:
             return None
-        found: dict[str, Any] = json.loads(state)
-        each, cut = found.pop("digests", {}), set[str]()
-        for field, said in found.pop("pieces", {}).items():
-            texts = [text for _, _, text in self._pieces(name, field)]
-            if _digest(name, field + "".join(texts)).hex() != said:
-                digests = each.get(field, ())  # a folder of before has none, and nobody knows what of it is whole
-                alike = [_digest(name, field + x).hex() == y for x, y in zip(texts, digests, strict=False)]
-                texts = [x for x, _ in itertools.takewhile(lambda x: x[1], zip(texts, alike, strict=False))]
-                if len(texts) < len(digests) or not digests:
-                    cut.add(field)
-            found[field] = [x for text in texts for x in json.loads(text)]
-        return _whole_turns(found) if "messages" in cut else found
+        return _whole_turns(read.state) if "messages" in read.cut else read.state
 
     def aside(self) -> int:
         """How many conversations were set aside.
@@ -393,7 +385,7 @@ class Manifest:
             self._db.execute("DELETE FROM conversations WHERE rowid = ?", (number,))
             if left is not None:
                 self._db.execute("DELETE FROM pieces WHERE name = ?", (name,))
-                self._save(name, left, ranked != 0)
+                self._save(name, left, ranked != 0, {})
         self._db.execute("DELETE FROM pieces WHERE name NOT IN (SELECT name FROM conversations)")
         self._db.execute("DELETE FROM aside")
 
@@ -415,17 +407,20 @@ class Manifest:
         """Whether the state that a name has was written under it."""
         select = "SELECT state, digest FROM conversations WHERE name = ?"
         found = self._db.execute(select, (name,)).fetchone() if type(name) is bytes else None
-        return found is not None and type(found[0]) is str and _digest(name, found[0]) == found[1]
+        return found is not None and type(found[0]) is str and digest_of(name, found[0]) == found[1]
 
-    def conversation(self, name: str) -> dict[str, Any] | None:
+    def conversation(self, name: str, written: Written | None = None) -> dict[str, Any] | None:
         """The state of a conversation; None: there is none, or it is not what was written.
+
+        Args:
+            written: what is saved of it, from now on.
 
         Raises:
             sqlite3.Error, ValueError: the database is damaged.
         """
         packed = _name(name)
         for state, digest in self._db.execute("SELECT state, digest FROM conversations WHERE name = ?", (packed,)):
-            return self._state(packed, state, digest)
+            return self._state(packed, state, digest, written)
         return None
 
     def conversations(self) -> Iterator[tuple[str, dict[str, Any]] | None]:
@@ -543,13 +538,9 @@ def _whole_turns(state: dict[str, Any]) -> dict[str, Any]:
 
 def _marked(name: Any, ranked: Any, mark: Any) -> bool:
     """Whether a name, and that its conversation has a rank or not, are what was written."""
-    return type(name) is bytes and type(ranked) is int and _digest(name, f"{ranked}") == mark
+    return type(name) is bytes and type(ranked) is int and digest_of(name, f"{ranked}") == mark
 
 
 def _name(name: str) -> bytes:
     """Any string of Python's, also one that is no Unicode."""
     return name.encode("utf-8", "surrogatepass")
-
-
-def _digest(name: bytes, state: str) -> bytes:
-    return hashlib.blake2b(repr((name, state)).encode(), digest_size=16).digest()
