@@ -72,7 +72,7 @@ class Conversation:
         salt: of its calls.
         ids: token ids of the last call, prompt and answer, without padding on the left.
         messages: of a chat, so far, where `send` was used.
-        reuse: what the last call began with; None before the first.
+        reuse: what the last call began with; None before the first, and where it was read from the disk.
         rank: see `pinned`, `priority` and `ttl`.
         used: when it went on last, seconds of `time.time`.
         written: what of it is on the disk, for the next save.
@@ -360,6 +360,11 @@ class Conversation:
         """Whether it can be: a salt of another kind than a string or a whole number is not known to later processes."""
         return self.salt is None or type(self.salt) in (str, int)
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether there is nothing in it that another one of its name would not have."""
+        return not self.ids and not self.messages and self.rank == DEFAULT
+
     def state(self) -> dict[str, Any]:
         """What it is, as JSON takes it."""
         state = {"ids": self.ids, "messages": self.messages, "salt": self.salt, "ends": list(self._ends.items())}
@@ -386,6 +391,13 @@ class Conversation:
         used = state.get("used")
         if isinstance(used, (int, float)) and used < made.used:  # clocks are set back
             made.used = float(used)
+        return made
+
+    @classmethod
+    def again(cls, says: Mapping[str, Any]) -> Conversation:
+        """A conversation with the attributes of one that nobody holds any more."""
+        made = cls.__new__(cls)
+        vars(made).update(says)
         return made
 
     @staticmethod

@@ -18,12 +18,12 @@ from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
 from kvtier.conversation.call import Calls
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.chunks import Disk
-from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.disk_tier import DiskTier
 from kvtier.conversation.encoder import EncoderOutputs, reuse_of
 from kvtier.conversation.index import packed
 from kvtier.conversation.journal import JournalledCache, note_forward
 from kvtier.conversation.kept import Entry, Kept
+from kvtier.conversation.names import Conversations
 from kvtier.conversation.prefix_reuse import PrefixReuse
 from kvtier.conversation.ranks import rank_of
 from kvtier.conversation.reuse import RowReuse, StoreStats
@@ -39,10 +39,6 @@ from kvtier.hf.cache import TieredKVCache
 from kvtier.hf.names import ARGUMENTS, CACHE
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
-
-
-class OtherSaltError(ConfigError):
-    """A conversation is asked for with another salt than it has."""
 
 
 class ConversationStore:
@@ -130,9 +126,6 @@ class ConversationStore:
         self._finalizer = weakref.finalize(self._kept, memory.abandon, self._kept.parked.close)
         self._finalizer.atexit = False
         self._weights = of.weights_version(model)
-        self._conversations: dict[str, Conversation | None] = {}  # None: it is saved, and was not opened yet
-        # Taken before the memory's lock, by who saves, reads or forgets a conversation: what is forgotten stays so.
-        self._naming = threading.RLock()
         self._last = threading.local()
         self._calls = Calls(model)
         self._encoder = EncoderOutputs(model, self._calls, parse_bytes("state_budget", state_budget))
@@ -142,29 +135,31 @@ class ConversationStore:
         #: Engines that serve from it.
         self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self._disk_tier: DiskTier | None = None
+        self.closed = False
         if directory is not None:
             limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
             disk, device = Disk(directory, limit, of.fingerprint(model)), functools.partial(of.device_of, model)
             self._disk_tier = DiskTier(disk, memory, self._kept, self._new_cache, device, loading)
             try:
-                names = disk.names()
-                self._conversations = dict.fromkeys(names)
-                for name in [name for name, ranked in names.items() if ranked]:
-                    chat = self._saved(name)
+                self._conversations = Conversations(self, memory, disk, self._kept.ranks)
+                for name in self._conversations.ranked:
+                    chat = self._conversations.find(name)
                     if chat is not None:
                         self._ranked_before(chat)
+                        self._conversations.let_go()
             except BaseException:
                 disk.close()
                 raise
             disk.expire()
         elif disk_budget is not None:
             raise ConfigError("disk_budget is given without a directory.")
+        else:
+            self._conversations = Conversations(self, memory, None, self._kept.ranks)
         self._reuse = PrefixReuse(model, self._calls, memory, self._kept, self._new_cache, self._disk_tier)
         self._waker = Waker(
             memory, self._kept, self._disk_tier, functools.partial(_stateful, self._new_cache), weakref.ref(self)
         )
         self._hook = of.inner(model).register_forward_pre_hook(note_forward, with_kwargs=True)
-        self.closed = False
 
     def _ranked_before(self, chat: Conversation) -> None:
         """Let a conversation that was saved have its rank."""
@@ -297,15 +292,9 @@ class ConversationStore:
         """Return when all that is kept is saved, or cannot be; `stats.problem` says why."""
         self._check_open()
         if self._disk_tier is not None:
-            for chat in [chat for chat in list(self._conversations.values()) if chat is not None]:
-                self._save_conversation(chat)
+            self._conversations.save_all()
+            self._conversations.let_go()
             self._disk_tier.flush()
-
-    def _save_conversation(self, chat: Conversation) -> None:
-        """Save what a conversation is, if later processes can know its salt, and unless its name was forgotten."""
-        with self._naming:
-            if self._disk_tier is not None and chat.saved and self._conversations.get(chat.name) is chat:
-                self._disk_tier.disk.save_conversation(chat.name, chat.state(), chat.written)
 
     # Conversations
 
@@ -319,7 +308,8 @@ class ConversationStore:
         priority: int | None = None,
         ttl: float | None = None,
     ) -> Conversation:
-        """The conversation of a name, made where there is none.
+        """The conversation of a name, made where there is none. All who hold it have the same object. One that nobody
+        holds and that was never gone on with may be forgotten; what was said in one stays, in memory or on the disk.
 
         Args:
             salt: of its calls; see `generate`.
@@ -335,23 +325,10 @@ class ConversationStore:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name={name!r}: a conversation has a name, a string that is not empty.")
         _check_salt(salt)
-        with self.memory.lock, self.memory.change:
-            is_unopened = name in self._conversations and self._conversations[name] is None
-        if is_unopened:
-            self._saved(name)
-        with self.memory.lock, self.memory.change:
-            found = self._conversations.get(name)
-            if found is not None and new:
-                raise ConfigError(f"There is a conversation {name!r} already.")
-            if found is not None and found.salt != salt:
-                raise OtherSaltError(f"Conversation {name!r} has another salt.")
-            if found is None:
-                rank_of(
-                    False if pinned is None else pinned,
-                    0 if priority is None else priority,
-                    math.inf if ttl is None else ttl,
-                )  # what is wrong makes no conversation
-                found = self._conversations[name] = Conversation(self, name, salt)
+        rank_of(
+            False if pinned is None else pinned, 0 if priority is None else priority, math.inf if ttl is None else ttl
+        )  # what is wrong makes no conversation
+        found = self._conversations.open(name, salt, new)
         if (pinned, priority, ttl) != (None, None, None):
             found.set_rank(pinned=pinned, priority=priority, ttl=ttl)
         return found
@@ -365,56 +342,21 @@ class ConversationStore:
         finally:
             self._last.name = None
 
-    def _saved(self, name: str) -> Conversation | None:
-        """A conversation that is saved, opened now if it was not yet. The disk may have to be waited for, a commit of
-        others, say: calls need the memory's lock meanwhile."""
-        with self._naming:
-            with self.memory.lock, self.memory.change:
-                found = self._conversations.get(name)
-                if found is not None or name not in self._conversations or self._disk_tier is None:
-                    return found
-            written = Written()
-            state = self._disk_tier.disk.conversation(name, written)
-            with self.memory.lock, self.memory.change:
-                if state is None:
-                    self._conversations.pop(name, None)  # it is damaged
-                    return None
-                self._conversations[name] = found = Conversation.of(self, name, state, written)
-                return found
-
     def forget(self, name: str) -> None:
         """Forget the name of a conversation, whether it was opened or not; see `Conversation.close`. Nothing, if there
         is none."""
         self._check_open()
-        with self._naming:  # nobody opens it meanwhile
-            with self.memory.lock, self.memory.change:
-                found = self._conversations.get(name)
-                known = name in self._conversations
-            if found is not None:
-                found.close()
-            elif known:
-                if self._disk_tier is not None:
-                    self._disk_tier.disk.drop_conversation(name)
-                with self.memory.lock, self.memory.change:
-                    self._conversations.pop(name, None)
-                    self._kept.ranks.forget(name)
+        self._conversations.forget(name)
 
     def remove(self, chat: Conversation) -> None:
         """A conversation is closed: its name is free. May be done again where it was cut short."""
-        with self._naming:
-            with self.memory.lock, self.memory.change:
-                if self._conversations.get(chat.name, chat) is not chat:
-                    return  # another one has that name by now
-                self._conversations.pop(chat.name, None)
-                self._kept.ranks.forget(chat.name)
-            if self._disk_tier is not None and not self.closed:
-                self._disk_tier.disk.drop_conversation(chat.name)
+        self._conversations.remove(chat)
 
     def changed(self, chat: Conversation, *, generated: bool = False) -> None:
         """A conversation went on, by this thread's last call or in another way: its history has its rank, and what it
         is is saved. Nothing, if its name was forgotten meanwhile."""
-        with self._naming:
-            if self.closed or self._conversations.get(chat.name) is not chat:
+        with self._conversations.lock:
+            if self.closed or not self._conversations.has(chat):
                 return
             key = (self._last.computed_as if generated else of.computed_as(self.model), chat.salt)
             ids = b"" if chat.rank == DEFAULT else packed(chat.ids[:-1])  # without a rank nobody looks for them
@@ -422,7 +364,7 @@ class ConversationStore:
                 self._kept.ranks.follow(chat.name, key, ids, chat.rank)
             if self._disk_tier is not None:
                 self._disk_tier.disk.rank(chat.name, chat.salt, ids, chat.rank, chat.used)
-                self._save_conversation(chat)
+                self._conversations.save(chat)
 
     def ranked(self, chat: Conversation) -> None:
         """A conversation has another rank. Raises BudgetError, see `Conversation.pinned`."""
@@ -435,8 +377,7 @@ class ConversationStore:
     @property
     def names(self) -> list[str]:
         """Of all conversations."""
-        with self.memory.lock, self.memory.change:
-            return list(self._conversations)
+        return self._conversations.names
 
     def park(self, ids: Sequence[int], *, salt: Hashable = None) -> None:
         """Let what is kept of these tokens leave the device, as far as the host has room.

@@ -44,7 +44,7 @@ from kvtier import (
     TieredMemory,
     TransferError,
 )
-from kvtier.conversation import archive, kept, prefix_reuse, retention, wake
+from kvtier.conversation import archive, kept, names, prefix_reuse, retention, wake
 from kvtier.conversation.archive import Archive
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk import ahead
@@ -421,16 +421,26 @@ class World:
         return self.disk.failed > 0 or self.damaged
 
     def _saved_chat(self, name: str) -> Conversation | None:
-        """A conversation as it was saved, read when the disk lets it be; None: it is damaged."""
+        """A conversation, read when the disk lets it be where it is not in memory; None: there is none."""
         assert self.store is not None
         while True:
             try:
-                return self.store._conversations[name] or self.store._saved(name)
+                return self.store._conversations.find(name)
             except ConfigError as error:
                 assert self.disk.failing, "a conversation cannot be read"
                 self.note("not read:", error)
                 if self.rng.random() < 0.5:
                     self.set_disk(0.0)
+
+    def _open_chat(self, name: str) -> Conversation:
+        """A conversation, which may have been put away: then it is read when the disk lets it be."""
+        self._saved_chat(name)
+        assert self.store is not None
+        return self.store.open(name, salt=self.chats[name].salt)
+
+    def _said(self) -> dict[str, tuple[list[int], list[dict[str, str]]]]:
+        """What was said in each chat. A blank one that the disk did not take is forgotten when nobody holds it."""
+        return {name: (chat.ids, chat.messages) for name, chat in self.chats.items() if chat.ids or chat.messages}
 
     def _compare_chats(self) -> None:
         assert self.store is not None
@@ -809,7 +819,7 @@ class World:
             self.changing = []
             if rng.random() < 0.4:
                 return
-        chat, there = self.chats[name], store.open(name, salt=self.chats[name].salt)
+        chat, there = self.chats[name], self._open_chat(name)
         assert (there.ids, there.messages) == (chat.ids, chat.messages)
         how = rng.choice(
             ("send", "send", "send", "again", "fork", "rewind", "park", "close", "rank", "rank", "wake", "drop")
@@ -853,7 +863,7 @@ class World:
             self.chats[new] = Chat(chat.salt, list(chat.ids), list(chat.messages), ends=dict(chat.ends))
             self.chats[new].note()
             if rng.random() < 0.2:
-                self.rank(new, store.open(new, salt=chat.salt))
+                self.rank(new, self._open_chat(new))
         elif how == "rewind" and chat.messages:
             there.rewind(turns=1)
             chat.messages = chat.messages[:-2]
@@ -1332,7 +1342,7 @@ class World:
             self.note("last:", row)
             if self.ask(row, 1):
                 asked.append(row)
-        chats = {name: (chat.ids, chat.messages) for name, chat in self.chats.items()}
+        chats = self._said()
         files = self.folder
         self.drained()
         if files is not None:
@@ -1353,7 +1363,7 @@ class World:
         assert self.store is not None
         disk = self.store._disk_tier.disk  # type: ignore[union-attr]
         assert not rows - disk._chunks.keys() or self.rough_disk or disk._chunks.keys() <= rows
-        assert {name: (chat.ids, chat.messages) for name, chat in self.chats.items()} == chats
+        assert self._said() == chats
         for row in asked:
             self.note("again:", row)
             assert self.ask(row, self.rng.choice((1, 1, 2))), "what was saved is of no use"
@@ -1460,6 +1470,7 @@ def worlds() -> Iterator[None]:
             patch.setattr(module, "MOST_STATES", 3)
         patch.setattr(kept, "LEAST_BEHIND", 3)
         patch.setattr(wake, "PIECE", 2000)
+        patch.setattr(names, "MOST_IDLE", 1)
         patch.setattr(archive, "LARGEST", 3000)
         goes_on = generation.states_go_on
 

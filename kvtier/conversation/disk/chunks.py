@@ -545,20 +545,23 @@ class Disk:
 
     # Conversations
 
-    def save_conversation(self, name: str, state: Mapping[str, Any], written: Written | None = None) -> None:
-        """Save what a conversation is, in place of what it was.
+    def save_conversation(self, name: str, state: Mapping[str, Any], written: Written | None = None) -> bool:
+        """Save what a conversation is, in place of what it was. Whether it is saved; `problem` says why not.
 
         Args:
             written: what is saved of it, and what is afterwards: with it, what was saved before is not read.
         """
+        is_saved = False
         with self._lock, self._telling(f"conversation {name!r} was not saved"):
             self._check_open()
             if self._folder.is_inherited:
                 self.problem = self._inherited
-                return
+                return False
             self._manifest.save_conversation(name, state, name in self._ranked, written)
+            is_saved = True
             self._forgotten.discard(name)
             self._give_way()
+        return is_saved
 
     def drop_conversation(self, name: str) -> None:
         """Forget a conversation: now, or when another one is forgotten, or at the end."""

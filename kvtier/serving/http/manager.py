@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 from transformers.cli.serving.utils import BaseGenerateManager, GenerationState, _StreamError
 
-from kvtier.conversation.store import ConversationStore, OtherSaltError
+from kvtier.conversation.names import OtherSaltError
+from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, KVTierError
 from kvtier.hf import generation as of
 from kvtier.serving.engine import Engine

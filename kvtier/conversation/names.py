@@ -1,0 +1,240 @@
+"""`Conversations`: the conversations of a store, by name."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from kvtier.conversation.conversation import Conversation, Store
+from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.ranks import Ranks
+from kvtier.errors import ConfigError
+from kvtier.memory.tiered import TieredMemory
+
+#: Conversations that nobody holds and that stay in memory as they are, so that who opens one for each turn reads none.
+MOST_IDLE = 32
+
+
+class OtherSaltError(ConfigError):
+    """A conversation is asked for with another salt than it has."""
+
+
+class _Ref(weakref.ref[Conversation]):
+    """A conversation that whoever opened it may drop, and its name."""
+
+    __slots__ = ("name",)
+
+    name: str
+
+
+class _Known(NamedTuple):
+    """A conversation that is in memory.
+
+    Attributes:
+        chat: the object that whoever opens it gets.
+        says: the attributes of that object, which outlive it.
+    """
+
+    chat: _Ref
+    says: dict[str, Any]
+
+
+class Conversations:
+    """Which conversations a store has, and which of them are in memory.
+
+    As long as somebody holds a conversation, whoever opens it gets the same object. Of one that nobody holds, what it
+    says stays. When more than `MOST_IDLE` are like that, the one that was dropped first is put away: it is saved, and
+    of it the name stays in memory; where it is blank and was never saved, nothing does. One that cannot be saved stays
+    in memory: without a folder, under a salt that is not saved, or as long as the disk fails.
+
+    Args:
+        store: of them, which is not kept alive.
+        memory: whose lock is taken. Nobody waits for a disk under it: calls need it.
+        disk: where they are saved; None: nowhere.
+        ranks: of them; whose name is forgotten has none.
+
+    Attributes:
+        ranked: names with a rank of their own, when the folder was opened.
+        lock: taken before the memory's, by who saves, reads or forgets a conversation: what is forgotten stays so.
+
+    Raises:
+        ConfigError: what is saved cannot be read.
+    """
+
+    def __init__(self, store: Store, memory: TieredMemory, disk: Disk | None, ranks: Ranks) -> None:
+        self._store = weakref.ref(store)
+        self._memory = memory
+        self._disk = disk
+        self._ranks = ranks
+        self.ranked: list[str] = []
+        self._known: dict[str, _Known | None] = {}  # None: it is saved, and not in memory
+        if disk is not None:
+            names = disk.names()
+            self._known = dict.fromkeys(names)
+            self.ranked = [name for name, ranked in names.items() if ranked]
+        self.lock = threading.RLock()
+        # Of objects that ended. Nothing else may be done where an object ends, which is at any line of any thread.
+        self._dropped: deque[weakref.ref[Conversation]] = deque()
+        # Of these, in order, what is in memory still.
+        self._idle: OrderedDict[str, _Ref] = OrderedDict()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all of them."""
+        with self._memory.lock, self._memory.change:
+            return list(self._known)
+
+    def has(self, chat: Conversation) -> bool:
+        """Whether a conversation is the one of its name: not closed, nor forgotten."""
+        known = self._known.get(chat.name)
+        return known is not None and known.chat() is chat
+
+    # Open
+
+    def open(self, name: str, salt: Hashable, new: bool) -> Conversation:
+        """See `ConversationStore.open`."""
+        self.let_go()
+        while True:
+            found = self.find(name)
+            with self._memory.lock, self._memory.change:
+                if name in self._known and self._known[name] is None:
+                    continue  # it was put away meanwhile
+                found = self._opened(name)
+                if found is not None and new:
+                    raise ConfigError(f"There is a conversation {name!r} already.")
+                if found is not None and found.salt != salt:
+                    raise OtherSaltError(f"Conversation {name!r} has another salt.")
+                return self._add(Conversation(self._owner, name, salt)) if found is None else found
+
+    def find(self, name: str) -> Conversation | None:
+        """The conversation of a name, read now if it is not in memory; None: there is none.
+
+        Raises:
+            ConfigError: it cannot be read now.
+        """
+        with self._memory.lock, self._memory.change:
+            if name not in self._known or self._known[name] is not None:
+                return self._opened(name)
+        with self.lock:
+            with self._memory.lock, self._memory.change:
+                if name not in self._known or self._known[name] is not None or self._disk is None:
+                    return self._opened(name)
+            written = Written()
+            state = self._disk.conversation(name, written)
+            with self._memory.lock, self._memory.change:
+                if state is None:
+                    self._known.pop(name, None)  # it is damaged
+                    return None
+                return self._add(Conversation.of(self._owner, name, state, written))
+
+    @property
+    def _owner(self) -> Store:
+        store = self._store()
+        assert store is not None, "who calls has it"
+        return store
+
+    def _opened(self, name: str) -> Conversation | None:
+        """The object of a conversation that is in memory."""
+        known = self._known.get(name)
+        if known is None:
+            return None
+        return known.chat() or self._add(Conversation.again(known.says))
+
+    def _add(self, chat: Conversation) -> Conversation:
+        """This is the conversation of its name now."""
+        ref = _Ref(chat, self._dropped.append)
+        ref.name = chat.name
+        self._known[chat.name] = _Known(ref, vars(chat))
+        return chat
+
+    # Save
+
+    def save(self, chat: Conversation) -> None:
+        """Save what a conversation is, if later processes can know its salt, and unless its name was forgotten."""
+        with self.lock:
+            if self._disk is not None and chat.saved and self.has(chat):
+                self._disk.save_conversation(chat.name, chat.state(), chat.written)
+
+    def save_all(self) -> None:
+        """The same for all that are in memory: their users may have changed them."""
+        if self._disk is None:
+            return
+        for name in self.names:
+            with self.lock:
+                with self._memory.lock, self._memory.change:
+                    known = self._known.get(name)
+                    chat = None if known is None else known.chat() or Conversation.again(known.says)
+                if chat is not None and chat.saved:
+                    self._disk.save_conversation(name, chat.state(), chat.written)
+
+    # Let go
+
+    def let_go(self) -> None:
+        """Put away what nobody has held for longest; see the class."""
+        if not self._dropped and len(self._idle) <= MOST_IDLE:
+            return
+        with self.lock:
+            while self._dropped:
+                ref = self._dropped[0]
+                assert isinstance(ref, _Ref)
+                with self._memory.lock, self._memory.change:
+                    known = self._known.get(ref.name)
+                    if known is not None and known.chat is ref:
+                        self._idle[ref.name] = ref
+                        self._idle.move_to_end(ref.name)
+                self._dropped.popleft()  # last: what is cut short is done again
+            while len(self._idle) > MOST_IDLE:
+                name = next(iter(self._idle))
+                if not self._put_away(name, self._idle[name]):
+                    break  # the disk fails: the next one tries again
+                self._idle.pop(name, None)
+
+    def _put_away(self, name: str, ref: _Ref) -> bool:
+        """Let a conversation leave the memory, if that loses nothing. Whether there is no more to do."""
+        known = self._known.get(name)
+        if known is None or known.chat is not ref:
+            return True  # it was opened again, or closed
+        chat = Conversation.again(known.says)
+        is_new = chat.is_blank and chat.written.digest is None
+        if not is_new:
+            if self._disk is None or not chat.saved:
+                return True
+            if not self._disk.save_conversation(name, chat.state(), chat.written):
+                return False
+        with self._memory.lock, self._memory.change:
+            if self._known.get(name) is known:  # nobody has opened it meanwhile
+                if is_new:
+                    del self._known[name]
+                else:
+                    self._known[name] = None
+        return True
+
+    # Forget
+
+    def forget(self, name: str) -> None:
+        """See `ConversationStore.forget`."""
+        with self.lock:  # nobody reads it meanwhile
+            with self._memory.lock, self._memory.change:
+                found, is_known = self._opened(name), name in self._known
+            if found is not None:
+                found.close()
+            elif is_known:
+                self._drop(name)
+
+    def remove(self, chat: Conversation) -> None:
+        """A conversation is closed: its name is free. May be done again where it was cut short."""
+        with self.lock:
+            if chat.name not in self._known or self.has(chat):  # else another one has that name by now
+                self._drop(chat.name)
+
+    def _drop(self, name: str) -> None:
+        if self._disk is not None and not self._owner.closed:
+            self._disk.drop_conversation(name)
+        with self._memory.lock, self._memory.change:
+            self._known.pop(name, None)
+            self._idle.pop(name, None)
+            self._ranks.forget(name)
