@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -18,10 +20,13 @@ from kvtier.conversation.kept import Entry, Kept
 from kvtier.conversation.tail import Tail
 from kvtier.conversation.waiting import Saved
 from kvtier.errors import BudgetError
+from kvtier.hf import generation as of
 from kvtier.kernels import launch
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.resuming.loading import LoadOrCompute
 
+#: In a key, as `_key` makes them.
+_COMPUTED_BY = re.compile(r"\(\('(transformers [^']*)', ")
 _SOONER = "what is saved is expected to be computed sooner than loaded"
 
 
@@ -77,6 +82,7 @@ class DiskTier:
         self._kept = kept
         self._new_cache = new_cache
         self._loads_all = loading == "always"
+        _tell_others(disk)
         self._archive = Archive(disk, self._open, self._layers, device)
         # What earlier processes learned on such a machine.
         self._machine = launch.machine(device())
@@ -251,7 +257,26 @@ class DiskTier:
             return list(cache.layers)
 
 
+def prefix() -> str:
+    """What the keys begin with, on the disk, of what this process computes. A model's code is Transformers', and other
+    versions of it may compute other keys and values of the same weights."""
+    return f"(({of.COMPUTED_BY!r}, "
+
+
 def _key(key: Hashable) -> str | None:
     """A key as the disk has it; None: what is under it is not saved, for other processes cannot know its salt."""
-    salt: Any = key[1]  # type: ignore[index]
-    return repr(key) if salt is None or type(salt) in (str, int, bytes) else None
+    computed_as, salt = cast(tuple[tuple[Any, ...], Any], key)
+    is_known = salt is None or type(salt) in (str, int, bytes)
+    return repr(((of.COMPUTED_BY, *computed_as), salt)) if is_known else None
+
+
+def _tell_others(disk: Disk) -> None:
+    """Say that a folder has what another version of Transformers has computed, if it has."""
+    found = {each[1] if (each := _COMPUTED_BY.match(key)) else "an unknown version of transformers" for key in disk.others}
+    if found:
+        disk.problem = (
+            f"{disk.path} has keys and values that were computed by {', '.join(sorted(found))}. This is "
+            f"{of.COMPUTED_BY}, whose models may compute others: they are computed again where they are needed. "
+            "Conversations, their ids and messages, are what they were."
+        )
+        warnings.warn(disk.problem, RuntimeWarning, stacklevel=4)

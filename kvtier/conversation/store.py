@@ -18,7 +18,7 @@ from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
 from kvtier.conversation.call import Calls
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.chunks import Disk
-from kvtier.conversation.disk_tier import DiskTier
+from kvtier.conversation.disk_tier import DiskTier, prefix
 from kvtier.conversation.encoder import EncoderOutputs, reuse_of
 from kvtier.conversation.index import packed
 from kvtier.conversation.journal import JournalledCache, note_forward
@@ -138,9 +138,10 @@ class ConversationStore:
         self.closed = False
         if directory is not None:
             limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
-            disk, device = Disk(directory, limit, of.fingerprint(model)), functools.partial(of.device_of, model)
-            self._disk_tier = DiskTier(disk, memory, self._kept, self._new_cache, device, loading)
+            disk = Disk(directory, limit, of.fingerprint(model), prefix())
+            device = functools.partial(of.device_of, model)
             try:
+                self._disk_tier = DiskTier(disk, memory, self._kept, self._new_cache, device, loading)
                 self._conversations = Conversations(self, memory, disk, self._kept.ranks)
                 for name in self._conversations.ranked:
                     chat = self._conversations.find(name)

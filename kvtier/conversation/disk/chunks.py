@@ -115,6 +115,11 @@ class Disk:
         budget: bytes of all files together, and of the manifest's rows; the files that were used longest ago go first.
             None: no limit. What conversations are is saved in any case, for it cannot be computed again.
         fingerprint: of the model, see `hf.generation.fingerprint`. Sequences of another one are refused.
+        prefix: of the keys that are looked for. What is under others stays for processes that look for it, and goes
+            first where room is needed, pinned or not.
+
+    Attributes:
+        others: keys that begin otherwise, when the folder was opened.
 
     Raises:
         ConfigError: the folder is of another model or version, or is something else.
@@ -124,7 +129,9 @@ class Disk:
     #: Seconds, of a clock that other processes have too.
     clock = staticmethod(time.time)
 
-    def __init__(self, directory: str | Path, budget: int | None, fingerprint: Mapping[str, str]) -> None:
+    def __init__(
+        self, directory: str | Path, budget: int | None, fingerprint: Mapping[str, str], prefix: str = ""
+    ) -> None:
         self._folder = Folder(directory)
         self.path = self._folder.path
         self.budget = budget
@@ -150,6 +157,10 @@ class Disk:
         self._used: dict[int, int] = {}
         self._uses = 0
         self._ranked: dict[str, Ranked] = {}
+        self.others = set[str]()
+        self._prefix = prefix
+        # Chunks of these, those that are gone included.
+        self._of_others = set[int]()
         # A number is not used again as long as the folder is open, whatever becomes of its file.
         self._next = 1
         self._stray: dict[Path, int] = {}
@@ -183,6 +194,9 @@ class Disk:
                 else:
                     self._add(row, parent)
                     used[number] = last
+                    if not row.key.startswith(self._prefix):
+                        self.others.add(row.key)
+                        self._of_others.add(number)
             if bad:
                 with self._manifest.transaction():
                     self._manifest.remove(bad)
@@ -442,7 +456,7 @@ class Disk:
     def _first(self, most: int, keep: Chunk | None) -> tuple[list[Chunk], int]:
         """The chunks that go first, until no more bytes than these are left, and how many are; `keep` stays."""
         gone, left = list[Chunk](), self.nbytes
-        level_of = self._levels()
+        level_of = self._levels() | dict.fromkeys(self._of_others, EXPIRED)
         if keep is not None and level_of:
             level_of |= dict.fromkeys([x.number for x in keep.chain()], PINNED)
         for chunk in going(self._chunks.values, level_of):
