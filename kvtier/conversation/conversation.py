@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.given import check_count
 from kvtier.conversation.ranks import rank_of, saved_rank
 from kvtier.conversation.reuse import RowReuse
 from kvtier.conversation.wake import Wake
@@ -130,9 +131,10 @@ class Conversation:
 
     def _generate(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> Any:
         ids = kwargs.get("input_ids") if inputs is None else inputs
-        if isinstance(ids, torch.Tensor) and ids.shape[0] != 1:
+        if isinstance(ids, torch.Tensor) and ids.shape[:1] != (1,):
             raise ConfigError(
-                f"A conversation has one row, and was given {ids.shape[0]}: use store.generate for those."
+                f"A conversation has one row, `[1, tokens]`, and was given {list(ids.shape)}: use store.generate for "
+                "several."
             )
         if (of.setting("num_return_sequences", self.store.model, kwargs) or 1) > 1:
             raise ConfigError("A conversation has one answer: use store.generate for several.")
@@ -212,7 +214,7 @@ class Conversation:
         """Another conversation with the same history, which is kept once.
 
         Raises:
-            ConfigError: there is one by that name.
+            ConfigError: there is one by that name, or it is what no conversation can be named.
         """
         self._check_open()
         made = self.store.open(name, salt=self.salt, new=True)
@@ -225,7 +227,8 @@ class Conversation:
         ids of a chat are then those of the last call, as far as what is left of its messages came to.
 
         Raises:
-            ConfigError: neither or both; more than there is; or tokens of a chat, whose messages say what is sent.
+            ConfigError: neither or both; what is no number; more than there is; or tokens of a chat, whose messages say
+                what is sent.
             ConcurrentUseError: a call is generating with this conversation.
         """
         self._check_open()
@@ -244,11 +247,13 @@ class Conversation:
     def _rewind_tokens(self, tokens: int) -> None:
         if self.messages:
             raise ConfigError("A chat is rewound by turns=: the next prompt is made of its messages.")
+        check_count("tokens", tokens)
         if not 0 <= tokens <= len(self.ids):
             raise ConfigError(f"tokens={tokens}: the conversation has {len(self.ids)}.")
         self.ids = self.ids[: len(self.ids) - tokens]
 
     def _rewind_turns(self, turns: int) -> None:
+        check_count("turns", turns)
         at = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not 0 <= turns <= len(at):
             raise ConfigError(f"turns={turns}: the conversation has {len(at)}.")

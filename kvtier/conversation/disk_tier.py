@@ -272,7 +272,9 @@ def _key(key: Hashable) -> str | None:
 
 def _tell_others(disk: Disk) -> None:
     """Say that a folder has what another version of Transformers has computed, if it has."""
-    found = {each[1] if (each := _COMPUTED_BY.match(key)) else "an unknown version of transformers" for key in disk.others}
+    found = {
+        each[1] if (each := _COMPUTED_BY.match(key)) else "an unknown version of transformers" for key in disk.others
+    }
     if found:
         disk.problem = (
             f"{disk.path} has keys and values that were computed by {', '.join(sorted(found))}. This is "

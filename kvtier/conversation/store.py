@@ -20,7 +20,8 @@ from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.disk_tier import DiskTier, prefix
 from kvtier.conversation.encoder import EncoderOutputs, reuse_of
-from kvtier.conversation.index import packed
+from kvtier.conversation.given import check_name, check_salt, token_ids
+from kvtier.conversation.index import WIDTH, packed
 from kvtier.conversation.journal import JournalledCache, note_forward
 from kvtier.conversation.kept import Entry, Kept
 from kvtier.conversation.names import Conversations
@@ -197,7 +198,7 @@ class ConversationStore:
         turn_of, self._last.name = getattr(self._last, "name", None), None
         if generation_config is not None:
             kwargs["generation_config"] = generation_config
-        _check_salt(salt)
+        check_salt(salt)
         given = (
             of.setting("cache_implementation", self.model, kwargs) if hasattr(self.model, "generation_config") else None
         )
@@ -319,13 +320,13 @@ class ConversationStore:
                 False, 0 and `math.inf`.
 
         Raises:
-            ConfigError: no name, or one that is taken where `new`; the conversation has another salt, or is saved and
-                cannot be read now; or a rank that cannot be. BudgetError: see `Conversation.pinned`.
+            ConfigError: what no conversation can be named, or a name that is taken where `new`; the conversation has
+                another salt, or is saved and cannot be read now; or a rank that cannot be.
+            BudgetError: see `Conversation.pinned`.
         """
         self._check_open()
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"name={name!r}: a conversation has a name, a string that is not empty.")
-        _check_salt(salt)
+        check_name(name)
+        check_salt(salt)
         rank_of(
             False if pinned is None else pinned, 0 if priority is None else priority, math.inf if ttl is None else ttl
         )  # what is wrong makes no conversation
@@ -345,8 +346,13 @@ class ConversationStore:
 
     def forget(self, name: str) -> None:
         """Forget the name of a conversation, whether it was opened or not; see `Conversation.close`. Nothing, if there
-        is none."""
+        is none.
+
+        Raises:
+            ConfigError: what no conversation can be named.
+        """
         self._check_open()
+        check_name(name)
         self._conversations.forget(name)
 
     def remove(self, chat: Conversation) -> None:
@@ -384,11 +390,11 @@ class ConversationStore:
         """Let what is kept of these tokens leave the device, as far as the host has room.
 
         Raises:
-            ConfigError: a salt that cannot be compared.
+            ConfigError: what is no token ids, or a salt that cannot be compared.
         """
         self._check_open()
-        _check_salt(salt)
-        key, row = (of.computed_as(self.model), salt), packed(ids)
+        check_salt(salt)
+        key, row = (of.computed_as(self.model), salt), token_ids(ids)
         with self.memory.lock, self.memory.change, contextlib.suppress(BudgetError):
             self.memory.collect()
             for _, entry in self._kept.pieces(key, row):
@@ -402,17 +408,18 @@ class ConversationStore:
         given up too. What is saved on the disk stays.
 
         Raises:
-            ConfigError: positions that the sequence does not have, or a salt that cannot be compared.
+            ConfigError: what is no token ids, positions that they do not have, or a salt that cannot be compared.
         """
         self._check_open()
-        _check_salt(salt)
+        check_salt(salt)
         if type(start) is not int or type(stop) is not int:
             raise ConfigError(f"start={start!r}, stop={stop!r}: give two positions, whole numbers.")
-        if not 0 <= start < stop <= len(ids):
-            raise ConfigError(f"start={start}, stop={stop}: the sequence has {len(ids)} tokens.")
+        row = token_ids(ids)
+        if not 0 <= start < stop <= len(row) // WIDTH:
+            raise ConfigError(f"start={start}, stop={stop}: the sequence has {len(row) // WIDTH} tokens.")
         with self.memory.lock, self.memory.change:
             self.memory.collect()
-            self._kept.cut_out((of.computed_as(self.model), salt), packed(ids), start, stop)
+            self._kept.cut_out((of.computed_as(self.model), salt), row, start, stop)
 
     def wake(self, ids: Sequence[int], *, salt: Hashable = None, timeout: float | None = None) -> Wake:
         """Bring what is kept of these tokens nearer, for a turn is known to come: from the disk to the host, as a call
@@ -424,17 +431,18 @@ class ConversationStore:
                 for room, or for copies of others, for half a minute.
 
         Raises:
-            ConfigError: a timeout that is not a number of seconds, or a salt that cannot be compared.
+            ConfigError: what is no token ids, a timeout that is not a number of seconds, or a salt that cannot be
+                compared.
         """
         self._check_open()
-        _check_salt(salt)
+        check_salt(salt)
         if timeout is not None and (
             isinstance(timeout, bool)
             or not isinstance(timeout, (int, float))
             or not 0 <= timeout < threading.TIMEOUT_MAX
         ):
             raise ConfigError(f"timeout={timeout!r}: give seconds, or None.")
-        return self._waker.submit((of.computed_as(self.model), salt), packed(ids), timeout)
+        return self._waker.submit((of.computed_as(self.model), salt), token_ids(ids), timeout)
 
     # Life
 
@@ -622,18 +630,6 @@ class ConversationStore:
         self.memory.check_integrity()
         with self.memory.lock, self.memory.change:
             self._kept.check_integrity()
-
-
-def _check_salt(salt: object) -> None:
-    """Whether calls can be found by a salt.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    try:
-        hash(salt)
-    except TypeError:
-        raise ConfigError(f"salt={salt!r} cannot be compared: give a string, a number or a tuple of these.") from None
 
 
 def _new_cache(caches: weakref.WeakSet[JournalledCache], *args: Any, **options: Any) -> JournalledCache:

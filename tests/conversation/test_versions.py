@@ -112,12 +112,13 @@ def test_a_folder_is_left_to_others_where_the_warning_is_an_error(
     under(OTHER, monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match="computed by"):
+        with pytest.raises(RuntimeWarning, match="computed by") as held:
             store_of(model, directory=tmp_path)
     monkeypatch.undo()
     with store_of(model, directory=tmp_path) as store:
         store.generate(**ones(some_ids(20)), **GREEDY)
         assert store.reuse[0].loaded == 19
+    assert held.value, "which keeps alive what was made"
 
 
 def test_what_others_have_computed_goes_first_where_room_is_needed_pinned_or_not(tmp_path: Path) -> None:
