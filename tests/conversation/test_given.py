@@ -33,7 +33,7 @@ IDS: dict[str, Any] = {
     "floats": [1.0, 2.0],
     "too large": [2**70],
     "rows": [[1, 2]],
-    "many floats": [1.5] * 10_000,
+    "long": [1.5] * 10_000,
     "tensor of rows": torch.tensor([[1, 2]]),
     "tensor of none": torch.tensor(5),
     "tensor of floats": torch.tensor([1.5]),

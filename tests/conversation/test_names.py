@@ -28,7 +28,7 @@ def objects() -> int:
 
 
 def others(store: ConversationStore, count: int = 2 * MOST_IDLE) -> None:
-    """So many conversations are opened and dropped, so that those before them are put away."""
+    """This number of conversations is opened and dropped, so that those before are put away."""
     for n in range(count):
         store.open(f"other {n}")
     store.open("last")

@@ -187,7 +187,7 @@ def test_a_turn_of_a_long_conversation_writes_what_it_adds(tmp_path: Path) -> No
     assert sum(written) / len(written) < 30_000
     assert disk.conversation("a") == {"ids": ids, "messages": messages, "used": 99}
     rows = disk._manifest._db.execute("SELECT count(*) FROM pieces").fetchone()[0]
-    assert rows < 16, "a conversation of many turns is read in few"
+    assert rows < 16, "the turns of a long conversation are read in a row each"
     disk.close()
 
 
