@@ -70,6 +70,7 @@ class PlannedForward:
         self._rooms: dict[ComputeDevice, int] = {}
         self._record = StepRecord()
         self._began = 0.0
+        self._ended: float | None = None
         self._last: StepRecord | None = None
         #: What the policy expects of the step under way, by device.
         self._expected: dict[ComputeDevice, float] = {}
@@ -131,16 +132,26 @@ class PlannedForward:
         """A step begins: the last one is over, and its record is made."""
         now = time.perf_counter()
         self.memory.clock += 1
+        self._take_turn(now)
         record = self._record
         if self._before is not None:
             self._observe(self._before, now)
             record = self._record = StepRecord()  # the policy may keep that one
         record.tokens, record.layers, record.cache = tokens, 0, self._held.owner.number
         self._expected.clear()
-        self._began = now
+        self._began, self._ended = now, None
         self._before = _totals(self.counters) if self._schedules else None
         if tracing.active is not None:
             self._trace_step(tracing.active, tokens, now)
+
+    def _take_turn(self, now: float) -> None:
+        """The step of another cache that came last ends here, if all of its layers have had their tokens: what follows
+        is not time that it takes, and hides no copies of it. Of two threads' steps neither ends before its next one."""
+        memory, before = self.memory, None if self.memory.turn is None else self.memory.turn()
+        if before is not self:
+            memory.turn = weakref.ref(self)
+            if before is not None and before._ended is None and before._record.layers >= len(before.readers):
+                before._ended = now
 
     def _trace_step(self, tracer: tracing.Trace, tokens: int, now: float) -> None:
         for reader in self.readers.values():
@@ -153,7 +164,7 @@ class PlannedForward:
         record = self._record
         if not record.tokens:
             return
-        record.seconds = now - self._began
+        record.seconds = (now if self._ended is None else self._ended) - self._began
         for name, was, total in zip(_MEASURED.values(), before, _totals(self.counters), strict=True):
             setattr(record, name, total - was)
         self._last = record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -144,6 +145,8 @@ class TieredMemory:
         self.conceding: list[Callable[[], bool]] = []
         #: Rises with every forward: for policies, see `BlockSet.last_used`.
         self.clock = 0
+        #: Whose forward began last.
+        self.turn: weakref.ref[Any] | None = None
         self._engine = engine
         self._poison = poison
         self._owners: dict[int, Owner] = {}

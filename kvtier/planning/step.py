@@ -112,7 +112,8 @@ class StepRecord:
     Attributes:
         tokens: new tokens per sequence, at the most.
         layers: that were updated.
-        seconds: from the first update to the next step's, what the caller does between the two included.
+        seconds: from the first update to the next step's, what the caller does between the two included; or to that of
+            another cache of the memory, if one came first.
         bytes_up, bytes_down: of blocks that began to move in it.
         seconds_up, seconds_down: that such copies took, as far as they have ended.
         host_seconds: of attention on host threads.

@@ -323,7 +323,7 @@ def test_steps_of_some_tokens_and_of_one_are_learned_apart() -> None:
                 cache=1,
             )
         )
-    one, several = (policy._caches[1, "cuda:0", x].model for x in (False, True))
+    one, several = (policy._caches[1]["cuda:0", x].model for x in (False, True))
     for model, tokens in ((one, 1), (several, 5)):
         assert model.rates.host == pytest.approx(nbytes / host_seconds[tokens])
         assert model.rates.up == pytest.approx(nbytes / 0.02)
@@ -349,7 +349,7 @@ def test_kinds_of_steps_in_turn_see_the_same_link_and_do_not_make_it_flap() -> N
     for _ in range(STEPS):
         trial.load = replace(small, tokens=rng.choice((1, 5)))  # a draft to verify is not found for each step
         trial.step()
-        seen += [known.model.rates.up for known in policy._caches.values()]
+        seen += [known.model.rates.up for each in policy._caches.values() for known in each.values()]
     assert max(seen) <= 1.2 * min(seen)
     found = policy.decisions(1)
     assert len([x for x in found if x.step > 30 and x.reason == "model"]) <= 2
@@ -400,6 +400,35 @@ def test_its_answer_does_not_depend_on_what_other_caches_do() -> None:
         state.cache = 2
         shared.plan(state)
     assert [x.prediction.share for x in shared.decisions(1)] == [x.prediction.share for x in alone.decisions(1)]
+
+
+def test_a_new_cache_knows_the_link_that_another_one_uses() -> None:
+    slow = replace(RATES, up=RATES.up / 4, down=RATES.down / 4)
+    policy = Adaptive()
+    Simulation(policy, Machine(slow), LOAD).run(60)
+    known = policy.model(1)
+    assert known is not None
+    state = Simulation(policy, Machine(slow), LOAD)._state()
+    state.cache = 2
+    policy.plan(state)
+    found = policy.model(2)
+    assert found is not None
+    assert (found.rates.up, found.rates.host) == (known.rates.up, Adaptive().rates.host)
+    assert found.rates.up == pytest.approx(slow.up, rel=0.1)
+
+
+def test_caches_that_take_turns_each_learn_however_long_ago_theirs_was() -> None:
+    policy = Adaptive()
+    each = [Simulation(policy, Machine(RATES), LOAD, number) for number in range(300)]
+    for _ in range(12):
+        for number, simulation in enumerate(each):
+            state = simulation._state()
+            state.cache = number
+            policy.plan(state)
+            policy.observe(StepRecord(cache=number, tokens=1, layers=16, seconds=0.01, bytes_up=10**8, seconds_up=0.01))
+    models = [policy.model(number) for number in range(300)]
+    assert {x.linear is not None for x in models if x is not None} == {True}
+    assert None not in models
 
 
 def test_a_median_follows_a_lasting_change_and_ignores_a_shorter_one() -> None:

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from least_recently_used import EvictLeastRecentlyUsed
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvtier import BudgetError, ConfigError, Policy, TieredKVCache, TieredMemory
+from kvtier.forward import planned
 from kvtier.planning.costs import Prediction
 from kvtier.planning.policy import RESERVE_SHARE, Candidate, Victims, level
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
@@ -379,6 +381,46 @@ def test_what_counts_as_a_whole_number_is_taken_as_one(whole: Any, model: LlamaF
     cache = TieredKVCache(CONFIG, device_budget=24 * SLOT, block_size=SIZE, policy=policy)
     assert tokens(model, cache, ids) == tokens(model, DynamicCache(config=CONFIG), ids)
     cache.check_integrity()
+
+
+def test_what_a_step_takes_ends_as_another_cache_begins_one(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two caches of a memory in turn, a second for each forward and ten behind it: each is told of its own."""
+    now = [0.0]
+    monkeypatch.setattr(planned, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    ids, policy = torch.randint(64, (1, 61), generator=torch.Generator().manual_seed(0)), Whimsical(0)
+    memory = TieredMemory(device_budget=48 * SLOT, policy=policy)
+    with torch.no_grad():
+        caches = [TieredKVCache(CONFIG, memory=memory, block_size=SIZE) for _ in range(2)]
+        for step in range(6):
+            for cache in caches[: 1 if step == 5 else 2]:
+                model(ids[:, :45] if not step else ids[:, 44 + step : 45 + step], past_key_values=cache)
+                now[0] += 1.0
+            now[0] += 10.0
+        of = [[x.seconds for x in policy.seen if x.cache == cache._forward._held.owner.number] for cache in caches]
+        # The first one's step ends as the other's begins, and that one's as the first one's next begins.
+        assert of[0][-3:] == [1.0, 1.0, 1.0]
+        assert of[1][-3:] == [11.0, 11.0, 11.0]
+        # A step that begins in the middle of another cache's forward, as one of another thread may, ends nothing.
+        first, second = caches
+        middle = [lambda: model(ids[:, 49:50], past_key_values=second)]
+
+        def begins_another(*args: Any) -> None:
+            if middle:
+                now[0] += 3.0
+                middle.pop()()
+
+        hook = model.model.layers[1].register_forward_pre_hook(begins_another)
+        model(ids[:, 50:51], past_key_values=first)
+        hook.remove()
+        now[0] += 4.0
+        model(ids[:, 51:52], past_key_values=first)
+        assert policy.seen[-1].seconds == 7.0
+        assert policy.seen[-1].cache == first._forward._held.owner.number
+    for cache in caches:
+        cache.close()
+    memory.close()
 
 
 @pytest.mark.parametrize("host_attention", [True, False])

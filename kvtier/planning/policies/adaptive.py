@@ -37,7 +37,7 @@ PRICE = 0.0025
 #: A probe ends after so many steps that took longer than before it.
 GIVEN_UP = 3
 #: Caches of which something is kept, the latest ones.
-CACHES = 256
+CACHES = 1024
 
 
 @dataclass(slots=True)
@@ -84,8 +84,8 @@ class _Cache:
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=64))
 
 
-#: Cache, device, and whether its steps are of several tokens each, as those that verify drafts.
-_Key = tuple[int, str, bool]
+#: Of a cache's steps: the device, and whether they are of several tokens each, as those that verify drafts.
+_Kind = tuple[str, bool]
 
 
 class Adaptive(FixedShare):
@@ -104,7 +104,7 @@ class Adaptive(FixedShare):
         self._default = Policy(write_through=write_through)
         #: What is stored of devices.
         self._stored: dict[str, Rates] = {}
-        self._caches: dict[_Key, _Cache] = {}
+        self._caches: dict[int, dict[_Kind, _Cache]] = {}
 
     def plan(self, state: StepState) -> StepPlan:
         """See `Policy.plan`."""
@@ -131,7 +131,7 @@ class Adaptive(FixedShare):
 
     def observe(self, record: StepRecord) -> None:
         """See `Policy.observe`."""
-        mine = [(key[2], known) for key, known in self._caches.items() if key[0] == record.cache]
+        mine = [(several, known) for (_, several), known in self._caches.get(record.cache, {}).items()]
         # Of what was planned on any device, for steps of whichever kind: the record is of all of it.
         copies = sum([known.prediction.copies for _, known in mine if known.prediction is not None])
         for several, known in mine:
@@ -155,27 +155,29 @@ class Adaptive(FixedShare):
     # Choosing
 
     def _cache(self, cache: int, device: str, several: bool) -> _Cache:
-        key = (cache, device, several)
-        known = self._caches.pop(key, None)
-        if known is None:
-            rates = self._stored.get(device, self.rates)
-            other = self._caches.get((cache, device, not several))
-            if other is not None:  # it is the same link
-                rates = replace(rates, up=other.model.rates.up, down=other.model.rates.down)
-            known = _Cache(CostModel(rates))
+        mine = self._caches.pop(cache, None)
+        if mine is None:
             if len(self._caches) >= CACHES:
                 del self._caches[next(iter(self._caches))]
-        self._caches[key] = known  # the latest last
+            mine = {}
+        kind = (device, several)
+        known = mine.pop(kind, None)
+        if known is None:
+            rates = self._stored.get(device, self.rates)
+            latest = next((x for each in (mine, *reversed(self._caches.values())) for x in _on(device, each)), None)
+            if latest is not None:  # it is the same link
+                rates = replace(rates, up=latest.model.rates.up, down=latest.model.rates.down)
+            known = _Cache(CostModel(rates))
+        self._caches[cache], mine[kind] = mine, known  # the latest last
         return known
 
     def _last_share(self, state: StepState) -> float | None:
         """The share of the cache's last step that decoded; None: there was none. The next such step is planned
         again."""
         share = None
-        for (cache, device, _), known in self._caches.items():  # the latest last
-            if cache == state.cache and device == state.device:
-                known.prediction = known.plan = None
-                share = known.choice / (CHOICES - 1) if known.started else share
+        for known in self._of(state.cache, state.device):  # the latest last
+            known.prediction = known.plan = None
+            share = known.choice / (CHOICES - 1) if known.started else share
         return share
 
     def _is_due(self, known: _Cache, spilled: int) -> bool:
@@ -311,7 +313,7 @@ class Adaptive(FixedShare):
     def prediction(self, cache: int, device: str) -> Prediction | None:
         """See `Policy.prediction`."""
         for several in (False, True):
-            known = self._caches.get((cache, device, several))
+            known = self._caches.get(cache, {}).get((device, several))
             if known is not None and known.model.linear is not None and known.prediction is not None:
                 return known.prediction
         return None
@@ -327,4 +329,9 @@ class Adaptive(FixedShare):
         return None if found is None else found.model
 
     def _of(self, cache: int, device: str | None) -> list[_Cache]:
-        return [known for (c, d, _), known in self._caches.items() if c == cache and device in (None, d)]
+        return _on(device, self._caches.get(cache, {}))
+
+
+def _on(device: str | None, mine: dict[_Kind, _Cache]) -> list[_Cache]:
+    """What is known of a cache's steps on a device; None: on any."""
+    return [known for (at, _), known in mine.items() if device in (None, at)]
