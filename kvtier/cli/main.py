@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import select
 import sys
 from collections.abc import Sequence
 
@@ -14,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0; 1: the answer is no; 2: an error, told in a sentence on stderr; 130 after Ctrl-C.
+        0; 1: the answer is no; 2: an error, told in a sentence on stderr; 130 after Ctrl-C; 141 where whoever reads
+        the output has gone, as of a program that SIGPIPE ends.
     """
     parser = argparse.ArgumentParser(prog="kvtier", description="A tiered KV cache for Hugging Face Transformers.")
     parser.add_argument("--version", action="version", version=f"kvtier {sys.modules['kvtier'].__version__}")
@@ -27,18 +31,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add(commands)
     _add_calibrate(commands)
     _add_replay(commands)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(_joined(sys.argv[1:] if argv is None else argv))
     if "run" not in args:
         parser.print_help(sys.stderr)
         return 2
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()  # here, where its error is caught
+        return status
+    except BrokenPipeError as error:
+        if not _reader_is_gone():
+            print(f"kvtier: {error}", file=sys.stderr)
+            return 2
+        return 141
     except (KVTierError, OSError) as error:
         print(f"kvtier: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kvtier: interrupted", file=sys.stderr)
         return 130
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """Arguments in which a value such as -1GiB belongs to the option before it, as after "=": what is wrong with it is
+    then said by whoever reads the value, and not that there is none."""
+    found: list[str] = []
+    for text in argv:
+        if found and re.fullmatch(r"--[a-z][a-z-]*", found[-1]) and re.match(r"-[\d.]", text):
+            found[-1] += f"={text}"
+        else:
+            found.append(text)
+    return found
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads what is printed, as after `| head`. What is left to print is then dropped."""
+    try:
+        number = sys.stdout.fileno()
+        asked = select.poll()
+        asked.register(number, select.POLLOUT)
+        if not any(event & (select.POLLERR | select.POLLHUP) for _, event in asked.poll(0)):
+            return False
+    except (AttributeError, OSError, ValueError):  # no file, or no such question on this system
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # else Python complains when it ends
+    return True
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -6,17 +6,26 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvtier.cli.store import count
-from kvtier.config import format_size, parse_bytes
+from kvtier.config import AUTO, format_size, parse_bytes, parse_size
 from kvtier.errors import ConfigError
-from kvtier.planning.hardware.machines import MACHINES, Machine, ModelSize, link, machine
+from kvtier.planning.hardware.machines import MACHINES, Machine, ModelSize, Weights, link, machine
 from kvtier.planning.hardware.model_size import divided, divisors, model_size
 from kvtier.planning.hardware.profile import HardwareProfile
-from kvtier.planning.reports.outlook import Demand, Outlook, foresee, most_tokens, on_device
+from kvtier.planning.reports.outlook import (
+    BLOCK,
+    Demand,
+    Outlook,
+    foresee,
+    kv_bytes,
+    more_memory,
+    most_tokens,
+    on_device,
+)
 
 #: Share of a device that activations, the allocator and the driver take, besides weights.
 ACTIVATIONS = 0.1
@@ -59,8 +68,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--devices", type=positive, default=1, help="devices that heads and weights are divided over (1)"
     )
-    parser.add_argument("--device-budget", help="of each device, for KV (what weights and activations leave)")
-    parser.add_argument("--host-budget", default=HOST_BUDGET, help=f"of the host, for KV ({HOST_BUDGET})")
+    parser.add_argument(
+        "--device-budget",
+        help="of each device, for KV: bytes, a share of what weights leave, or auto: less activations (auto)",
+    )
+    parser.add_argument("--host-budget", default=HOST_BUDGET, help=f"of the host, for KV, in bytes ({HOST_BUDGET})")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw tokens per second by context")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -81,19 +93,78 @@ def positive(text: str) -> int:
     return int(text)
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is planned, for whoever shows it.
+
+    Attributes:
+        args: of the command.
+        model: the whole one.
+        profile, known: of the machine; its datasheet, where it was named.
+        demand, outlook: of one device.
+        positions: that the model has, where that is known.
+        room: bytes of one device that weights, activations and what is not tiered leave; None: nobody knows, or there
+            is no device.
+        counted: whether the weights were counted in the model.
+        notes: for a reader.
+    """
+
+    args: argparse.Namespace
+    model: ModelSize
+    profile: HardwareProfile
+    known: Machine | None
+    demand: Demand
+    outlook: Outlook
+    positions: int | None
+    room: int | None
+    counted: bool
+    notes: tuple[str, ...]
+
+    @property
+    def of_device(self) -> ModelSize:
+        """One device's part of the model."""
+        return divided(self.model, self.args.devices)
+
+
 def run(args: argparse.Namespace) -> int:
     """Carry out the command. Returns the exit status."""
+    plan = _planned(args)
+    if args.json:
+        print(json.dumps(_as_json(plan), indent=1))
+    else:
+        print(table(plan))
+    if args.plot is not None:
+        from kvtier.cli.plot import draw
+
+        curves = _curves(plan.of_device, plan.profile, plan.demand)
+        draw(args.plot, _title(args, plan.profile), curves, on_device(plan.of_device, plan.demand))
+        if not args.json:
+            print(f"picture: {args.plot}")
+    return 0
+
+
+def _planned(args: argparse.Namespace) -> _Plan:
+    """What the command is asked for. Raises ConfigError: it cannot be."""
+    if args.plot is not None:
+        from kvtier.cli.plot import check
+
+        check(args.plot)
     raw = _raw_config(args.model)
-    config = completed_config(raw)
+    config, notes = completed_config(raw)
+    weights, uncounted = _weights(raw)
     positions = _positions(raw)
     if args.context is None:
         args.context = min(CONTEXT, positions or CONTEXT)
-    assumed = args.device is None and args.profile is None
-    if args.device is None:
-        args.device = DEVICE
-    whole = model_size(config)
+    if args.device is None and args.profile is None:
+        others = ", ".join(name for name in MACHINES if name != DEVICE)
+        notes += (
+            f"No machine was named, so an {DEVICE} is assumed. --device takes {others}; --profile, a measured one.",
+        )
+    args.device = args.device or DEVICE if args.profile is None else args.device
+    whole = model_size(config, weights)
     model = divided(whole, args.devices)
     profile, known = _profile(args, config, model)
+    room = _left(args, model, known) if known is not None and known.overlaps else None
     demand = Demand(args.context, args.batch, *_budgets(args, model, whole, profile, known))
     try:
         outlook = foresee(model, profile, demand)
@@ -101,17 +172,9 @@ def run(args: argparse.Namespace) -> int:
         if args.devices == 1:
             raise
         raise ConfigError(f"Of each of {args.devices} devices: {error}") from error
-    if args.json:
-        print(json.dumps(_as_json(args, whole, profile, demand, outlook, positions), indent=1))
-    else:
-        print(table(args, whole, profile, demand, outlook, positions, assumed=assumed))
-    if args.plot is not None:
-        from kvtier.cli.plot import draw
-
-        draw(args.plot, _title(args, profile), _curves(model, profile, demand), on_device(model, demand))
-        if not args.json:
-            print(f"picture: {args.plot}")
-    return 0
+    if uncounted:
+        notes += (f"The weights are estimated from the config's sizes: {uncounted}.",)
+    return _Plan(args, whole, profile, known, demand, outlook, positions, room, weights is not None, notes)
 
 
 def read_config(name: str) -> Mapping[str, Any]:
@@ -120,14 +183,31 @@ def read_config(name: str) -> Mapping[str, Any]:
     Raises:
         ConfigError: there is none, or it is no config.
     """
-    return completed_config(_raw_config(name))
+    return completed_config(_raw_config(name))[0]
 
 
-def completed_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with the defaults of its model type."""
+def completed_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The config with the defaults of its model type; and what a reader has to know of it."""
     from kvtier.hf.model_config import completed
 
-    return completed(config)
+    found, why = completed(config)
+    text = config.get("text_config")
+    if not why or "layer_types" in (text if isinstance(text, Mapping) else config):
+        return found, ()
+    return found, (
+        f"Which layers have full attention is not known, and all are taken to have it: {why}. If some have not, less "
+        "KV is tiered than this plan says.",
+    )
+
+
+def _weights(config: Mapping[str, Any]) -> tuple[Weights | None, str]:
+    """The weights as they are counted in the model; or why they could not be."""
+    from kvtier.hf.weights import count_weights
+
+    try:
+        return count_weights(config), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 def _raw_config(name: str) -> Mapping[str, Any]:
@@ -236,115 +316,179 @@ def _budgets(
     """
     host = parse_bytes("--host-budget", args.host_budget) // args.devices
     on_host = profile.name.partition(",")[0] == "cpu"  # and so is all KV
-    if args.device_budget is None:
-        if on_host:
-            return 0, host
-        if known is None:
-            raise ConfigError("A profile does not say how much memory is left for KV: give --device-budget.")
-        return _left(args, model, whole, known), host
+    size = _device_budget(args)
     if on_host:
-        raise ConfigError("All KV of a cpu is in the host's memory: leave --device-budget away.")
-    budget, weights = parse_bytes("--device-budget", args.device_budget), model.weight_bytes
-    bounded = args.batch * model.bounded_bytes(args.context)
-    if known is not None and budget + weights + bounded > known.device_bytes:
-        windows = f" and windows and states, {format_size(bounded)}," if bounded else ","
+        if args.device_budget is not None:
+            raise ConfigError("All KV of a cpu is in the host's memory: leave --device-budget away.")
+        return 0, host
+    if known is None and not isinstance(size, int):
+        raise ConfigError("A profile does not say how much memory is left for KV: give --device-budget in bytes.")
+    if known is None:
+        assert isinstance(size, int)
+        return size, host
+    if size == AUTO:
+        left = _left(args, model, known)
+        if left <= 0:
+            raise ConfigError(_no_room(args, model, whole, known))
+        return left, host
+    free = known.device_bytes - model.weight_bytes - args.batch * model.beyond_bytes(args.context)
+    if isinstance(size, float) and free > 0:
+        size = max(int(free * size), 1)
+    if not isinstance(size, int) or size > free:
         raise ConfigError(
-            f"--device-budget {args.device_budget} and the weights, {format_size(weights)}{windows} are more than the "
-            f"{format_size(known.device_bytes)} of each device."
+            f"--device-budget {args.device_budget} and the weights, {format_size(model.weight_bytes)}"
+            f"{_beyond(args, model, ' and ')}, are more than the {format_size(known.device_bytes)} of each device."
         )
-    return budget, host
+    return size, host
 
 
-def _left(args: argparse.Namespace, model: ModelSize, whole: ModelSize, known: Machine) -> int:
-    """Bytes of each device that weights, activations, windows and states leave. Raises ConfigError: none."""
+def _device_budget(args: argparse.Namespace) -> int | float | str:
+    """What is asked for of each device, as `parse_size` reads it."""
+    return AUTO if args.device_budget is None else parse_size("--device-budget", args.device_budget)
 
-    def left(part: ModelSize) -> int:
-        bounded = args.batch * part.bounded_bytes(args.context)
-        return int(known.device_bytes * (1 - ACTIVATIONS)) - part.weight_bytes - bounded
 
-    found = left(model)
-    if found <= 0:
-        least = next((n for n in divisors(whole) if n > args.devices and left(divided(whole, n)) > 0), 0)
-        bounded = args.batch * model.bounded_bytes(args.context)
-        windows = f", windows and states {format_size(bounded)}" if bounded else ""
-        raise ConfigError(
-            f"The weights take {format_size(model.weight_bytes)} of {format_size(known.device_bytes)} on each device"
-            f"{windows}, and activations {ACTIVATIONS:.0%}: there is no room for KV. "
-            + (f"With --devices {least} there is." if least else "Take smaller weights or larger devices.")
-        )
-    return found
+def _beyond(args: argparse.Namespace, model: ModelSize, joint: str) -> str:
+    """What all sequences keep on a device outside every budget, as part of a sentence; "" where that is nothing."""
+    parts = {
+        "windows and states": model.bounded_bytes(args.context),
+        "KV that grows and is not tiered": model.growing_bytes(args.context),
+        "one layer's dense keys and values": model.dense_bytes(args.context),
+    }
+    return "".join(f"{joint}{name}, {format_size(args.batch * x)}" for name, x in parts.items() if x)
+
+
+def _left(args: argparse.Namespace, model: ModelSize, known: Machine) -> int:
+    """Bytes of a device that weights, activations and what is not tiered leave; negative where they take more."""
+    return _usable(model, known) - args.batch * model.beyond_bytes(args.context)
+
+
+def _usable(model: ModelSize, known: Machine) -> int:
+    """Bytes of a device that weights and activations leave."""
+    return int(known.device_bytes * (1 - ACTIVATIONS)) - model.weight_bytes
+
+
+def _no_room(args: argparse.Namespace, model: ModelSize, whole: ModelSize, known: Machine) -> str:
+    least = next((n for n in divisors(whole) if n > args.devices and _left(args, divided(whole, n), known) > 0), 0)
+    return (
+        f"The weights take {format_size(model.weight_bytes)} of {format_size(known.device_bytes)} on each device"
+        f"{_beyond(args, model, '; ')}; and activations {ACTIVATIONS:.0%}: there is no room for KV. "
+        + (f"With --devices {least} there is." if least else "Take smaller weights or larger devices.")
+    )
+
+
+def _longest(plan: _Plan) -> int | None:
+    """The longest context for which there is room; None: nothing grows, or nobody knows how much room there is."""
+    model, demand, known = plan.of_device, plan.demand, plan.known
+    most = most_tokens(model, demand) if model.layers else None
+    grows = demand.sequences * (model.growing_bytes(1) + model.dense_bytes(1))
+    if not grows or known is None or not known.overlaps:
+        return most
+    room = _usable(model, known) - demand.sequences * model.bounded_bytes(demand.context)
+    if most is None:
+        return room // grows // BLOCK * BLOCK
+    if _device_budget(plan.args) != AUTO:  # what grows has the rest, as `_budgets` takes it: with that of activations
+        rest = room + int(known.device_bytes * ACTIVATIONS) - demand.device_bytes
+        return min(most, rest // grows // BLOCK * BLOCK)
+    tiered = kv_bytes(model, BLOCK, demand.sequences) // BLOCK
+    return min(room // grows, (room + demand.host_bytes) // (grows + tiered)) // BLOCK * BLOCK
 
 
 # What is shown
 
 
-def table(
-    args: argparse.Namespace,
-    model: ModelSize,
-    profile: HardwareProfile,
-    demand: Demand,
-    outlook: Outlook,
-    positions: int | None,
-    *,
-    assumed: bool,
-) -> str:
-    """The plan for a reader.
-
-    Args:
-        positions: that the model has, where that is known.
-        assumed: nobody named the machine.
-    """
-    n, per_token = args.devices, model.layers * model.kv_bytes
+def table(plan: _Plan) -> str:
+    """The plan for a reader."""
+    args, model, profile, demand, outlook = plan.args, plan.model, plan.profile, plan.demand, plan.outlook
+    n, each = args.devices, divided(model, args.devices)
     known = "estimates from datasheets" if not profile.measured else f"measured: {', '.join(sorted(profile.measured))}"
-    each = "1 sequence" if demand.sequences == 1 else f"each of {demand.sequences:,} sequences"
-    most = most_tokens(divided(model, n), demand)
+    source = "counted" if plan.counted else "estimated"
+    weights = f"{_millions(model.parameters)} weights ({format_size(model.weight_bytes)}, {source})"
     lines = [
-        f"{args.model}: {_millions(model.parameters)} weights ({format_size(model.weight_bytes)}), "
-        f"{count(model.layers, 'layer')} with full attention, "
-        + (
-            f"latents of {model.latent}, "
-            if model.latent
-            else f"{count(model.kv_heads, 'KV head')} of {model.head_dim}, "
-        )
-        + f"{format_size(per_token)} of KV per token"
-        + (" on each device" if model.latent and n > 1 else ""),
+        f"{args.model}: {weights}, {_layers(plan)}",
         f"{n} x {profile.name} ({known})" if n > 1 else f"{profile.name} ({known})",
-    ]
-    if assumed:
-        others = ", ".join(name for name in MACHINES if name != DEVICE)
-        lines.append(
-            f"  No machine was named, so an {DEVICE} is assumed. --device takes {others}; --profile, a measured one."
-        )
-    lines += [
+        *(f"  {note}" for note in plan.notes),
         "",
-        f"KV of {count(demand.sequences, 'sequence')} of {count(demand.context, 'token')}: "
-        f"{format_size(outlook.kv_bytes * n)}",
-        f"  on the device     {format_size(outlook.device_kv * n):>10}   of {format_size(demand.device_bytes * n)}",
-        f"  on the host only  {format_size(outlook.host_kv * n):>10}   of {format_size(demand.host_bytes * n)}",
     ]
-    bounded = demand.sequences * model.bounded_bytes(demand.context)
-    if bounded:
-        lines.append(f"  windows, states   {format_size(bounded):>10}   on the device besides")
-    lines += [
-        f"  longest context   {min(most, positions or most):>10,}   tokens of {each}"
-        + (f", all positions of the model; there is room for {most:,}" if positions and positions < most else ""),
-    ]
+    sequences = f"{count(demand.sequences, 'sequence')} of {count(demand.context, 'token')}"
+    if model.layers:
+        lines += [
+            f"KV of {sequences}: {format_size(outlook.kv_bytes * n)}",
+            f"  on the device     {format_size(outlook.device_kv * n):>10}   of {format_size(demand.device_bytes * n)}",
+            f"  on the host only  {format_size(outlook.host_kv * n):>10}   of {format_size(demand.host_bytes * n)}",
+        ]
+    else:
+        lines += [
+            "No layer of this model has full attention alone: nothing is tiered, and a TieredKVCache saves no memory.",
+            f"What the cache of {sequences} keeps:",
+        ]
+    place = "host" if profile.name.partition(",")[0] == "cpu" else "device"
+    outside = f"on the {place} besides, outside every budget"
+    for what, nbytes, where in (
+        ("windows, states", each.bounded_bytes(demand.context), outside),
+        ("KV not tiered", each.growing_bytes(demand.context), f"{outside}; it grows"),
+        ("a layer, dense", each.dense_bytes(demand.context), f"on the {place} while it is expanded from latents"),
+    ):
+        if nbytes:
+            lines.append(f"  {what:<16}  {format_size(demand.sequences * nbytes * n):>10}   {where}")
+    lines += _reach(plan)
     if outlook.prefill_seconds is not None:
         seconds = outlook.prefill_seconds
         time = f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
         lines.append(f"  prefill           {time:>10}   of all prompts")
-    if positions and demand.context > positions:
-        lines.append(f"  Note: {demand.context:,} tokens fit, but the model has only {positions:,} positions.")
+    if plan.positions and demand.context > plan.positions:
+        lines.append(f"  Note: {demand.context:,} tokens fit, but the model has only {plan.positions:,} positions.")
     lines += ["", f"{'policy':<20}{'ms / step':>11}{'tokens / s':>12}{'fetched':>12}{'on host':>12}  bound by"]
     for x in outlook.speeds:
         lines.append(
             f"{x.name:<20}{1e3 * x.seconds:>11.4g}{x.tokens:>12.4g}{format_size(x.fetched_bytes * n):>12}"
             f"{format_size(x.host_bytes * n):>12}  {x.binding}"
         )
+    if any(x.name == "all-fetch" and x.host_bytes for x in outlook.speeds):
+        lines.append("all-fetch: the budget has no room to fetch all of a layer in time; the host attends to the rest.")
     if outlook.changes:
         lines += ["", "adaptive would be, with" + (", for each device" if n > 1 else "")]
         lines += [f"  {what:<34}{times:>5.2f} x as fast" for what, times in outlook.changes]
+        left = _unused(plan)
+        if left is not None and more_memory(demand) > left:
+            lines[-len(outlook.changes)] += f"   hypothetical: the device has {format_size(left)} left"
     return "\n".join(lines)
+
+
+def _layers(plan: _Plan) -> str:
+    """What layers a model has, and the KV of a token."""
+    model = plan.model
+    kinds = [f"{count(model.layers, 'layer')} with full attention"]
+    for number, what in (
+        (model.windowed, f"with a window of {model.window:,}"),
+        (model.recurrent, "with a recurrent state"),
+        (model.growing, "with KV that grows and is not tiered"),
+    ):
+        kinds += [f"{number} {what}"] if number else []
+    heads = f"{count(model.kv_heads, 'KV head')} of {model.head_dim}"
+    per_token = (model.layers + model.growing) * model.kv_bytes
+    kinds.append(f"latents of {model.latent}" if model.latent else heads)
+    if per_token:
+        whole = " on each device" if model.latent and plan.args.devices > 1 else ""
+        kinds.append(f"{format_size(per_token)} of KV per token{whole}")
+    return ", ".join(kinds)
+
+
+def _reach(plan: _Plan) -> list[str]:
+    """A line that says how long a context may be."""
+    most, positions, sequences = _longest(plan), plan.positions, plan.demand.sequences
+    shown = min(x for x in (most, positions) if x is not None) if (most, positions) != (None, None) else None
+    if shown is None:
+        return []
+    each = "1 sequence" if sequences == 1 else f"each of {sequences:,} sequences"
+    line = f"  longest context   {shown:>10,}   tokens of {each}"
+    if positions and (most is None or positions < most):
+        line += ", all positions of the model" + (f"; there is room for {most:,}" if most else "")
+    return [line]
+
+
+def _unused(plan: _Plan) -> int | None:
+    """Bytes of a device that the budget leaves; None: nobody knows."""
+    return None if plan.room is None else max(plan.room - plan.demand.device_bytes, 0)
 
 
 def _millions(weights: int) -> str:
@@ -353,22 +497,19 @@ def _millions(weights: int) -> str:
     return f"{weights / scale:.3g} {word}" if word else f"{weights:,}"
 
 
-def _as_json(
-    args: argparse.Namespace,
-    model: ModelSize,
-    profile: HardwareProfile,
-    demand: Demand,
-    outlook: Outlook,
-    positions: int | None,
-) -> dict[str, Any]:
+def _as_json(plan: _Plan) -> dict[str, Any]:
     return {
-        "model": args.model,
-        "size": asdict(model),
-        "positions": positions,
-        "devices": args.devices,
-        "profile": json.loads(profile.to_json()),
-        "demand_per_device": asdict(demand),
-        "outlook_per_device": asdict(outlook),
+        "model": plan.args.model,
+        "size": asdict(plan.model),
+        "weights": "counted" if plan.counted else "estimated",
+        "notes": list(plan.notes),
+        "positions": plan.positions,
+        "longest_context": _longest(plan),
+        "devices": plan.args.devices,
+        "profile": json.loads(plan.profile.to_json()),
+        "demand_per_device": asdict(plan.demand),
+        "outlook_per_device": asdict(plan.outlook),
+        "unused_per_device": _unused(plan),
     }
 
 

@@ -8,6 +8,27 @@ from pathlib import Path
 from kvtier.errors import ConfigError
 
 
+def check(path: str) -> None:
+    """Raise `ConfigError` where a picture cannot be drawn into a file: matplotlib is not installed or does not know the
+    kind of picture, or the folder is not there."""
+    where = Path(path)
+    if not where.suffix:  # matplotlib would append one, and write another file than is said
+        raise ConfigError(f"--plot {path!r}: the ending of the name says what kind of picture, such as plan.png.")
+    if not where.parent.is_dir():
+        raise ConfigError(f"--plot {path!r}: there is no folder {str(where.parent)!r}.")
+    if where.is_dir():
+        raise ConfigError(f"--plot {path!r} is a folder: name a file in it, such as plan.png.")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f'--plot {path!r} needs matplotlib: pip install "kvtier[plot]".') from error
+    kinds = Figure().canvas.get_supported_filetypes()
+    if where.suffix[1:].lower() not in kinds:
+        raise ConfigError(
+            f"--plot {path!r}: there is no kind of picture {where.suffix!r}, but {', '.join(sorted(kinds))}."
+        )
+
+
 def draw(path: str, title: str, curves: Mapping[str, Sequence[tuple[int, float]]], full: int) -> None:
     """Draw tokens per second by context into a file.
 
@@ -18,14 +39,11 @@ def draw(path: str, title: str, curves: Mapping[str, Sequence[tuple[int, float]]
         full: tokens of context with which the device is full.
 
     Raises:
-        ConfigError: matplotlib is not installed, or cannot draw such a file.
+        ConfigError: as of `check`; or the file cannot be written.
     """
-    if not Path(path).suffix:  # matplotlib would append one, and write another file than is said
-        raise ConfigError(f"--plot {path!r}: the ending of the name says what kind of picture, such as plan.png.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f'--plot {path!r} needs matplotlib: pip install "kvtier[plot]".') from error
+    check(path)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for name, points in curves.items():
@@ -39,5 +57,5 @@ def draw(path: str, title: str, curves: Mapping[str, Sequence[tuple[int, float]]
     axes.legend()
     try:
         figure.savefig(path, dpi=144)
-    except ValueError as error:
-        raise ConfigError(f"--plot {path!r}: {error}") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--plot {path!r} cannot be written: {getattr(error, 'strerror', None) or error}.") from error

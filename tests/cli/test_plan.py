@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,20 +15,28 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     DeepseekV3Config,
     FalconConfig,
+    FalconH1Config,
     Gemma3TextConfig,
     GPT2Config,
+    JambaConfig,
     LlamaConfig,
     MixtralConfig,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3NextConfig,
+    Zamba2Config,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import logging
 
 from kvtier import ConfigError
 from kvtier.cli.main import main
 from kvtier.cli.plan import _millions, completed_config, read_config
+from kvtier.hf import model_config, weights
+from kvtier.hf.weights import count_weights
 from kvtier.kernels import launch
 from kvtier.memory import measured
 from kvtier.planning.hardware.machines import MACHINES
@@ -50,6 +61,8 @@ LLAMA_70B = LLAMA_8B | {
     "num_attention_heads": 64,
     "intermediate_size": 28672,
 }
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture
@@ -153,11 +166,250 @@ def test_what_a_file_leaves_to_its_model_type_is_what_the_cache_sees(
     assert size.itemsize == 2
 
 
-def test_a_model_of_windows_alone_has_nothing_to_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_model_of_windows_alone_it_says_what_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"model_type": "mistral", "sliding_window": 4096}))
-    status, _, err = plan(capsys, tmp_path)
-    assert status == 2
-    assert "No layer of this model has full attention" in err
+    status, out, err = plan(capsys, tmp_path, "--batch", 2)
+    assert status == 0, err
+    assert "0 layers with full attention, 32 with a window of 4,096" in out
+    assert "8.03 billion weights (15 GiB, counted)" in out
+    assert "nothing is tiered" in out
+    assert re.search(r"windows, states +1 GiB ", out)  # 2 sequences x 32 layers x 4,096 tokens x 4 KiB
+    assert "longest context" not in out, "nothing grows, and the config names no positions"
+    out = plan(capsys, tmp_path, "--device", "cpu")[1]
+    assert re.search(r"windows, states +512 MiB   on the host besides", out)
+    assert "all on the host" in out
+    assert "device" not in out
+
+
+#: Layers of which kind a model of each type has, with one in three that grows.
+MIXED: list[tuple[Any, tuple[int, int, int]]] = [
+    (BambaConfig(attn_layer_indices=[1], num_hidden_layers=3, mamba_n_heads=8, mamba_d_head=16, **TINY), (1, 2, 0)),
+    (FalconH1Config(num_hidden_layers=3, mamba_d_ssm=None, mamba_n_heads=8, mamba_d_head=16, **TINY), (0, 3, 3)),
+    (
+        Zamba2Config(
+            **TINY | {"num_key_value_heads": 4},
+            num_hidden_layers=3,
+            layers_block_type=["mamba", "hybrid", "mamba"],
+            attention_head_dim=32,
+            attention_hidden_size=128,
+            n_mamba_heads=8,
+            mamba_headdim=16,
+            mamba_ngroups=1,
+        ),
+        (0, 3, 1),
+    ),
+    (JambaConfig(num_hidden_layers=3, attn_layer_period=3, attn_layer_offset=1, mamba_dt_rank=4, **TINY), (1, 2, 0)),
+]
+
+
+@pytest.mark.parametrize(("made", "kinds"), MIXED, ids=[made.model_type for made, _ in MIXED])
+def test_layers_of_a_saved_config_are_those_of_the_cache(
+    made: Any, kinds: tuple[int, int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made.save_pretrained(tmp_path)  # which writes infinity in a way of its own
+    size = planned(capsys, tmp_path, "--context", "4k")["size"]
+    assert (size["layers"], size["recurrent"], size["growing"]) == kinds
+
+
+@pytest.mark.parametrize("made", [made for made, _ in MIXED], ids=[made.model_type for made, _ in MIXED])
+def test_what_is_not_tiered_is_what_the_cache_of_the_model_holds(made: Any) -> None:
+    config, _ = completed_config(made.to_dict() | {"dtype": "float32"})
+    size = model_size(config)
+    model = AutoModelForCausalLM.from_config(made)
+    cached = model(torch.ones(1, 40, dtype=torch.long), use_cache=True).past_key_values.layers
+    rest = [x for x in cached if type(x) is not DynamicLayer]
+    keys = sum(
+        x.nbytes
+        for layer in rest
+        for x in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if x is not None
+    )
+    held = sum(x.nbytes for layer in rest for x in tensors_of(layer))
+    assert size.growing_bytes(40) == keys
+    assert size.bounded_bytes(40) == pytest.approx(held - keys, rel=0.1)
+
+
+def test_kv_that_grows_and_is_not_tiered_takes_its_part_of_the_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = LLAMA_8B | {"mamba_d_ssm": None, "mamba_n_heads": 64, "mamba_d_head": 128, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "falcon_h1"}))
+    short, long = (planned(capsys, tmp_path, "--context", x) for x in ("8k", "64k"))
+    taken = short["demand_per_device"]["device_bytes"] - long["demand_per_device"]["device_bytes"]
+    assert taken == (64 - 8) * 1024 * 32 * 4096
+    speeds = [x["outlook_per_device"]["speeds"][0]["seconds"] for x in (short, long)]
+    assert speeds[1] - speeds[0] == pytest.approx(taken / (MACHINES["h100"].device_memory * 0.8), rel=0.01)
+    status, out, err = plan(capsys, tmp_path, "--context", "64k")
+    assert status == 0, err
+    assert "nothing is tiered" in out
+    assert re.search(r"KV not tiered +8 GiB ", out)
+    status, _, err = plan(capsys, tmp_path, "--context", long["longest_context"] + 64)
+    assert (status, "KV that grows and is not tiered" in err) == (2, True)
+    assert plan(capsys, tmp_path, "--context", long["longest_context"])[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"model_type": "a model of next year"}, "knows no decoder of type 'a model of next year'"),
+        ({"model_type": "gemma3_text", "rms_norm_eps": "small"}, "refuses the config"),
+    ],
+    ids=["unknown", "refused"],
+)
+def test_a_plan_says_where_it_takes_all_layers_for_full_attention(
+    change: dict[str, Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | change))
+    status, out, err = plan(capsys, tmp_path)
+    assert status == 0, err
+    assert "Which layers have full attention is not known" in out
+    assert out.count(why) == 2, "also where the weights are estimated"
+    assert "(15 GiB, estimated)" in out
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | change | {"layer_types": ["full_attention"] * 32}))
+    assert "is not known" not in plan(capsys, tmp_path)[1]
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert "is not known" not in plan(capsys, tmp_path)[1]
+
+
+SPARSE = TINY | {"num_hidden_layers": 6, "num_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        JambaConfig(
+            **SPARSE,
+            expert_layer_period=3,
+            expert_layer_offset=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            mamba_dt_rank=4,
+        ),
+        Qwen2MoeConfig(**SPARSE, moe_intermediate_size=32, decoder_sparse_step=2, mlp_only_layers=[3]),
+        DeepseekV3Config(num_hidden_layers=6, first_k_dense_replace=4, q_lora_rank=16, **MLA),
+        MixtralConfig(**SPARSE, num_local_experts=8, tie_word_embeddings=True),
+        GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=50, n_positions=8),
+    ],
+    ids=lambda x: x.model_type,
+)
+def test_weights_are_counted_in_the_model(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(made)
+    found = count_weights(made.to_dict())
+    assert found.parameters == sum(x.numel() for x in model.parameters())
+    routed = sum(x.numel() for name, x in model.named_parameters() if ".experts." in name)
+    tables = {id(x.weight): x.weight.numel() for x in model.modules() if isinstance(x, torch.nn.Embedding)}
+    output = model.get_output_embeddings().weight
+    idle = sum(n for key, n in tables.items() if key != id(output))
+    experts = getattr(made, "num_local_experts", 0) or getattr(made, "num_experts", 0)
+    assert found.embedding == idle
+    assert found.active == found.parameters - idle - (routed * (experts - 2) // experts if routed else 0)
+    assert found.words == sum((tables | {id(output): output.numel()}).values())
+    told = planned(capsys, tmp_path, "--context", "64")
+    assert (told["weights"], told["size"]["parameters"]) == ("counted", found.parameters)
+    assert (told["size"]["active"], told["size"]["embedding"]) == (found.active, found.embedding)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        JambaConfig(
+            **SPARSE,
+            expert_layer_period=3,
+            expert_layer_offset=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            mamba_dt_rank=4,
+        ),
+        Qwen2MoeConfig(
+            **SPARSE,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=8,
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+        ),
+        DeepseekV3Config(num_hidden_layers=6, first_k_dense_replace=4, q_lora_rank=16, **MLA),
+    ],
+    ids=lambda x: x.model_type,
+)
+def test_an_estimate_knows_which_layers_have_experts(made: Any) -> None:
+    config, _ = completed_config(made.to_dict())
+    estimated, counted = model_size(config), model_size(config, count_weights(made.to_dict()))
+    assert estimated.parameters == pytest.approx(counted.parameters, rel=0.1)
+    assert estimated.active == pytest.approx(counted.active, rel=0.2)
+
+
+def test_a_host_expands_latents_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    DeepseekV3Config(num_hidden_layers=4, max_position_embeddings=2**20).save_pretrained(tmp_path)
+    steps = [
+        planned(capsys, tmp_path, "--device", "cpu", "--context", x)["outlook_per_device"]["speeds"][0]["seconds"]
+        for x in ("1k", "64k")
+    ]
+    products = 4 * 63 * 1024 * 2 * 512 * 128 * 256 / (0.6 * MACHINES["cpu"].flops)
+    assert products < steps[1] - steps[0] < 2 * products
+
+
+@pytest.mark.parametrize("budget", [[], ["--device-budget", "auto"], ["--device-budget", "8GiB"]], ids=" ".join)
+def test_the_longest_context_leaves_room_for_a_dense_layer(
+    budget: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = DeepseekV3Config(num_hidden_layers=4, max_position_embeddings=2**30)
+    made.save_pretrained(tmp_path)
+    args = (tmp_path, "--device", "h200", "--batch", 4, "--host-budget", "64GiB", *budget)
+    most = planned(capsys, *args, "--context", "64k")["longest_context"]
+    assert plan(capsys, *args, "--context", most)[0] == 0
+    assert plan(capsys, *args, "--context", most + 128)[0] == 2
+
+
+def test_latents_that_are_not_fetched_ahead_pass_the_link_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    DeepseekV3Config(num_hidden_layers=4, max_position_embeddings=2**20).save_pretrained(tmp_path)
+    args = ("--device", "h200", "--batch", 4, "--context", "128k", "--device-budget", "128MiB")
+    found = planned(capsys, tmp_path, *args)["outlook_per_device"]
+    (speed,) = found["speeds"]
+    assert (speed["name"], speed["host_bytes"]) == ("all-fetch", 0)
+    assert speed["fetched_bytes"] > 0.9 * found["host_kv"]
+    assert speed["seconds"] >= speed["fetched_bytes"] / (0.85 * MACHINES["h200"].link)
+
+
+def test_a_model_that_cannot_be_built_is_estimated_and_it_is_said(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = plan(capsys, config)[1]
+    assert "8.03 billion weights (15 GiB, counted)" in counted
+    assert "estimated from" not in counted
+    monkeypatch.setattr(weights, "MOST_LAYERS", 31)
+    out = plan(capsys, config)[1]
+    assert "8.03 billion weights (15 GiB, estimated)" in out
+    assert "The weights are estimated from the config's sizes: it has more than 31 layers." in out
+
+
+def test_counting_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.set_verbosity_warning()
+    before = torch.get_default_dtype(), torch.empty(0).device, logging.WARNING
+    count_weights(LLAMA_70B)
+    assert (torch.get_default_dtype(), torch.empty(0).device, logging.get_verbosity()) == before
+    assert capsys.readouterr() == ("", "")
+
+
+def test_latents_are_expanded_in_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = DeepseekV3Config(max_position_embeddings=2**20)  # 671 billion weights
+    made.save_pretrained(tmp_path)
+    args = (tmp_path, "--device", "h200", "--devices", 16)
+    short, long = (planned(capsys, *args, "--context", x) for x in ("1k", "128k"))
+    where, past = MACHINES["h200"], 61 * (128 - 1) * 1024
+    heads, rank, nope, rope, values = 128, 512, 128, 64, 128
+    products = 2 * rank * heads * (nope + values) / 16 / (0.6 * where.flops)
+    made_and_read = heads * (nope + values) + heads * (nope + rope)  # by `kv_b_proj`, and put together
+    moved = 2 * 2 * (made_and_read / 16 + rank + rope) + 2 * (rank + rope)  # written and read; the latents as they are
+    seconds = [x["outlook_per_device"]["speeds"][0]["seconds"] for x in (short, long)]
+    expected = past * (products + moved / (0.8 * where.device_memory))
+    assert seconds[1] - seconds[0] == pytest.approx(expected, rel=0.01)
+    assert seconds[1] > 0.05, "ten times as long as to read the weights"
+    taken = short["demand_per_device"]["device_bytes"] - long["demand_per_device"]["device_bytes"]
+    assert taken == 127 * 1024 * 2 * (made_and_read // 16 + rank + rope)
+    assert "a layer, dense" in plan(capsys, *args, "--context", "128k")[1]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +420,6 @@ def test_a_model_of_windows_alone_has_nothing_to_plan(tmp_path: Path, capsys: py
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
         ({"num_key_value_heads": 5}, "no multiple of 5"),
         ({"num_key_value_heads": 0}, "no multiple of 0"),
-        ({"layer_types": ["linear_attention"] * 32}, "No layer"),
     ],
 )
 def test_a_config_without_sizes_is_refused(change: dict[str, Any], said: str) -> None:
@@ -260,10 +511,8 @@ def test_windows_and_states_of_all_sequences_take_their_part_of_the_device(
 @pytest.mark.parametrize("made", [Gemma3TextConfig, Qwen3NextConfig], ids=lambda x: x.model_type)
 def test_windows_and_states_are_those_of_the_model(made: Any) -> None:
     config = made(num_hidden_layers=8, sliding_window=16, head_dim=32, num_experts=4, num_experts_per_tok=2, **TINY)
-    size, model = (
-        model_size(completed_config(config.to_dict() | {"dtype": "float32"})),
-        AutoModelForCausalLM.from_config(config),
-    )
+    size = model_size(completed_config(config.to_dict() | {"dtype": "float32"})[0])
+    model = AutoModelForCausalLM.from_config(config)
     cached = model(torch.ones(1, 40, dtype=torch.long), use_cache=True).past_key_values.layers
     full = [x for x in cached if type(x) is DynamicLayer]
     held = sum(x.numel() * x.element_size() for layer in cached if layer not in full for x in tensors_of(layer))
@@ -368,8 +617,12 @@ def test_a_divided_model_has_its_part_of_everything() -> None:
         (["--batch", "-1"], "not a positive number"),
         (["--device", "tpu"], "No machine 'tpu'"),
         (["--devices", "3"], "cannot be divided"),
-        (["--device-budget", "much"], "not a positive number of bytes"),
-        (["--device-budget", "50%"], "not a positive number of bytes"),
+        (["--device-budget", "much"], "'much' is not a size"),
+        (["--device-budget", "-1GiB"], "'-1GiB' is not a size"),
+        (["--device-budget", "-1"], "'-1' is not a size"),
+        (["--device-budget", "1"], "and its budget is 1 byte"),
+        (["--device-budget", "150%"], "not a share in (0, 1]"),
+        (["--device-budget", "1.0", "--device", "l40s", "--batch", "99", "--context", "1m"], "do not fit"),
         (["--host-budget", "auto"], "not a positive number of bytes"),
         (["--device", "cpu", "--host-budget", "1KiB"], "do not fit 1 KiB on the host: not even a block"),
         (["--context", "100m", "--batch", "2"], "tokens of each do."),
@@ -380,14 +633,93 @@ def test_a_divided_model_has_its_part_of_everything() -> None:
         (["--device-budget", "500GiB"], "more than the 74.5 GiB of each device"),
         (["--devices", "8", "--batch", "8", "--context", "1m"], "Of each of 8 devices"),
         (["--plot", "plan.nothing"], "plan.nothing"),
+        (["--plot", "no/folder/plan.png"], "there is no folder 'no/folder'"),
+        (["--plot", "."], "what kind of picture"),
     ],
 )
 def test_an_impossible_demand_ends_in_a_sentence(
     args: list[str], said: str, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, _, err = plan(capsys, config, *args)
+    status, out, err = plan(capsys, config, *args)
     assert status == 2
     assert said in err
+    assert out == "", "nothing is shown before it is refused"
+
+
+def test_a_device_budget_is_written_as_anywhere(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def budget(*args: str) -> int:
+        return int(planned(capsys, config, "--device", "h100", *args)["demand_per_device"]["device_bytes"])
+
+    model = model_size(LLAMA_8B, count_weights(LLAMA_8B))
+    free = MACHINES["h100"].device_bytes - model.weight_bytes
+    assert budget("--device-budget", "50%") == budget("--device-budget", "0.5") == free // 2
+    assert budget("--device-budget", "auto") == budget() == free - MACHINES["h100"].device_bytes // 10
+    assert budget("--device-budget", "1_000_000_000") == 10**9
+
+
+def test_a_profile_has_nothing_to_take_a_share_of(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(HardwareProfile.estimate("a100", model_size(LLAMA_8B)).to_json())
+    for size in ("50%", "auto"):
+        status, _, err = plan(capsys, config, "--profile", path, "--device-budget", size)
+        assert (status, "give --device-budget in bytes" in err) == (2, True)
+
+
+def test_memory_that_a_device_does_not_have_is_hypothetical(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = (config, "--device", "h100", "--batch", 32, "--context", "64k")
+    assert "more device budget" in plan(capsys, *args)[1]
+    assert re.search(r"more device budget .*hypothetical: the device has 0 bytes left", plan(capsys, *args)[1])
+    out = plan(capsys, *args, "--device-budget", "16GiB")[1]
+    assert "4 GiB more device budget" in out
+    assert "hypothetical" not in out
+    left = planned(capsys, *args, "--device-budget", "50GiB")["unused_per_device"]
+    assert 0 < left < 12.5 * 2**30
+    assert "hypothetical" in plan(capsys, *args, "--device-budget", "50GiB")[1]
+
+
+def test_all_fetch_says_where_it_cannot_fetch_all(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = (config, "--device", "h100", "--batch", 4, "--context", "128k", "--device-budget")
+    for budget, all_of_it in (("32GiB", True), ("2GiB", False)):
+        (found,) = (
+            x for x in planned(capsys, *args, budget)["outlook_per_device"]["speeds"] if x["name"] == "all-fetch"
+        )
+        assert (found["host_bytes"] == 0) == all_of_it
+        assert ("has no room to fetch all of a layer in time" in plan(capsys, *args, budget)[1]) != all_of_it
+
+
+def test_a_reader_that_leaves_ends_a_command_silently(config: Path) -> None:
+    command = [sys.executable, "-m", "kvtier", "plan", str(config)]
+    env = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=env) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.close()  # as `head` does
+        assert run.stderr.read() == b""
+    assert run.returncode == 141
+
+
+def test_an_unknown_name_without_a_network_is_told_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def unreachable(*args: Any, **options: Any) -> None:
+        raise OSError("no route")
+
+    def config_of(name: str, **options: Any) -> Any:
+        asked.append(options)
+        raise OSError(f"{name} is not in the cache")
+
+    monkeypatch.setattr(model_config.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(model_config.PretrainedConfig, "get_config_dict", config_of)
+    status, _, err = plan(capsys, "org/unknown")
+    assert (status, "'org/unknown'" in err, "org/unknown is not in the cache" in err) == (2, True, True)
+    assert asked == [{"local_files_only": True}], "a file that is asked for is asked for again and again"
+    monkeypatch.setattr(model_config.HfApi, "model_info", lambda *args, **options: None)
+    plan(capsys, "org/unknown")
+    assert asked[-1] == {"local_files_only": False}
 
 
 @pytest.mark.parametrize(
@@ -593,6 +925,12 @@ def test_a_file_that_is_no_profile_is_refused(config: Path, tmp_path: Path, caps
         path.write_bytes(content)
         status, _, err = plan(capsys, config, "--profile", path, "--device-budget", "2GiB")
         assert (status, "no hardware profile" in err) == (2, True)
+
+
+def test_a_picture_of_no_kind_is_refused_before_the_plan(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    status, out, err = plan(capsys, config, "--plot", "plan.nothing")
+    assert (status, out, "no kind of picture '.nothing', but" in err) == (2, "", True)
 
 
 def test_the_picture_is_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ class ModelSize:
     """What a forward of a decoder takes: weights, arithmetic, and bytes of KV.
 
     Attributes:
-        layers: with full attention.
+        layers: with full attention, which are tiered; 0: there are none.
         hidden: size of the hidden state.
         heads, head_dim: of queries.
         kv_heads: of keys and values.
@@ -95,7 +95,12 @@ class ModelSize:
             expands from them (multi-head latent attention, DeepSeek-V2, section 2.1); 0: it holds keys and values.
         weight_itemsize: bytes of a weight, on average, where weights are quantised; 0: as `itemsize`.
         windowed, window: layers that keep the latest tokens only, and how many each does.
-        recurrent, state_bytes: layers that keep a state in place of tokens, and bytes of all of a sequence's.
+        recurrent, state_bytes: layers that keep a state, and bytes of all of a sequence's.
+        growing: layers that are not tiered and keep KV of every token, next to a recurrent state (such a layer is one
+            of `recurrent`, too) or to an indexer.
+        expanded: numbers that a token's latents become in one layer, in each step: keys and values without positions,
+            and the keys that are put together from them.
+        expand_flops: operations that this takes.
     """
 
     layers: int
@@ -113,9 +118,24 @@ class ModelSize:
     window: int = 0
     recurrent: int = 0
     state_bytes: int = 0
+    growing: int = 0
+    expanded: int = 0
+    expand_flops: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.hidden, self.heads, self.head_dim, self.kv_heads, self.active, self.itemsize) < 1:
+        if (
+            min(
+                self.layers + self.untiered,
+                self.hidden,
+                self.heads,
+                self.head_dim,
+                self.kv_heads,
+                self.active,
+                self.itemsize,
+            )
+            < 1
+            or self.layers < 0
+        ):
             raise ConfigError(f"{self} is no model: sizes are at least 1.")
         if self.read < self.active:
             raise ConfigError(f"{self}: more parameters are active than there are.")
@@ -130,14 +150,45 @@ class ModelSize:
         """Of all weights."""
         return int(self.parameters * (self.weight_itemsize or self.itemsize))
 
+    @property
+    def untiered(self) -> int:
+        """Layers that stay with the model; one that keeps two things is two."""
+        return self.windowed + self.recurrent + self.growing
+
+    @property
+    def parts(self) -> int:
+        """What the time of a forward is divided into: the layers that are tiered, or one where there are none."""
+        return max(self.layers, 1)
+
     def bounded_bytes(self, context: int) -> int:
         """Of windows and states of a sequence, which stay on the device."""
         return self.windowed * min(self.window, context) * self.kv_bytes + self.state_bytes
 
+    def growing_bytes(self, context: int) -> int:
+        """Of the KV of a sequence that is not tiered, and stays on the device however long it gets."""
+        return self.growing * context * self.kv_bytes
+
+    def dense_bytes(self, context: int) -> int:
+        """Of what the model expands from a sequence's latents in one layer, while it attends to them; else 0."""
+        return context * (self.expanded + self.latent) * self.itemsize if self.latent else 0
+
+    def beyond_bytes(self, context: int) -> int:
+        """Of all of these: what a sequence takes of the device outside every budget."""
+        return self.bounded_bytes(context) + self.growing_bytes(context) + self.dense_bytes(context)
+
+    def expansion(self, flops: float, device_memory: float) -> float:
+        """Seconds in one layer for a past token's latents, which each step expands; what is made is written and read.
+
+        Args:
+            flops: operations per second that products reach; inf: not known.
+            device_memory: bytes per second that are reached.
+        """
+        return self.expand_flops / flops + 2 * self.dense_bytes(1) / device_memory
+
     @property
     def _launches(self) -> float:
         """Seconds, of a layer with full attention and of its part of the others."""
-        return LAUNCHES * (1 + (self.windowed + self.recurrent) / self.layers)
+        return LAUNCHES * (self.layers + self.untiered) / self.parts
 
     @property
     def read(self) -> int:
@@ -148,10 +199,8 @@ class ModelSize:
         """Of a layer without attention over the past: the weights are read, or the arithmetic is done."""
         # A few tokens reach a few experts; all read the rest, which is taken for a part of these.
         weights = min(self.read, tokens * self.active)
-        read = (
-            weights / self.layers * (self.weight_itemsize or self.itemsize) / (where.device_memory * OF_DEVICE_MEMORY)
-        )
-        work = 2 * self.active / self.layers * tokens / (where.flops * OF_FLOPS)
+        read = weights / self.parts * (self.weight_itemsize or self.itemsize) / (where.device_memory * OF_DEVICE_MEMORY)
+        work = 2 * self.active / self.parts * tokens / (where.flops * OF_FLOPS)
         return max(read, work) + self._launches
 
     def linear(self, where: Machine) -> Linear:
@@ -162,12 +211,30 @@ class ModelSize:
         """See `Prefill`. A fixed part reads the weights; arithmetic of 2 operations per weight and token, and of 4 per
         number of the heads for each pair of tokens in each layer."""
         flops, memory = where.flops * OF_FLOPS, where.device_memory * OF_DEVICE_MEMORY
+        attending = self.layers + self.growing
         return Prefill(
-            fixed=self.read * (self.weight_itemsize or self.itemsize) / memory + self.layers * self._launches,
+            fixed=self.read * (self.weight_itemsize or self.itemsize) / memory + self.parts * self._launches,
             per_token=2 * self.active / flops,
-            per_pair=4 * self.layers * self.heads * self.head_dim / flops,
-            per_past=self.layers * self.kv_bytes / memory,
+            per_pair=4 * attending * self.heads * self.head_dim / flops,
+            per_past=attending * (self.kv_bytes / memory + self.expansion(flops, memory)),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights as they were counted in a model.
+
+    Attributes:
+        parameters: all.
+        active: of those that one token is multiplied with, the output's among them.
+        embedding: tables of which a token reads one row, and which nothing else multiplies.
+        words: all tables, and the output: what stays as it is where weights are quantised.
+    """
+
+    parameters: int
+    active: int
+    embedding: int
+    words: int
 
 
 def link(where: Machine) -> Curve:

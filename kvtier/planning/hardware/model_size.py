@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.planning.hardware.machines import ModelSize
+from kvtier.planning.hardware.machines import ModelSize, Weights
 
 #: Bytes of a number by dtype.
 _ITEMSIZE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -22,18 +22,39 @@ _OTHER_NAMES = {
     "num_attention_heads": ("n_head", "num_heads", "n_heads"),
     "num_key_value_heads": ("n_head_kv", "num_kv_heads", "n_kv_heads"),
     "intermediate_size": ("n_inner", "ffn_dim", "d_ff", "ffn_hidden_size"),
+    "head_dim": ("attention_head_dim",),
+    "mamba_n_heads": ("n_mamba_heads", "mamba_num_heads"),
+    "mamba_d_head": ("mamba_headdim", "mamba_head_dim"),
+    "mamba_n_groups": ("mamba_ngroups", "n_groups"),
     "num_local_experts": ("num_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "top_k_experts"),
 }
 #: Models whose feed-forward part has two matrices and no gate.
 _UNGATED = {"gpt2", "gpt_neox", "opt", "bloom", "falcon", "gptj", "codegen", "mpt", "phi", "starcoder2", "gpt_neo"}
+#: Kinds of layers, as `layer_types` names them: tiered; with a window; without anything of the past; with a state.
+_TIERED, _WINDOWS = {"full_attention", "attention"}, {"sliding_attention", "chunked_attention", "hybrid_sliding"}
+_EMPTY, _STATES = {"dummy", "moe", "mlp"}, {"linear_attention", "lightning_attention"}
 
 
-def model_size(config: Mapping[str, Any]) -> ModelSize:
+def _grows(kind: str) -> bool:
+    """Whether such a layer keeps KV of every token and is not tiered, as other attention than the above does."""
+    return kind == "hybrid" or (kind.endswith("attention") and kind not in _TIERED | _WINDOWS | _STATES)
+
+
+def _recurs(kind: str) -> bool:
+    """Whether such a layer keeps a state."""
+    return kind.startswith("hybrid") or not (kind in _TIERED | _WINDOWS | _EMPTY or _grows(kind))
+
+
+def model_size(config: Mapping[str, Any], counted: Weights | None = None) -> ModelSize:
     """The sizes of the model that a config describes.
 
-    Only layers with full attention count as layers: windows and recurrent states are bounded and stay on the device.
-    Weights are those of all layers. A model of several parts is taken by its text part.
+    Only layers with full attention count as layers: all others stay on the device. Weights are those of all layers. A
+    model of several parts is taken by its text part.
+
+    Args:
+        config: as `config.json` has it. Without `layer_types`, every layer is taken for full attention.
+        counted: the weights, where the model could be built; else they are estimated from the sizes.
 
     Raises:
         ConfigError: a size is missing or is no positive number, or the model is an encoder-decoder.
@@ -61,46 +82,87 @@ def model_size(config: Mapping[str, Any]) -> ModelSize:
     if latent:
         queries = q_rank * (hidden + heads * (nope + rope)) if q_rank else hidden * heads * (nope + rope)
         attention = queries + hidden * latent + rank * heads * (nope + v_dim) + heads * v_dim * hidden
-    matrices = 2 if config.get("model_type") in _UNGATED else 3
-    dense = matrices * hidden * _size(config, "intermediate_size", 4 * hidden)
-    words = _size(config, "vocab_size", 0) * hidden
-    embeddings = words if config.get("tie_word_embeddings", matrices == 2) else 2 * words
-    experts = _size(config, "num_local_experts", 0)
-    held = used = dense
-    first = min(_size(config, "first_k_dense_replace", 0), layers) if experts else 0  # layers without experts
-    if experts:
-        one = matrices * hidden * _size(config, "moe_intermediate_size", _size(config, "intermediate_size", hidden))
-        shared = _size(config, "n_shared_experts", 0) * one
-        held, used = experts * one + shared, _size(config, "num_experts_per_tok", 1) * one + shared
     kinds = config.get("layer_types")
-    kinds = kinds if isinstance(kinds, list) and kinds else ["full_attention"] * layers
-    full, windowed = kinds.count("full_attention"), kinds.count("sliding_attention")
-    recurrent = len(kinds) - full - windowed
-    if not full:
-        raise ConfigError(
-            "No layer of this model has full attention: its state is bounded, and there is no KV to place."
-        )
+    kinds = [str(x) for x in kinds] if isinstance(kinds, list) and kinds else ["full_attention"] * layers
+    full, windowed = (sum(x in some for x in kinds) for some in (_TIERED, _WINDOWS))
+    growing, recurrent = sum(map(_grows, kinds)), sum(map(_recurs, kinds))
+    if counted is None:
+        mixing = (full + windowed + growing) * attention + recurrent * (_state_weights(config) or attention)
+        counted = _estimated(config, layers, hidden, mixing)
     bits = weight_bits(config)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    itemsize, weights = _ITEMSIZE.get(dtype, 2), layers * attention + (layers - first) * held + first * dense
+    itemsize = _ITEMSIZE.get(dtype, 2)
     return ModelSize(
         layers=full,
         hidden=hidden,
         heads=heads,
         head_dim=dim,
         kv_heads=kv_heads,
-        parameters=weights + embeddings,
-        active=layers * attention + (layers - first) * used + first * dense + words,
+        parameters=counted.parameters,
+        active=counted.active,
         itemsize=itemsize,
-        embedding=embeddings - words,
+        embedding=counted.embedding,
         latent=latent,
         # Embeddings, and the head, are not quantised.
-        weight_itemsize=(weights * bits / 8 + embeddings * itemsize) / (weights + embeddings) if bits else 0,
+        weight_itemsize=itemsize + (bits / 8 - itemsize) * (1 - counted.words / counted.parameters) if bits else 0,
         windowed=windowed,
         window=_size(config, "sliding_window", 0) if windowed else 0,
         recurrent=recurrent,
         state_bytes=recurrent * _state_size(config) * itemsize if recurrent else 0,
+        growing=growing,
+        expanded=heads * (2 * nope + rope + v_dim) if latent else 0,
+        expand_flops=2 * rank * heads * (nope + v_dim) if latent else 0,
     )
+
+
+def _estimated(config: Mapping[str, Any], layers: int, hidden: int, mixing: int) -> Weights:
+    """Weights by the rules of a decoder's shapes, without norms, biases and positions.
+
+    Args:
+        mixing: weights of attention and recurrence in all layers.
+    """
+    matrices = 2 if config.get("model_type") in _UNGATED else 3
+    dense = matrices * hidden * _size(config, "intermediate_size", 4 * hidden)
+    words = _size(config, "vocab_size", 0) * hidden
+    embeddings = words if config.get("tie_word_embeddings", matrices == 2) else 2 * words
+    experts, sparse = _size(config, "num_local_experts", 0), 0
+    held = used = 0
+    if experts:
+        one = matrices * hidden * _size(config, "moe_intermediate_size", _size(config, "intermediate_size", hidden))
+        shared = _size(config, "n_shared_experts", 0) * one
+        held, used = experts * one + shared, _size(config, "num_experts_per_tok", 1) * one + shared
+        sparse = sum(_sparse(config, i) for i in range(layers))
+    rest = mixing + (layers - sparse) * dense
+    return Weights(rest + sparse * held + embeddings, rest + sparse * used + words, embeddings - words, embeddings)
+
+
+def _sparse(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer of a mixture has experts, by the names that configs have for it."""
+    of_layer = config.get("mlp_layer_types")
+    if isinstance(of_layer, list) and layer < len(of_layer):
+        return bool(of_layer[layer] == "sparse")
+    listed = config.get("moe_layer_freq")
+    if isinstance(listed, list):
+        return bool(layer < len(listed) and listed[layer])
+    dense = config.get("mlp_only_layers")
+    if layer < _size(config, "first_k_dense_replace", 0) or (isinstance(dense, list) and layer in dense):
+        return False
+    period = max(_size(config, "expert_layer_period", 1), 1)
+    step = max(_size(config, "decoder_sparse_step", 1), 1)
+    every = max(_size(config, "moe_layer_freq", 1), 1)
+    offset = _size(config, "expert_layer_offset", 0)
+    return layer % period == offset % period and (layer + 1) % step == 0 and layer % every == 0
+
+
+def _state_weights(config: Mapping[str, Any]) -> int:
+    """Weights of a recurrent layer's projections, where the config has the usual names; else 0."""
+    hidden = _size(config, "hidden_size")
+    key, value = _size(config, "linear_key_head_dim", 0), _size(config, "linear_value_head_dim", 0)
+    if key and value:  # queries, keys, values and gates in; values out
+        keys, values = _size(config, "linear_num_key_heads", 1), _size(config, "linear_num_value_heads", 1)
+        return hidden * (2 * keys * key + 3 * values * value)
+    # Values and gates in; values out.
+    return 3 * hidden * _inner(config) if _state(config) else 0
 
 
 def weight_bits(config: Mapping[str, Any]) -> float:
@@ -143,12 +205,23 @@ def _state_size(config: Mapping[str, Any]) -> int:
         keys, values = _size(config, "linear_num_key_heads", 1), _size(config, "linear_num_value_heads", 1)
         taken = 2 * keys * key + values * value
         return values * key * value + taken * _size(config, "linear_conv_kernel_dim", 4)
-    state = _size(config, "mamba_d_state", _size(config, "ssm_state_size", _size(config, "state_size", 0)))
+    state = _state(config)
     if state:  # Mamba
-        heads, dim = _size(config, "mamba_n_heads", 0), _size(config, "mamba_d_head", 0)
-        inner = heads * dim or _size(config, "mamba_expand", _size(config, "expand", 2)) * _size(config, "hidden_size")
-        return inner * (state + _size(config, "mamba_d_conv", _size(config, "conv_kernel", 4)))
+        inner, kernel = _inner(config), _size(config, "mamba_d_conv", _size(config, "conv_kernel", 4))
+        of_groups = 2 * _size(config, "mamba_n_groups", 1) * state if _size(config, "mamba_n_heads", 0) else 0
+        return inner * state + (inner + of_groups) * kernel
     return 0
+
+
+def _state(config: Mapping[str, Any]) -> int:
+    """Numbers of a state per channel of a Mamba layer, where the config has one."""
+    return _size(config, "mamba_d_state", _size(config, "ssm_state_size", _size(config, "state_size", 0)))
+
+
+def _inner(config: Mapping[str, Any]) -> int:
+    """Channels of a Mamba layer."""
+    heads, dim = _size(config, "mamba_n_heads", 0), _size(config, "mamba_d_head", 0)
+    return heads * dim or _size(config, "mamba_expand", _size(config, "expand", 2)) * _size(config, "hidden_size")
 
 
 def divided(model: ModelSize, devices: int) -> ModelSize:
@@ -169,6 +242,8 @@ def divided(model: ModelSize, devices: int) -> ModelSize:
         active=model.active // devices,
         embedding=model.embedding // devices,
         state_bytes=model.state_bytes // devices,
+        expanded=model.expanded // devices,
+        expand_flops=model.expand_flops // devices,
     )
 
 

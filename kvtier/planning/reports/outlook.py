@@ -5,6 +5,7 @@ Every figure comes from the cost model's parts and from the policies themselves,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from kvtier.planning import admission
 from kvtier.planning.admission import Claim
 from kvtier.planning.costs import Rates
 from kvtier.planning.hardware.machines import ModelSize
+from kvtier.planning.hardware.predictors import Curve
 from kvtier.planning.hardware.profile import HardwareProfile
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.shares import all_attend, all_fetch
@@ -94,12 +96,14 @@ def kv_bytes(model: ModelSize, context: int, sequences: int) -> int:
 
 
 def on_device(model: ModelSize, demand: Demand) -> int:
-    """The longest context of which nothing is on the host only."""
+    """The longest context of which nothing is on the host only; of a model without tiered layers, the one asked for."""
+    if not model.layers:
+        return demand.context
     return demand.device_bytes // kv_bytes(model, BLOCK, demand.sequences) * BLOCK
 
 
 def most_tokens(model: ModelSize, demand: Demand) -> int:
-    """The longest context for which there is room."""
+    """The longest context for whose tiered KV there is room. The model has tiered layers."""
     return (demand.device_bytes + demand.host_bytes) // kv_bytes(model, BLOCK, demand.sequences) * BLOCK
 
 
@@ -120,6 +124,7 @@ def foresee(model: ModelSize, profile: HardwareProfile, demand: Demand, *, chang
         raise ConfigError(f"{demand.sequences} sequences of {demand.context} tokens: both are at least 1.")
     if profile.linear is None:
         raise ConfigError("The profile says nothing of a model: calibrate with the model, or name a machine.")
+    profile = _expanding(model, profile)
     needed = kv_bytes(model, demand.context, demand.sequences)
     if needed > demand.device_bytes + demand.host_bytes:
         where, most = f"{format_size(demand.host_bytes)} on the host", most_tokens(model, demand)
@@ -158,29 +163,51 @@ def _check_admitted(model: ModelSize, demand: Demand, needed: int) -> None:
     what = f"{demand.sequences:,} sequence{'' if one else 's'} of {demand.context:,} tokens need{'s' if one else ''}"
     if least.device + slot > demand.device_bytes:  # blocks leave through one slot, and come into another one
         raise ConfigError(
-            f"{what} at least {format_size(least.device + slot)} of the device, and there are "
+            f"{what} at least {format_size(least.device + slot)} of the device, and its budget is "
             f"{format_size(demand.device_bytes)}: what is filled cannot leave, a block of {BLOCK} tokens in each layer "
             "of each sequence."
         )
     if least.host > demand.host_bytes:
         raise ConfigError(
-            f"{what} at least {format_size(least.host)} of the host, and there are "
+            f"{what} at least {format_size(least.host)} of the host, and its budget is "
             f"{format_size(demand.host_bytes)}: a slot of the device stays free, for blocks that move."
         )
+
+
+def _expanding(model: ModelSize, profile: HardwareProfile) -> HardwareProfile:
+    """The profile, with attention on the device at the rate of latents that are expanded first, where a model has such.
+
+    A profile tells the rate of products by what a token of a prompt takes; one that does not is taken to reach any.
+    """
+    if not model.latent:
+        return profile
+    flops = 2 * model.active / profile.prefill.per_token if profile.prefill and profile.prefill.per_token else math.inf
+    overhead, rate = profile.device.line()
+    each = 1 / rate + model.expansion(flops, rate) / model.kv_bytes
+    return replace(profile, device=Curve.straight(overhead, 1 / each))
+
+
+def _untiered(model: ModelSize, profile: HardwareProfile, demand: Demand) -> float:
+    """Seconds of a step for attention to the KV that grows and is not tiered. Of windows it is a part of the rest."""
+    read = demand.context * demand.sequences * model.kv_bytes
+    return model.growing * profile.device.seconds(read) if model.growing else 0.0
 
 
 def _resident(model: ModelSize, profile: HardwareProfile, demand: Demand) -> Speed:
     assert profile.linear is not None
     attended = demand.context * demand.sequences * model.kv_bytes
-    seconds = model.layers * (profile.linear.seconds(demand.sequences) + profile.device.seconds(attended))
-    return Speed("all on the device", seconds, demand.sequences / seconds)
+    seconds = model.parts * profile.linear.seconds(demand.sequences) + _untiered(model, profile, demand)
+    seconds += model.layers * profile.device.seconds(attended)
+    where = "all on the host" if profile.name.partition(",")[0] == "cpu" else "all on the device"
+    return Speed(where, seconds, demand.sequences / seconds)
 
 
 def _hosted(model: ModelSize, profile: HardwareProfile, demand: Demand) -> Speed:
     assert profile.linear is not None
     attended = demand.context * demand.sequences * model.kv_bytes
-    host = profile.host.seconds(attended)
-    seconds = model.layers * (profile.linear.seconds(demand.sequences) + host)
+    # Latents are expanded by the model, which then attends with torch.
+    host = profile.device.seconds(attended) if model.latent else profile.host.seconds(attended)
+    seconds = model.layers * (profile.linear.seconds(demand.sequences) + host) + _untiered(model, profile, demand)
     share = model.layers * host / seconds
     return Speed(
         "all on the host",
@@ -200,9 +227,12 @@ def _simulated(
     demand: Demand,
 ) -> Speed:
     assert profile.linear is not None
+    untiered = _untiered(model, profile, demand) / model.layers
+    if model.latent:  # what was not fetched ahead is copied when the model asks for all of a layer's latents
+        rates = replace(rates, host=rates.up, host_overhead=rates.copy_overhead, shared=0.0)
     load = Load(
         layers=model.layers,
-        linear=profile.linear.seconds(demand.sequences) + profile.device.line()[0],
+        linear=profile.linear.seconds(demand.sequences) + profile.device.line()[0] + untiered,
         block_bytes=BLOCK * model.kv_bytes,
         block_size=BLOCK,
         context=max(demand.context - _STEPS, 1),
@@ -215,19 +245,27 @@ def _simulated(
     last = trial.records[-_LAST:]
     seconds = sum(x.seconds for x in last) / _LAST
     fetched, attended = (sum(getattr(x, part) for x in last) // _LAST for part in ("bytes_up", "host_bytes"))
+    if model.latent:  # and one link carries both
+        fetched, attended = fetched + attended, 0
+        seconds = max(seconds, fetched / rates.up)
     # As `analysis` has it: what the device computes in any case, else what it waits for.
     if seconds <= _SLOWER * _resident(model, profile, demand).seconds:
         binding = "compute"
     else:
-        link = sum(x.seconds_up for x in last) / _LAST
+        link = fetched / rates.up if model.latent else sum(x.seconds_up for x in last) / _LAST
         binding = "link" if link > _FULL * seconds or not attended else "host"
     return Speed(name, seconds, demand.sequences / seconds, fetched, attended, binding)
+
+
+def more_memory(demand: Demand) -> int:
+    """Bytes of device budget by which the first of an outlook's changes is larger."""
+    return int(demand.device_bytes * (1 + _MORE_MEMORY)) - demand.device_bytes
 
 
 def _changes(model: ModelSize, profile: HardwareProfile, demand: Demand, now: Speed) -> tuple[tuple[str, float], ...]:
     """How many times as fast it would be with more of one thing."""
     rates = profile.rates()
-    more = int(demand.device_bytes * (1 + _MORE_MEMORY))
+    more = demand.device_bytes + more_memory(demand)
     wider = replace(demand, device_bytes=more)
     if more >= kv_bytes(model, demand.context, demand.sequences):
         roomier = _resident(model, profile, wider)
