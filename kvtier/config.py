@@ -146,20 +146,20 @@ def format_size(size: int) -> str:
     return f"{round(number, digits):g} {units[-1]}"
 
 
-def warn_if_beyond(name: str, size: int, total: int, where: str) -> None:
-    """Warn that a budget of `size` bytes cannot be used up: `where` (the host, a device) has `total` bytes in all.
+def warn_caller(message: str) -> None:
+    """Warn of the line that called kvtier, so that Python shows a message once for each of these."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "kvtier":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
 
-    The warning is of the line that called kvtier, so that Python shows it once for each of these.
-    """
+
+def warn_if_beyond(name: str, size: int, total: int, where: str) -> None:
+    """Warn that a budget of `size` bytes cannot be used up: `where` (the host, a device) has `total` bytes in all."""
     if size > total:
-        level, frame = 1, sys._getframe()
-        while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "kvtier":
-            level, frame = level + 1, frame.f_back
-        warnings.warn(
+        warn_caller(
             f"{name} is {size} bytes ({format_size(size)}), but {where} has only {total} bytes ({format_size(total)}) "
-            "in total: memory may run out before the budget does.",
-            RuntimeWarning,
-            stacklevel=level,
+            "in total: memory may run out before the budget does."
         )
 
 

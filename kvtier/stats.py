@@ -377,6 +377,7 @@ class LayerResidency:
         bytes: bytes of the distinct blocks, slack of the last block included.
         both_blocks: blocks with a slot on the device and a copy on the host, counted in `device_blocks` and in
             `host_blocks`.
+        grows: whether it is not tiered and keeps something of every token, so that `bytes` grow with the context.
     """
 
     layer: int
@@ -387,6 +388,7 @@ class LayerResidency:
     shared_blocks: int
     bytes: int
     both_blocks: int = 0
+    grows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 from transformers.configuration_utils import PretrainedConfig
 
-from kvtier.config import CacheOptions, MemoryOptions, Size, checks_names, format_size, parse_share
+from kvtier.config import CacheOptions, MemoryOptions, Size, checks_names, format_size, parse_share, warn_caller
 from kvtier.cpu import loader
 from kvtier.errors import BudgetError, ConfigError, KVTierError, MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
@@ -30,6 +30,7 @@ from kvtier.hf.layer import TieredLayer
 from kvtier.hf.model_config import (
     check_model,
     encoder_decoder,
+    grows_untiered,
     own_config,
     transformers_layers,
     updated_by_every_forward,
@@ -130,9 +131,10 @@ class TieredKVCache(RecurrentFace):
 
         model.generate(**inputs, past_key_values=TieredKVCache(model.config, device_budget="4GiB"))
 
-    Full-attention layers are tiered. Layers with a sliding window, chunked or linear attention, an indexer or shared KV
-    stay resident in Transformers' own layer classes, outside the budgets; `stats.resident_bytes` counts them. Nothing
-    is allocated before the first forward.
+    Full-attention layers are tiered. Layers with a sliding window, chunked or linear attention, an indexer or shared
+    KV, and those that keep KV next to a recurrent state, stay resident in Transformers' own layer classes, outside the
+    budgets; `stats.resident_bytes` counts them. Where all that grows with the context is in such layers, a
+    `RuntimeWarning` says so. Nothing is allocated before the first forward.
 
     Args:
         config: the model's config. Needed for models with layers that are not full attention; without it, every layer
@@ -214,6 +216,13 @@ class TieredKVCache(RecurrentFace):
             ),
             progress,
         )
+        growing = [x for x in self.layers if grows_untiered(x) and not isinstance(x, TieredLayer)]
+        if growing and not any(isinstance(x, TieredLayer) for x in self.layers):
+            warn_caller(
+                f"No layer of this model ({type(config).__name__}) is tiered: {len(growing)} of {len(self.layers)} "
+                "keep KV next to something else, such as a recurrent state. It grows with the context and stays with "
+                "the model, outside every budget: this cache saves no memory here."
+            )
 
     def _setup(self, memory: TieredMemory, progress: Callable[[Progress], object] | None = None) -> None:
         dynamo.keep_out()
@@ -570,7 +579,8 @@ class TieredKVCache(RecurrentFace):
                 continue
             tokens = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
             kind = "tiered" if isinstance(layer, TieredLayer) else type(layer).__name__
-            lines.append(LayerResidency(i, kind, tokens, 0, 0, 0, resident_bytes(layer)))
+            grows = kind != "tiered" and grows_untiered(layer)
+            lines.append(LayerResidency(i, kind, tokens, 0, 0, 0, resident_bytes(layer), grows=grows))
         return Residency(tuple(lines))
 
     def explain(self) -> Explanation:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, FalconH1Config, LlamaConfig, Qwen3NextConfig
 
 import kvtier
 from kvtier import Explanation, Policy, TieredKVCache
@@ -266,3 +268,74 @@ def test_a_policy_that_is_logged_is_explained_as_without_the_log(tmp_path: Path)
     assert found.decision is not None
     assert found.predicted
     assert "host" in found.analysis[0].learned
+
+
+def hybrid() -> FalconH1Config:
+    sizes = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4, vocab_size=50)
+    return FalconH1Config(
+        **sizes, num_key_value_heads=2, mamba_d_ssm=None, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8
+    )
+
+
+def test_kv_next_to_a_state_is_told_from_what_is_bounded() -> None:
+    config = hybrid()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.warns(RuntimeWarning, match="2 of 2 keep KV next to something else"):
+        cache = TieredKVCache(config)
+    kinds = cache.residency().layers
+    assert [(x.kind, x.grows) for x in kinds] == [("LinearAttentionAndFullAttentionLayer", True)] * 2
+    bytes_of = []
+    for tokens in (5, 5):
+        with torch.no_grad():
+            model(torch.ones(1, tokens, dtype=torch.long), past_key_values=cache)
+        bytes_of.append(cache.explain().resident_bytes)
+    assert bytes_of[1] - bytes_of[0] == 2 * 5 * 2 * 2 * 8 * 4, "it grows with each token"
+    text = " ".join(str(cache.explain()).split())
+    assert "no layer is tiered: what they keep stays with the model, outside every budget" in text
+    assert "not tiered, and it grows with the context" in text
+    assert "bounded" not in text
+
+
+def test_what_is_bounded_is_still_called_so() -> None:
+    config = Qwen3NextConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+        layer_types=["linear_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=0,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = TieredKVCache(config)
+        used = TieredKVCache(CONFIG)
+        decode(used, 1)
+    assert not any(x.grows for x in cache.residency().layers)
+    with pytest.warns(RuntimeWarning, match="was closed"):
+        cache.close()
+
+
+def test_the_warning_is_of_the_callers_line_and_shown_once_there() -> None:
+    config = hybrid()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            copy.deepcopy(TieredKVCache(config))
+    ours = [x for x in told if "No layer of this model" in str(x.message)]
+    assert [Path(x.filename).name for x in ours] == [Path(__file__).name]
+
+
+def test_fetching_all_leaves_to_the_host_what_there_is_no_room_for() -> None:
+    """As the plan of a device that is far too small has it."""
+    cache = TieredKVCache(
+        CONFIG, device_budget=8 * BLOCK_BYTES, host_budget="1MiB", block_size=BLOCK, policy="all-fetch"
+    )
+    decode(cache, 120)
+    last, _ = cache.explain().steps[-1]
+    assert last.host_bytes > last.bytes_up > 0

@@ -14,6 +14,9 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from kvtier import KVTierError, TieredKVCache
 from kvtier.hf.generation import cache_argument
 
+# Some of these types keep all KV next to something else: that the cache then saves nothing is told elsewhere.
+pytestmark = pytest.mark.filterwarnings("ignore:No layer of this model:RuntimeWarning")
+
 # fmt: off
 #: Types with layers that keep more than keys and values. Each asks for it in its own words.
 HYBRIDS = (

@@ -103,6 +103,8 @@ class Explanation:
             why = "there is no device tier: all blocks begin and stay on the host, attended to there."
             if not any(x.kind == "tiered" for x in self.layers):
                 why = "no layer is tiered: windows and recurrent states are bounded, and stay with the model."
+                if any(x.grows for x in self.layers):
+                    why = "no layer is tiered: what they keep stays with the model, outside every budget."
             lines.append(("why", why))
         elif self.condition == "resident":
             lines.append(("why", f"every block is on the device: {self._policy} has nothing to decide."))
@@ -207,7 +209,8 @@ def _placed(layers: Sequence[LayerResidency]) -> list[str]:
     for kind, some in kinds.items():
         text = f"{_numbers([x.layer for x in some])}: {_range([x.tokens for x in some])} tokens"
         if kind != "tiered":
-            lines.append(f"{text}, in {kind}, {format_size(sum(x.bytes for x in some))}")
+            grows = ": not tiered, and it grows with the context" if any(x.grows for x in some) else ""
+            lines.append(f"{text}, in {kind}, {format_size(sum(x.bytes for x in some))}{grows}")
             continue
         counts = {tier: [getattr(x, f"{tier}_blocks") for x in some] for tier in ("device", "host")}
         placed = [f"{_range(counts[tier])} on the {tier}" for tier in counts if any(counts[tier])]
