@@ -87,6 +87,11 @@ class Median:
         return len(self._values)
 
     @property
+    def mean(self) -> float:
+        """Of the same values; there is one."""
+        return sum(self._values) / len(self._values)
+
+    @property
     def error(self) -> float:
         """The standard error of the median, from the median distance to it; 0.0 for equal values, and for none."""
         if self.value is None:

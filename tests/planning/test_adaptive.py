@@ -402,6 +402,28 @@ def test_its_answer_does_not_depend_on_what_other_caches_do() -> None:
     assert [x.prediction.share for x in shared.decisions(1)] == [x.prediction.share for x in alone.decisions(1)]
 
 
+@pytest.mark.parametrize("seed", [2003, 2083])
+@pytest.mark.parametrize("period", [2, 8, 16])
+def test_a_link_that_goes_to_and_fro_does_not_make_it_flap(period: int, seed: int) -> None:
+    """Another process uses the link every so many steps: then there is a share between those of either rate."""
+    drawn = Trial.drawn(seed)
+    machine, rates = replace(drawn.machine, noise=0.0), drawn.machine.rates
+    slow = replace(machine, rates=replace(rates, up=rates.up / 2))
+
+    def seconds(policy: Policy) -> float:
+        trial = Simulation(policy, machine, drawn.load)
+        for step in range(900):
+            trial.machine = slow if step // period % 2 else machine
+            trial.step()
+        return sum(x.seconds for x in trial.records[300:])
+
+    best = min(seconds(FixedShare(i / 8)) for i in range(9))
+    policy = Adaptive(drawn.calibrated(0.0))
+    assert seconds(policy) <= 1.1 * best
+    late = [x for x in policy.decisions(1) if x.step > 300]
+    assert len(late) <= 600 // 16, "the share follows each change"
+
+
 def test_a_new_cache_knows_the_link_that_another_one_uses() -> None:
     slow = replace(RATES, up=RATES.up / 4, down=RATES.down / 4)
     policy = Adaptive()

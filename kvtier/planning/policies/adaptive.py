@@ -36,6 +36,10 @@ PROBE, RARELY, NEAR = 64, 1024, (3, 1)
 PRICE = 0.0025
 #: A probe ends after so many steps that took longer than before it.
 GIVEN_UP = 3
+#: A rate that changes is followed at once, but for the last of so many changes in so many steps: it goes to and fro.
+JUMPS, CALM = 4, 64
+#: Steps between two looks then: as many as tell what a choice gives.
+RESTLESS_PERIOD = 21
 #: Caches of which something is kept, the latest ones.
 CACHES = 1024
 
@@ -59,6 +63,8 @@ class _Cache:
     chosen: int = 0
     starting: bool = False
     jumped: bool = False
+    jumps: deque[int] = field(default_factory=lambda: deque(maxlen=JUMPS))
+    restless: bool = False
     spilled: int = 0
     reserve: int = 0
     device_bytes: int = 0
@@ -138,7 +144,11 @@ class Adaptive(FixedShare):
             alike = record.tokens <= MAX_DECODE_TOKENS and (record.tokens > 1) == several
             prediction, known.prediction = known.prediction, None
             settled = known.step - known.chosen > SETTLE
-            if known.model.observe(record, prediction, known.part, alike=alike, copies=copies):
+            jumped = known.model.observe(record, prediction, known.part, alike=alike, copies=copies)
+            if jumped:
+                known.jumps.append(known.step)
+                known.restless = len(known.jumps) == JUMPS and known.step - known.jumps[0] <= CALM
+            if jumped and not known.restless:
                 known.seen.clear()
                 known.looked, known.jumped, known.probe_from = -PERIOD, True, None  # no probe tells anything now
                 known.interval = PROBE
@@ -185,7 +195,8 @@ class Adaptive(FixedShare):
             return known.step >= known.probe_until
         if known.starting:
             return known.step > START
-        return known.step - known.looked >= PERIOD or abs(spilled - known.spilled) > DRIFT * known.spilled
+        period = RESTLESS_PERIOD if known.restless else PERIOD
+        return known.step - known.looked >= period or abs(spilled - known.spilled) > DRIFT * known.spilled
 
     def _look(self, known: _Cache, state: StepState, spilled: int) -> None:
         """Choose a share, perhaps another one."""
@@ -225,7 +236,8 @@ class Adaptive(FixedShare):
             if len(seen.ratio) >= SEEN and known.step - seen.at <= MEMORY and seen.ratio.value is not None:
                 distance = abs(other - choice)
                 if nearest is None or distance < nearest[0]:
-                    nearest = (distance, seen.ratio.value)
+                    # Of rates that go to and fro, the median is one of them.
+                    nearest = (distance, seen.ratio.mean if known.restless else seen.ratio.value)
         if nearest is None:
             return seconds
         # What is wrong about one choice is less wrong about another, the further away it is.
@@ -248,6 +260,8 @@ class Adaptive(FixedShare):
 
     def _hysteresis(self, known: _Cache) -> float:
         """What another choice has to promise: more, where predictions have been worse."""
+        if known.restless:
+            return MOST_HYSTERESIS
         return min(max(HYSTERESIS, (known.model.error or 0.0) / 4), MOST_HYSTERESIS)
 
     # Probing
