@@ -162,7 +162,7 @@ bench: $(NEWEST)/.ready if-native ## run benchmarks (ARGS="SCENARIO ... --agains
 
 # No set-up: these take whatever Python has torch, for a machine with a GPU may have no network.
 calibrate: ## measure this machine's device and link once, and store its profile (ARGS="--device cuda:1")
-	@PYTHONPATH=. exec $(or $(GPU_PYTHON),$(NO_GPU_PYTHON)) -m kvtier.calibration $(ARGS)
+	@PYTHONPATH=. exec $(or $(GPU_PYTHON),$(NO_GPU_PYTHON)) -m kvtier calibrate $(ARGS)
 
 gpu: ## test and measure on a GPU, from the plain source tree (GPU_PYTHON=python3)
 	@PYTHONPATH=. exec $(or $(GPU_PYTHON),$(NO_GPU_PYTHON)) -m benchmarks.gpu $(ARGS)

@@ -84,7 +84,7 @@ def run_calibration(children: Children, recorder: Recorder, seconds: float) -> l
 
     What it stored before it was ended serves. A profile that may not be written is no failure: estimates serve.
     """
-    ended = children.run([sys.executable, "-m", "kvtier.calibration"], seconds, keep=True)
+    ended = children.run([sys.executable, "-m", "kvtier", "calibrate"], seconds, keep=True)
     print(ended.tail, flush=True)
     status = {0: "ok", 2: "skipped", None: "out of time"}.get(ended.code, "failed")
     lines = ended.tail.strip().splitlines()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -43,10 +43,10 @@ class FirstLayersStay(kvtier.Policy):
         super().__init__()
         self.share = share
 
-    def plan(self, state: Any) -> Any:
+    def plan(self, state: kvtier.StepState) -> kvtier.StepPlan:
         """Once a step: what is fetched of each layer, how many layers ahead, and how many bytes are kept free for it.
 
-        `kvtier.Policy.plan` gives a plan to change; docs/architecture.md says what else there is in it.
+        `kvtier.Policy.plan` gives a plan to change; docs/policies.md shows how to try one.
         """
         plan = super().plan(state)
         for layer, its_plan in zip(state.layers, plan.layers, strict=True):
@@ -57,7 +57,7 @@ class FirstLayersStay(kvtier.Policy):
         plan.reserve = min(2 * largest, state.device_bytes // 4)
         return plan
 
-    def victims(self, candidates: Any, blocks: int) -> Any:
+    def victims(self, candidates: Sequence[kvtier.Candidate], blocks: int) -> Iterable[kvtier.Victims]:
         """Room is needed: the last layer gives up all that it takes, then the one before it."""
         return self.in_turn(sorted(candidates, key=lambda x: -x.layer), blocks)
 

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from kvtier.hf.view import KVView
     from kvtier.memory.tiered import TieredMemory
     from kvtier.planning.hardware.profile import HardwareProfile
-    from kvtier.planning.policy import Policy, Victims
+    from kvtier.planning.policy import Candidate, Policy, Victims
     from kvtier.planning.reports.explain import Explanation
-    from kvtier.planning.step import LayerPlan, StepPlan
+    from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
     from kvtier.scheduling.scheduler import Scheduler
     from kvtier.serving.engine import Engine
     from kvtier.serving.request import RequestOutput
@@ -54,6 +54,7 @@ _HOME = {
     "BudgetError": "errors",
     "CacheStats": "stats",
     "Calibration": "calibration.run",
+    "Candidate": "planning.policy",
     "ClosedError": "errors",
     "ConcurrentUseError": "errors",
     "ConfigError": "errors",
@@ -70,6 +71,7 @@ _HOME = {
     "KVView": "hf.view",
     "LayerPlan": "planning.step",
     "LayerResidency": "stats",
+    "LayerState": "planning.step",
     "MemoryInUseError": "errors",
     "MismatchError": "errors",
     "Policy": "planning.policy",
@@ -81,6 +83,8 @@ _HOME = {
     "Scheduler": "scheduling.scheduler",
     "StaleViewError": "errors",
     "StepPlan": "planning.step",
+    "StepRecord": "planning.step",
+    "StepState": "planning.step",
     "StoreInUseError": "errors",
     "StoreStats": "conversation.reuse",
     "Tier": "stats",
@@ -106,6 +110,7 @@ __all__ = [
     "BudgetError",
     "CacheStats",
     "Calibration",
+    "Candidate",
     "ClosedError",
     "ConcurrentUseError",
     "ConfigError",
@@ -122,6 +127,7 @@ __all__ = [
     "KVView",
     "LayerPlan",
     "LayerResidency",
+    "LayerState",
     "MemoryInUseError",
     "MismatchError",
     "Policy",
@@ -133,6 +139,8 @@ __all__ = [
     "Scheduler",
     "StaleViewError",
     "StepPlan",
+    "StepRecord",
+    "StepState",
     "StoreInUseError",
     "StoreStats",
     "Tier",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -312,6 +313,43 @@ def parse_share(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise ConfigError(f"{name}={value!r}: give a share in [0, 1].")
     return float(value)
+
+
+def parse_number(name: str, value: Any, what: str) -> float:
+    """A number of at least 0, and finite. Raises `ConfigError`.
+
+    Args:
+        name: of the option, for the message.
+        value: what the user gave.
+        what: is counted, such as "seconds".
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise ConfigError(f"{name}={value!r}: give a finite number of {what}, at least 0.")
+    return float(value)
+
+
+def parse_rate(name: str, value: Any) -> float:
+    """Bytes per second: a number above 0, infinity included, or a string such as "2GB". Raises `ConfigError`."""
+    if isinstance(value, str):
+        with contextlib.suppress(ConfigError):
+            return float(parse_bytes(name, value))
+    elif not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0:
+        return float(value)
+    raise ConfigError(f"{name}={value!r}: give bytes per second, above 0, such as 2e9 or '2GB'.")
+
+
+def parse_count(name: str, value: Any, least: int, what: str) -> int:
+    """A whole number. Raises `ConfigError`.
+
+    Args:
+        name: of the option, for the message.
+        value: what the user gave.
+        least: the smallest that is allowed.
+        what: is counted, such as "tokens".
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= _MOST:
+        raise ConfigError(f"{name}={value!r}: give a whole number of {what}, at least {least}.")
+    return int(value)
 
 
 # Names of options

@@ -104,6 +104,27 @@ def folder() -> Path:
         raise ConfigError(f"There is no home folder for the profile: set {VARIABLE} to a folder.") from error
 
 
+def checked_folder() -> Path:
+    """The folder of the profiles, made if it is missing, once something was written to it.
+
+    Raises:
+        ConfigError: as `folder` does, or it cannot be written.
+    """
+    path = folder()
+    trial = path / f".{os.getpid()}.{threading.get_ident()}.part"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            trial.write_bytes(b"0")
+        finally:
+            trial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"The folder of profiles {path} cannot be written ({error}): set {VARIABLE} to a folder that can."
+        ) from error
+    return path
+
+
 def names(machine: str) -> list[str]:
     """The names of what is stored of a machine; whether the values are valid, who looks them up finds out."""
     return sorted(_read(machine)) if enabled() else []

@@ -233,9 +233,12 @@ class CacheStats(Counters):
                 if self.device.budget
                 else "all attention by torch, over a layer laid out in full"
             )
-        if not self.device.budget or host == calls:
+        if not self.device.budget:
             return "all attention on the host" if host == calls else f"{host / calls:.0%} of attention on the host"
-        return f"host threads took part in {host / calls:.0%} of attention, the device alone did the rest"
+        # A call of which host threads served any part counts as theirs too: blocks say how large it was.
+        part = "every attention call" if host == calls else f"{host / calls:.0%} of attention calls"
+        text, read = f"host threads took part in {part}", self.host_blocks + self.block_hits + self.block_fetches
+        return f"{text} and read {self.host_blocks / read:.0%} of the blocks, the device the rest" if read else text
 
     def _moved(self) -> str:
         if not (self.bytes_up or self.bytes_down):

@@ -21,13 +21,16 @@ import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from kvtier.config import parse_number, parse_rate
 from kvtier.errors import ConfigError
 from kvtier.memory.block import State
 from kvtier.memory.tiered import EngineFactory, TieredMemory
+from kvtier.planning.costs import FASTEST, Rates
 from kvtier.tables.table import distinct
 from kvtier.transfer.doubles import FailingTransfers, HeldTransfers
 from kvtier.transfer.engine import Transfer, TransferEngine
@@ -70,12 +73,32 @@ class Throttled:
     Attributes:
         link: its speed, which may be changed at any time.
         clock: of the device that `emulated_device` emulates.
+        device_rate: bytes of KV per second that this device attends to; infinite as long as there is none.
     """
 
     def __init__(self, link: Link, *, poison: bool = False) -> None:
         self.link = link
         self.clock = DeviceClock()
+        self.device_rate = math.inf
         self._poison = poison
+
+    def rates(self, known: Rates | None) -> Rates:
+        """Of the machine that is emulated, for policies and `explain`: they take the place of the real one's profile.
+
+        Args:
+            known: of the real machine, as `kvtier.calibrate` stored them; None: nothing is. Where this one attends on
+                the host as fast as the real one, and where no device is emulated, these hold.
+        """
+        link, known = self.link, Rates() if known is None else known
+        return replace(
+            known,
+            up=min(link.up, FASTEST),
+            down=min(link.down, FASTEST),
+            copy_overhead=link.latency,
+            host=known.host if link.host is None else min(known.host, link.host),
+            device=known.device if math.isinf(self.device_rate) else self.device_rate,
+            measured=False,
+        )
 
     def __call__(self, device: torch.device) -> TransferEngine:
         """An engine for a device."""
@@ -83,18 +106,24 @@ class Throttled:
 
 
 def throttled(
-    up: float, down: float | None = None, latency: float = 10e-6, *, host: float | None = None, poison: bool = False
+    up: float | str,
+    down: float | str | None = None,
+    latency: float = 10e-6,
+    *,
+    host: float | str | None = None,
+    poison: bool = False,
 ) -> Throttled:
     """A factory of `ThrottledTransfers`.
 
     Args:
-        up, down: bytes per second, host to device and back; `down` None: the same.
+        up, down: bytes per second, host to device and back, as a number or as a string, such as "2GB"; `down` None: the
+            same.
         latency: seconds that each transfer takes besides.
         host: bytes of KV per second that host threads attend to at the most; None: as fast as they really are.
         poison: fill the target of a transfer of blocks with NaN until it has ended.
 
     Raises:
-        ConfigError: rates that are not above zero.
+        ConfigError: rates that are no rates, or not above zero.
     """
     return Throttled(Link(up, up if down is None else down, latency, host), poison=poison)
 
@@ -105,7 +134,7 @@ def emulated_device(
     machine: Throttled,
     *,
     linear: float | Callable[[int], float],
-    device_rate: float = math.inf,
+    device_rate: float | str = math.inf,
 ) -> Iterator[DeviceClock]:
     """Let an unmodified Transformers model on a CPU take the time of a device, inside the `with` block.
 
@@ -129,8 +158,9 @@ def emulated_device(
     Raises:
         ConfigError: a model without such modules, a machine that is in use, or numbers below zero.
     """
-    if not (callable(linear) or linear >= 0) or not device_rate > 0:
-        raise ConfigError(f"linear={linear!r} is seconds, zero or more; device_rate={device_rate!r} is above zero.")
+    if not callable(linear):
+        parse_number("linear", linear, "seconds")
+    device_rate = parse_rate("device_rate", device_rate)
     clock = machine.clock
     layers = _attention_modules(model)
     if not layers:
@@ -145,6 +175,7 @@ def emulated_device(
     hooks = [each.register_forward_pre_hook(layer, with_kwargs=True) for each in layers]
     hooks.append(model.register_forward_hook(lambda *_: clock.catch_up()))
     clock.running = True
+    machine.device_rate = device_rate
     try:
         yield clock
     finally:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
+from kvtier.config import parse_count
 from kvtier.errors import ConfigError
 from kvtier.planning.reports.trace import LIMIT, Event, TraceWriter
 from kvtier.stats import Counters
@@ -70,8 +71,8 @@ def trace(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Trace:
             `otherData`.
 
     Raises:
-        ConfigError: when the block is entered: another trace is active, this one was used before, or there can be no
-            such file. When it is left: the file could not be written.
+        ConfigError: `path` is no path, or `limit` no whole number. When the block is entered: another trace is active,
+            this one was used before, or there can be no such file. When it is left: the file could not be written.
     """
     return Trace(path, limit)
 
@@ -128,9 +129,11 @@ class Trace:
     """
 
     def __init__(self, path: str | os.PathLike[str], limit: int = LIMIT) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"trace({path!r}): give the path of a file, such as 'trace.json'.")
         self.path = os.fspath(path)
         self.began = 0.0
-        self._limit = limit
+        self._limit = parse_count("limit", limit, 0, "events")
         self._writer: TraceWriter | None = None
         self._lost = 0
         # Garbage may be collected, and a cache closed by that, inside: the same thread comes again.

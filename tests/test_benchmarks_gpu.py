@@ -109,9 +109,9 @@ def test_a_part_that_did_not_measure_what_it_should_is_a_failure_on_a_device(
 @pytest.mark.parametrize(
     ("code", "printed", "status", "failures"),
     [
-        (0, "tile: 16 x 64\n2 values of cuda:0", "ok", []),
+        (0, "tile: 16 x 64\n2 measurements of cuda:0", "ok", []),
         (1, "failed: tile: no compiler", "failed", ["calibrate: failed: tile: no compiler"]),
-        (2, "kvtier.calibration: KVTIER_PROFILE=off: there is no profile.", "skipped", []),
+        (2, "kvtier: KVTIER_PROFILE=off: there is no profile.", "skipped", []),
         (None, "", "out of time", ["calibrate: exit status None"]),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_run_calibrates_first_and_records_what_it_found(
 ) -> None:
     class Printing(FakeChildren):
         def run(self, command: Sequence[str], seconds: float, *, keep: bool, **environment: str) -> Ended:
-            assert command[1:] == ["-m", "kvtier.calibration"]
+            assert command[1:] == ["-m", "kvtier", "calibrate"]
             assert keep
             return Ended(self.code, printed)
 

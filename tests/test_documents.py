@@ -54,6 +54,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A folder with the examples in it, and the names that fragments use."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVTIER_PROFILE", str(tmp_path / "profiles"))  # for those that calibrate
     model = AutoModelForCausalLM.from_pretrained("examples/pylm").eval()
     inputs = AutoTokenizer.from_pretrained("examples/pylm")("def first(items):\n" * 20, return_tensors="pt")
     return {"kvtier": kvtier, "torch": torch, "TieredKVCache": kvtier.TieredKVCache, "model": model, "inputs": inputs}

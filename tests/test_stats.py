@@ -54,7 +54,11 @@ def test_all_that_is_not_0_is_shown_and_nothing_else() -> None:
         (of(steps=9, views_attended=8, host_attended=8, host_seconds=1.5), "all attention on the host;"),
         (of(steps=9, views_attended=8, host_attended=8, host_seconds=1.5), "host threads attended for 1.5 s"),
         (of(steps=9, views_attended=8, device=DEVICE), "all attention on the device"),
-        (of(views_attended=8, host_attended=2, device=DEVICE), "host threads took part in 25% of attention"),
+        (of(views_attended=8, host_attended=2, device=DEVICE), "host threads took part in 25% of attention calls;"),
+        (
+            of(views_attended=8, host_attended=8, host_blocks=10, block_hits=25, block_fetches=5, device=DEVICE),
+            "host threads took part in every attention call and read 25% of the blocks, the device the rest;",
+        ),
         (of(views_attended=8), "all attention by torch"),
         (of(steps=2, dense_reads=4), "the model's own code, over dense tensors"),
         (of(bytes_up=2048, bytes_down=1024), "2 KiB fetched, 1 KiB copied to the host"),

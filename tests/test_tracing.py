@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -294,3 +295,20 @@ class Copies:
 
     def drain(self) -> None:
         self.drained = True
+
+
+def test_a_folder_is_no_trace_and_that_is_said_before_anything_is_recorded(tmp_path: Path) -> None:
+    entered = False
+    with pytest.raises(ConfigError, match="no trace at"), kvtier.trace(tmp_path):
+        entered = True
+    assert not entered
+    assert tracing.active is None
+    assert list(tmp_path.parent.glob(".*.part")) == []
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"x.json"])
+def test_what_is_no_path_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="path of a file"):
+        kvtier.trace(wrong)
+    with pytest.raises(ConfigError, match="limit"):
+        kvtier.trace("x.json", limit="all")  # type: ignore[arg-type]

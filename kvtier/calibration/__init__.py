@@ -2,6 +2,7 @@
 
 run.py       `kvtier.calibrate`: what is measured, in which order, progress, the result
 job.py       one measurement
+disturbed.py what something else on the machine disturbed, and what is kept in its place
 hardware.py  the measurements that make a `HardwareProfile`
 timing.py    timing calls in turn on a machine that others use too
 link.py      copies between the tiers

@@ -53,7 +53,7 @@ def _link(device: torch.device, seconds: float) -> tuple[Value, str]:
         "together": _part(found.together, None),
     }
     return value, (
-        f"up {_rate(up)}, down {_rate(down)}, {found.together:.0%} of it both ways at once; "
+        f"up {_rate(up)}, down {_rate(down)}; while both are busy each keeps {found.together:.0%} of its rate; "
         f"error {_percent(link.error_of(found.up))} up, {_percent(link.error_of(found.down))} down"
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from kvtier import profile
-from kvtier.calibration import attention, copies, hardware, tiles
+from kvtier.calibration import attention, copies, disturbed, hardware, tiles
 from kvtier.calibration.job import Job, Value
 from kvtier.calibration.shapes import STANDARD, Shape, shapes_of
 from kvtier.config import DEVICE_BLOCK
@@ -60,6 +60,8 @@ class Calibration:
         failures: names of what could not be measured, each with the reason. The estimates, or what an earlier
             calibration stored, stay in place for these.
         skipped: names of what was not begun for want of time.
+        disturbed: of what was measured, what is not to be trusted, for something else used the machine meanwhile; each
+            with what to do, and with what of an earlier calibration stays in place.
         notes: what else there is to say.
         seconds: in all.
         limit: seconds after which nothing more was begun.
@@ -71,19 +73,26 @@ class Calibration:
     measurements: tuple[Measurement, ...] = ()
     failures: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    disturbed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     limit: float = SECONDS
     profile: HardwareProfile = field(default_factory=lambda: HardwareProfile.estimate("cpu"))
 
     def __str__(self) -> str:
-        lines = [f"{x.name}: {x.result}" for x in self.measurements]
-        lines += [f"failed: {x}" for x in self.failures]
+        return "\n".join([*(f"{x.name}: {x.result}" for x in self.measurements), *self.disturbed, self.summary()])
+
+    def summary(self) -> str:
+        """What there is to say besides the values: what is missing, how many there are, and where they are stored."""
+        lines = [f"failed: {x}" for x in self.failures]
         lines += [f"not begun after {self.limit:.0f} s: {x}" for x in self.skipped]
         lines += self.notes
-        if self.path is not None:
-            lines.append(f"{len(self.measurements)} values of {self.device} in {self.seconds:.1f} s: {self.path}")
-        return "\n".join(lines)
+        n = len(self.measurements)
+        what = f"{n} measurement{'' if n == 1 else 's'} of {self.device}"
+        if self.disturbed:
+            what += f", {len(self.disturbed)} of them disturbed"
+        where = "nothing is stored" if self.path is None else f"stored in {self.path}"
+        return "\n".join([*lines, f"{what}, {self.seconds:.1f} s: {where}"])
 
 
 def calibrate(
@@ -102,7 +111,9 @@ def calibrate(
     runs of blocks on one launch copies faster than the copy engine. Without CUDA a device tier is emulated, and copies
     are within the host's memory.
 
-    It takes seconds to a minute. Meanwhile nothing else should use the machine; it takes up to 512 MiB of host memory
+    It takes seconds to a minute. Meanwhile nothing else should use the machine: what predicts the rest of its own
+    measurements badly was disturbed, which `Calibration.disturbed` says, and replaces nothing that was clearly better.
+    It takes up to 512 MiB of host memory
     and 256 MiB of the device, an eighth of what is free there at most, and with a model the caches of some thousand
     tokens.
 
@@ -148,12 +159,13 @@ def calibrate(
 def _run(
     device: torch.device, jobs: list[Job], limit: float, progress: bool, known: Callable[[], HardwareProfile]
 ) -> Calibration:
-    profile.folder()  # a setting that forbids storing is an error before anything is measured
+    profile.checked_folder()  # what forbids storing is an error before anything is measured
     began = time.perf_counter()
     notes: list[str] = []
     if device.type == "cuda" and not launch.available(device):
         notes.append("Triton does not run here: there are no tiles to choose.")
-    path, made, failures, skipped = None, [], [], []
+    path, made, failures, skipped, wrong = None, [], [], [], list[str]()
+    machine = launch.machine(device)
     for i, job in enumerate(jobs, 1):
         start = time.perf_counter()
         if start - began > limit:
@@ -161,25 +173,56 @@ def _run(
             continue
         if progress:  # before it runs: some take half of the time
             print(f"kvtier: {i}/{len(jobs)} {job.name}: ", end="", file=sys.stderr, flush=True)
+        value: Value | None = None
         try:
             value, result = job.measure()
         except Exception as error:  # no memory, or whatever Triton, its compiler or its driver raise
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             failures.append(f"{job.name}: {reason}")
             result = f"failed ({reason})"
-        else:
-            for name in filter(None, (job.name, job.also)):
-                path = profile.store(launch.machine(device), name, value)
-            made.append(Measurement(job.name, value, result, time.perf_counter() - start))
+        except BaseException:  # Ctrl-C: what is said of it is not said behind the name
+            if progress:
+                print("not finished", file=sys.stderr, flush=True)
+            raise
+        took = time.perf_counter() - start
         if progress:
-            took = time.perf_counter() - start
             print(f"{result} [{took:.1f} s]", file=sys.stderr, flush=True)
+        if value is None:
+            continue
+        path, stored, stay = _store(machine, job, value)
+        made.append(Measurement(job.name, stored, result, took))
+        if too_large := disturbed.disturbed(value):
+            wrong.append(disturbed.told(job.name, too_large, stay))
+            if progress:
+                print(f"kvtier: {wrong[-1]}", file=sys.stderr, flush=True)
     spent = time.perf_counter() - began
     if any(_in_use(job, device) for job in jobs):
         notes.append("This process has used some of these kernels already, and keeps their tiles until it ends.")
     return Calibration(
-        str(device), path, tuple(made), tuple(failures), tuple(skipped), tuple(notes), spent, limit, known()
+        str(device),
+        path,
+        tuple(made),
+        tuple(failures),
+        tuple(skipped),
+        tuple(wrong),
+        tuple(notes),
+        spent,
+        limit,
+        known(),
     )
+
+
+def _store(machine: str, job: Job, value: Value) -> tuple[Path, Value, dict[str, float]]:
+    """Store a value under its names, but for what was clearly better before; the file, what is stored now, and the
+    errors of the parts that stay."""
+    found, errors = value, dict[str, float]()
+    for name in (job.name, *filter(None, (job.also,))):
+        before = profile.lookup(machine, name, lambda value: True)
+        stored, stay = disturbed.kept(value, before)
+        path = profile.store(machine, name, stored)
+        if name == job.name:
+            found, errors = stored, stay
+    return path, found, errors
 
 
 def _in_use(job: Job, device: torch.device) -> bool:

@@ -9,7 +9,7 @@ import select
 import sys
 from collections.abc import Sequence
 
-from kvtier.cli import bench, chat, env, plan, serve, store
+from kvtier.cli import bench, calibrate, chat, env, plan, replay, serve, store
 from kvtier.errors import KVTierError
 
 
@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     store.add(commands)
     env.add(commands)
     bench.add(commands)
-    _add_calibrate(commands)
-    _add_replay(commands)
+    calibrate.add(commands)
+    replay.add(commands)
     args = parser.parse_args(_joined(sys.argv[1:] if argv is None else argv))
     if "run" not in args:
         parser.print_help(sys.stderr)
@@ -76,38 +76,3 @@ def _reader_is_gone() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # else Python complains when it ends
     return True
-
-
-def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("calibrate", help="measure this machine, and store its profile")
-    parser.add_argument("--device", help="such as cuda:1 (default: the current CUDA device)")
-    parser.add_argument("--block-size", type=int, help="tokens per block (default: the cache's)")
-    parser.set_defaults(run=_calibrate)
-
-
-def _calibrate(args: argparse.Namespace) -> int:
-    from kvtier.calibration.__main__ import main as calibrate
-
-    options = {"--device": args.device, "--block-size": args.block_size}
-    return calibrate([f"{name}={value}" for name, value in options.items() if value is not None])
-
-
-def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "replay",
-        help="decide a logged run again, and compare",
-        description="Ask a policy what another was asked in a decision log (kvtier.planning.reports.log). 0: all "
-        "decisions are the same; 1: some differ.",
-    )
-    parser.add_argument("log", help="written by kvtier.planning.reports.log.Logged")
-    parser.add_argument("--policy", help="by name (default: the one in the log)")
-    parser.set_defaults(run=_replay)
-
-
-def _replay(args: argparse.Namespace) -> int:
-    from kvtier.planning.policies.names import policy_of
-    from kvtier.planning.reports.log import logged_policy, replay
-
-    found = replay(args.log, policy_of(args.policy or logged_policy(args.log)))
-    print(found)
-    return 1 if found.differences else 0

@@ -64,7 +64,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--batch", type=positive, default=1, help="sequences decoded together (1)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--device", help=f"a machine by its datasheet: {', '.join(MACHINES)} ({DEVICE})")
-    where.add_argument("--profile", help="a hardware profile that was measured with this model")
+    where.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="what was measured: a file of `kvtier calibrate`, stored or written by --output; or this, for what is "
+        "stored of this machine",
+    )
     parser.add_argument(
         "--devices", type=positive, default=1, help="devices that heads and weights are divided over (1)"
     )
@@ -274,11 +279,24 @@ def _profile(
         ConfigError: no such machine, or a profile that is damaged or of another model.
     """
     if args.profile is not None:
-        from kvtier.memory.measured import differing, model_name  # imports torch
+        from kvtier.memory.measured import differing, file_here, model_name, of_file  # imports torch
 
         if args.devices > 1:
             raise ConfigError("A profile is of a model on one device: --devices takes a machine's name, --device.")
-        profile = HardwareProfile.from_json(Path(args.profile).read_bytes())
+        path = file_here() if args.profile == "this" else Path(args.profile)
+        if path.is_dir():
+            raise ConfigError(
+                f"--profile {args.profile}: this is a folder. Give one of its files, or --profile this, for the one of "
+                "this machine."
+            )
+        content = path.read_bytes()
+        try:
+            stored = json.loads(content)
+        except (ValueError, RecursionError):
+            stored = None  # `from_json` says what is wrong
+        if isinstance(stored, dict) and "machine" in stored:
+            return of_file(stored, model, model_name(_Config(config))), None
+        profile = HardwareProfile.from_json(content)
         other = differing(profile.model, model_name(_Config(config))) if profile.model else ""
         if other:
             raise ConfigError(

@@ -6,16 +6,21 @@ by a stated estimate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvtier import profile
 from kvtier.cpu import native
+from kvtier.errors import ConfigError
 from kvtier.kernels import launch
 from kvtier.memory.layout import BlockLayout
 from kvtier.planning.costs import Rates
 from kvtier.planning.hardware import machines
+from kvtier.planning.hardware.machines import ModelSize
 from kvtier.planning.hardware.profile import HardwareProfile
 
 #: Of copies, whatever they move.
@@ -81,6 +86,54 @@ def hardware(device: torch.device, layout: BlockLayout | None = None, model: str
     for name in names:  # the more special later
         found = found.with_stored(profile.lookup(machine, name, lambda value: isinstance(value, dict)))
     return found
+
+
+def of_file(content: Mapping[str, Any], size: ModelSize, model: str) -> HardwareProfile:
+    """What a file of stored values says of its machine and of a model. Parts that are not in it are estimates.
+
+    Args:
+        content: as `kvtier.profile` has stored it: "machine", and "values" by their names.
+        size: of the model.
+        model: from `model_name`. The time of its layers is taken in whatever dtype it was measured, in that of the
+            config if it was.
+
+    Raises:
+        ConfigError: the file is damaged, or nothing of it can be read.
+    """
+    machine, values = content.get("machine"), content.get("values")
+    if not isinstance(machine, str) or not isinstance(values, Mapping):
+        raise ConfigError(
+            "This is no profile that `kvtier calibrate` has stored: it names no machine, or has no values."
+        )
+    device = machine.partition(",")[0]
+    like = "cpu" if device == "cpu" else machines.machine_like(device)
+    models = sorted(x for x in values if x.startswith("model ") and not differing(x, model))
+    model = model if model in models else next(iter(models), "")
+    # Of attention over blocks of this shape, where it was measured.
+    shape = f", {size.kv_heads} KV heads of {size.head_dim}, "
+    special = sorted(x for x in values if x.startswith((HOST, DEVICE)) and shape in x)
+    found = replace(HardwareProfile.estimate(like, size), name=machine, model=model)
+    for name in (LINK, HOST, DEVICE, *special, *filter(None, (model,))):
+        found = found.with_stored(values.get(name))
+    if not found.measured:
+        raise ConfigError(f"Nothing that is stored of {machine} can be read: `kvtier calibrate` measures it again.")
+    return found
+
+
+def file_here() -> Path:
+    """The file of what is stored of this machine: of its current CUDA device, if it has one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    path = profile.file_of(launch.machine(device))
+    if not path.is_file():
+        raise ConfigError(
+            f"Nothing is stored of this machine ({device}) with these versions of kvtier and torch: `kvtier calibrate` "
+            "measures it."
+        )
+    return path
 
 
 def rates(device: torch.device, layout: BlockLayout) -> Rates | None:

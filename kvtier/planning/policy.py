@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+from kvtier.config import parse_count, parse_share
 from kvtier.errors import ConfigError
 from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState, whole
@@ -91,6 +92,9 @@ class Policy:
         write_through: share of the device budget in use from which sealed blocks are copied to the host in the
             background, so that evicting them later moves no bytes.
         ahead: layers ahead of its use at which a fetch may begin.
+
+    Raises:
+        ConfigError: `write_through` is no share in [0, 1], or `ahead` no whole number of at least 0.
     """
 
     #: Whether `StepState.row_bytes` and `row_spilled` are asked for: they take a look at every row's table.
@@ -103,8 +107,8 @@ class Policy:
     ahead: int = AHEAD
 
     def __init__(self, *, write_through: float = WRITE_THROUGH, ahead: int = AHEAD) -> None:
-        self.write_through = write_through
-        self.ahead = ahead
+        self.write_through = parse_share("write_through", write_through)
+        self.ahead = parse_count("ahead", ahead, 0, "layers")
 
     def plan(self, state: StepState) -> StepPlan:
         """What to do with spilled blocks in the step that begins.

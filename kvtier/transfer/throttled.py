@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvtier.errors import ConfigError, TransferError
+from kvtier.config import parse_number, parse_rate
+from kvtier.errors import TransferError
 from kvtier.stats import Counters
 from kvtier.transfer.copies import Copy, TensorCopy
 from kvtier.transfer.engine import Direction, Event, Transfer, TransferEngine
@@ -43,7 +44,7 @@ class Link:
     """How fast bytes cross between the tiers; may be changed at any time, which copies under way follow.
 
     Args:
-        up: bytes per second, host to device.
+        up: bytes per second, host to device; a number, or a string such as "2GB".
         down: bytes per second, device to host.
         latency: seconds that each transfer takes besides.
         host: bytes of KV per second that the host attends to at the most; None: as fast as it really is. What is really
@@ -53,18 +54,15 @@ class Link:
         ConfigError: not above zero; a latency below zero.
     """
 
-    def __init__(self, up: float, down: float, latency: float = 0.0, host: float | None = None) -> None:
+    def __init__(
+        self, up: float | str, down: float | str, latency: float = 0.0, host: float | str | None = None
+    ) -> None:
         self._changed = threading.Condition()
         self._version = 0
         self._since = 0.0
-        self._rates = {Direction.FETCH: up, Direction.WRITE_BACK: down}
-        self.host = host
-        for name, value in (("up", up), ("down", down), ("host", host)):
-            if value is not None:
-                _check(name, value)
-        if not latency >= 0:
-            raise ConfigError(f"latency={latency!r}: seconds, zero or more.")
-        self.latency = latency
+        self._rates = {Direction.FETCH: parse_rate("up", up), Direction.WRITE_BACK: parse_rate("down", down)}
+        self.host = None if host is None else parse_rate("host", host)
+        self.latency = parse_number("latency", latency, "seconds")
 
     @property
     def up(self) -> float:
@@ -72,7 +70,7 @@ class Link:
         return self._rates[Direction.FETCH]
 
     @up.setter
-    def up(self, rate: float) -> None:
+    def up(self, rate: float | str) -> None:
         self._change(Direction.FETCH, "up", rate)
 
     @property
@@ -81,13 +79,13 @@ class Link:
         return self._rates[Direction.WRITE_BACK]
 
     @down.setter
-    def down(self, rate: float) -> None:
+    def down(self, rate: float | str) -> None:
         self._change(Direction.WRITE_BACK, "down", rate)
 
-    def _change(self, direction: Direction, name: str, rate: float) -> None:
-        _check(name, rate)
+    def _change(self, direction: Direction, name: str, rate: float | str) -> None:
+        found = parse_rate(name, rate)
         with self._changed:
-            self._rates[direction] = rate
+            self._rates[direction] = found
             self._version, self._since = self._version + 1, time.perf_counter()
             self._changed.notify_all()
 
@@ -110,11 +108,6 @@ class Link:
                 if self._version != version and self._since > at:
                     left = max(left - rate * (self._since - at), 0.0)
                     at = self._since
-
-
-def _check(name: str, rate: float) -> None:
-    if not rate > 0:
-        raise ConfigError(f"{name}={rate!r}: bytes per second, above zero.")
 
 
 class DeviceClock:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,6 @@ from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, LlamaForCaus
 
 import kvtier
 from kvtier import profile
-from kvtier.calibration import __main__ as command
 from kvtier.calibration import copies, hardware, run, tiles
 from kvtier.calibration.job import Job
 from kvtier.calibration.shapes import STANDARD, Shape, shapes_of
@@ -202,6 +203,7 @@ def test_a_profile_that_cannot_be_stored_is_an_error(
     monkeypatch.setenv(profile.VARIABLE, str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="cannot be written"):
         kvtier.calibrate(LLAMA, progress=False)
+    assert not device
 
 
 def test_nothing_is_measured_while_a_graph_is_captured(device: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,37 +313,180 @@ def test_what_is_neither_a_model_nor_a_config_is_an_error_that_says_what_to_pass
         kvtier.calibrate(wrong, progress=False)
 
 
+# What something else disturbed
+
+
+def parts(up: float, down: float, *, knot: float = 1e-5) -> dict[str, Any]:
+    """A value as it is stored of a link, with the errors of its parts."""
+    curve = {"knots": [[1024.0, knot], [2**20, 100 * knot]]}
+    each = {"up": {"value": curve, "error": up}, "down": {"value": curve, "error": down}}
+    return each | {"together": {"value": 0.5, "error": None}}
+
+
+def measuring(value: Any) -> Job:
+    return Job("link rates", lambda: (value, "fast"), also="rates of any shape")
+
+
+def calibrated(job: Job, monkeypatch: pytest.MonkeyPatch) -> kvtier.Calibration:
+    monkeypatch.setattr(hardware, "jobs", lambda *_: [job])
+    return kvtier.calibrate(device="cpu", progress=False)
+
+
+def stored() -> Any:
+    return profile.lookup(launch.machine(torch.device("cpu")), "link rates", lambda value: True)
+
+
+def test_what_is_disturbed_is_told_and_leaves_what_was_clearly_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = parts(0.021, 0.025), parts(2.343, 1.159, knot=9e-5)
+    assert calibrated(measuring(good), monkeypatch).disturbed == ()
+    found = calibrated(measuring(bad), monkeypatch)
+    assert stored() == good
+    assert found.measurements[0].value == good
+    (said,) = found.disturbed
+    assert "234% (copies up), 116% (copies down)" in said
+    assert "leave it alone" in said
+    assert "stays in place for 2% (copies up)" in said
+    assert said in str(found)
+    assert "1 measurement of cpu, 1 of them disturbed" in found.summary()
+    assert found.profile.errors["up"] == 0.021
+    half = parts(0.9, 0.03, knot=2e-5)
+    calibrated(measuring(half), monkeypatch)
+    assert stored() == half | {"up": good["up"], "together": good["together"]}
+
+
+def test_what_is_disturbed_is_stored_where_there_is_nothing_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = calibrated(measuring(parts(0.4, 0.1)), monkeypatch)
+    assert "there are no better ones" in found.disturbed[0]
+    for value in (parts(0.3, 0.1, knot=2e-5), parts(0.2, 0.2), parts(0.24, 0.1, knot=3e-5)):
+        calibrated(measuring(value), monkeypatch)
+        assert stored() == value, "nothing that is stored is clearly better"
+    file = profile.file_of(launch.machine(torch.device("cpu")))
+    file.write_text(file.read_text().replace("1024.0", '"x"'))
+    worse = parts(2.0, 2.0)
+    assert "no better ones" in calibrated(measuring(worse), monkeypatch).disturbed[0]
+    assert stored() == worse, "what is damaged is not better"
+
+
+def test_the_folder_is_written_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(profile.VARIABLE, str(tmp_path / "file"))
+    begun = []
+    with pytest.raises(ConfigError, match="cannot be written"):
+        calibrated(Job("link rates", lambda: (begun.append(1) or {}, "")), monkeypatch)
+    assert not begun
+    monkeypatch.setenv(profile.VARIABLE, str(tmp_path / "new"))
+    profile.checked_folder()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 # The command
 
 
-@pytest.mark.parametrize(
-    ("calibrate", "code"),
-    [
-        (lambda **_: kvtier.Calibration("cuda:0", Path("/p")), 0),
-        (lambda **_: kvtier.Calibration("cuda:0", Path("/p"), failures=("a: b",)), 1),
-    ],
-)
-def test_the_command_prints_the_result(
-    calibrate: Callable[..., Any], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("failures", "code"), [((), 0), (("a: b",), 1)])
+def test_the_command_prints_each_result_once(
+    failures: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "calibrate", calibrate)
-    assert command.main([]) == code
-    assert "cuda:0" in capsys.readouterr().out
+    def fail() -> Any:
+        raise RuntimeError("b")
+
+    jobs = [measuring(parts(0.02, 3.0)), *(Job("a", fail) for _ in failures)]
+    monkeypatch.setattr(hardware, "jobs", lambda *_: jobs)
+    assert main(["calibrate", "--device", "cpu"]) == code
+    out, err = capsys.readouterr()
+    assert (out + err).count("fast") == 1
+    assert (out + err).count("link rates was disturbed") == 1
+    assert ("failed: a: b" in out) == bool(failures)
+    assert f"stored in {profile.file_of(launch.machine(torch.device('cpu')))}" in out
+    assert "kvtier.calibration" not in out + err
 
 
 def test_the_command_passes_its_options_on_and_errors_are_messages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def calibrate(**options: Any) -> kvtier.Calibration:
-        assert options == {"device": "cuda:1", "block_size": 16}
+    def calibrate(model: Any, **options: Any) -> kvtier.Calibration:
+        assert (model, options) == (None, {"device": "cuda:1", "block_size": 16})
         raise ConfigError("no such device")
 
-    monkeypatch.setattr(command, "calibrate", calibrate)
-    assert command.main(["--device=cuda:1", "--block-size=16"]) == 2
-    assert "no such device" in capsys.readouterr().err
+    monkeypatch.setattr(run, "calibrate", calibrate)
+    assert main(["calibrate", "--device=cuda:1", "--block-size=16"]) == 2
+    assert capsys.readouterr().err == "kvtier: no such device\n"
+    assert main(["calibrate", "--dtype", "float32"]) == 2
+    assert "give a MODEL" in capsys.readouterr().err
 
 
 def test_no_option_of_the_command_is_ignored(device: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--device=cpu", "--block-size=0"]) == 2
     assert "block_size=0" in capsys.readouterr().err
     assert main(["calibrate", "--device="]) == 2
+
+
+def test_the_command_measures_a_model_and_writes_what_is_known_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = "examples/pylm"
+    seen: list[Any] = []
+    calibrate, jobs_in_turn = run.calibrate, run._run
+    # Each measurement takes a part of a second, and all are begun however busy this machine is.
+    monkeypatch.setattr(run, "_run", lambda device, jobs, limit, *rest: jobs_in_turn(device, jobs, 600.0, *rest))
+
+    def shortly(model: Any, **options: Any) -> kvtier.Calibration:
+        seen.append(model)
+        return calibrate(model, seconds=1.0, **options)
+
+    monkeypatch.setattr(run, "calibrate", shortly)
+    out = tmp_path / "profile.json"
+    assert main(["calibrate", model, "--device", "cpu", "--output", str(out)]) == 0
+    assert isinstance(seen[0], torch.nn.Module)
+    found = kvtier.HardwareProfile.from_json(out.read_text())
+    assert {"up", "down", "together", "host", "linear", "prefill"} <= found.measured
+    assert f"profile: {out}" in capsys.readouterr().out
+    # And `plan` takes both files, and this machine's by itself.
+    of_this_machine = profile.file_of(launch.machine(torch.device("cpu")))
+    said = []
+    for each in (out, of_this_machine, "this"):
+        assert main(["plan", model, "--context", "512", "--profile", str(each)]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2]
+    assert "measured: device, down, host, linear, prefill, together, up" in said[0]
+
+
+@pytest.mark.parametrize("wrong", ["no/such/folder/x.json", "."])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "calibrate", lambda *_, **__: pytest.fail("something is measured"))
+    assert main(["calibrate", "--output", str(tmp_path / wrong)]) == 2
+    assert capsys.readouterr().err.startswith("kvtier: ")
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_an_interrupt_ends_in_a_line_of_its_own_and_the_file_is_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    good = parts(0.02, 0.02)
+    monkeypatch.setattr(hardware, "jobs", lambda *_: [measuring(good), Job("slow", interrupted)])
+    assert main(["calibrate", "--device", "cpu"]) == 130
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2] == "kvtier: 2/2 slow: not finished"
+    assert lines[-1] == "kvtier: interrupted; what was measured before is stored, all else is as it was"
+    assert stored() == good
+
+
+def test_an_interrupt_while_modules_are_imported_ends_in_a_line(tmp_path: Path) -> None:
+    code = (
+        "import sys, signal, os\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from kvtier.cli.main import main\n"
+        "print(main(['calibrate']))"
+    )
+    environment = {**os.environ, profile.VARIABLE: str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "130\n", done.stderr
+    assert done.stderr.splitlines()[-1].startswith("kvtier: interrupted")
+    assert "Traceback" not in done.stderr

@@ -77,7 +77,8 @@ def test_a_model_on_a_cpu_is_calibrated_in_moments_and_stored(
         measured.host_name(LAYOUT),
         measured.model_name(model.config),
     ]
-    lines = capsys.readouterr().err.splitlines()
+    # Of so short a measurement another line may say that something disturbed it.
+    lines = [x for x in capsys.readouterr().err.splitlines() if "was disturbed" not in x]
     assert len(lines) == len(found.measurements)
     assert "GB/s" in lines[0]
     assert torch.equal(torch.get_rng_state(), before), "the user's random numbers are what they were"

@@ -28,3 +28,17 @@ def test_the_parser_loads_neither_torch_nor_transformers() -> None:
     # Else Ctrl-C in the first seconds is a traceback, and `--help` takes as long as torch.
     code = "import sys, kvtier.cli.main; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_ctrl_c_before_there_is_a_parser_ends_in_a_line() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'kvtier.cli.plan': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from kvtier.__main__ import main\n"
+        "print(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("130\n", "kvtier: interrupted\n")

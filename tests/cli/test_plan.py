@@ -727,7 +727,7 @@ def test_an_unknown_name_without_a_network_is_told_at_once(
     [
         (["--plot", ""], "what kind of picture"),
         (["--plot", "plan"], "what kind of picture"),
-        (["--profile", ""], "kvtier:"),
+        (["--profile", ""], "this is a folder"),
     ],
 )
 def test_an_option_without_a_name_is_not_left_out(
@@ -964,3 +964,64 @@ def test_nonsense_ends_in_a_sentence_or_a_plan(
 def test_a_home_of_nobody_is_no_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "~no-such-user/config.json"]) == 2
     assert "no-such-user" in capsys.readouterr().err
+
+
+def stored_file(folder: Path, values: dict[str, Any], machine: str = "NVIDIA H100 80GB HBM3, capability 9.0") -> Path:
+    """A file as `kvtier calibrate` stores it."""
+    path = folder / "profile-stored.json"
+    path.write_text(json.dumps({"machine": machine, "values": values}))
+    return path
+
+
+def test_the_stored_file_of_a_machine_is_a_profile_and_what_it_lacks_is_an_estimate(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimate = HardwareProfile.estimate("h100", model_size(LLAMA_8B))
+    name = measured.model_name(LlamaConfig(**LLAMA_8B))
+    values: dict[str, Any] = {
+        measured.LINK: {part: estimate.part_as_json(part) for part in ("up", "down", "together")},
+        measured.HOST: {"host": estimate.part_as_json("host")},
+        "model other, hidden_layers 2, bfloat16": {"linear": {"value": "damaged", "error": 0.0}},
+    }
+    budget = ("--device-budget", "8GiB", "--json")
+    status, out, err = plan(capsys, config, "--profile", stored_file(tmp_path, values), *budget)
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["profile"]["measured"] == ["down", "host", "together", "up"]
+    assert found["profile"]["name"].startswith("NVIDIA H100")
+    named = json.loads(plan(capsys, config, "--device", "h100", *budget)[1])
+    assert found["outlook_per_device"] == named["outlook_per_device"]
+    slower = replace(estimate.linear, tokens=1e-2) if hasattr(estimate.linear, "tokens") else estimate.linear
+    assert slower is not None
+    values[name] = {"linear": {"value": slower.as_json(), "error": 0.01}}
+    special = "host attention, 8 KV heads of 128, bfloat16, blocks of 64, avx512"
+    values[special] = {"host": estimate.part_as_json("host") | {"error": 0.123}}
+    found = json.loads(plan(capsys, config, "--profile", stored_file(tmp_path, values), *budget)[1])
+    assert found["profile"]["model"] == name
+    assert "linear" in found["profile"]["measured"]
+    assert found["profile"]["parts"]["host"]["error"] == 0.123, "blocks of the model's shape"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"machine": "cpu, x", "values": {}}, "Nothing that is stored of cpu, x can be read"),
+        ({"machine": "cpu, x", "values": {"link rates": {"up": 3}}}, "Nothing that is stored"),
+        ({"machine": 3, "values": {}}, "names no machine"),
+        ({"machine": "cpu, x"}, "has no values"),
+    ],
+)
+def test_a_stored_file_of_nothing_ends_in_a_sentence(
+    content: dict[str, Any], said: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(content))
+    status, _, err = plan(capsys, config, "--profile", tmp_path / "p.json")
+    assert (status, said in err) == (2, True), err
+
+
+def test_a_machine_that_was_not_calibrated_says_so(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIER_PROFILE", str(tmp_path / "profiles"))
+    status, _, err = plan(capsys, config, "--profile", "this")
+    assert (status, "`kvtier calibrate` measures it" in err) == (2, True)

@@ -20,7 +20,7 @@ from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.names import POLICIES
 from kvtier.planning.reports.log import Logged
-from kvtier.planning.step import MAX_DECODE_TOKENS, StepPlan, StepState
+from kvtier.planning.step import MAX_DECODE_TOKENS, LayerPlan, StepPlan, StepState
 from kvtier.testing import held, with_doubles
 
 pytestmark = pytest.mark.usefixtures("on_the_host", "one_thread")
@@ -68,6 +68,16 @@ def test_its_numbers_are_those_of_stats_and_residency(policy: str, apart: bool) 
     text = str(found)
     assert kvtier.config.format_size(analysis.spilled_bytes) in text
     assert f"the {policy} policy" in text
+    flat = " ".join(text.split())
+    assert "do not fit" not in flat
+    size = kvtier.config.format_size(analysis.spilled_bytes)
+    cause = {
+        "all-fetch": "part of the device is kept free for what is fetched",
+        "pie": "whole layers take turns on the device",
+        "neo": "whole sequences are on either side",
+    }
+    fetching = cause["all-fetch"] if analysis.share >= 0.005 else "the device has no room for them"
+    assert f"{size} are on the host only ({cause.get(policy, fetching)});" in flat
     assert ("the device is emulated" in text) is not apart
     assert ("without a device_budget nothing is copied" in text.replace("\n         ", " ")) is not apart
     both = sum(x.both_blocks for x in found.layers)
@@ -339,3 +349,21 @@ def test_fetching_all_leaves_to_the_host_what_there_is_no_room_for() -> None:
     decode(cache, 120)
     last, _ = cache.explain().steps[-1]
     assert last.host_bytes > last.bytes_up > 0
+
+
+def test_what_the_device_would_have_room_for_is_not_said_to_lack_it() -> None:
+    class LeavesRoom(Policy):
+        """Brings nothing back."""
+
+        def plan(self, state: StepState) -> StepPlan:
+            return StepPlan([LayerPlan() for _ in state.layers])
+
+    cache = spilled(LeavesRoom())
+    decode(cache, 2)
+    assert "(the device has no room for them);" in " ".join(str(cache.explain()).split())
+    cache.crop(-120)
+    decode(cache, 2)
+    found = cache.explain()
+    free = found.device.budget - (found.device.used_blocks * BLOCK_BYTES)
+    assert 0 < found.analysis[0].spilled_bytes < free
+    assert "are on the host only; " in " ".join(str(found).split())

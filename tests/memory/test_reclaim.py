@@ -430,6 +430,13 @@ OURS = BlockLayout(HEADS, HEADS, DIM, DIM, BLOCK, torch.float32)
 SLOT = OURS.nbytes
 
 
+class NothingAhead(Policy):
+    """Writes nothing back before it is evicted."""
+
+    def write_back(self, used_bytes: int, device_bytes: int, sealed: int) -> int:
+        return 0
+
+
 class Memory:
     """A memory with the layers of one cache, all of the same tokens."""
 
@@ -437,7 +444,7 @@ class Memory:
         self.memory = TieredMemory(
             device_budget=device_slots * SLOT if device else None,
             host_budget=host_slots * SLOT,
-            policy=Policy(write_through=2.0),
+            policy=NothingAhead(),
         )
         self.owner: Owner = self.memory.join()
         self.layers: list[LayerKV] = []

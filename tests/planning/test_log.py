@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import json
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,8 +97,12 @@ def test_a_log_that_was_cut_short_counts_up_to_there_and_a_damaged_one_is_refuse
     path = tmp_path / "decisions.jsonl"
     real_run(Logged(Adaptive(), path))
     whole = path.read_text()
+    assert replay(path, Adaptive()).cut is None
     path.write_text(whole[:-20])
-    assert replay(path, Adaptive()).decisions == len([x for x in whole.splitlines() if '"answer"' in x]) - (
+    found = replay(path, Adaptive())
+    assert found.cut == len(whole.splitlines())
+    assert f"ends early, in the middle of line {found.cut}" in str(found)
+    assert found.decisions == len([x for x in whole.splitlines() if '"answer"' in x]) - (
         '"answer"' in whole.splitlines()[-1]
     )
     path.write_text(whole[:400] + "\n" + whole)
@@ -211,7 +217,107 @@ def test_a_log_of_a_policy_without_a_name_asks_for_one(tmp_path: Path, capsys: p
 
     Logged(Mine(), tmp_path / "decisions.jsonl").close()
     assert main(["replay", str(tmp_path / "decisions.jsonl")]) == 2
-    assert "Mine" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--policy module:Mine" in said
+    assert "Mine(...))" in said
+
+
+def test_a_policy_of_ones_own_is_replayed_by_module_and_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_policies.py").write_text(
+        "import kvtier\n\nclass Mine(kvtier.Policy):\n    pass\n\nclass Broken(kvtier.Policy):\n"
+        "    def plan(self, state):\n        return state.nothing\n\nclass Other:\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine: Any = importlib.import_module("own_policies")
+    log = run_and_log(mine.Mine(), tmp_path)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert main(["replay", str(log)]) == 2
+    assert "--policy own_policies:Mine" in capsys.readouterr().err
+    assert main(["replay", str(log), "--policy", "own_policies:Mine"]) == 0
+    assert "all the same" in capsys.readouterr().out
+    for wrong, said in (
+        ("own_policies:Broken", ": the policy fails at this question (AttributeError"),
+        ("own_policies:Other", "no kvtier.Policy"),
+        ("own_policies:Missing", "Missing"),
+        ("no_such_module:Mine", "no_such_module"),
+    ):
+        assert main(["replay", str(log), "--policy", wrong]) == 2
+        assert said in capsys.readouterr().err
+    assert sys.path == before
+    del sys.modules["own_policies"]
+
+
+def test_a_log_without_decisions_compares_nothing_and_that_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Logged("default", tmp_path / "decisions.jsonl").close()
+    assert main(["replay", str(tmp_path / "decisions.jsonl")]) == 1
+    assert "Nothing was compared" in capsys.readouterr().out
+
+
+def test_a_difference_is_told_by_the_fields_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = run_and_log(FixedShare(0.5), tmp_path)
+    lines = [json.loads(x) for x in log.read_text().splitlines()]
+    number = next(i for i, x in enumerate(lines) if "plan" in x)
+    lines[number]["answer"]["layers"][1]["fetch"] += 7
+    log.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    found = replay(log, FixedShare(0.5))
+    was, fetch = lines[number]["answer"]["layers"][1]["fetch"], lines[number]["answer"]["layers"][1]["fetch"] - 7
+    assert len(found.differences) == 1
+    assert f"line {number + 1}: plan: layers[1].fetch {was} in the log, {fetch} now." in str(found)
+    other = str(replay(log, "all-attend"))
+    assert len(other) < 500
+    assert "layers[0].fetch" in other
+    found.differences = [(2, "victims", [[0, 3, False], [1, 1, False]], [[0, 2, False]])]
+    assert "number of victims 2 in the log, 1 now; victims[0].blocks 3 in the log, 2 now." in str(found)
+    found.differences = [(2, "write_back", 3, 4)]
+    assert "write_back: 3 in the log, 4 now." in str(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda x: x["plan"]["layers"][0].update(block_bytes="abc"),
+            "block_bytes is 'abc', and has to be a whole number",
+        ),
+        (lambda x: x["plan"]["layers"][0].update(host_attention=1), "host_attention is 1, and has to be true or false"),
+        (lambda x: x["plan"].update(free_bytes=None), "free_bytes is None"),
+        (lambda x: x["plan"].update(row_bytes="abc"), "row_bytes is 'abc'"),
+        (
+            lambda x: x["plan"]["layers"][0].update(block_bytes=0),
+            "the policy fails at this question (ZeroDivisionError",
+        ),
+    ],
+)
+def test_an_edited_log_is_refused_with_the_file_and_the_line(
+    change: Callable[[Any], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = run_and_log(Policy(), tmp_path)
+    lines = [json.loads(x) for x in log.read_text().splitlines()]
+    number = next(i for i, x in enumerate(lines) if "plan" in x)
+    for layer in lines[number]["plan"]["layers"]:
+        layer["host_attention"] = False
+        if "ZeroDivision" in said:
+            layer["block_bytes"] = 0
+            lines[number]["plan"]["free_bytes"] = 2**40
+    change(lines[number])
+    log.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert main(["replay", str(log), "--policy", "default"]) == 2
+    assert f"kvtier: {log}, line {number + 1}: {said}" in capsys.readouterr().err
+
+
+def run_and_log(policy: Policy, folder: Path) -> Path:
+    """A simulated run of some decisions."""
+    path = folder / "decisions.jsonl"
+    with contextlib.closing(Logged(policy, path)) as logged:
+        Simulation(logged, Machine(Rates()), Load(4, 1e-3, 2**16, 16, 640, 2, 2**23)).run(30)
+    return path
 
 
 @pytest.mark.parametrize("rows", [{2, 0}, frozenset([1]), (1, 0), range(2), np.arange(2), None], ids=repr)

@@ -19,6 +19,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvtier import BudgetError, ConfigError, Policy, TieredKVCache, TieredMemory
 from kvtier.forward import planned
 from kvtier.planning.costs import Prediction
+from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.policy import RESERVE_SHARE, Candidate, Victims, level
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.testing import held, with_doubles
@@ -47,6 +48,25 @@ def drawn(rng: random.Random) -> StepState:
     found = StepState(tokens=rng.choice((1, 7)), layers=layers, free_bytes=rng.randint(0, size), device_bytes=size)
     found.last = StepRecord() if rng.random() < 0.7 else None
     return found
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"write_through": 7},
+        {"write_through": "a"},
+        {"write_through": -0.1},
+        {"ahead": -1},
+        {"ahead": 1.5},
+        {"ahead": "a"},
+    ],
+    ids=str,
+)
+def test_a_policy_is_made_of_a_share_and_a_number_of_layers(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Policy(**wrong)
+    with pytest.raises(ConfigError, match="share"):
+        FixedShare(1.5)
 
 
 @pytest.mark.parametrize("seed", range(60))

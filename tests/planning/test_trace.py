@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.errors import ConfigError
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.shares import all_fetch
 from kvtier.planning.reports import trace
@@ -64,7 +65,7 @@ def test_a_plans_mark_says_what_was_decided_why_and_what_is_expected(tmp_path: P
 
 
 def test_what_was_not_traced_is_no_empty_trace(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="traced=True"):
+    with pytest.raises(ConfigError, match="traced=True"):
         Simulation(Adaptive(), Machine(RATES), LOAD).write_trace(tmp_path / "x.json")
     assert not list(tmp_path.iterdir())
 
@@ -178,9 +179,10 @@ def test_what_is_no_number_is_written_as_a_word(tmp_path: Path) -> None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    for text in ("[]", "{}", '{"traceEvents": [], "otherData": {}}', "no json"):
-        (tmp_path / "x.json").write_text(text)
-        with pytest.raises(ValueError, match=r"not a trace|Expecting"):
+    format_only = b'{"otherData": {"format": "kvtier trace 1"}}'
+    for content in (b"[]", b"{}", b'{"traceEvents": [], "otherData": {}}', b"no json", b"\xff\x00", format_only):
+        (tmp_path / "x.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"x\.json is not a trace"):
             read_trace(tmp_path / "x.json")
 
 

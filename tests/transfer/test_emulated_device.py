@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import kvtier
 from kvtier import Policy, TieredKVCache
 from kvtier.errors import ConfigError
+from kvtier.memory import measured
+from kvtier.planning.costs import Rates
 from kvtier.planning.reports.trace import busy_seconds, read_trace
 from kvtier.planning.step import StepRecord
 from kvtier.testing import Throttled, emulated_device, throttled, with_doubles
@@ -202,8 +205,11 @@ def test_outside_the_block_nothing_of_it_is_left() -> None:
     cache.close()
 
 
-@pytest.mark.parametrize("wrong", [{"linear": -1.0}, {"linear": 0.0, "device_rate": 0.0}])
-def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [{"linear": -1.0}, {"linear": "2ms"}, {"linear": 0.0, "device_rate": 0.0}, {"linear": 0, "device_rate": ""}],
+)
+def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError), emulated_device(model(), throttled(1e9), **wrong):
         pass
     with (
@@ -211,3 +217,17 @@ def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None
         emulated_device(torch.nn.Linear(1, 1), throttled(1e9), linear=0.0),
     ):
         pass
+
+
+def test_the_emulated_machine_has_rates_of_its_own_and_not_the_real_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Rates(up=37.3e9, down=37.1e9, host=60e9, measured=True)
+    monkeypatch.setattr(measured, "rates", lambda device, layout: real)
+    machine = throttled("2GB", "1GB", 50e-6, host="5GB")
+    with cache_on(machine) as cache, emulated_device(model(), machine, linear=0.0, device_rate=80e9):
+        tokens(cache)
+        (known,) = cache._forward.memory.rates.values()
+        said = " ".join(str(cache.explain()).split())
+    assert known == replace(real, up=2e9, down=1e9, copy_overhead=50e-6, host=5e9, device=80e9, measured=False)
+    assert "37.3 GB/s" not in said
+    assert "estimates, not measured: " in said
+    assert throttled(math.inf).rates(None).up == 1e15, "a rate that Rates takes"

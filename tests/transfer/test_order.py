@@ -412,6 +412,13 @@ def test_a_fetch_does_not_wait_for_what_was_submitted_since_its_slots_were_read(
 # One slot after the other
 
 
+class NothingAhead(Policy):
+    """Writes nothing back before it is evicted."""
+
+    def write_back(self, used_bytes: int, device_bytes: int, sealed: int) -> int:
+        return 0
+
+
 class Slots:
     """A memory over the model, with room on the device for six blocks.
 
@@ -420,7 +427,7 @@ class Slots:
     """
 
     def __init__(self, model: StreamModel) -> None:
-        self.memory = TieredMemory(device_budget=6 * SLOT, host_budget=20 * SLOT, policy=Policy(write_through=2.0))
+        self.memory = TieredMemory(device_budget=6 * SLOT, host_budget=20 * SLOT, policy=NothingAhead())
         self.memory.set_up(model.engine)
         self.owner = self.memory.join()
         self.layers: list[LayerKV] = []
@@ -557,9 +564,7 @@ def test_a_fetch_overtakes_nothing_in_its_slots(scene: str, lost: bool, monkeypa
 @pytest.mark.parametrize("late", [False, True], ids=["inline", "late"])
 def test_slots_of_a_fetch_that_nobody_wants_any_more_are_no_reason_to_refuse(late: bool) -> None:
     """What fits must not depend on when copies end."""
-    cache = TieredKVCache(
-        device_budget=6 * SLOT, host_budget=2 * SLOT, block_size=BLOCK, policy=Policy(write_through=2.0)
-    )
+    cache = TieredKVCache(device_budget=6 * SLOT, host_budget=2 * SLOT, block_size=BLOCK, policy=NothingAhead())
     if late:
         with_doubles(cache, held(0, eagerness=0.0, late=True))
     tokens = torch.randn(1, HEADS, 4 * BLOCK, DIM)

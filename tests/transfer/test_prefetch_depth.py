@@ -34,8 +34,11 @@ class Ahead(Policy):
     """Fetches so many layers ahead of their use, and keeps nothing of it."""
 
     def __init__(self, ahead: int) -> None:
-        super().__init__(write_through=2.0, ahead=ahead)
+        super().__init__(ahead=ahead)
         self.stalls: list[float] = []
+
+    def write_back(self, used_bytes: int, device_bytes: int, sealed: int) -> int:
+        return 0
 
     def plan(self, state: StepState) -> StepPlan:
         plan = super().plan(state)

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -406,12 +407,27 @@ def test_a_slower_host_has_its_result_later_and_is_counted_so(benches: list[Benc
     assert bench.counters.host_seconds == pytest.approx(0.53), "a host that is slower by itself"
 
 
-@pytest.mark.parametrize("wrong", [{"up": 0.0}, {"up": -1.0}, {"down": 0.0}, {"latency": -1.0}, {"host": 0.0}])
-def test_speeds_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"up": 0.0}, {"up": -1.0}, {"up": "fast"}, {"up": "50%"}, {"up": None}, {"down": 0.0}, {"down": "-1GB"}),
+        *({"latency": -1.0}, {"latency": "10us"}, {"host": 0.0}, {"host": [1e9]}),
+    ],
+    ids=str,
+)
+def test_speeds_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        throttled(**({"up": 1e9} | wrong))  # type: ignore[arg-type]
+        throttled(**({"up": 1e9} | wrong))
     machine = throttled(1e9)
     for name in ("up", "down"):
-        with pytest.raises(ConfigError, match=name):
-            setattr(machine.link, name, 0.0)
+        for value in (0.0, "fast"):
+            with pytest.raises(ConfigError, match=name):
+                setattr(machine.link, name, value)
     assert machine.link.up == machine.link.down == 1e9
+
+
+def test_speeds_are_written_as_sizes_are() -> None:
+    link = throttled("2GB", "1GiB", host="500MB").link
+    assert (link.up, link.down, link.host) == (2e9, 2**30, 5e8)
+    link.up = "3GB"  # type: ignore[assignment]
+    assert link.up == 3e9

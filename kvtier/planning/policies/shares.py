@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier.config import parse_share
 from kvtier.planning.costs import Group, fetched_blocks
 from kvtier.planning.policy import WRITE_THROUGH, Policy, level
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
@@ -22,6 +23,9 @@ class FixedShare(Policy):
     Args:
         share: 0: all is attended to on the host; 1: all is fetched.
         write_through: as of `Policy`.
+
+    Raises:
+        ConfigError: `share` is no share in [0, 1]; or as of `Policy`.
     """
 
     # A larger share needed more room, which is used again; what one eviction frees for the next blocks is far less.
@@ -29,7 +33,7 @@ class FixedShare(Policy):
 
     def __init__(self, share: float, *, write_through: float = WRITE_THROUGH) -> None:
         super().__init__(write_through=write_through, ahead=DEPTH - 1)
-        self.share = share
+        self.share = parse_share("share", share)
 
     def plan(self, state: StepState) -> StepPlan:
         """See `Policy.plan`."""

@@ -23,6 +23,12 @@ REASONS = {
     "probe": "tried for a few steps, next to what was best",
     "back": "what was tried was no better",
 }
+#: Why a policy leaves blocks on the host, where it is not for want of room alone.
+PLACES = {
+    "all-fetch": "part of the device is kept free for what is fetched",
+    "pie": "whole layers take turns on the device",
+    "neo": "whole sequences are on either side",
+}
 #: Rates for a reader: name, words, unit, factor.
 RATES = (
     ("up", "link up", "GB/s", 1e-9),
@@ -133,7 +139,7 @@ class Explanation:
     def _why(self) -> str:
         spilled = sum(x.spilled_bytes for x in self.analysis)
         share = sum(x.share * x.spilled_bytes for x in self.analysis) / spilled if spilled else 0.0
-        what = f"{format_size(spilled)} do not fit the device; "
+        what = f"{format_size(spilled)} are on the host only{self._cause(spilled, share)}; "
         if share > 0.995:
             what += "a step fetches all of that"
         elif share < 0.005:
@@ -144,6 +150,16 @@ class Explanation:
             return f"{what}, as {self._policy} says."
         reason = REASONS.get(self.decision.reason, self.decision.reason)
         return f"{what}, as {self._policy} decided at step {self.decision.step}: {reason}."
+
+    def _cause(self, spilled: int, share: float) -> str:
+        """Why the device does not hold so many bytes, of which a step fetches a share; "" where it is not known."""
+        if self.policy in PLACES:
+            return f" ({PLACES[self.policy]})"
+        if share >= 0.005:
+            return " (part of the device is kept free for what is fetched)"
+        blocks = sum(x.spilled_blocks for x in self.analysis)
+        free = self.device.budget - self.device.bytes + self.device.free_blocks * (spilled // max(blocks, 1))
+        return " (the device has no room for them)" if spilled > free else ""
 
     def _steps(self) -> str:
         if self.seen is None:

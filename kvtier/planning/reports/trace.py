@@ -14,6 +14,7 @@ for each lane that anything happened in:
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from kvtier.errors import ConfigError
 from kvtier.planning.policy import Policy
 from kvtier.planning.step import StepPlan, StepRecord
 
@@ -98,6 +100,8 @@ class TraceWriter:
 
     def __init__(self, path: str | os.PathLike[str], *, origin: float = 0.0, limit: int = LIMIT) -> None:
         self.path = Path(path)
+        if self.path.is_dir():  # else it is found out when all is written, and cannot be renamed
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         self.origin = origin
         self.limit = limit
         self.written = self.dropped = 0
@@ -233,13 +237,18 @@ def read_trace(path: str | os.PathLike[str]) -> list[Event]:
     """The events of a file that `TraceWriter` has written, by their start.
 
     Raises:
-        OSError: there is none. ValueError: it is no such file.
+        OSError: there is none. ConfigError: it is no such file.
     """
-    document = json.loads(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(document, dict) or not str(document.get("otherData", {}).get("format")).startswith(
-        "kvtier trace"
-    ):
-        raise ValueError(f"{os.fspath(path)} is not a trace that kvtier has written.")
+    try:
+        return _events(json.loads(Path(path).read_bytes()))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{os.fspath(path)} is not a trace that kvtier has written.") from error
+
+
+def _events(document: Any) -> list[Event]:
+    """What a file holds. Raises whatever its content leads to where it is no trace."""
+    if not str(document["otherData"]["format"]).startswith("kvtier trace"):
+        raise ValueError("it is of another program")
     lines = document["traceEvents"]
     caches = {x["pid"]: x["args"]["name"] for x in lines if x["name"] == "process_name"}
     names = {(x["pid"], x["tid"]): x["args"]["name"] for x in lines if x["name"] == "thread_name"}

@@ -37,7 +37,7 @@ def _points(load: Load, machine: Machine, number: int) -> list[tuple[float, floa
     slots = load.device_bytes // block - load.layers * load.sequences
     resident = min(sealed, slots * block / load.layers)
     spilled = max(sealed - resident, 0.0)
-    rate = rates.up * (1 - machine.traffic(number))
+    rate = rates.up * machine.link_left(number)
 
     # Convex in what a layer has on the device, so that no uneven placement over the layers is faster than an even one.
     per_byte = 1 / rates.host + (rates.host_overhead / sealed if sealed else 0.0)

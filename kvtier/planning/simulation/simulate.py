@@ -12,11 +12,23 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvtier.config import parse_count, parse_number
+from kvtier.errors import ConfigError
 from kvtier.planning.costs import Rates
+from kvtier.planning.policies.names import policy_of
 from kvtier.planning.policy import Policy
 from kvtier.planning.reports.trace import Event, plan_args, step_args, write_trace
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 
+#: What a load counts, at least one of each.
+_COUNTED = {
+    "layers": "layers",
+    "block_bytes": "bytes",
+    "block_size": "tokens",
+    "sequences": "sequences",
+    "device_bytes": "bytes",
+    "tokens": "tokens",
+}
 #: A context is filled in so many portions at the least.
 _STRIDE = 64
 
@@ -33,6 +45,9 @@ class Load:
         sequences: decoded together.
         device_bytes: of the device budget.
         tokens: of each sequence in a step: one, or some that verify a draft.
+
+    Raises:
+        ConfigError: a number that is none, or too small.
     """
 
     layers: int
@@ -44,6 +59,12 @@ class Load:
     device_bytes: int
     tokens: int = 1
 
+    def __post_init__(self) -> None:
+        parse_number("linear", self.linear, "seconds")
+        parse_count("context", self.context, 0, "tokens")
+        for name, what in _COUNTED.items():
+            parse_count(name, getattr(self, name), 1, what)
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -52,12 +73,29 @@ class Machine:
     Attributes:
         rates: what is true of it; a policy may think otherwise.
         noise: relative standard deviation of each duration.
-        traffic: of somebody else on the link, as a share of its rate, by step.
+        traffic: of somebody else on the link, as a share of its rate, at least 0 and less than 1, by step.
+
+    Raises:
+        ConfigError: `rates` are none, `noise` is no number of at least 0, or `traffic` cannot be called.
     """
 
     rates: Rates
     noise: float = 0.0
     traffic: Callable[[int], float] = lambda step: 0.0
+
+    def __post_init__(self) -> None:
+        parse_number("noise", self.noise, "standard deviations, as a share")
+        if not isinstance(self.rates, Rates):
+            raise ConfigError(f"rates={self.rates!r}: give kvtier.planning.costs.Rates(...).")
+        if not callable(self.traffic):
+            raise ConfigError(f"traffic={self.traffic!r}: give a function of the step that returns a share.")
+
+    def link_left(self, step: int) -> float:
+        """The share of the link that is left in a step. Raises ConfigError: others take all of it, or no share."""
+        taken = self.traffic(step)
+        if not 0 <= taken < 1:
+            raise ConfigError(f"traffic({step}) is {taken!r}: a share of the link, at least 0 and less than 1.")
+        return 1 - taken
 
 
 @dataclass(slots=True)
@@ -83,13 +121,23 @@ class _Layer:
 class Simulation:
     """One cache under one policy. `step` it, or `run` it.
 
+    Args:
+        policy: an object, or a name, as `TieredKVCache` takes it.
+        machine, load: on what, and of what.
+        seed: of the noise.
+        traced: keep events, for `timeline` and `write_trace`.
+
+    Raises:
+        ConfigError: no such policy, no machine or load, or a device budget without room for the blocks that are being
+            filled.
+
     Attributes:
         records: of the steps so far.
         events: what a trace shows, if `traced`.
         plans: the plan of each step.
     """
 
-    policy: Policy
+    policy: Policy | str
     machine: Machine
     load: Load
     seed: int = 0
@@ -100,6 +148,9 @@ class Simulation:
 
     def __post_init__(self) -> None:
         load = self.load
+        if not isinstance(load, Load) or not isinstance(self.machine, Machine):
+            raise ConfigError("Simulation(policy, machine, load): give a Machine and a Load, in this order.")
+        self._policy = self.policy = policy_of(self.policy)
         self._random = random.Random(self.seed)
         self._layers = [_Layer(i) for i in range(load.layers)]
         self._slots = load.device_bytes // load.block_bytes - load.layers * load.sequences  # those that are filled
@@ -111,7 +162,11 @@ class Simulation:
         self._plan: StepPlan | None = None
         self._record = StepRecord()
         if self._slots < 2:
-            raise ValueError("The device budget has no room for the blocks that are being filled.")
+            least = (load.layers * load.sequences + 2) * load.block_bytes
+            raise ConfigError(
+                f"device_bytes={load.device_bytes} has no room for the blocks that are being filled, one in each layer "
+                f"of each sequence: give {least} at least."
+            )
         left = load.context // load.block_size
         while left:
             each = max(left // _STRIDE, 1)  # a prefill seals many blocks of a layer at once
@@ -120,7 +175,8 @@ class Simulation:
                 self._seal(layer, each)
 
     def run(self, steps: int) -> float:
-        """Seconds of so many steps."""
+        """Seconds of so many steps. Raises ConfigError: that is no number of steps."""
+        parse_count("steps", steps, 0, "steps")
         began = self._now
         for _ in range(steps):
             self.step()
@@ -134,9 +190,9 @@ class Simulation:
         before, self._tokens = self._tokens, self._tokens + load.tokens
         full = self._tokens // load.block_size - before // load.block_size
         if any(x.spilled for x in self._layers):
-            self._plan = self.policy.plan(self._state())
+            self._plan = self._policy.plan(self._state())
             if self.traced:
-                args = plan_args(self._plan, self.policy, 1, "simulated")
+                args = plan_args(self._plan, self._policy, 1, "simulated")
                 self.events.append(Event("step", "plan", began, None, {"step": number} | args, "simulated"))
         self.plans.append(self._plan or StepPlan())
         self._begin()
@@ -149,17 +205,17 @@ class Simulation:
         self._event("step", f"step {number}", began, record.seconds, **step_args(record))
         self.records.append(record)
         if self._plan is not None:
-            self.policy.observe(record)
+            self._policy.observe(record)
         return record
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write what happened so far as a trace file; see `kvtier.planning.reports.trace`. It has to be `traced`.
 
         Raises:
-            ValueError: it was not traced. OSError: the file cannot be made.
+            ConfigError: it was not traced. OSError: the file cannot be made.
         """
         if not self.traced:
-            raise ValueError("Nothing was recorded: make it with Simulation(..., traced=True).")
+            raise ConfigError("Nothing was recorded: make it with Simulation(..., traced=True).")
         write_trace(path, self.events, {"simulated": True})
 
     # A layer
@@ -225,7 +281,7 @@ class Simulation:
         bytes_of = self.load.block_bytes
         free, budget = self._free * bytes_of, self.load.device_bytes
         state = StepState(self.load.tokens, layers, free, budget, last, 1, "simulated", self.load.layers)
-        if self.policy.by_rows:
+        if self._policy.by_rows:
             rows = self.load.sequences
             each = sum(x.resident + x.spilled for x in self._layers) // rows * bytes_of
             state.row_bytes = [each] * rows
@@ -285,7 +341,7 @@ class Simulation:
     def _fetch(self, layer: _Layer, blocks: int) -> None:
         rates, record = self.machine.rates, self._record
         nbytes = blocks * self.load.block_bytes
-        rate = rates.up * (1 - self.machine.traffic(len(self.records)))
+        rate = rates.up * self.machine.link_left(len(self.records))
         seconds = self._noisy(rates.copy_overhead + nbytes / rate)
         begins = max(self._now, self._up)
         self._up = layer.arrival = begins + seconds
@@ -314,7 +370,7 @@ class Simulation:
     def _make_room(self, blocks: int) -> None:
         if blocks <= self._free:
             return
-        for candidate, count, _ in self.policy.victims(self._layers, blocks - self._free):
+        for candidate, count, _ in self._policy.victims(self._layers, blocks - self._free):
             assert isinstance(candidate, _Layer)
             count = min(count, candidate.evictable)
             fetched = max(count - candidate.resident, 0)
