@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtier.errors import ConfigError
 from kvtier.planning.policies.adaptive import Adaptive
@@ -212,3 +215,27 @@ def test_a_timeline_has_a_line_for_each_lane_from_top_to_bottom() -> None:
     assert compute.split()[2:] == ["." * 10 + "#" * 10, "5", "ms", "50%"]
     assert up.split()[2:] == ["#" * 5 + "." * 15, "2.5", "ms", "25%"]
     assert timeline([]) == "nothing happened"
+
+
+def test_a_trace_replaces_a_file_where_a_link_leads_to_and_nothing_that_is_no_file(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "kept" / "x.json", tmp_path / "link.json", tmp_path / "pipe"
+    target.parent.mkdir()
+    target.write_text("old")
+    link.symlink_to(target)
+    write_trace(link, [Event("up", "fetch", 0.0, 1.0, ARGS)])
+    assert link.is_symlink()
+    assert [x.name for x in read_trace(target)] == ["fetch"]
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="something else"):
+        TraceWriter(pipe)
+    assert pipe.is_fifo()
+    assert sorted(x.name for x in tmp_path.rglob("*")) == ["kept", "link.json", "pipe", "x.json"]
+
+
+def test_numbers_of_any_kind_are_written(tmp_path: Path) -> None:
+    """A policy may predict with those of another library."""
+    args = {"half": Fraction(1, 2), "nan": Decimal("nan"), "three": torch.tensor(3), "what": object}
+    write_trace(tmp_path / "x.json", [Event("plan", "plan", 0.0, None, args)])
+    (found,) = read_trace(tmp_path / "x.json")
+    assert {x: found.args[x] for x in ("half", "nan", "three")} == {"half": 0.5, "nan": "nan", "three": 3}
+    assert "object" in found.args["what"]

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from kvtier.errors import ConfigError
 from kvtier.planning.policy import Policy
@@ -85,7 +85,7 @@ class TraceWriter:
     the `with` block calls, also by an exception. Not safe for threads.
 
     Args:
-        path: of the file; an older one is replaced.
+        path: of the file, or of a link to it; an older one is replaced.
         origin: the time that is 0 in the file, seconds.
         limit: events that are written at the most; the rest is counted, and the file says how many those are.
 
@@ -95,13 +95,15 @@ class TraceWriter:
         error: why writing failed, if it did.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be made, or something else is there, such as a pipe.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, origin: float = 0.0, limit: int = LIMIT) -> None:
-        self.path = Path(path)
+        self.path = Path(os.path.realpath(path))  # where a link leads to: it stays
         if self.path.is_dir():  # else it is found out when all is written, and cannot be renamed
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if self.path.exists() and not self.path.is_file():  # a file would take the place of a pipe, or of a device
+            raise OSError(errno.EINVAL, "A trace is written to a file, and this is something else", os.fspath(path))
         self.origin = origin
         self.limit = limit
         self.written = self.dropped = 0
@@ -362,7 +364,15 @@ def _finite(value: Any) -> Any:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    # What a policy tells may be numbers of another library.
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, default=_number)
+
+
+def _number(value: Any) -> float | str:
+    try:
+        return cast("float | str", _finite(float(value)))
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def _joined(events: Iterable[Event], lane: str) -> list[tuple[float, float]]:
