@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+import kvtier
 from benchmarks.contenders import Case, fill
 from benchmarks.cores import torch_threads
 from benchmarks.harness import Bench
@@ -33,6 +37,7 @@ from kvtier import Policy, TieredKVCache
 from kvtier.planning.hardware.machines import ModelSize
 from kvtier.planning.hardware.profile import HardwareProfile
 from kvtier.planning.policies.shares import FixedShare
+from kvtier.planning.reports.trace import Event, read_trace
 from kvtier.testing import Throttled, emulated_device, throttled, with_doubles
 
 SUMMARY = "ms per decode step under each policy, with an emulated device and link (CPU only)"
@@ -165,12 +170,19 @@ class ChangeSession:
     Args:
         policy, case, model, machine: as of `StepsSession`.
         keep: is given the seconds of all steps.
+        trace: where a trace of it is written; None: nowhere.
     """
 
     def __init__(
-        self, policy: str, case: Case, model: PreTrainedModel, machine: Machine, keep: Callable[[list[float]], None]
+        self,
+        policy: str,
+        case: Case,
+        model: PreTrainedModel,
+        machine: Machine,
+        keep: Callable[[list[float]], None],
+        trace: Path | None = None,
     ) -> None:
-        self.args, self.keep = (policy, case, model, machine, ON_DEVICE, 0), keep
+        self.args, self.keep, self.trace = (policy, case, model, machine, ON_DEVICE, 0), keep, trace
         self.found: dict[str, Any] = {}
 
     def measure(self) -> float:
@@ -187,7 +199,10 @@ class ChangeSession:
         clock = Streamer(STEPS // 2, lambda: setattr(emulated.link, "up", emulated.link.up / 2))
         ids = torch.zeros((1, session.cache.get_seq_length() + 1), dtype=torch.long)
         config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0, disable_compile=True)
-        with emulated_device(session.model, emulated, linear=machine.linear, device_rate=machine.device):
+        with (
+            nullcontext() if self.trace is None else kvtier.trace(self.trace),
+            emulated_device(session.model, emulated, linear=machine.linear, device_rate=machine.device),
+        ):
             session.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -356,7 +371,7 @@ def measure_own(bench: Bench) -> None:
     linear = HardwareProfile.estimate(LIKE_MACHINE, LIKE).linear
     assert linear is not None
     step = LIKE.layers * linear.seconds(1)
-    rows, medians = [], []
+    rows, means = [], []
     for case in bench.cases("planner", DEEP, DEEP_CONTEXTS, LEARN + bench.tokens(40)):
         # A device with no time of its own: only what the policy takes is looked at.
         machine = Machine(1e9, host=None, device=1e15, linear=0.0)
@@ -366,28 +381,31 @@ def measure_own(bench: Bench) -> None:
             session.run(bench.tokens(40))
         finally:
             session.close()
+        # The mean has the looks at the choice, which come in every eighth step; the median has none of them.
         micro = sorted(1e6 * x for x in own.steps[1:])
-        medians.append(statistics.median(micro))
-        rows.append([f"{case.context:,}", number(medians[-1]), number(micro[0]), number(micro[-1])])
+        means.append(statistics.fmean(micro))
+        late = micro[len(micro) * 99 // 100]
+        rows.append([f"{case.context:,}", *map(number, (means[-1], statistics.median(micro), late, micro[-1]))])
         bench.record(
             "planner",
             contender="adaptive",
             workload={"context": case.context, "layers": case.geometry.layers, "part": "own"},
             unit="us/step",
-            median=medians[-1],
+            median=statistics.median(micro),
             min=micro[0],
             max=micro[-1],
             n=len(micro),
+            facts={"mean": means[-1], "p99": late},
         )
     if not rows:
         return
     print("planner · microseconds of a step in which 64 layers are planned")
-    print(table(["tokens", "median", "min", "max"], rows, left=()) + "\n", flush=True)
+    print(table(["tokens", "mean", "median", "p99", "max"], rows, left=()) + "\n", flush=True)
     like = f"own time, of a step of 64 layers on one {LIKE_MACHINE} ({1e3 * step:.0f} ms)"
-    targets = [Target(like, max(medians) / 1e6 / step, "<=", 0.01)]
-    if len(medians) > 1:
+    targets = [Target(like, max(means) / 1e6 / step, "<=", 0.01)]
+    if len(means) > 1:
         targets.append(
-            Target("own time at the longest context, of that at the shortest", medians[-1] / medians[0], "<=", 1.2)
+            Target("own time at the longest context, of that at the shortest", means[-1] / means[0], "<=", 1.2)
         )
     report(bench, case, targets, part="own")
 
@@ -445,6 +463,14 @@ def compare_change(bench: Bench, model: str, case: Case) -> None:
         Target(f"after the change: a step, of {best}'s", ratio(found, "adaptive", best), "<=", 1.05),
         Target("steps until within 5% of it", statistics.median(late), "<=", 50),
     ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "change.json"
+        ChangeSession("adaptive", case, loaded, machine, lambda seconds: None, path).measure()
+        (rate, share), (slower, less) = before_and_after(read_trace(path))
+    targets += [
+        Target("in a trace: the link's rate after the change, of before", slower / rate, "<=", 0.55),
+        Target("in a trace: the share that is fetched, of before", less / share, "<=", 0.9),
+    ]
     report(bench, case, targets, part="change", best=best)
     shown = range(0, STEPS, SHOWN)
     rows = [[str(i) for i in shown]]
@@ -453,6 +479,20 @@ def compare_change(bench: Bench, model: str, case: Case) -> None:
         rows.append([number(1e3 * statistics.median(by_step[i : i + SHOWN])) for i in shown])
     print(f"planner · median ms/step from a step on (the link changes at step {STEPS // 2})")
     print(table(["step", "adaptive", best], list(zip(*rows, strict=True)), left=()) + "\n", flush=True)
+
+
+def before_and_after(events: Sequence[Event]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """What a trace shows in the third quarter of its first half, and in the last one of its second: bytes per second of
+    a fetch, and the share of what is spilled that is planned to be fetched; medians."""
+    begin, end = min(x.start for x in events), max(x.end for x in events)
+
+    def within(low: float, high: float) -> tuple[float, float]:
+        here = [x for x in events if low <= (x.start - begin) / (end - begin) < high]
+        rates = [x.args["bytes"] / x.seconds for x in here if x.lane == "up" and x.seconds]
+        shares = [x.args["share_fetched"] for x in here if "share_fetched" in x.args]
+        return statistics.median(rates), statistics.median(shares)
+
+    return within(0.25, 0.375), within(0.875, 1.0)
 
 
 def steps_until(seconds: list[float], limit: float) -> float:

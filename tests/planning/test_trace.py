@@ -235,7 +235,7 @@ def test_a_trace_replaces_a_file_where_a_link_leads_to_and_nothing_that_is_no_fi
 def test_numbers_of_any_kind_are_written(tmp_path: Path) -> None:
     """A policy may predict with those of another library."""
     args = {"half": Fraction(1, 2), "nan": Decimal("nan"), "three": torch.tensor(3), "what": object}
-    write_trace(tmp_path / "x.json", [Event("plan", "plan", 0.0, None, args)])
+    write_trace(tmp_path / "x.json", [Event("step", "plan", 0.0, None, args)])
     (found,) = read_trace(tmp_path / "x.json")
     assert {x: found.args[x] for x in ("half", "nan", "three")} == {"half": 0.5, "nan": "nan", "three": 3}
     assert "object" in found.args["what"]
