@@ -73,6 +73,73 @@ def test_the_answer_is_the_best_of_all_settings_which_are_tried() -> None:
     assert tried > SETTINGS // 4
 
 
+def uneven(seed: int) -> tuple[Resume, Prices, Busy]:
+    """A prefix of some short runs in any place, on a machine where anything may be slow."""
+    rng = random.Random(seed)
+    block, runs = rng.choice((1, 4, 16)), []
+    for _ in range(rng.randrange(1, 6)):
+        where = rng.choice(("device", "host", "host", "disk", "disk", "dropped"))
+        tokens = rng.randrange(6) * block + rng.choice((0, 0, rng.randrange(block)))
+        runs.append(PrefixRun(where, tokens, tokens * rng.choice((1, 1000, 4096))))  # type: ignore[arg-type]
+    fixed, per_token = rng.choice((0.0, 1e-4, 5e-3, 0.05)), 10 ** rng.uniform(-6, -3)
+    prices = Prices(
+        prefill(fixed, per_token, rng.choice((0.0, 10 ** rng.uniform(-10, -6)))),
+        up=10 ** rng.uniform(3, 11),
+        disk=10 ** rng.uniform(3, 10),
+        host=10 ** rng.uniform(3, 11),
+        chunk=rng.choice((0, 0, 8, 64)),
+        computing=rng.choice((1.0, 1.5, 3.0)),
+        loading=rng.choice((1.0, 1.05, 1.5, 3.0)),
+        error=rng.choice((0.0, 0.0, 0.05, 0.25)),
+    )
+    queued = [rng.choice((0.0, 0.01, 1.0)) for _ in range(3)]
+    busy = Busy(*queued, rng.choice((1.0, 0.5, 0.01)), rng.choice((1.0, 0.3)), rng.choice((1.0, 0.2)))
+    new, layers, batch = rng.choice((1, 1, 5, 40)), rng.choice((1, 2, 32)), rng.choice((1, 1, 4))
+    what = Resume(runs, new, layers, batch, block, host_queries=rng.choice((0, 16, 16)))
+    return what, prices, busy
+
+
+def test_in_prefixes_of_mixed_places_too_hardly_anything_is_better() -> None:
+    ratios, all_three = [], 0
+    # In the last ones a part of the disk's blocks is recomputed, or all, and the host attends to a part of its own.
+    for seed in (*range(3 * SETTINGS), 16550, 36958, 11783, 53701, 27603):
+        what, prices, busy = uneven(seed)
+        search = _Search(what, prices, busy)
+        host, disk, attendable = search.most["host"], search.most["disk"], search.attendable
+        every = itertools.product(range(host + 1), range(disk + 1), range(attendable + 1))
+        outcomes = {x: search.outcome(x).seconds for x in every if x[0] + x[2] <= host}
+        least = min(outcomes.values())
+        ratios.append(search.outcome(_Search(what, prices, busy).best()).seconds / least)
+        # Neither none of the disk's blocks nor all of them.
+        all_three += min(outcomes, key=outcomes.__getitem__)[1] not in (0, disk) and attendable > 0
+    assert all_three > 10
+    assert sum(ratio > 1.005 for ratio in ratios) <= len(ratios) // 1000
+    assert max(ratios) <= 1.05
+
+
+def test_it_is_never_worse_than_any_simple_way_whatever_overlaps_and_however_busy_disk_and_link_are() -> None:
+    reasons = set()
+    for seed in range(3 * SETTINGS):
+        what, prices, busy = uneven(seed)
+        plan = decide(what, prices, busy)
+        reasons.add(plan.reason)
+        simple = [x for name, x in plan.alternatives.items() if name != "split"]
+        assert plan.seconds <= 1.02 * min(simple), seed
+        # Also where it once decided otherwise.
+        before = decide(what, replace(prices, up=prices.up * 1.3, disk=prices.disk * 0.7), busy)
+        assert decide(what, prices, busy, before=before).seconds <= 1.02 * min(simple), seed
+    assert reasons == {"only", "simple", "split", "margin"}
+
+
+@pytest.mark.parametrize("loading", [1.0, 1.05, 1.3, 2.0])
+def test_a_head_for_which_the_tail_loads_more_slowly_is_not_taken_on_a_margin(loading: float) -> None:
+    what = Resume([PrefixRun("host", 112, 112 * TOKEN)], 64, 4, block=16, host_queries=0)
+    plan = decide(what, Prices(prefill(0.0, 4e-4, 0.0), up=36.4e6, loading=loading, error=0.25))
+    assert plan.reason == "margin"
+    assert (plan.recomputed > 0) == (loading < 1.1), "it gains where the tail hardly loads more slowly"
+    assert plan.seconds <= plan.alternatives["load"]
+
+
 @pytest.mark.parametrize("error", [0.0, 0.03])
 def test_it_is_never_worse_than_loading_or_recomputing_all_though_prices_are_wrong(error: float) -> None:
     gains = 0
@@ -145,6 +212,15 @@ def test_what_others_have_queued_moves_the_split() -> None:
         assert decide(what, PRICES, busy).recomputed > free
     for busy in (Busy(device=0.5), Busy(device_share=0.5)):
         assert decide(what, PRICES, busy).recomputed < free
+    saved = conversation(("disk", 16384))
+    on_disk = replace(PRICES, up=100e9, disk=1e9)
+    free = decide(saved, on_disk).recomputed
+    for busy in (Busy(disk=0.5), Busy(disk_share=0.5)):
+        assert decide(saved, on_disk, busy).recomputed > free
+    assert decide(saved, on_disk, Busy(link_share=0.5)).recomputed == free, "the disk is slower"
+    for busy, at in ((Busy(), 1e9), (Busy(disk_share=0.5), 0.5e9), (Busy(link_share=0.001), 0.1e9)):
+        loads = 32 * (PRICES.copy_overhead + 16384 * TOKEN / at)
+        assert always(saved, on_disk, busy, "load").choices[0].seconds["load"] == pytest.approx(loads), "is told, too"
     assert decide(what, PRICES, Busy(device=100.0)).recomputed == 0
     assert decide(what, PRICES, Busy(link=100.0)).recomputed == 16384
 

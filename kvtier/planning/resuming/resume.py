@@ -71,7 +71,8 @@ def decide(what: Resume, prices: Prices, busy: Busy | None = None, *, before: Re
         prices: of the machine. The decision is such that an error of prices cannot make it worse than the better of
             loading all and recomputing all, as long as there is such a decision.
         busy: what others have asked for; None: nothing.
-        before: what was decided about the same prefix, which is kept unless another decision promises more.
+        before: what was decided about the same prefix, which is kept unless another decision promises more, or one way
+            for all is better.
 
     Raises:
         ValueError: no new tokens, or sizes below 0.
@@ -95,16 +96,19 @@ class _Search:
         self.runs = [run for run in what.runs if run.tokens]
         self.fixed = fixed_part(prices.prefill)
         self.chunk = max(prices.chunk // what.batch, 1) if prices.chunk else 0
-        size = what.block
-        self.most = {x: sum([-(-r.tokens // size) for r in self.runs if r.where == x]) for x in ("host", "disk")}
+        self.most = {x: sum([self.blocks(run) for run in self.runs if run.where == x]) for x in ("host", "disk")}
         # Behind what is recomputed in any case, nothing but the new tokens' prefill reads the host's blocks.
         last = max((i for i, run in enumerate(self.runs) if run.where == "dropped"), default=-1)
         behind = self.runs[last + 1 :]
         queries = what.new if last + 1 < len(self.runs) or last < 0 else what.new + self.runs[last].tokens
         self.attendable = 0
         if queries <= what.host_queries:
-            self.attendable = sum([-(-run.tokens // size) for run in behind if run.where == "host"])
+            self.attendable = sum([self.blocks(run) for run in behind if run.where == "host"])
         self.seen: dict[Setting, _Outcome] = {}
+
+    def blocks(self, run: PrefixRun) -> int:
+        """Of a run, the last of which may not be full."""
+        return -(-run.tokens // self.what.block)
 
     # What a setting takes
 
@@ -127,7 +131,7 @@ class _Search:
             if run.where in ("device", "dropped"):
                 found.append(("keep" if run.where == "device" else "recompute", run, run.tokens))
                 continue
-            blocks, left = -(-run.tokens // size), run.tokens
+            blocks, left = self.blocks(run), run.tokens
             head = min(heads[run.where], blocks)
             heads[run.where] -= head
             cuts: list[tuple[Verb, int]] = [("recompute", head)]
@@ -236,11 +240,17 @@ class _Search:
 
     def best(self) -> Setting:
         """The setting that takes least."""
-        found = [self.lowest(lambda k: self.cross(k, 0), self.most["disk"])]
-        if self.attendable:
-            for disk in {0, self.most["disk"]}:
-                found.append(self.lowest(partial(self.cross, disk), self.attendable))
-        found += self.simple().values()
+        most, attendable = self.most, self.attendable
+        found = [
+            (host, disk, attended)
+            for attended in {0, attendable}
+            for disk in {0, most["disk"]}
+            for host in {0, most["host"] - attended}
+        ]
+        found.append(self.lowest(lambda disk: self.cross(disk, 0), most["disk"]))
+        if attendable:
+            # What the host attends to makes another number of the disk's blocks the best one.
+            found.append(self.lowest(self.over_attended, most["disk"]))
         best = min(found, key=self.rank)
         while True:
             # A forward more or less, where runs meet or a chunk is full, is a step in what is otherwise smooth.
@@ -248,6 +258,18 @@ class _Search:
             if self.outcome(better).seconds >= self.outcome(best).seconds * (1 - 1e-9):
                 return best
             best = better
+
+    def over_attended(self, disk: int) -> Setting:
+        """The best setting in which so many of the disk's blocks are recomputed, and the host attends to what is behind
+        these. Where all are, they may be behind what it attends to, within the new tokens' prefill."""
+        behind, left = self.most["host"], disk
+        for run in self.runs:
+            if left <= 0:
+                break
+            left -= self.blocks(run) if run.where == "disk" else 0
+            behind -= self.blocks(run) if run.where == "host" else 0
+        ends = {min(self.attendable, behind)} | ({self.attendable} if disk == self.most["disk"] else set())
+        return min([self.lowest(partial(self.cross, disk), end) for end in ends], key=self.rank)
 
     def near(self, setting: Setting) -> list[Setting]:
         """It, and others that are some blocks or the next end of a run away."""
@@ -257,7 +279,7 @@ class _Search:
             total, below, above = 0, 0, self.most[where]
             for run in self.runs:
                 if run.where == where:
-                    total += -(-run.tokens // self.what.block)
+                    total += self.blocks(run)
                     below = total if total < now else below
                     above = min(above, total) if total > now else above
             ends += (below, above)
@@ -292,8 +314,9 @@ class _Search:
         best, simple = self.best(), self.simple()
         chosen, reason = self.safe(best, simple)
         if before is not None and self.is_possible(before.settings):
-            had = self.outcome(before.settings).seconds
-            if had <= self.outcome(chosen).seconds * (1 + max(HYSTERESIS, self.prices.error)):
+            had, least = self.outcome(before.settings).seconds, min(self.outcome(x).seconds for x in simple.values())
+            more = 1 + max(HYSTERESIS, self.prices.error)
+            if had <= min(self.outcome(chosen).seconds * more, least * (1 + HYSTERESIS)):
                 chosen, reason = before.settings, "before"
         if not (self.most["host"] or self.most["disk"]):
             reason = "only"
@@ -314,12 +337,16 @@ class _Search:
 
     def safe(self, best: Setting, simple: dict[str, Setting]) -> tuple[Setting, str]:
         """A setting that is no worse than loading all and recomputing all, whatever prices are wrong by; where none is
-        sure to gain anything, the better of these."""
-        name = min(("load", "recompute"), key=lambda x: self.outcome(simple[x]).seconds)
+        sure to gain anything, the best of the simple ways: attending to all, where that promises enough more."""
+        took = {name: self.outcome(setting).seconds for name, setting in simple.items()}
+        name = min(("load", "recompute"), key=took.__getitem__)
+        if took.get("attend", math.inf) * (1 + HYSTERESIS) < took[name]:
+            name = "attend"
         if best == simple[name]:
             return best, "simple"
         error = max(self.prices.error, CERTAIN)
-        limit = self.outcome(simple[name]).seconds * (1 - error) / (1 + error)
+        least = took[name]
+        limit = least * (1 - error) / (1 + error)
         if self.outcome(best).seconds <= limit:
             return best, "simple" if best in simple.values() else "split"
         host, disk, attended = best
@@ -329,7 +356,9 @@ class _Search:
             while low < high:
                 middle = (low + high + 1) // 2
                 low, high = (middle, high) if self.outcome((middle, 0, 0)).compute <= limit else (low, middle - 1)
-            return ((low, 0, 0), "margin") if low else (simple[name], "margin")
+            # The tail loads more slowly meanwhile, perhaps by more than it is shorter.
+            if low and self.outcome((low, 0, 0)).seconds <= least:
+                return (low, 0, 0), "margin"
         return simple[name], "margin"
 
     # The answer
