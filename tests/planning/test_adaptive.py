@@ -285,6 +285,24 @@ def test_fetching_that_hides_behind_a_step_costs_nothing(seed: int) -> None:
     assert seconds_of(trial, 50) <= 1.01 * seconds_of(resident, 50)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_so_it_is_where_the_host_is_of_use_and_copies_have_overheads(seed: int) -> None:
+    """With the rates of a machine that was measured, at any part of the step that the copies take up to nine tenths."""
+    rng = random.Random(seed)
+    layers, context, overhead = rng.choice((16, 24, 32)), rng.choice((8192, 16384)), 10e-6
+    block, linear = 4096 * BLOCK, 10 ** rng.uniform(-3.6, -3)
+    kv = layers * context // BLOCK * block
+    spilled = 0.25 * kv / (1 - 3 / layers) + 10 * layers * block
+    moves = layers * (rng.uniform(0.5, 0.9) * linear - overhead)  # seconds
+    rates = Rates(up=spilled / moves, host=60e9, device=1.5e12, copy_overhead=overhead, measured=True)
+    load = Load(layers, linear, block, BLOCK, context, 1, int(kv * 0.75))
+    trial = Simulation(Adaptive(rates), Machine(rates), load)
+    trial.run(100)
+    resident = Simulation(Adaptive(rates), Machine(rates), replace(load, device_bytes=4 * kv))
+    resident.run(100)
+    assert seconds_of(trial, 50) <= 1.01 * seconds_of(resident, 50)
+
+
 @pytest.mark.parametrize("free", [0, 2**24, 2**26, 2**27])
 def test_where_nothing_overlaps_it_does_what_the_default_does(free: int) -> None:
     trial = Simulation(Adaptive(), Machine(RATES), LOAD)
