@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvtier.planning.costs import CostModel, Decision, Group, Median, Prediction, Rates, alike
+from kvtier.planning.costs import WINDOW, CostModel, Decision, Group, Median, Prediction, Rates, alike
 from kvtier.planning.policies.shares import FixedShare, room_for
 from kvtier.planning.policy import WRITE_THROUGH, Policy
 from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepPlan, StepRecord, StepState
@@ -38,6 +38,8 @@ PRICE = 0.0025
 GIVEN_UP = 3
 #: A rate that changes is followed at once, but for the last of so many changes in so many steps: it goes to and fro.
 JUMPS, CALM = 4, 64
+#: Steps of a cache in which rates change because nothing is known yet.
+LEARNED = 2 * WINDOW
 #: Steps between two looks then: as many as tell what a choice gives.
 RESTLESS_PERIOD = 21
 #: Caches of which something is kept, the latest ones.
@@ -64,7 +66,6 @@ class _Cache:
     starting: bool = False
     jumped: bool = False
     jumps: deque[int] = field(default_factory=lambda: deque(maxlen=JUMPS))
-    restless: bool = False
     spilled: int = 0
     reserve: int = 0
     device_bytes: int = 0
@@ -88,6 +89,11 @@ class _Cache:
     interval: int = PROBE
     side: int = 1
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=64))
+
+    @property
+    def restless(self) -> bool:
+        """Whether a rate goes to and fro."""
+        return len(self.jumps) == JUMPS and self.step - self.jumps[0] <= CALM
 
 
 #: Of a cache's steps: the device, and whether they are of several tokens each, as those that verify drafts.
@@ -145,9 +151,8 @@ class Adaptive(FixedShare):
             prediction, known.prediction = known.prediction, None
             settled = known.step - known.chosen > SETTLE
             jumped = known.model.observe(record, prediction, known.part, alike=alike, copies=copies)
-            if jumped:
+            if jumped and known.step > LEARNED:
                 known.jumps.append(known.step)
-                known.restless = len(known.jumps) == JUMPS and known.step - known.jumps[0] <= CALM
             if jumped and not known.restless:
                 known.seen.clear()
                 known.looked, known.jumped, known.probe_from = -PERIOD, True, None  # no probe tells anything now
