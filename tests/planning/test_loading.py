@@ -207,3 +207,13 @@ def test_prefills_that_are_all_noise_are_not_less_than_nothing() -> None:
         choice.computed(new, past, 1, seconds)
     assert choice.seconds_to_compute(47, 0, 5) == 0
     assert choice.choose([(0, 27520)], 47, 0, 5, 8) == 47
+
+
+@pytest.mark.parametrize(("slower", "splits"), [(10, True), (30, False)])
+def test_what_is_hardly_better_is_not_worth_a_head(slower: int, splits: bool) -> None:
+    choice = LoadOrCompute()
+    for tokens in (100, 1000, 10_000):
+        choice.loaded(tokens * BYTES, tokens * 1e-3)
+        choice.computed(tokens, 0, 1, tokens * slower * 1e-3)
+    files = [(start, 100 * BYTES) for start in range(0, 10_000, 100)]
+    assert (choice.choose(files, 10_000, 0, 64, 16) > 0) == splits

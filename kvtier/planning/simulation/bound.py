@@ -33,7 +33,7 @@ def lower_bound(load: Load, machine: Machine, steps: int) -> float:
 def _points(load: Load, machine: Machine, number: int) -> list[tuple[float, float]]:
     """Seconds of the device and of the link for what may be best to fetch: between these points both are linear."""
     rates, block = machine.rates, load.block_bytes
-    sealed = (load.context + number + 1) // load.block_size * load.sequences * block
+    sealed = (load.context + (number + 1) * load.tokens) // load.block_size * load.sequences * block
     slots = load.device_bytes // block - load.layers * load.sequences
     resident = min(sealed, slots * block / load.layers)
     spilled = max(sealed - resident, 0.0)
