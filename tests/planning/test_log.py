@@ -9,6 +9,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,94 @@ def test_a_difference_is_told_by_the_fields_that_differ(tmp_path: Path, capsys: 
     assert "number of victims 2 in the log, 1 now; victims[0].blocks 3 in the log, 2 now." in str(found)
     found.differences = [(2, "write_back", 3, 4)]
     assert "write_back: 3 in the log, 4 now." in str(found)
+
+
+@pytest.fixture(scope="module")
+def real_log(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The lines of a run of `FixedShare(0.5)`."""
+    path = tmp_path_factory.mktemp("log") / "decisions.jsonl"
+    with contextlib.closing(Logged(FixedShare(0.5), path)) as logged:
+        real_run(logged)
+    return [json.loads(x) for x in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "place", "other"),
+    [
+        # By the names that a policy answers with, so that a field that nobody writes down is missed here.
+        *(("plan", ("answer", "layers", 0), x.name, lambda was: was + 1) for x in fields(LayerPlan)),
+        ("plan", ("answer",), "reserve", lambda was: was + 1),
+        ("plan", ("answer",), "on_host", lambda was: [0] if was is None else None),
+        ("plan", ("answer",), "layers", lambda was: was[:-1]),
+        ("victims", ("answer", -1), 0, lambda was: was + 1),
+        ("victims", ("answer", -1), 1, lambda was: was + 1),
+        ("victims", ("answer", -1), 2, lambda was: not was),
+        ("victims", (), "answer", lambda was: was[:-1]),
+        ("victims", (), "answer", lambda was: was[::-1] if len(was) > 1 else []),
+        ("write_back", (), "answer", lambda was: was + 1),
+    ],
+)
+def test_whatever_of_an_answer_is_another_in_the_log_is_a_difference(
+    kind: str, where: tuple[Any, ...], place: Any, other: Callable[[Any], Any], real_log: list[Any], tmp_path: Path
+) -> None:
+    lines = copy.deepcopy(real_log)
+    number = [i for i, x in enumerate(lines) if kind in x and x["answer"]][-1]
+    target = lines[number]
+    for each in where:
+        target = target[each]
+    target[place] = other(target[place])
+    (tmp_path / "edited").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    found = replay(tmp_path / "edited", FixedShare(0.5))
+    assert [x[:2] for x in found.differences] == [(number + 1, kind)]
+    assert f"line {number + 1}: {kind}" in str(found)
+
+
+class AnswersOtherwise(FixedShare):
+    """As `FixedShare(0.5)`, but for one thing at a time."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(0.5)
+        self.what = what
+
+    def plan(self, state: StepState) -> StepPlan:
+        found = super().plan(state)
+        if self.what == "reserve":
+            found.reserve += 64
+        elif self.what == "on_host":
+            found.on_host = [0]
+        elif self.what in ("fetch", "ahead", "keep", "leave"):
+            setattr(found.layers[-1], self.what, getattr(found.layers[-1], self.what) + 1)
+        return found
+
+    def victims(self, candidates: Sequence[Candidate], blocks: int) -> list[Victims]:
+        found = list(super().victims(candidates, blocks))
+        if self.what == "latest_first":
+            return [x._replace(latest_first=not x.latest_first) for x in found]
+        if self.what == "blocks":
+            return [x._replace(blocks=x.blocks + 1) for x in found]
+        if self.what == "candidate":
+            return [x._replace(candidate=candidates[0]) for x in found]
+        return found
+
+    def write_back(self, used_bytes: int, device_bytes: int, sealed: int) -> int:
+        return super().write_back(used_bytes, device_bytes, sealed) + (self.what == "write_back")
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [
+        *((x, "plan") for x in ("fetch", "ahead", "keep", "leave", "reserve", "on_host")),
+        *((x, "victims") for x in Victims._fields),
+        ("write_back", "write_back"),
+        ("", None),
+    ],
+)
+def test_a_policy_that_answers_one_thing_otherwise_differs_in_that(
+    what: str, kind: str | None, real_log: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "log").write_text("".join(json.dumps(x) + "\n" for x in real_log))
+    found = replay(tmp_path / "log", AnswersOtherwise(what))
+    assert {x[1] for x in found.differences} == ({kind} if kind else set())
 
 
 @pytest.mark.parametrize(
