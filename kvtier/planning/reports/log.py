@@ -363,7 +363,7 @@ def _planned(plan: StepPlan) -> dict[str, object]:
 def _chosen(victims: Sequence[Victims], candidates: Sequence[Candidate]) -> list[list[object]]:
     """Victims by their place among the candidates; None: it was not one of them."""
     place = {id(x): i for i, x in enumerate(candidates)}
-    return [[place.get(id(x.candidate)), x.blocks] for x in victims]
+    return [[place.get(id(x.candidate)), x.blocks, bool(x.latest_first)] for x in victims]
 
 
 def _lines(path: str | Path, cut: list[int] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
