@@ -1,0 +1,141 @@
+"""What the adaptive policy makes of steps that take something other than predicted, told to it step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvtier.planning.costs import CostModel, Prediction, Rates, alike
+from kvtier.planning.policies.adaptive import MEMORY, PROBE, Adaptive
+from kvtier.planning.policy import Policy
+from kvtier.planning.simulation.simulate import Machine, Simulation
+from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
+from tests.planning.test_adaptive import LOAD, RATES
+
+LAYERS = [LayerState(i, 2**20, 50, 0, 200, 1, True) for i in range(16)]
+STATE = StepState(1, LAYERS, 2**30, 2**33, StepRecord(), 1, "cuda:0", len(LAYERS))
+TRUE = Rates(up=25e9, host=60e9, device=1.5e12, copy_overhead=0.0, host_overhead=0.0, shared=0.0, measured=True)
+LINEAR = 2e-4 * len(LAYERS)
+
+
+class Told:
+    """A policy, and steps that take what `rates` say, times a factor for what it has chosen."""
+
+    def __init__(self) -> None:
+        self.policy = Adaptive(TRUE)
+        self.rates = TRUE
+
+    def run(self, steps: int, factor: Callable[[float, int], float] = lambda share, step: 1.0) -> None:
+        for step in range(steps):
+            self.policy.plan(STATE)
+            world = CostModel(self.rates)
+            world._without.add(LINEAR)
+            true = world.step(alike(LAYERS), self.share)
+            seconds = true.seconds * factor(self.share, step)
+            self.policy.observe(
+                StepRecord(
+                    *(1, len(LAYERS), seconds, true.fetched_bytes),
+                    seconds_up=true.link,
+                    host_seconds=true.host_bytes / self.rates.host,
+                    host_bytes=true.host_bytes,
+                    # What is longer than computing and the host's part is a wait for fetches.
+                    stall_seconds=max(true.link - true.base - true.exposed, 0.0),
+                    cache=1,
+                )
+            )
+
+    @property
+    def share(self) -> float:
+        return self.policy.decisions(1)[-1].prediction.share
+
+
+def test_what_is_wrong_about_one_choice_is_less_wrong_about_another_far_from_it() -> None:
+    told = Told()
+    told.run(40)
+    before, decided = told.share, len(told.policy.decisions(1))
+    told.run(20, lambda share, step: 1.8 if abs(share - before) < 0.1 else 1.0)
+    after = [x for x in told.policy.decisions(1)[decided:] if x.reason == "model"]
+    assert after, "it stays with what takes longer, as if all choices did"
+    assert max(abs(x.prediction.share - before) for x in after) > 0.1
+    assert after[-1].step < PROBE
+
+
+def test_what_a_choice_once_gave_is_forgotten_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Adaptive, "_may_probe", lambda *args: False)  # which finds it out sooner
+    told = Told()
+    told.run(40)
+    before = told.share
+    told.run(20, lambda share, step: 1.8 if abs(share - before) < 0.1 else 1.0)
+    assert abs(told.share - before) > 0.1, "nothing was disturbed"
+    told.run(MEMORY - 60)
+    assert abs(told.share - before) > 0.05, "it goes back without a reason"
+    told.run(100)
+    assert told.share == pytest.approx(before, abs=0.05)
+
+
+def test_devices_that_share_a_model_each_answer_for_their_part_of_it() -> None:
+    shared, alone = Halves(Adaptive(replace(RATES, measured=True))), Adaptive(replace(RATES, measured=True))
+    trial = Simulation(shared, Machine(RATES), LOAD)
+    trial.run(100)
+    Simulation(alone, Machine(RATES), LOAD).run(100)
+    assert sum(x.seconds for x in shared.expected) == pytest.approx(trial.records[-1].seconds, rel=0.05)
+    share = alone.decisions(1)[-1].prediction.share
+    assert [x.share for x in shared.expected] == pytest.approx([share] * 2, abs=0.07)
+
+
+class Halves(Policy):
+    """Asks a policy for two devices that have half of the layers each."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy
+        self.expected: list[Prediction] = []
+
+    def plan(self, state: StepState) -> StepPlan:
+        half = len(state.layers) // 2
+        found = [
+            self.policy.plan(
+                replace(
+                    state,
+                    layers=layers,
+                    device=device,
+                    free_bytes=state.free_bytes // 2,
+                    device_bytes=state.device_bytes // 2,
+                )
+            )
+            for device, layers in (("a", state.layers[:half]), ("b", state.layers[half:]))
+        ]
+        self.expected = [x for x in (self.policy.prediction(1, device) for device in ("a", "b")) if x is not None]
+        return StepPlan(found[0].layers + found[1].layers, max(x.reserve for x in found))
+
+    def observe(self, record: StepRecord) -> None:
+        self.policy.observe(record)
+
+
+def test_after_a_rate_has_changed_nothing_is_held_against_a_choice() -> None:
+    told, fresh = Told(), Told()
+    told.run(30)
+    before = told.share
+    told.run(14, lambda share, step: 1.8 if abs(share - before) < 0.1 else 1.0)
+    assert abs(told.share - before) > 0.1, "nothing was disturbed"
+    told.rates = fresh.rates = replace(TRUE, up=1.2 * TRUE.up)
+    told.run(19)  # no probe has found it out yet
+    fresh.run(63)
+    assert told.share == pytest.approx(fresh.share, abs=0.05)
+
+
+@pytest.mark.parametrize(("wrong", "moves"), [(0.0, True), (0.4, False)])
+def test_where_predictions_are_worse_a_change_has_to_promise_more(wrong: float, moves: bool) -> None:
+    told = Told()
+    told.run(60, lambda share, step: (1 + wrong, 1.0, 1 - wrong)[step % 3])
+    before = told.share
+    told.rates = replace(TRUE, up=1.07 * TRUE.up, host=0.93 * TRUE.host)  # too little to be other ones
+    told.run(50, lambda share, step: (1 + wrong, 1.0, 1 - wrong)[step % 3])
+    assert (told.share != before) == moves
+    # What there is to gain is more than a change has to promise where predictions are right.
+    model = CostModel(told.rates)
+    model._without.add(LINEAR)
+    gain = model.step(alike(LAYERS), before).seconds / min(model.step(alike(LAYERS), i / 32).seconds for i in range(33))
+    assert 1.015 < gain < 1.05
