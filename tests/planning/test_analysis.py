@@ -183,3 +183,27 @@ def test_where_nothing_overlaps_only_copies_can_be_saved() -> None:
     assert found.resident == pytest.approx(record.seconds - record.stall_seconds, rel=0.02)
     assert all(x.more_bytes for x in found.changes), "no word of links and hosts"
     assert found.changes[0].seconds == pytest.approx(found.resident)
+
+
+def test_the_hosts_rate_is_said_to_be_lower_while_the_link_is_busy() -> None:
+    found = {}
+    for share in (0.0, 0.5):
+        policy = FixedShare(share)
+        trial = trial_of(policy, Machine(replace(RATES, up=5e9, shared=0.4)), LOAD)
+        rates = replace(RATES, shared=0.4, measured=True)
+        found[share] = analyse(trial._state(), policy, trial.records, rates=rates).slower
+    assert found[0.0] == 1.0, "nothing is fetched"
+    assert found[0.5] == pytest.approx(0.6, abs=0.05), "the link is busy all the time"
+
+
+@pytest.mark.parametrize("make", [all_fetch, Policy])
+def test_what_attention_on_the_host_would_bring_is_what_it_then_brings(make: Callable[[], Policy]) -> None:
+    machine = Machine(replace(RATES, up=5e9))
+    trial = trial_of(all_fetch(), machine, LOAD)
+    state = trial._state()
+    state.layers = [replace(x, host_attention=False) for x in state.layers]
+    found = analyse(state, make(), trial.records, rates=machine.rates)
+    (change,) = [x for x in found.changes if "host_attention=True" in x.change]
+    gain = seen(trial) / seen(trial_of(all_attend(), machine, LOAD))
+    assert gain > 2
+    assert change.gain == pytest.approx(gain, rel=0.1)

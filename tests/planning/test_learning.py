@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,6 +21,22 @@ TRUE = Rates(up=25e9, host=60e9, device=1.5e12, copy_overhead=0.0, host_overhead
 LINEAR = 2e-4 * len(LAYERS)
 
 
+def step_of(rates: Rates, share: float, linear: float = LINEAR) -> StepRecord:
+    """What a step with this share takes, at these rates."""
+    world = CostModel(rates)
+    world._without.add(linear)
+    true = world.step(alike(LAYERS), share)
+    return StepRecord(
+        *(1, len(LAYERS), true.seconds, true.fetched_bytes),
+        seconds_up=true.link,
+        host_seconds=true.host_bytes / rates.host,
+        host_bytes=true.host_bytes,
+        # What is longer than computing and the host's part is a wait for fetches.
+        stall_seconds=max(true.link - true.base - true.exposed, 0.0),
+        cache=1,
+    )
+
+
 class Told:
     """A policy, and steps that take what `rates` say, times a factor for what it has chosen."""
 
@@ -30,21 +47,9 @@ class Told:
     def run(self, steps: int, factor: Callable[[float, int], float] = lambda share, step: 1.0) -> None:
         for step in range(steps):
             self.policy.plan(STATE)
-            world = CostModel(self.rates)
-            world._without.add(LINEAR)
-            true = world.step(alike(LAYERS), self.share)
-            seconds = true.seconds * factor(self.share, step)
-            self.policy.observe(
-                StepRecord(
-                    *(1, len(LAYERS), seconds, true.fetched_bytes),
-                    seconds_up=true.link,
-                    host_seconds=true.host_bytes / self.rates.host,
-                    host_bytes=true.host_bytes,
-                    # What is longer than computing and the host's part is a wait for fetches.
-                    stall_seconds=max(true.link - true.base - true.exposed, 0.0),
-                    cache=1,
-                )
-            )
+            record = step_of(self.rates, self.share)
+            record.seconds *= factor(self.share, step)
+            self.policy.observe(record)
 
     @property
     def share(self) -> float:
@@ -139,3 +144,41 @@ def test_where_predictions_are_worse_a_change_has_to_promise_more(wrong: float, 
     model._without.add(LINEAR)
     gain = model.step(alike(LAYERS), before).seconds / min(model.step(alike(LAYERS), i / 32).seconds for i in range(33))
     assert 1.015 < gain < 1.05
+
+
+def learned(model: CostModel, record: StepRecord, share: float) -> bool:
+    return model.observe(record, model.step(alike(LAYERS), share))
+
+
+def test_a_step_in_which_blocks_still_move_says_nothing_of_the_linear_part() -> None:
+    model = CostModel(TRUE)
+    for _ in range(10):
+        learned(model, step_of(TRUE, 0.0), 0.0)
+    before, errors = model.linear, list(model.errors)
+    for _ in range(40):
+        # What the last share has asked for is still on its way.
+        learned(model, replace(step_of(TRUE, 0.0), bytes_up=800 * 2**20, seconds_up=0.03, seconds=0.2), 0.0)
+    assert before == pytest.approx(LINEAR)
+    assert model.linear == before
+    assert list(model.errors) == errors
+    assert "up" in model.learned, "the link's rate is learned from it all the same"
+
+
+@pytest.mark.parametrize("believed", [10e-6, 300e-6])
+def test_the_overhead_of_host_attention_is_learned_from_steps_with_it_and_without(believed: float) -> None:
+    true = replace(TRUE, host_overhead=100e-6)
+    model = CostModel(replace(true, host_overhead=believed))
+    for _ in range(5):
+        learned(model, step_of(true, 0.0), 0.0)
+        learned(model, step_of(true, 1.0), 1.0)
+    assert model.rates.host_overhead == pytest.approx(100e-6, rel=0.02)
+    assert model.linear == pytest.approx(LINEAR, rel=0.02)
+
+
+def test_a_difference_that_may_be_noise_is_no_overhead() -> None:
+    true = replace(TRUE, host_overhead=100e-6)
+    model, rng = CostModel(true), random.Random(1)
+    for _ in range(40):
+        for share in (0.0, 1.0):
+            learned(model, step_of(true, share, LINEAR * rng.gauss(1, 0.3)), share)
+    assert model.rates.host_overhead == pytest.approx(100e-6, rel=1e-9)

@@ -17,6 +17,7 @@ from kvtier.planning.policies.names import POLICIES
 from kvtier.planning.policies.neo import WholeSequences
 from kvtier.planning.policies.pie import WholeLayers
 from kvtier.planning.policy import Victims
+from kvtier.planning.reports.log import LoggedCandidate
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 from kvtier.testing import failing, held, with_doubles
@@ -107,6 +108,15 @@ def test_while_the_link_is_busy_no_layer_leaves_and_none_leaves_for_nothing() ->
     assert not any(policy.leaving([False] * 9, 0.0)[0]), "all of them are on the device"
 
 
+def test_what_was_read_last_leaves_first_and_no_more_than_is_needed() -> None:
+    # The third layer is read next.
+    layers = [LoggedCandidate(i, 0, 10, 0, used) for i, used in enumerate((8, 8, 7, 7))]
+    found = WholeLayers().victims(layers, 15)
+    assert [(x.candidate.layer, x.blocks) for x in found] == [(1, 10), (0, 5)]
+    assert [(x.candidate.layer, x.blocks) for x in WholeLayers().victims(layers[::-1], 10)] == [(1, 10)]
+    assert sum(x.blocks for x in WholeLayers().victims(layers, 100)) == 40
+
+
 def test_whole_layers_come_and_go(model: LlamaForCausalLM) -> None:
     cache = TieredKVCache(CONFIG, device_budget=50 * SLOT, block_size=SIZE, policy="pie")
     tokens(model, cache, prompt(1))
@@ -134,6 +144,8 @@ def test_as_many_sequences_as_fit_are_on_the_device_and_none_in_parts() -> None:
     # Who was here stays though a larger one waits; who comes back leaves room, so as not to leave again soon.
     assert WholeSequences().plan(state([300, 200, 300], [0, 0, 300], 250)).on_host == [2]
     assert WholeSequences().plan(state([300, 200, 300], [0, 0, 300], 500)).on_host == []
+    # Of those that wait the largest comes first.
+    assert WholeSequences().plan(state([200, 300, 250], [200, 300, 250], 450)).on_host == [0, 2]
     # What the next tokens take is nobody's.
     assert WholeSequences().plan(state([200, 200], [0, 0], 1)).on_host == [1]
 
