@@ -178,7 +178,7 @@ def test_policies_are_compared_on_an_emulated_machine(tmp_path: Path, monkeypatc
         "share 40%",
     ]
     targets = [r["target"] for r in found if "target" in r]
-    assert len(targets) == 7
+    assert len(targets) == 9
     (own,) = [r for r in found if r.get("workload", {}).get("part") == "own" and "contender" in r]
     assert own["workload"]["layers"] == 64
     assert 0 < own["min"] <= own["median"] <= own["max"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -446,13 +447,14 @@ class SlowClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         self.seconds, self.late = seconds, 0.0
-        read, clock = chunks.read_tensors, time.perf_counter
+        clock = time.perf_counter
 
-        def slow(*args: Any) -> Any:
+        def slow(read: Any, *args: Any) -> Any:
             self.late += self.seconds
             return read(*args)
 
-        monkeypatch.setattr(chunks, "read_tensors", slow)
+        for name in ("read_tensors", "read_straight"):
+            monkeypatch.setattr(chunks, name, functools.partial(slow, getattr(chunks, name)))
         monkeypatch.setattr(time, "perf_counter", lambda: clock() + self.late)
 
 
