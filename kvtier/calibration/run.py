@@ -113,9 +113,8 @@ def calibrate(
 
     It takes seconds to a minute. Meanwhile nothing else should use the machine: what predicts the rest of its own
     measurements badly was disturbed, which `Calibration.disturbed` says, and replaces nothing that was clearly better.
-    It takes up to 512 MiB of host memory
-    and 256 MiB of the device, an eighth of what is free there at most, and with a model the caches of some thousand
-    tokens.
+    It takes up to 512 MiB of host memory and 256 MiB of the device, an eighth of what is free there at most, and with a
+    model the caches of some thousand tokens.
 
     Tiles decide the last bits of results. A process that has used one keeps it until it ends: calibrate before the
     first forward. Rates are what `policy="adaptive"` begins with; nothing is measured in a forward. Later processes

@@ -271,6 +271,7 @@ class _Blocks:
         #: Tokens that are written, those of the file that is read, and those that have blocks.
         self._written = self._tokens = self._reserved = 0
         self._made_layers = False
+        #: Tokens of the files that have blocks, and whose pages nobody gets yet.
         self._without_pages = deque[int]()
         self._pool = ThreadPoolExecutor(1, "kvtier-reading")
         #: By the first of a file's tokens and a tensor: its pages.
@@ -376,6 +377,7 @@ class _Blocks:
             if not pages.cancelled():
                 pages.result()
         self._pages.clear()
+        self._without_pages.clear()
         if self._written < self._reserved:
             self._complete()
             self._cache.crop(self._written - self._reserved)

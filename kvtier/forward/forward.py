@@ -459,7 +459,7 @@ class Forward(PlannedForward):
                     reader, length, query, params, options, repeats, room=self._rooms.get(layer.device, 0)
                 )
             except Exception:
-                self.not_read(layer)
+                self._not_read(reader)
                 raise
             self.steps.failed_at = None
             if tracer is not None:
@@ -473,12 +473,12 @@ class Forward(PlannedForward):
                 )
         return out if out.dtype is dtype else out.to(dtype)
 
-    def not_read(self, layer: LayerKV) -> None:
-        """Told of an error where a layer is read: a forward that ends with it did not finish."""
-        reader, steps = self.readers[layer.index], self.steps
+    def _not_read(self, reader: LayerReader) -> None:
+        """An error came up where a layer is read: a forward that ends with it did not finish."""
+        index, steps = reader.layer.index, self.steps
         reader.repeat = None  # which does not tell of a call that succeeds
-        if layer.index in steps.began and steps.inside(threading.get_ident()):
-            steps.failed_at = layer.index
+        if index in steps.began and steps.inside(threading.get_ident()):
+            steps.failed_at = index
 
     def densify(
         self,
@@ -502,7 +502,7 @@ class Forward(PlannedForward):
             try:
                 keys, values = own_kv(reader, length, start)
             except Exception:
-                self.not_read(reader.layer)
+                self._not_read(reader)
                 raise
             self.steps.failed_at = None
             if counted:

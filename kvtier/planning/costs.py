@@ -88,7 +88,7 @@ class Median:
 
     @property
     def mean(self) -> float:
-        """Of the same values; there is one."""
+        """The mean of the last values, of which there is at least one."""
         return sum(self._values) / len(self._values)
 
     @property

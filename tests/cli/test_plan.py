@@ -272,19 +272,19 @@ def test_a_plan_says_where_it_takes_all_layers_for_full_attention(
 
 
 SPARSE = TINY | {"num_hidden_layers": 6, "num_experts": 8, "num_experts_per_tok": 2}
+IN_TURN: dict[str, int] = {
+    "expert_layer_period": 3,
+    "expert_layer_offset": 1,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "mamba_dt_rank": 4,
+}
 
 
 @pytest.mark.parametrize(
     "made",
     [
-        JambaConfig(
-            **SPARSE,
-            expert_layer_period=3,
-            expert_layer_offset=1,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            mamba_dt_rank=4,
-        ),
+        JambaConfig(**SPARSE, **IN_TURN),
         Qwen2MoeConfig(**SPARSE, moe_intermediate_size=32, decoder_sparse_step=2, mlp_only_layers=[3]),
         DeepseekV3Config(num_hidden_layers=6, first_k_dense_replace=4, q_lora_rank=16, **MLA),
         MixtralConfig(**SPARSE, num_local_experts=8, tie_word_embeddings=True),
@@ -313,14 +313,7 @@ def test_weights_are_counted_in_the_model(made: Any, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     "made",
     [
-        JambaConfig(
-            **SPARSE,
-            expert_layer_period=3,
-            expert_layer_offset=1,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            mamba_dt_rank=4,
-        ),
+        JambaConfig(**SPARSE, **IN_TURN),
         Qwen2MoeConfig(
             **SPARSE,
             moe_intermediate_size=32,

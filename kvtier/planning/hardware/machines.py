@@ -123,19 +123,8 @@ class ModelSize:
     expand_flops: int = 0
 
     def __post_init__(self) -> None:
-        if (
-            min(
-                self.layers + self.untiered,
-                self.hidden,
-                self.heads,
-                self.head_dim,
-                self.kv_heads,
-                self.active,
-                self.itemsize,
-            )
-            < 1
-            or self.layers < 0
-        ):
+        sizes = self.hidden, self.heads, self.head_dim, self.kv_heads, self.active, self.itemsize
+        if min(*sizes, self.layers + self.untiered) < 1 or self.layers < 0:
             raise ConfigError(f"{self} is no model: sizes are at least 1.")
         if self.read < self.active:
             raise ConfigError(f"{self}: more parameters are active than there are.")

@@ -40,7 +40,8 @@ GIVEN_UP = 3
 JUMPS, CALM = 4, 64
 #: Steps of a cache in which rates change because nothing is known yet.
 LEARNED = 2 * WINDOW
-#: Steps between two looks then: as many as tell what a choice gives.
+#: Steps between two looks then: enough to measure a choice, and no multiple of a short period, of which each look would
+#: see the same part.
 RESTLESS_PERIOD = 21
 #: Caches of which something is kept, the latest ones.
 CACHES = 1024
