@@ -692,8 +692,8 @@ class Forward(PlannedForward):
             self.memory.give_back()  # what copies were still using
         self._schedules.clear()
         self.blanks.clear()
+        self.closed = True  # cut short before this, it is unfinished: no step may find what has no owner any more
         self.steps.reset()
-        self.closed = True
 
     def check_open(self) -> None:
         """Raise `ClosedError` after `close`."""

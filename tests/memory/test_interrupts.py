@@ -252,6 +252,13 @@ def test_what_is_cut_short_loses_nothing(name: str, engine: str) -> None:
         cut_short(name, engine, at)
 
 
+@pytest.mark.parametrize("name", ["close", "reset"])
+def test_what_is_cut_short_at_one_of_its_last_lines_loses_nothing(name: str) -> None:
+    last = 10**6 - cut_short(name, "held", 10**6)
+    for at in range(last - 30, last + 1):
+        cut_short(name, "held", at)
+
+
 @pytest.mark.parametrize("name", ACTS)
 def test_what_a_signal_handler_cuts_short_by_an_error_loses_nothing(name: str) -> None:
     """As a time limit by `signal.alarm` does: it is no error of the change, which has not undone itself."""

@@ -221,7 +221,7 @@ class Load:
                 self.store.close()
         assert not memory.owners
         assert not any(slabs.budget.used for slabs in memory._tier_slabs())
-        assert threads() == before
+        assert threads() <= before  # those of others may end meanwhile
         assert handles() == files
 
     def engine(self) -> Engine:
