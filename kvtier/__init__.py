@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtier.calibration.run import Calibration, calibrate
+    from kvtier.conversation.calls.reuse import RowReuse, StoreStats
     from kvtier.conversation.conversation import Conversation
-    from kvtier.conversation.reuse import RowReuse, StoreStats
     from kvtier.conversation.store import ConversationStore
     from kvtier.errors import (
         BudgetError,
@@ -79,14 +79,14 @@ _HOME = {
     "QueueFullError": "errors",
     "RequestOutput": "serving.request",
     "Residency": "stats",
-    "RowReuse": "conversation.reuse",
+    "RowReuse": "conversation.calls.reuse",
     "Scheduler": "scheduling.scheduler",
     "StaleViewError": "errors",
     "StepPlan": "planning.step",
     "StepRecord": "planning.step",
     "StepState": "planning.step",
     "StoreInUseError": "errors",
-    "StoreStats": "conversation.reuse",
+    "StoreStats": "conversation.calls.reuse",
     "Tier": "stats",
     "TierStats": "stats",
     "Tiered": "hf.tiering",

@@ -27,7 +27,7 @@ ONE_SIDED = {
         *("calibration/", "scheduling/", "cpu/", "eviction/", "serving/test_sub_batches"),
         *("test_imports", "test_packaging", "test_documents", "test_figures", "test_demo"),
         *(f"hf/test_{x}" for x in ("trained", "half_precision", "interrupted_hybrids", "needed")),
-        *(f"conversation/test_{x}" for x in ("disk", "store", "index")),
+        *(f"conversation/{x}" for x in ("test_disk", "test_store", "test_index", "disk/test_disk", "saved/test_disk")),
     ),
     "oldest": (
         *("memory/", "transfer/", "tables/", "forward/", "kernels/", "attention/", "cuda/", "planning/"),

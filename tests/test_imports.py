@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
-def drawn_rows() -> tuple[set[str], ...]:
-    """The order of the parts as docs/architecture.md draws it: rows between dots, what may be imported first."""
+def drawn_rows(said: str) -> tuple[set[str], ...]:
+    """An order as docs/architecture.md draws it behind these words: rows between dots, what may be imported first."""
     text = " ".join(ARCHITECTURE.read_text(encoding="utf-8").split())
-    found = re.search(r"imports what stands before it in this list, and never what stands behind it: ([^.]*)\.", text)
+    found = re.search(rf"{said}: ([^.]*)\.", text)
     assert found, "docs/architecture.md does not say how imports run"
     return tuple(
         {part for words in re.findall(r"`([^`]+)`", row) for part in words.split()} for row in found[1].split("·")
@@ -36,8 +36,15 @@ def drawn_rows() -> tuple[set[str], ...]:
 
 # A part may import the parts of rows before it here, and beside it those that do not import it in turn.
 # A new part must be given its place in the picture.
-ROWS = drawn_rows()
-ROW = {part: row for row, parts in enumerate(ROWS) for part in parts}
+ROWS = drawn_rows("imports what stands before it in this list, and never what stands behind it")
+ROWS_OF_CONVERSATION = drawn_rows("Inside `conversation`, likewise")
+ROWS_OF_DISK = drawn_rows("Inside `conversation/disk`, likewise")
+
+
+def row_by_part(rows: tuple[set[str], ...]) -> dict[str, int]:
+    """Which row each part is in."""
+    return {part: row for row, parts in enumerate(rows) for part in parts}
+
 
 # Deciding needs numbers and a clock: these never import what moves bytes.
 PURE = {"errors", "config", "stats", "profile", "planning", "eviction", "scheduling"}
@@ -140,22 +147,33 @@ def what_decides_imports_nothing_that_moves_bytes(root: Path) -> list[str]:
 
 
 def imports_run_one_way(root: Path) -> list[str]:
+    return _against_the_order(root, "kvtier", ROWS)
+
+
+def what_is_in_conversation_imports_each_other_one_way(root: Path) -> list[str]:
+    return _against_the_order(root, "kvtier.conversation", ROWS_OF_CONVERSATION) + _against_the_order(
+        root, "kvtier.conversation.disk", ROWS_OF_DISK
+    )
+
+
+def _against_the_order(root: Path, package: str, rows: tuple[set[str], ...]) -> list[str]:
     broken = []
     places: dict[tuple[str, str], str] = {}  # (part, part it imports) -> where
+    order, level, home = row_by_part(rows), len(package.split(".")), root.joinpath(*package.split("."))
     for file in package_files(root):
-        part = part_of(root, file)
-        if not part:
+        if home not in file.parents or file == home / "__init__.py":
             continue  # kvtier/__init__.py gathers the public names
-        if part not in ROW:
+        part = file.relative_to(home).parts[0].removesuffix(".py")
+        if part not in order:
             broken.append(f"{file.relative_to(root)}: give {part!r} its place in {ARCHITECTURE.name}")
             continue
         for line, name in imported(root, file):
-            target = name.split(".")[1] if "." in name else ""
-            if within(name, "kvtier") and target != part:
+            target = ".".join(name.split(".")[level : level + 1])
+            if within(name, package) and target != part:
                 places[part, target] = f"{file.relative_to(root)}:{line} ({part}) imports {name}"
     for (part, target), place in places.items():
-        row = ROW.get(target, len(ROWS))
-        if row > ROW[part] or (row == ROW[part] and (target, part) in places):
+        row = order.get(target, len(rows))
+        if row > order[part] or (row == order[part] and (target, part) in places):
             broken.append(place)
     return broken
 
@@ -279,6 +297,21 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
         ],
     ),
     (
+        what_is_in_conversation_imports_each_other_one_way,
+        [
+            {"kvtier/conversation/kept/kept.py": "from kvtier.conversation.calls.call import Call"},
+            {"kvtier/conversation/disk/files/files.py": "from kvtier.conversation.disk.manifest import Row"},
+            {"kvtier/conversation/disk/manifest.py": "def f():\n    from ..kept import kept"},
+            {"kvtier/conversation/journal.py": "from kvtier.conversation import store"},
+            {"kvtier/conversation/calls/call.py": "import kvtier.conversation"},
+            {
+                "kvtier/conversation/states.py": "from kvtier.conversation import journal",
+                "kvtier/conversation/journal.py": "from kvtier.conversation.states import States",
+            },
+            {"kvtier/conversation/newcomer.py": ""},
+        ],
+    ),
+    (
         modules_of_a_folder_import_each_other_one_way,
         [
             {"kvtier/a/x.py": "from kvtier.a import y", "kvtier/a/y.py": "def f():\n    from kvtier.a.x import z"},
@@ -338,10 +371,21 @@ def test_the_rule_notices_a_tree_that_breaks_it(rule: Rule, files: dict[str, str
     assert rule(tmp_path)
 
 
+def parts_in(folder: Path) -> set[str]:
+    """Its modules and folders, by name."""
+    return {file.relative_to(folder).parts[0].removesuffix(".py") for file in folder.rglob("*.py")} - {"__init__"}
+
+
 def test_the_picture_has_every_part_once_and_no_other() -> None:
     parts = {part_of(ROOT, file) for file in package_files(ROOT)} - {""}
-    assert set(ROW) == parts
-    assert sum(map(len, ROWS)) == len(ROW)
+    conversation = ROOT / "kvtier" / "conversation"
+    for rows, found in (
+        (ROWS, parts),
+        (ROWS_OF_CONVERSATION, parts_in(conversation)),
+        (ROWS_OF_DISK, parts_in(conversation / "disk")),
+    ):
+        assert set(row_by_part(rows)) == found
+        assert sum(map(len, rows)) == len(row_by_part(rows))
     assert [row for row in ROWS if "hf" in row] == [{"hf"}]
 
 

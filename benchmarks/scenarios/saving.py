@@ -24,7 +24,7 @@ from benchmarks.harness import Bench
 from benchmarks.models import Geometry, config_of, label
 from benchmarks.records import number, table
 from benchmarks.targets import Target, table_of
-from kvtier.conversation.reuse import StoreStats
+from kvtier.conversation.calls.reuse import StoreStats
 
 SUMMARY = "what saving ahead costs a store whose memory is full: time to the first token, and decode"
 MODEL, NAME = "examples/pylm", "saving"

@@ -24,7 +24,7 @@ from benchmarks.harness import Bench
 from benchmarks.records import number, table
 from benchmarks.targets import Target, table_of
 from kvtier.conversation.disk.chunks import Disk
-from kvtier.conversation.disk.files import LARGEST
+from kvtier.conversation.disk.files.files import LARGEST
 from kvtier.conversation.index import packed
 
 SUMMARY = "loading a saved conversation in a new process, against a plain read of its files (CPU only)"
@@ -61,7 +61,7 @@ elif way in ("touch", "huge"):
 else:
     from transformers import Qwen3Config, Qwen3ForCausalLM  # and what that imports, as whoever loads a model has
     from kvtier import TieredMemory
-    from kvtier.conversation.archive import Archive
+    from kvtier.conversation.saved.archive import Archive
     from kvtier.conversation.disk.chunks import Disk
     from kvtier.conversation.index import packed
     from kvtier.conversation.journal import JournalledCache

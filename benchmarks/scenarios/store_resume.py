@@ -45,7 +45,7 @@ said = json.loads(sys.argv[1])
 torch.set_num_threads(said["threads"])
 import kvtier
 from benchmarks.models import load
-from kvtier.conversation import archive
+from kvtier.conversation.saved import archive
 from kvtier.conversation.disk import chunks
 
 archive.LARGEST = said["file"]

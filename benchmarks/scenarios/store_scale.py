@@ -26,7 +26,7 @@ from benchmarks.harness import Bench
 from benchmarks.records import number, table
 from benchmarks.targets import Target, table_of
 from kvtier.conversation.disk.chunks import Chunk, Disk
-from kvtier.conversation.disk.folder import MANIFEST, Folder
+from kvtier.conversation.disk.files.folder import MANIFEST, Folder
 from kvtier.conversation.disk.manifest import Manifest, Row
 from kvtier.conversation.index import PrefixIndex, packed
 

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise ConfigError("Give a MODEL, or --url of a server.")
     check_budgets(args)
-    from kvtier.conversation.disk.folder import Folder
+    from kvtier.conversation.disk.files.folder import Folder
     from kvtier.hf.loading import model_of, quiet, tokenizer_of
 
     with quiet():

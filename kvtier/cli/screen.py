@@ -14,7 +14,7 @@ from kvtier.cli.store import plain
 from kvtier.serving.text import TextStream
 
 if TYPE_CHECKING:
-    from kvtier.conversation.reuse import RowReuse
+    from kvtier.conversation.calls.reuse import RowReuse
 
 
 def say(text: str = "") -> None:

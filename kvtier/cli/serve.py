@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         Keys.read(args.api_key_file, b"")  # said before weights are read, which takes minutes
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("kvtier").setLevel(logging.INFO)
-    from kvtier.conversation.disk.folder import Folder
+    from kvtier.conversation.disk.files.folder import Folder
     from kvtier.hf.loading import model_of, quiet, tokenizer_of
 
     with quiet():

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
+from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.given import check_count
-from kvtier.conversation.ranks import rank_of, saved_rank
-from kvtier.conversation.reuse import RowReuse
-from kvtier.conversation.wake import Wake
+from kvtier.conversation.kept.ranks import rank_of, saved_rank
+from kvtier.conversation.saved.wake import Wake
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
 from kvtier.eviction.rank import DEFAULT
 from kvtier.hf import generation as of

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kvtier.conversation.conversation import Conversation, Store
 from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.disk.pieces import Written
-from kvtier.conversation.ranks import Ranks
+from kvtier.conversation.kept.ranks import Ranks
 from kvtier.errors import ConfigError
 from kvtier.memory.tiered import TieredMemory
 

@@ -15,22 +15,22 @@ from typing import Any, Literal
 import torch
 
 from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
-from kvtier.conversation.call import Calls
+from kvtier.conversation.calls.call import Calls
+from kvtier.conversation.calls.encoder import EncoderOutputs, reuse_of
+from kvtier.conversation.calls.prefix_reuse import PrefixReuse
+from kvtier.conversation.calls.reuse import RowReuse, StoreStats
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.chunks import Disk
-from kvtier.conversation.disk_tier import DiskTier, prefix
-from kvtier.conversation.encoder import EncoderOutputs, reuse_of
 from kvtier.conversation.given import check_name, check_salt, token_ids
 from kvtier.conversation.index import WIDTH, packed
 from kvtier.conversation.journal import JournalledCache, note_forward
-from kvtier.conversation.kept import Entry, Kept
+from kvtier.conversation.kept.kept import Entry, Kept
+from kvtier.conversation.kept.ranks import rank_of
+from kvtier.conversation.kept.verify import verify
 from kvtier.conversation.names import Conversations
-from kvtier.conversation.prefix_reuse import PrefixReuse
-from kvtier.conversation.ranks import rank_of
-from kvtier.conversation.reuse import RowReuse, StoreStats
+from kvtier.conversation.saved.disk_tier import DiskTier, prefix
+from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.conversation.states import copied, has_states
-from kvtier.conversation.verify import verify
-from kvtier.conversation.wake import Wake, Waker
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError, StoreInUseError
 from kvtier.eviction.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy

@@ -20,9 +20,9 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
-from kvtier.conversation.kept import SPACING, Entry, Kept
+from kvtier.conversation.kept.kept import SPACING, Entry, Kept
+from kvtier.conversation.saved.wake import Wake
 from kvtier.conversation.store import ConversationStore
-from kvtier.conversation.wake import Wake
 from kvtier.errors import BudgetError, ConfigError, CorruptionError, KVTierError, TransferError
 from kvtier.eviction.names import policy_of
 from kvtier.hf import generation as of

@@ -1,7 +1,8 @@
-"""The tiny models of the tests of `hf`, and the transfers of those of `memory`."""
+"""The tiny models of the tests of `hf`, the transfers of those of `memory`, and what these tests have of each other."""
 
 import sys
 from pathlib import Path
 
-for folder in ("hf", "memory"):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / folder))
+HERE = Path(__file__).resolve().parent
+for folder in (HERE.parent / "hf", HERE.parent / "memory", *(HERE / x for x in ("calls", "disk", "kept", "saved"))):
+    sys.path.insert(0, str(folder))

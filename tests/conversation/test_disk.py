@@ -23,7 +23,8 @@ from test_store import GREEDY, Tokenizer, fresh, grown, ones, some_ids, store_of
 from test_turns import check_kept
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk import chunks, files, pieces
+from kvtier.conversation.disk import chunks, pieces
+from kvtier.conversation.disk.files import files
 
 NAMES = ("llama", "gemma3", "qwen3_next", "deepseek_v3")
 
@@ -394,7 +395,7 @@ def test_a_process_that_is_killed_leaves_what_was_saved(tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""
         import sys
-        sys.path[:0] = [{str(here)!r}, {str(here.parent / "hf")!r}, {str(here.parent.parent)!r}]
+        sys.path[:0] = {[str(x) for x in (here, here / "calls", here.parent / "hf", here.parent.parent)]!r}
         from test_store import *
         model, ids = tiny_model("llama"), some_ids(40)
         with store_of(model, directory=sys.argv[1], disk_budget=400_000) as store:

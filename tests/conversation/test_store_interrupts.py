@@ -16,7 +16,8 @@ from test_interrupts import PACKAGE, Line
 from toy import PAD, States, Toy
 
 from kvtier import BudgetError, ConversationStore, KVTierError, TieredMemory
-from kvtier.conversation import kept, prefix_reuse, retention
+from kvtier.conversation.calls import columns, prefix_reuse
+from kvtier.conversation.kept import kept, retention
 
 #: Where an interrupt comes in every line: what is kept account of. Elsewhere it comes in some.
 BOOKS = ("conversation/", "eviction/", "tables/parked.py", "tables/table.py", "memory/change.py")
@@ -32,7 +33,7 @@ def sizes_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever comes by in longer sequences comes by in these."""
     monkeypatch.setattr(retention, "TOKENS", 8)
     monkeypatch.setattr(prefix_reuse, "SPACING", 8)
-    monkeypatch.setattr(kept, "LEAST_BEHIND", 3)
+    monkeypatch.setattr(columns, "LEAST_BEHIND", 3)
     for module in (kept, prefix_reuse):
         monkeypatch.setattr(module, "MOST_STATES", 3)
 
@@ -194,9 +195,9 @@ ACTS: dict[str, Callable[[Scene], None]] = {
 def no_threads() -> Iterator[None]:
     """Threads make their steps when they are told to."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvtier.conversation.wake.Waker.background", False)
-        patch.setattr("kvtier.conversation.archive.Archive.background", False)
-        patch.setattr("kvtier.conversation.tail.Tail.background", False)
+        patch.setattr("kvtier.conversation.saved.wake.Waker.background", False)
+        patch.setattr("kvtier.conversation.saved.archive.Archive.background", False)
+        patch.setattr("kvtier.conversation.saved.tail.Tail.background", False)
         yield
 
 

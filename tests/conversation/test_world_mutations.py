@@ -14,21 +14,22 @@ from test_mutations import both, ending, gone, rewritten
 from world import run, worlds
 
 from kvtier.conversation import index
-from kvtier.conversation.archive import Archive
-from kvtier.conversation.call import Calls
+from kvtier.conversation.calls.call import Calls
+from kvtier.conversation.calls.columns import Columns
+from kvtier.conversation.calls.prefix_reuse import PrefixReuse
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.disk import files, folder, straight
 from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.files import files, folder, straight
 from kvtier.conversation.disk.upkeep import Upkeep
-from kvtier.conversation.disk_tier import DiskTier
 from kvtier.conversation.index import PrefixIndex
 from kvtier.conversation.journal import JournalledCache
-from kvtier.conversation.kept import Kept
-from kvtier.conversation.prefix_reuse import PrefixReuse
-from kvtier.conversation.ranks import Ranks
-from kvtier.conversation.retention import Retention
+from kvtier.conversation.kept.kept import Kept
+from kvtier.conversation.kept.ranks import Ranks
+from kvtier.conversation.kept.retention import Retention
+from kvtier.conversation.saved.archive import Archive
+from kvtier.conversation.saved.disk_tier import DiskTier
+from kvtier.conversation.saved.wake import Waker
 from kvtier.conversation.store import ConversationStore
-from kvtier.conversation.wake import Waker
 from kvtier.hf import generation
 from kvtier.memory import residency
 from kvtier.memory.audit import Audit
@@ -108,8 +109,8 @@ MUTATIONS: dict[str, Mutation] = {
         ParkedSequences, "cut_out", "table.tail(blocks)", "table.tail(max(blocks - 1, 0))"
     ),
     "a gap is not computed": edit(PrefixReuse, "_compute", "self._forward(run.cache, run.call, start, stop)", "pass"),
-    "what is behind a gap is of any tokens": edit(Kept, "_overlapping", "common(entry.ids, ids)", "len(ids) // WIDTH"),
-    "what is behind a gap is not used": gone(Kept, "behind", (0, None)),
+    "what is behind a gap is of any tokens": edit(Kept, "overlapping", "common(entry.ids, ids)", "len(ids) // WIDTH"),
+    "what is behind a gap is not used": gone(Columns, "behind", (0, None)),
     "an entry behind a gap stays in its index": edit(Kept, "_forget", "self._behind.remove(entry)", "pass"),
     # ranks
     "a conversation that goes on leaves its rank behind": edit(Ranks, "follow", "self._leave(name, before)", "pass"),

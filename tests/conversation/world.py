@@ -44,16 +44,19 @@ from kvtier import (
     TieredMemory,
     TransferError,
 )
-from kvtier.conversation import archive, kept, names, prefix_reuse, retention, wake
-from kvtier.conversation.archive import Archive
+from kvtier.conversation import names
+from kvtier.conversation.calls import columns, prefix_reuse
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.disk import ahead
 from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.files import ahead
 from kvtier.conversation.disk.upkeep import Upkeep
-from kvtier.conversation.disk_tier import _key as disk_key
 from kvtier.conversation.index import WIDTH, common, packed, unpacked
-from kvtier.conversation.tail import Tail
-from kvtier.conversation.wake import Wake, Waker
+from kvtier.conversation.kept import kept, retention
+from kvtier.conversation.saved import archive, wake
+from kvtier.conversation.saved.archive import Archive
+from kvtier.conversation.saved.disk_tier import _key as disk_key
+from kvtier.conversation.saved.tail import Tail
+from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.cpu.native import Future
 from kvtier.eviction.names import POLICIES as EVICTIONS
 from kvtier.eviction.rank import DEFAULT, Rank
@@ -1063,10 +1066,10 @@ class World:
         size = self.options["block_size"]
         behind = len(row) - 1 - -(-stop // size) * size
         calm = not (self.tight or self.flipped or self.depth) and self.plain and "transfers" not in self.on
-        if there and whole and calm and behind >= kept.LEAST_BEHIND and rng.random() < 0.6:
+        if there and whole and calm and behind >= columns.LEAST_BEHIND and rng.random() < 0.6:
             self.note("behind:", behind)
             # A fork may still have dropped tokens, and end so near the row's end that no forward is made for the rest.
-            least = min(start + behind, len(row) - kept.LEAST_BEHIND)
+            least = min(start + behind, len(row) - columns.LEAST_BEHIND)
             with self.alone():
                 self.ask(row, rng.choice((1, 2)), salt=key[-1], at_least=least)
 
@@ -1468,7 +1471,7 @@ def worlds() -> Iterator[None]:
         patch.setattr(prefix_reuse, "SPACING", 8)
         for module in (kept, prefix_reuse):
             patch.setattr(module, "MOST_STATES", 3)
-        patch.setattr(kept, "LEAST_BEHIND", 3)
+        patch.setattr(columns, "LEAST_BEHIND", 3)
         patch.setattr(wake, "PIECE", 2000)
         patch.setattr(names, "MOST_IDLE", 1)
         patch.setattr(archive, "LARGEST", 3000)

@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.conversation.disk.ahead import read_ahead
-from kvtier.conversation.disk.files import Buffer, Damaged, read_tensors, write_tensors
-from kvtier.conversation.disk.folder import MANIFEST, Folder
+from kvtier.conversation.disk.files.ahead import read_ahead
+from kvtier.conversation.disk.files.files import Buffer, Damaged, read_tensors, write_tensors
+from kvtier.conversation.disk.files.folder import MANIFEST, Folder
+from kvtier.conversation.disk.files.straight import Blocks, read_straight, seems_cached
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
 from kvtier.conversation.disk.order import EXPIRED, PINNED, Ranked, going, levels
 from kvtier.conversation.disk.pieces import Written
-from kvtier.conversation.disk.straight import Blocks, read_straight, seems_cached
 from kvtier.conversation.index import WIDTH, PrefixIndex
 from kvtier.errors import BudgetError, ClosedError, ConfigError
 from kvtier.eviction.rank import DEFAULT, Rank

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtier.conversation.disk.files import Damaged, read_tensors
-from kvtier.conversation.disk.folder import MANIFEST, file_of
+from kvtier.conversation.disk.files.files import Damaged, read_tensors
+from kvtier.conversation.disk.files.folder import MANIFEST, file_of
 from kvtier.conversation.disk.manifest import Manifest, Row
 from kvtier.conversation.index import WIDTH, PrefixIndex, packed
 from kvtier.errors import ConfigError

@@ -1,0 +1,129 @@
+"""`Calls`: what a call of `generate` asks for, and whether what is kept may be any part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvtier.conversation.calls.reuse import RowReuse
+from kvtier.conversation.index import WIDTH, packed
+from kvtier.conversation.saved.tail import Tail
+from kvtier.hf import generation as of
+
+
+@dataclass
+class Call:
+    """A call of `generate` that may re-use.
+
+    Attributes:
+        ids, mask: of the prompt, `[rows, columns]`.
+        pads: columns of padding of each row.
+        rows: token ids of each row, packed.
+        expand: rows of the cache for each row.
+        longest: tokens that a row may come to, its padding included.
+        key: see `PrefixIndex`.
+        depends: what keys and values depend on besides tokens, when the call began.
+        loaded: tokens of each row that were read from the disk for this call.
+        tail: that is being loaded, or was, while what precedes it was computed; None: there is none.
+        filled: columns of gaps that were computed before what is kept behind them.
+        why: where nothing is re-used, the reason.
+        name: of the conversation that it is a turn of; None: of none.
+        epoch: of what is kept, when the call began; see `Kept`.
+        refused: there was no room for the rest of the prompt behind what was there, or was computed first.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    pads: list[int]
+    rows: list[bytes]
+    expand: int
+    longest: int
+    key: Hashable
+    depends: of.Depends
+    loaded: list[int] = field(default_factory=list)
+    tail: Tail | None = None
+    filled: int = 0
+    why: str = ""
+    name: str | None = None
+    epoch: int = 0
+    refused: bool = False
+
+    def reuse(self, columns: int) -> tuple[RowReuse, ...]:
+        """What each row begins with, of so many columns that are there."""
+        found = []
+        for row, pad, loaded in zip(self.rows, self.pads, self.loaded, strict=True):
+            prompt, cached = len(row) // WIDTH, max(columns - pad - self.filled, 0)
+            found.append(RowReuse(prompt, cached, prompt - cached, self.why, min(loaded, cached)))
+        return tuple(found)
+
+
+class Calls:
+    """Reads the arguments of `generate` as one model takes them."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._keeps_positions = of.keeps_positions(model)
+        self._reads_positions = of.reads_positions(model)
+        # Tokens up to which positions do not depend on the length; None: they never do.
+        self.constant = of.length_of_constant_positions(model.config)
+
+    @property
+    def varies(self) -> bool:
+        """Whether keys and values depend on more than a model's weights and tokens."""
+        return self._keeps_positions or self.constant is not None
+
+    def read(self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends) -> tuple[Call | None, str]:
+        """The call, whose mask is taken out of the arguments; or None, and why it re-uses nothing and is of no use to
+        others. `depends` is what the model is now."""
+        model = self._model
+        others = of.model_inputs(kwargs)
+        if model.config.is_encoder_decoder:
+            return None, "an encoder-decoder"
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.numel():
+            return None, "no token ids"
+        if others:
+            return None, f"keys and values depend on {', '.join(others)} too"
+        if of.setting("use_cache", model, kwargs) is False:
+            return None, "use_cache=False"
+        if self._keeps_positions:
+            return None, "the model keeps positions from one call to the next"
+        if depends.training:
+            return None, f"{depends.training} is in training mode"
+        if of.attends_ahead(model.config):
+            return None, "tokens of a prompt attend to those behind them"
+        if of.setting("prefill_chunk_size", model, kwargs):
+            return None, "prefill_chunk_size"
+        if not of.knows_length(model.config):
+            return None, "no layer of the model counts tokens"
+        mask = kwargs.pop("attention_mask", None)
+        if mask is None:
+            mask = self.default_mask(ids, kwargs)
+        here = mask.to("cpu", torch.bool) if mask.dim() == 2 else torch.zeros(1, 0)
+        if here.shape != ids.shape or not bool((here[:, 1:] >= here[:, :-1]).all()) or not bool(here[:, -1].all()):
+            kwargs["attention_mask"] = mask
+            return None, "a mask that is not that of left padding"
+        expand = max(of.setting(name, model, kwargs) or 1 for name in ("num_beams", "num_return_sequences"))
+        pads = (~here).sum(1).tolist()
+        if any(pads) and not self._reads_positions:
+            kwargs["attention_mask"] = mask
+            return None, "positions of the model count the padding"
+        rows = [packed(row[pad:]) for row, pad in zip(ids.tolist(), pads, strict=True)]
+        key, longest = (depends.computed_as, salt), self._longest(ids, kwargs)
+        return Call(ids, mask, pads, rows, expand, longest, key, depends, [0] * len(rows)), ""
+
+    def default_mask(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The mask that `generate` infers: what is a padding token, and no token that ends a sequence."""
+        pad, ends = (of.setting(name, self._model, kwargs) for name in ("pad_token_id", "eos_token_id"))
+        ends = ends if isinstance(ends, (list, tuple)) else [ends]
+        if isinstance(pad, int) and pad not in ends and bool((ids == pad).any()):
+            return (ids != pad).long()
+        return torch.ones_like(ids)
+
+    def _longest(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> int:
+        most = of.setting("max_new_tokens", self._model, kwargs)
+        if most is not None:
+            return int(ids.shape[1] + most)
+        return max(of.setting("max_length", self._model, kwargs) or 0, ids.shape[1] + 1)

@@ -1,0 +1,447 @@
+"""`Archive`: sequences of a store on their way to a disk and back."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from kvtier.conversation.disk.chunks import Chunk, Disk, Part
+from kvtier.conversation.disk.files.files import LARGEST
+from kvtier.conversation.disk.files.straight import Entry
+from kvtier.conversation.index import WIDTH
+from kvtier.conversation.journal import JournalledCache
+from kvtier.conversation.saved.waiting import Saved, Waiting
+from kvtier.conversation.states import States, packed_states, unpacked_states
+from kvtier.cpu.cached import CachedFile
+from kvtier.errors import BudgetError
+from kvtier.forward.forward import Forward
+from kvtier.memory import system
+from kvtier.tables.layer import Pieces
+
+#: A thread gets memory for so many tensors at a time, and so many files ahead of the one that is read.
+_AT_ONCE, _AHEAD = 8, 2
+
+
+class Archive:
+    """Saves in the background, and loads. Nobody waits for a disk that is slow to save, see `Waiting`.
+
+    Args:
+        disk: where.
+        open_cache: gives an open cache with the first tokens of a sequence, as many as are kept still, or None where
+            none are, or not all of one with states; the caller closes it.
+        layers: gives new layers of the model's cache, for states.
+        device: of the model.
+
+    Attributes:
+        background: whether a thread saves. Without one, whoever calls `work` or `flush` does: a test says when.
+    """
+
+    background = True
+
+    def __init__(
+        self,
+        disk: Disk,
+        open_cache: Callable[[Saved], JournalledCache | None],
+        layers: Callable[[], list[Any]],
+        device: Callable[[], torch.device],
+    ) -> None:
+        self.disk = disk
+        self._open_cache = open_cache
+        self._layers = layers
+        self._device = device
+        self._waiting = Waiting()
+        self._thread: threading.Thread | None = None
+        # The thread does not keep a store alive that is dropped without being closed, and ends with it.
+        self._finalizer = weakref.finalize(self, self._waiting.end)
+        self._finalizer.atexit = False
+
+    # Save
+
+    def submit(self, saved: Saved) -> None:
+        """Save a sequence soon."""
+        if self.background and (self._thread is None or not self._thread.is_alive()):
+            # Listed first: what is interrupted here leaves no thread that nobody knows.
+            self._thread = threading.Thread(
+                target=_work, args=(weakref.ref(self), self._waiting), name="kvtier-saving", daemon=True
+            )
+            _working.add(self)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # a call that has its answer does not fail for it
+                self.disk.problem = f"{error}: a sequence was not saved"
+                return
+        given_up = self._waiting.put(saved)
+        if given_up:
+            self.disk.problem = f"the disk is too slow: {given_up} sequence(s) that waited longest were not saved"
+
+    def flush(self) -> None:
+        """Return when all that was submitted is on the disk, or cannot be."""
+        while not self.background and self.work():
+            pass
+        self._waiting.join()
+
+    def work(self) -> bool:
+        """Save what was submitted first of what is not saved yet. Whether there was any."""
+        return not self._waiting.empty and _save_next(weakref.ref(self), self._waiting)
+
+    def close(self) -> None:
+        """Save what was submitted, and close the folder."""
+        self.finish()
+        self.disk.close()
+
+    def finish(self) -> None:
+        """Save what was submitted, and end the thread."""
+        while not self.background and self.work():
+            pass
+        self._waiting.end()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+        self._thread = None
+
+    def save(self, saved: Saved) -> None:
+        """Save what of a sequence is kept and not saved yet, in files of about `LARGEST` bytes; with states it is one
+        file, for they are of its end.
+
+        Raises:
+            Exception: it cannot be read from the memory.
+        """
+        start, parent = self.disk.find(saved.key, saved.ids)
+        length = len(saved.ids) // WIDTH
+        if start == length and (saved.states is None or any(x.stop == length for x in self._ends(saved))):
+            return
+        cache = self._open_cache(saved)
+        if cache is None:
+            return
+        with cache:
+            if saved.states is None and (length := cache.get_seq_length()) <= start:
+                return
+            tensors = {}
+            for i in sorted(cache._forward.readers):
+                keys, values = cache.layers[i].dense("saving", start)
+                tensors[f"k.{i}"], tensors[f"v.{i}"] = (x[0, :, : length - start].contiguous() for x in (keys, values))
+        if saved.states is None:
+            self._write(saved, start, length, parent, tensors)
+            return
+        found = packed_states(saved.states)
+        if found is None:
+            self.disk.problem = "a layer of the model has states that are no tensors"
+            return
+        more, about = found
+        self.disk.write(saved.key, saved.ids, start, parent, tensors | more, json.dumps(about))
+
+    def _write(
+        self, saved: Saved, start: int, stop: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Save tokens from one on as a chain of chunks, or nothing of them where the budget leaves no room for all."""
+        tokens = stop - start
+        nbytes = sum(x.nbytes for x in tensors.values())
+        if not self.disk.leaves(nbytes, parent):
+            return
+        portion = max(LARGEST * tokens // max(nbytes, 1), 1)
+        for at in range(0, tokens, portion):
+            ids = saved.ids[: (start + min(at + portion, tokens)) * WIDTH]
+            some = {name: x[:, at : at + portion] for name, x in tensors.items()}
+            parent = self.disk.write(saved.key, ids, start + at, parent, some, "")
+            if parent is None:
+                return
+
+    def _ends(self, saved: Saved) -> list[Chunk]:
+        return self.disk.ends(saved.key, saved.ids)
+
+    # Load
+
+    def find(self, key: str, ids: bytes, *, stateful: bool) -> tuple[int, Chunk | None]:
+        """The longest beginning of a sequence that can be loaded."""
+        if not stateful:
+            return self.disk.find(key, ids)
+        for chunk in self.disk.ends(key, ids):
+            return chunk.stop, chunk
+        return 0, None
+
+    def load(
+        self,
+        cache: JournalledCache,
+        chunk: Chunk,
+        length: int,
+        *,
+        start: int = 0,
+        stateful: bool,
+        go_on: Callable[[], bool] = lambda: True,
+    ) -> tuple[int, States | None]:
+        """Bring the first tokens of a saved sequence into an empty cache.
+
+        Args:
+            start: those before it are left out; what has states is loaded whole.
+            go_on: asked before each chunk; it ends where the answer is no.
+
+        Returns:
+            Where what it has then ends: before `length` where something is damaged, or where room for the rest was lost
+            meanwhile; 0: it has nothing. And for a model with states those at the end.
+
+        Raises:
+            BudgetError: there is no room. A cache whose `max_tokens` are these says so before anything is written.
+        """
+        device, until, last = self._device(), 0, dict[str, torch.Tensor]()
+        said, blocks = "", None if stateful else _Blocks(cache, device)
+        try:
+            with (
+                contextlib.closing(blocks) if blocks is not None else contextlib.nullcontext(),
+                contextlib.closing(self.disk.read(chunk, length, start, blocks)) as parts,
+            ):
+                while go_on() and (part := next(parts, None)) is not None:
+                    if part.tensors and not _restore(cache, part, device):
+                        return 0, None
+                    until, said = part.stop, part.said
+                    # The tensors of a part are in a buffer, which a later part is read into.
+                    last = (
+                        {name: x.clone() for name, x in part.tensors.items() if name.startswith("s.")}
+                        if stateful
+                        else {}
+                    )
+        except BudgetError as error:
+            if stateful or not until:
+                raise
+            self.disk.problem = f"{error} Of what is saved, the tokens from {start} to {until} were loaded."
+            cache.crop(0)
+        if not until or not stateful:
+            return until, None
+        if until != length:
+            return 0, None
+        states, about, new = None, json.loads(said), self._layers()
+        if _known(about, last, new):
+            states = unpacked_states(last, about, new, device)
+        if states is None:
+            self.disk.problem = "states were saved by another version of Transformers, and are computed"
+            return 0, None
+        return until, states
+
+
+#: Archives whose threads may be at work.
+_working: weakref.WeakSet[Archive] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish() -> None:
+    """The process ends and a store was not closed: save what was submitted. A thread that Python ends within torch's
+    code would abort the process."""
+    for archive in list(_working):
+        archive.finish()
+
+
+def _restore(cache: JournalledCache, part: Part, device: torch.device) -> bool:
+    """Add the tokens of a part to every layer; False, where they are not as many as it says.
+
+    Raises:
+        BudgetError: the cache is in the middle of a step, which `crop(0)` drops.
+    """
+    tokens = part.stop - part.start
+    for i in sorted(int(name[2:]) for name in part.tensors if name.startswith("k.")):
+        keys, values = (part.tensors[f"{x}.{i}"][None, :, :tokens] for x in ("k", "v"))
+        if keys.shape[2] != tokens or values.shape[2] != tokens:
+            return False
+        cache._forward.restore(i, keys.to(device), values.to(device))
+    cache._forward.steps.end()
+    return True
+
+
+class _Blocks:
+    """The blocks of a cache that is loaded, behind what it holds: see `disk.straight.Blocks`.
+
+    New memory comes page by page, which takes longer than to read it full. So blocks of all files that are expected are
+    taken at once, and a thread gets their pages, ahead of what is read.
+
+    Args:
+        cache: of one row, or of none yet, whose blocks begin and stay in host memory; that of another kind takes none.
+        device: of the model.
+    """
+
+    def __init__(self, cache: JournalledCache, device: torch.device) -> None:
+        self._cache, self._device = cache, device
+        self._expected = deque[int]()
+        #: Tokens that are written, those of the file that is read, and those that have blocks.
+        self._written = self._tokens = self._reserved = 0
+        self._made_layers = False
+        #: Tokens of the files that have blocks, and whose pages nobody gets yet.
+        self._without_pages = deque[int]()
+        self._pool = ThreadPoolExecutor(1, "kvtier-reading")
+        #: By the first of a file's tokens and a tensor: its pages.
+        self._pages: dict[tuple[int, str], Future[None]] = {}
+
+    def close(self) -> None:
+        """Leave the cache with what is written, and end the thread."""
+        try:
+            self.drop()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """As of `Blocks`."""
+        self._written = self._reserved = self._cache.get_seq_length()
+        self._expected.extend(tokens)
+
+    def reserve(self, tokens: int, entries: Mapping[str, Entry]) -> bool:
+        """As of `Blocks`."""
+        if tokens < 2 or self._expected.popleft() != tokens or not self._fit(tokens, entries):
+            return False
+        self._tokens = tokens
+        if self._written == self._reserved:
+            self._take()
+        self._get_pages(list(entries))
+        return True
+
+    def _fit(self, tokens: int, entries: Mapping[str, Entry]) -> bool:
+        """Whether a file has what the layers take. Where there are none yet, they are made for it."""
+        forward, expected = self._cache._forward, dict[str, tuple[torch.dtype, list[int]]]()
+        if not forward.readers and self._device.type == "cpu":
+            self._made_layers = True  # first: whatever cuts this short, `drop` takes them away
+            if not _make_layers(forward, entries):
+                return False
+        for i, reader in forward.readers.items():
+            layer, layout = reader.layer, reader.layer.layout
+            if layer.blocks.pools.device is not None or len(layer.rows) > 1:
+                return False
+            expected[f"k.{i}"] = layout.dtype, [layout.k_heads, tokens, layout.k_dim]
+            expected[f"v.{i}"] = layout.dtype, [layout.v_heads, tokens, layout.v_dim]
+        return expected == {name: (x.dtype, x.shape) for name, x in entries.items()}
+
+    def _take(self) -> None:
+        """Take blocks for this file and those that are expected; if there is no room for all, for this one."""
+        files = [self._tokens, *itertools.takewhile(lambda tokens: tokens > 1, self._expected)]
+        try:
+            self._take_for(sum(files))
+        except BudgetError:
+            if len(files) == 1:
+                raise
+            self._cache.crop(0)  # in the middle of a step: what it took goes
+            files = files[:1]
+            self._take_for(self._tokens)
+        self._without_pages = deque(files)
+
+    def _get_pages(self, names: Sequence[str]) -> None:
+        """Have the thread get pages, up to `_AHEAD` files ahead, in the order in which they are read."""
+        memory = self._cache._forward.memory
+        while self._without_pages and len(self._pages) <= _AHEAD * len(names):
+            tokens = self._without_pages.popleft()
+            first = self._reserved - sum(self._without_pages) - tokens
+            for at in range(0, len(names), _AT_ONCE):
+                some = names[at : at + _AT_ONCE]
+                with memory.lock, memory.change:
+                    pieces = [self._pieces(name, first, tokens) for name in some]
+                try:
+                    pages = self._pool.submit(_populate, pieces)
+                except RuntimeError:  # the system has no thread to give
+                    return
+                self._pages |= {(first, name): pages for name in some}
+
+    def _take_for(self, tokens: int) -> None:
+        forward = self._cache._forward
+        for i in sorted(forward.readers):
+            forward.reserve(i, tokens)
+        forward.steps.end()
+        self._reserved = self._written + tokens
+
+    def _pieces(self, name: str, first: int, tokens: int) -> Pieces:
+        return self._cache._forward.readers[int(name[2:])].layer.pieces(name[0], first, tokens)
+
+    def fill(self, name: str, file: CachedFile) -> bool:
+        """As of `Blocks`. A block may be moved at any time that the lock is free, so it is held while a tensor is read:
+        from memory, as long as a copy takes."""
+        pages = self._pages.pop((self._written, name), None)
+        if pages is not None:
+            pages.result()
+        memory = self._cache._forward.memory
+        with memory.lock, memory.change:
+            return file.read(*self._pieces(name, self._written, self._tokens))
+
+    def seal(self) -> None:
+        """As of `Blocks`."""
+        self._written += self._tokens
+        if self._written == self._reserved:
+            self._complete()
+
+    def drop(self) -> None:
+        """As of `Blocks`."""
+        for pages in self._pages.values():
+            pages.cancel()
+        for pages in self._pages.values():
+            if not pages.cancelled():
+                pages.result()
+        self._pages.clear()
+        self._without_pages.clear()
+        if self._written < self._reserved:
+            self._complete()
+            self._cache.crop(self._written - self._reserved)
+            self._reserved = self._written
+        if self._made_layers and not self._written:
+            self._made_layers = False
+            self._cache._forward.clear()  # another file may have others
+
+    def _complete(self) -> None:
+        """What is written can be moved, shared and read."""
+        memory = self._cache._forward.memory
+        for reader in self._cache._forward.readers.values():
+            with memory.lock, memory.change:
+                reader.layer.complete(self._written)
+
+
+def _make_layers(forward: Forward, entries: Mapping[str, Entry]) -> bool:
+    """Make the layers whose keys and values a file has. False, where these are not some of one row and of as many."""
+    keys, values = ({int(name[2:]): x for name, x in entries.items() if name[:2] == what} for what in ("k.", "v."))
+    if keys.keys() != values.keys() or not all(len(x.shape) == 3 for x in entries.values()):
+        return False
+    for i in sorted(keys):
+        empty = (torch.empty((1, x.shape[0], 0, x.shape[2]), dtype=x.dtype) for x in (keys[i], values[i]))
+        forward.early(i, *empty)
+    return True
+
+
+def _populate(some: list[Pieces]) -> None:
+    for first, heads, stride in some:
+        for address, nbytes in first:
+            for head in range(heads) if nbytes < stride else ():
+                system.populate(address + head * stride, nbytes)
+            if nbytes == stride:  # a whole block
+                system.populate(address, heads * stride)
+
+
+def _known(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], layers: Sequence[Any]) -> bool:
+    """Whether all that layers hold was saved. Another version of Transformers may have layers that hold more."""
+    saved: dict[str, set[str]] = {index: set(each) for index, each in about.items()}
+    for name in tensors:
+        _, index, attribute, *_ = name.split(".")
+        saved.setdefault(index, set()).add(attribute)
+    return all(int(i) < len(layers) and vars(layers[int(i)]).keys() <= names for i, names in saved.items())
+
+
+def _work(archive: weakref.ref[Archive], waiting: Waiting) -> None:
+    """Save what is submitted, until there is nobody who submits."""
+    while _save_next(archive, waiting):
+        pass
+
+
+def _save_next(archive: weakref.ref[Archive], waiting: Waiting) -> bool:
+    """Wait for what is submitted next, and save it. Whether more may come."""
+    saved = waiting.get()
+    if saved is None:
+        return False
+    here = archive()
+    try:
+        if here is not None:
+            here.save(saved)
+    except Exception as error:  # nobody waits for it: what was not saved is computed again
+        if here is not None:
+            here.disk.problem = str(error)
+    finally:
+        del here, saved  # before somebody hears that it is done
+        waiting.done()
+    return True

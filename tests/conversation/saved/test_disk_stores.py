@@ -1,0 +1,261 @@
+"""Stores with a folder: what many conversations share, what tenants do not, and what is left of a store."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB, tiny_model
+from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
+
+from kvtier import StoreInUseError
+from kvtier.conversation.conversation import Conversation
+from kvtier.conversation.saved import archive
+from kvtier.forward.forward import Forward
+
+
+def saving_threads() -> int:
+    return sum(x.name == "kvtier-saving" for x in threading.enumerate())
+
+
+def settled(condition: object) -> bool:
+    """Whether it is so soon: what is dropped ends by itself."""
+    for _ in range(200):
+        gc.collect()
+        if condition():  # type: ignore[operator]
+            return True
+        threading.Event().wait(0.05)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("conversations", "tokens"), [(12, 64), pytest.param(1000, 2000, marks=pytest.mark.slow)], ids=["few", "1000"]
+)
+def test_conversations_on_one_system_prompt_keep_it_once_on_every_tier(
+    conversations: int, tokens: int, tmp_path: Path
+) -> None:
+    model, own = tiny_model("llama"), 3
+    shape = model.config
+    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head * 4
+    with store_of(model, directory=tmp_path) as store:
+
+        def taken() -> tuple[int, int]:
+            store.flush()
+            blocks = store.memory.stats.host.used_blocks // shape.num_hidden_layers
+            return blocks * 8 * token, sum(x.stat().st_size for x in tmp_path.glob("*.safetensors"))
+
+        system = some_ids(tokens)
+        store.generate(**ones(system), do_sample=False, max_new_tokens=1)
+        host, disk = taken()
+        assert disk >= tokens * token
+        for n in range(conversations):
+            # The first token of each is another one, as far as there are others.
+            mine = torch.tensor([[1 + n % (VOCAB - 1), 1 + n // (VOCAB - 1) % (VOCAB - 1), 1 + n % 7]])
+            store.generate(**ones(torch.cat([system, mine], 1)), do_sample=False, max_new_tokens=1)
+            assert store.reuse[0].cached >= tokens - 1
+        host, disk = (b - a for a, b in zip((host, disk), taken(), strict=True))
+        # On the host a conversation has a block of its own, or the rest of one that is shared and one more.
+        assert host <= conversations * 2 * 8 * token, "the system prompt is on the host more than once"
+        header = 1000
+        assert disk <= conversations * (own * token + header), "the system prompt is on the disk more than once"
+        assert store.stats.sequences <= conversations + 1
+        store.check_integrity()
+    with store_of(model, directory=tmp_path) as store:
+        ids = torch.cat(
+            [system, torch.tensor([[1 + n % (VOCAB - 1), 1 + n // (VOCAB - 1) % (VOCAB - 1), 1 + n % 7, 5]])], 1
+        )
+        assert torch.equal(store.generate(**ones(ids), **GREEDY), fresh(model, ones(ids)))
+        assert store.reuse[0].loaded == tokens + own
+
+
+def test_tenants_with_other_salts_find_and_share_nothing_on_the_disk(tmp_path: Path) -> None:
+    model, ids = tiny_model("llama"), some_ids(60)
+    salts = (None, "a", "b", 1, "1", b"1")
+    with store_of(model, directory=tmp_path) as store:
+        sizes = []
+        for salt in salts:
+            store.generate(**ones(ids), salt=salt, **GREEDY)
+            assert store.reuse[0].cached == 0, salt
+            store.flush()
+            sizes.append(sum(x.stat().st_size for x in tmp_path.glob("*.safetensors")))
+        assert sizes == [sizes[0] * (n + 1) for n in range(len(salts))]
+    with store_of(model, directory=tmp_path) as store:
+        store.generate(**ones(ids), salt="c", **GREEDY)
+        assert store.reuse[0].cached == 0
+        for salt in salts:
+            store.generate(**ones(ids), salt=salt, **GREEDY)
+            assert store.reuse[0].loaded == 59, salt
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_store_that_is_dropped_while_it_saves_ends_and_leaves_its_folder_to_others(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    before, handles = saving_threads(), len(os.listdir("/proc/self/fd"))
+    store = store_of(model, directory=tmp_path)
+    for seed in range(4):
+        store.generate(**ones(some_ids(40, seed=seed)), **GREEDY)
+    with pytest.raises(StoreInUseError):
+        store_of(model, directory=tmp_path)
+    del store
+    assert settled(lambda: saving_threads() == before), "the thread that saves keeps a store alive"
+    with store_of(model, directory=tmp_path) as store:
+        ids = some_ids(40, seed=3)
+        assert torch.equal(store.generate(**ones(ids), **GREEDY), fresh(model, ones(ids)))
+        assert store.stats.damaged == 0
+    del store
+    assert settled(lambda: len(os.listdir("/proc/self/fd")) <= handles), "handles are left"
+
+
+def test_a_call_has_its_answer_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_model("llama"), some_ids(40)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with store_of(model, directory=tmp_path) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(archive.threading.Thread, "start", start)
+            assert torch.equal(store.generate(**ones(ids), **GREEDY), fresh(model, ones(ids)))
+            assert "can't start new thread" in store.stats.problem
+            store.flush()
+        store.generate(**ones(ids), **GREEDY)
+    with store_of(model, directory=tmp_path) as store:
+        store.generate(**ones(ids), **GREEDY)
+        assert store.reuse[0].loaded == 39
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_conversations_that_are_opened_and_closed_leave_nothing(count: int, tmp_path: Path) -> None:
+    model, tokenizer = tiny_model("llama"), Tokenizer()
+    with store_of(model, directory=tmp_path, host_budget="1MiB", disk_budget=200_000) as store:
+
+        def resident() -> int:
+            gc.collect()
+            return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+        before = 0, 0, 0
+        for n in range(count):
+            if n == count // 2:
+                store.flush()
+                before = len(os.listdir("/proc/self/fd")), threading.active_count(), resident()
+            chat = store.open(f"{n}")
+            chat.send(f"{n} Who?", tokenizer=tokenizer, do_sample=False, max_new_tokens=1)
+            chat.close()
+        store.flush()
+        after = len(os.listdir("/proc/self/fd")), threading.active_count(), resident()
+        assert after[:2] == before[:2]
+        assert after[2] - before[2] < 32 * 2**20 + count * 100
+        assert store.names == []
+        store.check_integrity()
+
+
+def test_who_opens_a_conversation_waits_for_the_disk_and_lets_others_go_on(tmp_path: Path) -> None:
+    """A commit that takes long would stop every call that needs the memory's lock."""
+    model = tiny_model("llama")
+    with store_of(model, directory=tmp_path) as store:
+        store.open("a").generate(**ones(some_ids(20)), **GREEDY)
+    with store_of(model, directory=tmp_path) as store:
+        assert store._disk_tier is not None
+        committing, opened = store._disk_tier.disk._lock, list[Conversation]()
+        with committing:
+            opening = threading.Thread(target=lambda: opened.append(store.open("a")))
+            opening.start()
+            time.sleep(0.2)
+            is_free = store.memory.lock.acquire(timeout=2)
+            is_waiting = opening.is_alive()
+        if is_free:
+            store.memory.lock.release()
+        opening.join(10)
+        assert is_waiting
+        assert is_free, "who opens a conversation holds it"
+        assert [len(x.ids) for x in opened] == [26]
+        assert store.open("a") is opened[0]
+
+
+def test_another_tokenizer_finds_nothing_wrong(tmp_path: Path) -> None:
+    """Keys and values are found by token ids: what another tokenizer makes of the same words is another sequence."""
+
+    class Other(Tokenizer):
+        def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+            return [1 + (x * 5 + 1) % (VOCAB - 1) for x in super().apply_chat_template(messages)]
+
+    model = tiny_model("llama")
+    with store_of(model, directory=tmp_path) as store:
+        store.open("c").send("Who are you, and why?", tokenizer=Tokenizer(), **GREEDY)
+    with store_of(model, directory=tmp_path) as store:
+        chat = store.open("c")
+        answer = chat.send("And?", tokenizer=Other(), **GREEDY)
+        assert store.reuse[0].loaded < 3
+        prompt = torch.tensor([chat.ids[: store.reuse[0].prompt]])
+        assert answer == Other().decode(fresh(model, ones(prompt))[0, prompt.shape[1] :])
+
+
+def test_a_process_that_ends_without_closing_its_store_has_saved_its_last_turn(tmp_path: Path) -> None:
+    """Not by an abort, which is what a thread within torch ends in when Python ends."""
+    script = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+import torch
+from families import tiny_model
+from test_store import GREEDY, ones, some_ids, store_of
+store = store_of(tiny_model("llama"), directory={str(tmp_path)!r})
+for n in range(4):
+    store.generate(**ones(some_ids(800, seed=n)), **GREEDY)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr[-800:]
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        for n in range(4):
+            store.generate(**ones(some_ids(800, seed=n)), **GREEDY)
+            assert store.reuse[0].loaded == 799
+
+
+def test_two_stores_of_one_model_time_each_forward_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, took = tiny_model("llama"), list[Any]()
+    with store_of(model, directory=tmp_path) as store, store_of(model):
+        assert store._disk_tier is not None
+        monkeypatch.setattr(store._disk_tier, "learn", took.extend)
+        for _ in range(2):
+            store.generate(**ones(some_ids(20)), **GREEDY)
+    assert [(x.new, x.past) for x in took] == [
+        (20, 0),
+        *((1, 20 + n) for n in range(4)),
+        *((1, 19 + n) for n in range(5)),
+    ]
+    assert all(x.seconds > 1e-5 for x in took)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_what_a_turn_reads_to_be_saved_does_not_grow_with_its_history(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    densify = Forward.densify
+
+    def counted(*args: Any, **options: Any) -> Any:
+        found = densify(*args, **options)
+        if "saving" in args:
+            read.append(found[0].untyped_storage().nbytes() // found[0].shape[0])
+        return found
+
+    monkeypatch.setattr(Forward, "densify", counted)
+    taken = []
+    with store_of(tiny_model(name), directory=tmp_path) as store:
+        ids = some_ids(40)
+        for turn in range(12):
+            out = store.generate(**ones(ids), max_new_tokens=4, do_sample=False)
+            store.flush()
+            taken.append(max(read))
+            read.clear()
+            ids = torch.cat([out, some_ids(5, seed=turn)], 1)
+    assert max(taken[1:]) <= 2 * taken[1], "the whole history is read"
+    assert max(taken[1:]) < taken[0]
