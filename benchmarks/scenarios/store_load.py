@@ -23,7 +23,7 @@ from benchmarks.children import Children
 from benchmarks.harness import Bench
 from benchmarks.records import number, table
 from benchmarks.targets import Target, table_of
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.files import LARGEST
 from kvtier.conversation.index import packed
 
@@ -62,7 +62,7 @@ else:
     from transformers import Qwen3Config, Qwen3ForCausalLM  # and what that imports, as whoever loads a model has
     from kvtier import TieredMemory
     from kvtier.conversation.saved.archive import Archive
-    from kvtier.conversation.disk.chunks import Disk
+    from kvtier.conversation.disk.disk import Disk
     from kvtier.conversation.index import packed
     from kvtier.conversation.journal import JournalledCache
     from kvtier.cpu import loader

@@ -25,7 +25,8 @@ from benchmarks.children import Children
 from benchmarks.harness import Bench
 from benchmarks.records import number, table
 from benchmarks.targets import Target, table_of
-from kvtier.conversation.disk.chunks import Chunk, Disk
+from kvtier.conversation.disk.chunks import Chunk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
 from kvtier.conversation.disk.manifest import Manifest, Row
 from kvtier.conversation.index import PrefixIndex, packed
@@ -244,7 +245,7 @@ READER = """
 import sys, time
 from pathlib import Path
 import torch
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import packed
 torch.set_num_threads(1)
 at, way, tokens, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from kvtier.conversation.conversation import Conversation, Store
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.kept.ranks import Ranks
 from kvtier.errors import ConfigError

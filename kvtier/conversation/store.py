@@ -20,7 +20,7 @@ from kvtier.conversation.calls.encoder import EncoderOutputs, reuse_of
 from kvtier.conversation.calls.prefix_reuse import PrefixReuse
 from kvtier.conversation.calls.reuse import RowReuse, StoreStats
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.given import check_name, check_salt, token_ids
 from kvtier.conversation.index import WIDTH, packed
 from kvtier.conversation.journal import JournalledCache, note_forward

@@ -14,8 +14,8 @@ import torch
 
 from kvtier.cli.main import main
 from kvtier.cli.store import plain
-from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.disk.contents import contents
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import packed
 
 Run = Callable[..., tuple[int, str, str]]

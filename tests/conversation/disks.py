@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import packed
 from kvtier.errors import ConfigError
 

@@ -23,7 +23,9 @@ from test_store import GREEDY, Tokenizer, fresh, grown, ones, some_ids, store_of
 from test_turns import check_kept
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk import chunks, pieces
+from kvtier.conversation.disk import disk as disks_module
+from kvtier.conversation.disk import pieces
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files import files
 
 NAMES = ("llama", "gemma3", "qwen3_next", "deepseek_v3")
@@ -97,12 +99,12 @@ def test_a_conversation_is_read_when_it_is_opened_and_not_before(
         for name in ("alice", "bob", "carol"):
             store.open(name).send(f"I am {name}.", tokenizer=tokenizer, **GREEDY)
         history = store.open("bob").messages
-    conversation, save = chunks.Disk.conversation, chunks.Disk.save_conversation
+    conversation, save = Disk.conversation, Disk.save_conversation
     monkeypatch.setattr(
-        chunks.Disk, "conversation", lambda disk, name, *more: (read.append(name), conversation(disk, name, *more))[1]
+        Disk, "conversation", lambda disk, name, *more: (read.append(name), conversation(disk, name, *more))[1]
     )
     monkeypatch.setattr(
-        chunks.Disk,
+        Disk,
         "save_conversation",
         lambda disk, name, state, *more: (saved.append(name), save(disk, name, state, *more)),
     )
@@ -162,9 +164,9 @@ def test_what_is_saved_of_a_chat_is_what_it_was_after_some_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer, saved = tiny_model("llama"), Tokenizer(), []
-    save = chunks.Disk.save_conversation
+    save = Disk.save_conversation
     monkeypatch.setattr(
-        chunks.Disk,
+        Disk,
         "save_conversation",
         lambda disk, name, state, *more: (saved.append(dict(state)), save(disk, name, state, *more)),
     )
@@ -455,7 +457,7 @@ class SlowClock:
             return read(*args)
 
         for name in ("read_tensors", "read_straight"):
-            monkeypatch.setattr(chunks, name, functools.partial(slow, getattr(chunks, name)))
+            monkeypatch.setattr(disks_module, name, functools.partial(slow, getattr(disks_module, name)))
         monkeypatch.setattr(time, "perf_counter", lambda: clock() + self.late)
 
 

@@ -18,7 +18,7 @@ from test_store import GREEDY, Tokenizer, ones, some_ids, store_of
 from kvtier import ConcurrentUseError, ConfigError, ConversationStore
 from kvtier.conversation import names
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.names import MOST_IDLE, OtherSaltError
 
 

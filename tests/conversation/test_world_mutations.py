@@ -18,7 +18,7 @@ from kvtier.conversation.calls.call import Calls
 from kvtier.conversation.calls.columns import Columns
 from kvtier.conversation.calls.prefix_reuse import PrefixReuse
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files import files, folder, straight
 from kvtier.conversation.disk.upkeep import Upkeep
 from kvtier.conversation.index import PrefixIndex

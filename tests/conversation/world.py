@@ -47,7 +47,7 @@ from kvtier import (
 from kvtier.conversation import names
 from kvtier.conversation.calls import columns, prefix_reuse
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files import ahead
 from kvtier.conversation.disk.upkeep import Upkeep
 from kvtier.conversation.index import WIDTH, common, packed, unpacked
@@ -1365,7 +1365,7 @@ class World:
         self.open()
         assert self.store is not None
         disk = self.store._disk_tier.disk  # type: ignore[union-attr]
-        assert not rows - disk._chunks.keys() or self.rough_disk or disk._chunks.keys() <= rows
+        assert not rows.difference(disk._chunks.numbers) or self.rough_disk or rows.issuperset(disk._chunks.numbers)
         assert self._said() == chats
         for row in asked:
             self.note("again:", row)

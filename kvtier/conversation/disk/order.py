@@ -1,5 +1,5 @@
-"""Which of the saved chunks go first: what has expired, then by priority what was used longest ago; what is pinned does
-not go. Of a sequence the end first."""
+"""`Order`: which of the saved chunks go first. What has expired does, then by priority what was used longest ago. What
+is pinned does not go. Of a sequence the end goes first."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from kvtier.conversation.disk.chunks import Chunk, Chunks
 from kvtier.eviction.rank import Rank
 
 #: Of what does not go, of what has expired, and of what nobody has ranked.
@@ -78,3 +79,66 @@ def going(chunks: Callable[[], Iterable[C]], level_of: Mapping[int, float]) -> I
                 continue
             gone.add(number)
             yield chunk
+
+
+class Order:
+    """Which chunks of a folder go first, as conversations are ranked. Decides, and removes nothing.
+
+    Args:
+        chunks: of the folder.
+
+    Attributes:
+        others: numbers of chunks that nobody here looks for, those that are gone included: they are the first to go.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.others = set[int]()
+        self._chunks = chunks
+        self._ranked: dict[str, Ranked] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a conversation has a rank of its own."""
+        return name in self._ranked
+
+    @property
+    def pinned(self) -> list[str]:
+        """The conversations that are pinned."""
+        return [name for name, x in self._ranked.items() if x.rank.pinned]
+
+    def rank(self, name: str, ranked: Ranked | None) -> None:
+        """A conversation has this rank now; None: the one of all others."""
+        if ranked is None:
+            self._ranked.pop(name, None)
+        else:
+            self._ranked[name] = ranked
+
+    def first(self, left: int, most: int, keep: Chunk | None, clock: Callable[[], float]) -> tuple[list[Chunk], int]:
+        """The chunks that go first, of `left` bytes until no more than `most` are left, and how many are; the chain of
+        `keep` stays."""
+        gone = list[Chunk]()
+        level_of = self._levels(clock) | dict.fromkeys(self.others, EXPIRED)
+        if keep is not None and level_of:
+            level_of |= dict.fromkeys([x.number for x in keep.chain()], PINNED)
+        for chunk in going(lambda: self._chunks, level_of):
+            if left <= most:
+                break
+            gone.append(chunk)
+            left -= chunk.kept
+        return gone, left
+
+    def expired(self, clock: Callable[[], float]) -> list[Chunk]:
+        """What has not been used for its time to live, but for what others continue."""
+        level_of, gone = self._levels(clock), list[Chunk]()
+        if EXPIRED in level_of.values():
+            for chunk in going(lambda: self._chunks, level_of):
+                if level_of.get(chunk.number) != EXPIRED:
+                    break
+                gone.append(chunk)
+        return gone
+
+    def _levels(self, clock: Callable[[], float]) -> dict[int, float]:
+        return levels(self._ranked.values(), self._numbers, clock()) if self._ranked else {}
+
+    def _numbers(self, ranked: Ranked) -> set[int]:
+        """The chunks that a conversation's tokens are in."""
+        return self._chunks.under(ranked.salt, ranked.ids)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from kvtier.conversation.disk.chunks import Chunk, Disk, Part
+from kvtier.conversation.disk.chunks import Chunk
+from kvtier.conversation.disk.disk import Disk, Part
 from kvtier.conversation.disk.files.files import LARGEST
 from kvtier.conversation.disk.files.straight import Entry
 from kvtier.conversation.index import WIDTH

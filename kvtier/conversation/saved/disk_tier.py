@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from kvtier.conversation.disk.chunks import Chunk, Disk
+from kvtier.conversation.disk.chunks import Chunk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import WIDTH
 from kvtier.conversation.journal import JournalledCache, Took
 from kvtier.conversation.kept.kept import Entry, Kept

@@ -29,9 +29,10 @@ from families import tiny_model
 from test_store import Tokenizer, store_of
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk import chunks, manifest
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk import disk as disks_module
+from kvtier.conversation.disk import manifest
 from kvtier.conversation.disk.contents import verify
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import packed
 
 KILLS = int(os.environ.get("KVTIER_TEST_KILLS", "2")) * 5
@@ -149,7 +150,7 @@ def test_whichever_call_fails_what_was_saved_is_there(
         again.close()
         files = files_of(folder)
         assert files <= (again.budget or files)
-        assert files == sum(x.nbytes for x in again._chunks.values())
+        assert files == sum(x.nbytes for x in again._chunks)
         shutil.rmtree(folder)
         if left[0] >= 0:
             break
@@ -429,7 +430,7 @@ def test_what_continues_something_that_is_forgotten_while_it_is_written_is_not_s
 ) -> None:
     disk = disk_of(tmp_path)
     assert save(disk, A)
-    chunk, write = disk.find("k", packed(A))[1], chunks.write_tensors
+    chunk, write = disk.find("k", packed(A))[1], disks_module.write_tensors
     assert chunk is not None
 
     def forgets(*args: Any) -> Any:
@@ -438,7 +439,7 @@ def test_what_continues_something_that_is_forgotten_while_it_is_written_is_not_s
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunks, "write_tensors", forgets)
+        patch.setattr(disks_module, "write_tensors", forgets)
         assert not save(disk, A2)
     assert "removed meanwhile" in disk.problem
     assert not files_of_chunks(tmp_path)
@@ -558,7 +559,7 @@ def test_a_process_that_is_killed_at_any_moment_loses_nothing_that_it_said_was_s
         disk.check_integrity()
         disk.close()
         files = sorted(tmp_path.glob("*.safetensors*"))
-        assert {int(x.name[:12]) for x in files} == set(disk._chunks), "files without rows are left"
+        assert {int(x.name[:12]) for x in files} == set(disk._chunks.numbers), "files without rows are left"
         assert sum(x.stat().st_size for x in files) <= (budget or 10**9)
     assert bool(partly) == bool(budget), "nothing had to make room"
 

@@ -22,10 +22,11 @@ import torch
 from disks import OF, content, disk_of, load, save, states_of
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk import chunks as disks_module
+from kvtier.conversation.disk import disk as disks_module
 from kvtier.conversation.disk import manifest as manifest_module
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.chunks import Chunks
 from kvtier.conversation.disk.contents import contents
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
 from kvtier.conversation.disk.upkeep import Upkeep
@@ -84,7 +85,7 @@ def test_what_is_found_and_read_is_what_a_list_of_all_sequences_has(
                 saved.of = [(k, x[: disk.find(k, packed(x))[0]]) for k, x in saved.of]
         disk.check_integrity()
         files = {x.name: x.stat().st_size for x in tmp_path.glob("*.safetensors*")}
-        assert files == {f"{n:012}.safetensors": x.nbytes for n, x in disk._chunks.items()}
+        assert files == {f"{x.number:012}.safetensors": x.nbytes for x in disk._chunks}
         assert disk.nbytes <= (budget or disk.nbytes)
     assert (disk.damaged, disk.problem) == (0, "")
     assert gone or not budget, "nothing had to make room"
@@ -109,11 +110,11 @@ def test_what_was_used_longest_ago_goes_first_whatever_the_clock_and_the_numbers
         assert load(disk, [n] * 40)
     disk.close()
     disk = disk_of(tmp_path, room + 700)
-    assert list(disk._chunks) == [7, 1, 4, 5, 6, 3]
+    assert list(disk._chunks.numbers) == [7, 1, 4, 5, 6, 3]
     assert load(disk, [6] * 40)
     disk.close()
     disk = disk_of(tmp_path, room + 700)
-    assert list(disk._chunks) == [1, 4, 5, 6, 3, 7]
+    assert list(disk._chunks.numbers) == [1, 4, 5, 6, 3, 7]
     # One that is new is no older than one that was used often.
     assert save(disk, [7] * 40)
     assert load(disk, [7] * 40)
@@ -187,8 +188,8 @@ def test_what_many_share_is_in_the_files_once(tmp_path: Path) -> None:
 def test_a_save_that_needs_no_room_does_not_look_where_ranked_tokens_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked, numbers = list[object](), Disk._numbers
-    monkeypatch.setattr(Disk, "_numbers", lambda disk, ranked: looked.append(ranked) or numbers(disk, ranked))
+    looked, under = list[object](), Chunks.under
+    monkeypatch.setattr(Chunks, "under", lambda chunks, *of: looked.append(of) or under(chunks, *of))
     disk = disk_of(tmp_path, 20_000)
     for n in range(3):
         assert save(disk, [n] * 40)
@@ -843,10 +844,10 @@ def test_the_order_of_use_is_the_same_in_a_folder_that_is_opened_again(seed: int
         if found is not None and rng.random() < 0.2:
             disk.forget(found)
         if rng.random() < 0.2:
-            order = list(disk._chunks)
+            order = list(disk._chunks.numbers)
             disk.close()
             disk = disk_of(tmp_path, 60_000)
-            assert list(disk._chunks) == order
+            assert list(disk._chunks.numbers) == order
             disk.check_integrity()
     disk.close()
 
@@ -862,7 +863,7 @@ def test_upkeep_keeps_the_order_of_use(tmp_path: Path) -> None:
     with Upkeep(tmp_path) as upkeep:
         assert upkeep.collect()[0] == 1
     disk = disk_of(tmp_path)
-    assert list(disk._chunks) == [2, 1], "the chunk that is left was used with what is removed"
+    assert list(disk._chunks.numbers) == [2, 1], "the chunk that is left was used with what is removed"
     disk.close()
 
 

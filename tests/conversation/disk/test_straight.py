@@ -16,8 +16,8 @@ from test_ahead import reading
 from test_load_room import CONFIG, HEAD, HEADS, LAYERS, load_of
 
 from kvtier import BudgetError, TieredMemory
-from kvtier.conversation.disk import chunks
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk import disk as disks_module
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files import straight
 from kvtier.conversation.index import packed
 from kvtier.conversation.journal import JournalledCache
@@ -61,7 +61,7 @@ def went(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(read(*args))
         return found[-1]
 
-    monkeypatch.setattr(chunks, "read_straight", noted)
+    monkeypatch.setattr(disks_module, "read_straight", noted)
     return found
 
 

@@ -21,8 +21,8 @@ from test_disk_faults import failing
 from test_store import GREEDY, fresh, ones, some_ids, store_of
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk.chunks import Disk
 from kvtier.conversation.disk.contents import contents, verify
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.upkeep import Upkeep, unreferred
 from kvtier.conversation.index import packed
 

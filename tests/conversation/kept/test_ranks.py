@@ -19,7 +19,8 @@ from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 
 from kvtier import BudgetError, ConfigError, ConversationStore, TieredKVCache, TieredMemory
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.disk.chunks import Chunk, Disk
+from kvtier.conversation.disk.chunks import Chunk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import packed
 from kvtier.conversation.kept import retention
 from kvtier.conversation.kept.kept import MOST_STATES
@@ -494,22 +495,22 @@ def test_the_disk_gives_up_what_expired_then_by_priority_and_never_what_is_pinne
         """Of all that refer to it, and of all that continue it, the highest."""
         mine: list[float] = []
         for i, (rank, used) in ranks.items():
-            if rank != Rank() and chunk.number in disk._numbers(disk._ranked[str(i)]):
+            if rank != Rank() and chunk.number in disk._chunks.under(None, packed(made[i])):
                 mine.append(math.inf if rank.pinned else -math.inf if used + rank.ttl <= now[0] else rank.priority)
         return max([*(mine or [0.0]), *(at[x.number] for x in chunk.below)])
 
-    order, at = list(disk._chunks.values()), dict[int, float]()
+    order, at = list(disk._chunks), dict[int, float]()
     for chunk in order:
         at[chunk.number] = level(chunk)
     expected = [x.number for x in sorted(order, key=lambda x: at[x.number]) if at[x.number] < math.inf]
     gone = []
     while True:
         disk.budget = disk.nbytes - 1
-        before = set(disk._chunks)
+        before = set(disk._chunks.numbers)
         with disk._lock:
             if not disk._make_room(0, None):
                 break
-        (number,) = before - set(disk._chunks)
+        (number,) = before - set(disk._chunks.numbers)
         gone.append(number)
         disk.check_integrity()
     assert gone == expected
@@ -593,9 +594,8 @@ def test_what_has_expired_is_removed_when_the_folder_is_opened(
             for name, there in zip("ab", tokens, strict=True):
                 ids = packed(store.open(name).ids)
                 assert store._disk_tier is not None
-                found = max(
-                    store._disk_tier.disk._index.find(key, ids)[0] for key in store._disk_tier.disk._index.all_keys()
-                )
+                index = store._disk_tier.disk._chunks._index
+                found = max(index.find(key, ids)[0] for key in index.all_keys())
                 assert found >= there
                 assert there or not found, "what has expired is there"
 

@@ -17,7 +17,7 @@ from disks import OF
 from families import tiny_model
 from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import packed
 from kvtier.conversation.saved import waiting
 from kvtier.conversation.saved.archive import Archive

@@ -17,8 +17,9 @@ from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 
 from kvtier import BudgetError
 from kvtier.conversation.calls import prefix_reuse
-from kvtier.conversation.disk import chunks
-from kvtier.conversation.disk.chunks import Chunk, Disk
+from kvtier.conversation.disk import disk as disks_module
+from kvtier.conversation.disk.chunks import Chunk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.saved import archive
 from kvtier.planning.resuming.loading import LoadOrCompute
 
@@ -197,7 +198,7 @@ def test_a_head_that_is_cut_short_ends_the_load(
             patch.setattr(archive, "_restore", held)
             patch.setattr(archive._Blocks, "reserve", held_straight)
             if not straight:
-                patch.setattr(chunks, "seems_cached", lambda *args: False)
+                patch.setattr(disks_module, "seems_cached", lambda *args: False)
             patch.setattr(prefix_reuse.PrefixReuse, "_forward", cut_short)
             with pytest.raises(error):
                 store.generate(**ones(grown(history, 7)), **GREEDY)
@@ -300,7 +301,7 @@ def test_of_a_chain_only_the_files_behind_a_token_are_read(tmp_path: Path) -> No
     with store_of(model, directory=tmp_path) as store:
         count_reads(store, read)
         disk: Disk = store._disk_tier.disk
-        last = max(disk._chunks.values(), key=lambda chunk: chunk.stop)
+        last = max(disk._chunks, key=lambda chunk: chunk.stop)
         for start in (0, 1, FILE - 1, FILE, FILE + 1, 100, history.shape[1] - 2):
             parts = [(x.start, x.stop, x.tensors["k.0"].shape[1]) for x in disk.read(last, last.stop, start)]
             assert [n for *_, n in parts] == [stop - first for first, stop, _ in parts]

@@ -16,7 +16,7 @@ from families import tiny_model
 from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
 
 from kvtier import ConversationStore
-from kvtier.conversation.disk.chunks import Disk
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.folder import MANIFEST
 from kvtier.conversation.disk.manifest import Row
 from kvtier.conversation.index import packed

@@ -1,0 +1,611 @@
+"""`Disk`: what a store keeps, in a folder, for processes to come.
+
+A saved sequence is a chain of *chunks*: the tokens that a turn added, one safetensors file each. A chunk begins
+anywhere within its parent, so that what sequences share is saved once and a turn writes its own tokens and no others.
+The chain, the token ids and a checksum of every file are rows of the folder's `Manifest`: a file is complete, and on
+the disk with its name, before its row is there; a row is gone before its file is; and a file without a row is removed
+when the folder is opened.
+
+Whatever is damaged, missing or of other weights is not used: a chunk whose bytes are not what its row says is
+forgotten, with all that continues it. What cannot be read now, for want of handles or memory, stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from kvtier.conversation.disk.chunks import ROW, Chunk, Chunks, fits
+from kvtier.conversation.disk.files.ahead import read_ahead
+from kvtier.conversation.disk.files.files import Buffer, Damaged, read_tensors, write_tensors
+from kvtier.conversation.disk.files.folder import MANIFEST, Folder
+from kvtier.conversation.disk.files.straight import Blocks, read_straight, seems_cached
+from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
+from kvtier.conversation.disk.order import Order, Ranked
+from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.index import WIDTH
+from kvtier.errors import BudgetError, ClosedError, ConfigError
+from kvtier.eviction.rank import DEFAULT, Rank
+
+#: Bytes that the header of a file takes for each tensor, at the most, besides its name.
+_HEADER = 256
+#: What a file or the manifest says where it cannot be changed or read now.
+_FAILURES = (OSError, sqlite3.Error, MemoryError)
+
+
+class Part(NamedTuple):
+    """What was read of one chunk.
+
+    Attributes:
+        start, stop: tokens of the sequence; the tensors may hold more, which another sequence continues.
+        tensors, said: as they were saved, but for tokens before `start`. No tensors: the tokens are where they belong.
+    """
+
+    start: int
+    stop: int
+    tensors: dict[str, torch.Tensor]
+    said: str
+
+
+class Disk:
+    """A folder of saved sequences. One process at a time; any of its threads. A process that is forked from it reads
+    files that were there before, and changes nothing.
+
+    Args:
+        directory: made if it is missing, for its owner only.
+        budget: bytes of all files together, and of the manifest's rows; the files that were used longest ago go first.
+            None: no limit. What conversations are is saved in any case, for it cannot be computed again.
+        fingerprint: of the model, see `hf.generation.fingerprint`. Sequences of another one are refused.
+        prefix: of the keys that are looked for. What is under others stays for processes that look for it, and goes
+            first where room is needed, pinned or not.
+
+    Attributes:
+        others: keys that begin otherwise, when the folder was opened.
+
+    Raises:
+        ConfigError: the folder is of another model or version, or is something else.
+        StoreInUseError: another process, or another store, has it open.
+    """
+
+    #: Seconds, of a clock that other processes have too.
+    clock = staticmethod(time.time)
+
+    def __init__(
+        self, directory: str | Path, budget: int | None, fingerprint: Mapping[str, str], prefix: str = ""
+    ) -> None:
+        self._folder = Folder(directory)
+        self.path = self._folder.path
+        self.budget = budget
+        #: Files and rows that were not what was written, and what kept a sequence from being saved or loaded last.
+        self.damaged, self.problem = 0, ""
+        #: Bytes that the manifest takes besides what is counted there of the rows of chunks: conversations, mostly.
+        self.rest = 0
+        self.closed = False
+        self._lock = threading.RLock()
+        # Taken before that one, by whoever writes a file. Nobody who looks for something waits for a file.
+        self._writing = threading.Lock()
+        self._chunks = Chunks()
+        self._order = Order(self._chunks)
+        self.others = set[str]()
+        self._prefix = prefix
+        # A number is not used again as long as the folder is open, whatever becomes of its file.
+        self._next = 1
+        # Files that could not be removed, and what all of them take.
+        self._stray: dict[Path, int] = {}
+        self._stray_bytes = 0
+        # Conversations that are not, or perhaps not, removed from the manifest yet.
+        self._forgotten = set[str]()
+        try:
+            self._manifest = Manifest(self.path / MANIFEST, fingerprint)
+            try:
+                with _uncollected():
+                    self._load()
+                self._count()
+            except BaseException:
+                self._manifest.close()
+                raise
+        except BaseException:
+            self._folder.close()
+            raise
+
+    def _load(self) -> None:
+        """Read all rows; forget those that are damaged, that have no file or that continue these; and remove files that
+        have no row."""
+        bad, used = list[int](), dict[int, int]()
+        try:
+            numbers, rest = self._folder.files()
+            # Files that cannot be removed below keep their numbers: what is counted as theirs may be removed later.
+            self._next = max(numbers, default=0) + 1
+            for number, row, last in self._manifest.rows():
+                parent = self._chunks.get(row.parent) if row is not None and row.parent is not None else None
+                if row is None or number not in numbers or not fits(row, parent):
+                    bad.append(number)
+                else:
+                    self._chunks.add(row, parent)
+                    used[number] = last
+                    if not row.key.startswith(self._prefix):
+                        self.others.add(row.key)
+                        self._order.others.add(number)
+            if bad:
+                with self._manifest.transaction():
+                    self._manifest.remove(bad)
+        except (OSError, sqlite3.Error, ValueError) as error:
+            raise ConfigError(
+                f"{self.path} cannot be read, or its manifest is damaged: {error}. Make sure that there is room and "
+                f"that it may be written, or move {MANIFEST} away to begin with an empty folder."
+            ) from error
+        self.damaged += len(bad)
+        for number in numbers.difference(self._chunks.numbers):
+            rest.append(self._folder.file(number))
+        for file in rest:
+            self._unlink(file)
+        self._chunks.order(used)
+
+    # Find, read, write
+
+    def find(self, key: str, ids: bytes) -> tuple[int, Chunk | None]:
+        """The longest beginning of a sequence that is saved: tokens, and the chunk that has the last of them."""
+        with self._lock:
+            return self._chunks.find(key, ids)
+
+    def ends(self, key: str, ids: bytes) -> list[Chunk]:
+        """The chunks at whose end a sequence begins with all that is saved, the longest first."""
+        with self._lock:
+            return self._chunks.ends(key, ids)
+
+    def read(self, chunk: Chunk, length: int, start: int = 0, blocks: Blocks | None = None) -> Generator[Part]:
+        """The tokens of a chain from `start` to `length`, a chunk at a time, every byte checked before it is given.
+
+        Fewer come where some are damaged or cannot be read, and none where all are. While one part
+        is used, a thread reads the next one, see `read_ahead`: whoever does not go to the end closes the iterator. All
+        are read into two buffers, which take their time to get from the system only once, so that the tensors of a part
+        are valid until the next one is asked for.
+
+        Args:
+            blocks: what the system has in memory of whole chunks goes there at once, see `read_straight`: such a part
+                has no tensors.
+
+        Raises:
+            BudgetError: there is no room in `blocks`.
+        """
+        while chunk.parent is not None and chunk.start >= length and chunk.stop > length:
+            chunk = chunk.parent  # what was found goes on, and its end is of no use
+        chain = chunk.chain()[::-1]
+        while len(chain) > 1 and chain[1].start <= start:
+            del chain[0]
+        with self._lock:
+            self._chunks.use(chunk)
+        # Until where each is of use: the next one may begin within it.
+        stops = [min(length, x) for x in (*(each.start for each in chain[1:]), chain[-1].stop)]
+        each = chain[0]
+        try:
+            at = 0
+            first = int(each.start < start)  # of which not all is of use
+            whole = list(itertools.takewhile(lambda i: stops[i] == chain[i].stop, range(first, len(chain))))
+            if blocks is not None and whole and self._seems_cached(chain[first]):
+                if first:
+                    yield _part(each, start, stops[0], *self._read(each, Buffer()))
+                blocks.expect([chain[i].stop - chain[i].start for i in whole])
+                for at in whole:
+                    each = chain[at]
+                    if not self._read_straight(each, blocks):
+                        break
+                    yield Part(each.start, each.stop, {}, "")
+                else:
+                    at += 1
+            with contextlib.closing(read_ahead([functools.partial(self._read, x) for x in chain[at:]])) as found:
+                for i in range(at, len(chain)):
+                    each = chain[i]
+                    yield _part(each, start, stops[i], *next(found))
+        except BudgetError:  # of `blocks`: it is a MemoryError too
+            raise
+        except Damaged as error:
+            with self._lock:
+                if each in self._chunks and not self.closed:  # or it made room meanwhile
+                    self.problem = str(error)
+                    self.damaged += 1
+                    self.forget(each)
+        except _FAILURES as error:
+            self.problem = f"{error}: what is saved of a sequence was not read, and is computed"
+
+    def _seems_cached(self, chunk: Chunk) -> bool:
+        return seems_cached(self._folder.file(chunk.number), chunk.nbytes)
+
+    def _read_straight(self, chunk: Chunk, blocks: Blocks) -> bool:
+        file, tokens = self._folder.file(chunk.number), chunk.stop - chunk.start
+        return read_straight(file, chunk.nbytes, chunk.checksum, tokens, blocks)
+
+    def _read(self, chunk: Chunk, buffer: Buffer) -> tuple[dict[str, torch.Tensor], str]:
+        return read_tensors(self._folder.file(chunk.number), chunk.nbytes, chunk.checksum, buffer)
+
+    def write(
+        self, key: str, ids: bytes, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor], said: str
+    ) -> Chunk | None:
+        """Save the tokens of a sequence from one on, behind a chunk that is saved. None where that cannot be, and
+        `problem` says why; nothing that was saved before is lost, but for what the budget makes go."""
+        while parent is not None and parent.start >= start:
+            parent = parent.parent  # what has the tokens before it
+        own = ids[start * WIDTH :]
+        with self._writing:
+            with self._lock:
+                self._check_open()
+                file = self._begin_file(ids, start, parent, tensors, said)
+            if file is None:
+                return None
+            try:
+                written, sums = write_tensors(self._folder.file(file), tensors, said)
+            except _FAILURES as error:
+                with self._lock:
+                    self._not_written(file, f"{error}: a sequence was not saved")
+                return None
+            with self._lock:
+                problem = self._refused(ids, start, parent)  # what it continues may have been forgotten meanwhile
+                if problem:
+                    self._not_written(file, problem)
+                    return None
+                try:
+                    above = None if parent is None else (parent.number, parent.digest)
+                    row = Row.of(file, key, above, start, own, written, sums)
+                    with self._manifest.transaction():
+                        self._manifest.add(row, self._chunks.uses + 1)
+                        self._manifest.use(self._chunks.unsaved)
+                except _FAILURES as error:
+                    self._not_written(file, f"{error}: a sequence was not saved")
+                    return None
+                self._chunks.unsaved.clear()
+                chunk = self._chunks.add(row, parent)
+                self._chunks.use(chunk)
+                return chunk
+
+    def _begin_file(
+        self, ids: bytes, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor], said: str
+    ) -> int | None:
+        """Make room for a file. Its number; None where it is not to be written."""
+        problem = self._refused(ids, start, parent)
+        most = sum(x.nbytes + len(name) + _HEADER for name, x in tensors.items()) + len(json.dumps(said)) + _HEADER
+        if problem:
+            self.problem = problem
+        elif self._make_room(most + ROW + len(ids) - start * WIDTH, parent):
+            number, self._next = self._next, self._next + 1
+            return number
+        return None
+
+    def _not_written(self, number: int, problem: str) -> None:
+        self.problem = problem
+        self._unlink(self._folder.file(number))
+
+    def leaves(self, nbytes: int, parent: Chunk | None) -> bool:
+        """Whether so many bytes behind a chunk are within the budget, all else aside; `problem` says that they are
+        not."""
+        with self._lock:
+            kept = 0 if parent is None else sum(x.kept for x in parent.chain())
+            if self.budget is None or nbytes + kept + sum(self._stray.values()) + self.rest <= self.budget:
+                return True
+            self.problem = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves"
+            if self.rest:
+                self.problem += f", of which {self.rest} are taken by what conversations are"
+            return False
+
+    def _refused(self, ids: bytes, start: int, parent: Chunk | None) -> str:
+        """Why a sequence is not saved; "": it is."""
+        if self._folder.is_inherited:
+            return self._inherited
+        if not self._folder.there():
+            return f"{self.path} was removed, or replaced, while it was open: nothing is saved. Open it again."
+        if parent is not None and self._chunks.get(parent.number) is None:
+            return "what a sequence continues was removed meanwhile"
+        if len(ids) - start * WIDTH > LONGEST // 2:
+            return f"{len(ids) // WIDTH - start} tokens are more than one turn can save"
+        return ""
+
+    def forget(self, chunk: Chunk) -> None:
+        """Remove a chunk and all that continues it."""
+        with self._lock:
+            if chunk not in self._chunks:
+                return
+            gone = [chunk]
+            for each in gone:
+                gone += each.children or ()
+            if not self._folder.is_inherited:
+                try:
+                    with self._manifest.transaction():
+                        self._manifest.remove([x.number for x in gone])
+                except _FAILURES as error:
+                    self.problem = str(error)  # without their files the rows are of no use either
+            self._remove(gone)
+
+    def _remove(self, gone: Sequence[Chunk]) -> None:
+        """Remove chunks that have no rows any more; parents first."""
+        for chunk in reversed(gone):
+            self._chunks.remove(chunk)
+            self._unlink(self._folder.file(chunk.number), chunk.nbytes)
+
+    def _unlink(self, file: Path, nbytes: int = 0) -> None:
+        """Remove a file, or do so later: what it takes is counted as long as it is there; `nbytes`, where the system
+        does not say."""
+        try:
+            if not self._folder.there():
+                raise FileNotFoundError(f"{self.path} is not the folder that was opened, or cannot be looked at now")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file)
+        except OSError as error:
+            self.problem = f"{file.name} is not removed: {error}"
+            if file not in self._stray:
+                with contextlib.suppress(OSError):
+                    nbytes = os.lstat(file).st_size
+                self._stray[file] = nbytes
+                self._stray_bytes += nbytes
+        else:
+            self._stray_bytes -= self._stray.pop(file, 0)
+
+    def _make_room(self, nbytes: int, keep: Chunk | None) -> bool:
+        """Remove what was used longest ago and nobody continues, until so many bytes fit; nothing, where that cannot
+        be. Ranks go before that: see `going`."""
+        if self.budget is None:
+            return True
+        for file in list(self._stray):
+            self._unlink(file)
+        self._count()
+        if self.nbytes + self.rest + nbytes <= self.budget:
+            return True  # to look where the tokens of all ranked conversations are takes time
+        if not self.leaves(nbytes, keep):
+            return False
+        if keep is not None:
+            self._chunks.use(keep)  # so that it goes last
+        rest = self.rest
+        gone, left = self._order.first(self.nbytes, self.budget - rest - nbytes, keep, self.clock)
+        if left + rest + nbytes > self.budget:
+            pinned = ", ".join(map(repr, self._order.pinned[:8]))
+            self.problem = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves, with {pinned} pinned"
+            return False
+        if not self._let_go(gone):
+            self.problem += ": nothing made room, and a sequence was not saved"
+            return False
+        if self.nbytes + rest + nbytes > self.budget:  # of some, the files could not be removed
+            self.problem += ": there is no room, and a sequence was not saved"
+            return False
+        return True
+
+    def _give_way(self) -> None:
+        """What conversations are has grown. It cannot be computed again, so that keys and values make room."""
+        self._count()
+        if self.budget is None or self.nbytes + self.rest <= self.budget:
+            return
+        gone, _ = self._order.first(self.nbytes, self.budget - self.rest, None, self.clock)
+        self._let_go(gone)
+        if self.nbytes + self.rest > self.budget:
+            self.problem = (
+                f"what conversations are takes {self.rest} bytes, more than the disk budget of {self.budget} leaves, "
+                "and no keys and values are saved"
+            )
+
+    def _count(self) -> None:
+        """Count what the manifest takes."""
+        with contextlib.suppress(*_FAILURES):
+            self.rest = max(self._manifest.nbytes - self._chunks.row_bytes, 0)
+
+    def _let_go(self, gone: Sequence[Chunk]) -> bool:
+        """Remove chunks, what continues a chunk before it. Whether they are gone."""
+        if gone:
+            try:
+                with self._manifest.transaction():
+                    self._manifest.remove([x.number for x in gone])
+            except _FAILURES as error:
+                self.problem = str(error)
+                return False
+            self._manifest.give_back()
+            self._remove(gone[::-1])
+        return True
+
+    # Ranks
+
+    def rank(self, name: str, salt: object, ids: bytes, rank: Rank, used: float) -> None:
+        """What is saved of a conversation's history has a rank, in place of what was ranked by that name before. What
+        several share has the highest; which adapter a conversation is used with is not known, and chunks of any are
+        ranked, where the salt is its own.
+
+        Args:
+            salt, ids: of its calls; of its history, packed.
+            used: when it went on last, seconds of `clock`.
+        """
+        with self._lock:
+            self._order.rank(name, None if rank == DEFAULT else Ranked(salt, ids, rank, used))
+
+    def expire(self) -> int:
+        """Remove what has not been used for its time to live, but for what others continue. Returns the chunks."""
+        with self._lock:
+            gone = self._order.expired(self.clock)
+            return len(gone) if self._let_go(gone) else 0
+
+    # Prices
+
+    def prices(self, machine: str) -> Any:
+        """What loading and computing took on a machine, as `save_prices` was given it; None: nobody knows."""
+        with self._lock, contextlib.suppress(*_FAILURES, ValueError, RecursionError):
+            return self._manifest.prices(machine)
+        return None
+
+    def save_prices(self, machine: str, value: Any) -> None:
+        """Save what loading and computing took on a machine, for later processes."""
+        with self._lock, self._telling("what loading took was not saved"):
+            self._check_open()
+            if not self._folder.is_inherited:
+                self._manifest.save_prices(machine, value)
+
+    # Conversations
+
+    def save_conversation(self, name: str, state: Mapping[str, Any], written: Written | None = None) -> bool:
+        """Save what a conversation is, in place of what it was. Whether it is saved; `problem` says why not.
+
+        Args:
+            written: what is saved of it, and what is afterwards: with it, what was saved before is not read.
+        """
+        is_saved = False
+        with self._lock, self._telling(f"conversation {name!r} was not saved"):
+            self._check_open()
+            if self._folder.is_inherited:
+                self.problem = self._inherited
+                return False
+            self._manifest.save_conversation(name, state, name in self._order, written)
+            is_saved = True
+            self._forgotten.discard(name)
+            self._give_way()
+        return is_saved
+
+    def drop_conversation(self, name: str) -> None:
+        """Forget a conversation: now, or when another one is forgotten, or at the end."""
+        with self._lock:
+            self._check_open()
+            self._order.rank(name, None)
+            self._forgotten.add(name)
+            self._drop_forgotten()
+
+    def _drop_forgotten(self) -> None:
+        if self._folder.is_inherited:
+            self.problem = self._inherited
+            return
+        for name in list(self._forgotten):
+            with self._telling(f"conversation {name!r} was not removed"):
+                self._manifest.drop_conversation(name)
+                self._forgotten.discard(name)
+        self._count()
+
+    def names(self) -> dict[str, bool]:
+        """Of all conversations that are saved: whether each has a rank of its own. What they are is not read, for that
+        takes time in the length of each; those that are damaged are left out.
+
+        Raises:
+            ConfigError: they cannot be read now. Who went on without them would save others under their names.
+        """
+        found = {}
+        if self._folder.is_inherited:
+            raise ConfigError(f"The conversations in {self.path} cannot be read: {self._inherited}")
+        try:
+            with self._lock:
+                for each in self._manifest.names():
+                    if each is None:
+                        self.damaged += 1
+                    else:
+                        found[each[0]] = each[1]
+        except (OSError, MemoryError, sqlite3.OperationalError) as error:
+            raise ConfigError(
+                f"The conversations in {self.path} cannot be read: {error}. They are there: try again."
+            ) from error
+        except sqlite3.Error as error:
+            self.damaged += 1
+            self.problem = f"{error}: some conversations are damaged"
+        return found
+
+    def conversation(self, name: str, written: Written | None = None) -> dict[str, Any] | None:
+        """What a conversation is that is saved; of one that is damaged, what precedes the damage; None: nothing of it
+        is left. `problem` says so, and the manifest keeps aside what was saved.
+
+        Args:
+            written: what is saved of it, from now on.
+
+        Raises:
+            ConfigError: it cannot be read now. Who went on without it would save another under its name.
+        """
+        if self._folder.is_inherited:
+            raise ConfigError(f"Conversation {name!r} cannot be read: {self._inherited}")
+        try:
+            with self._lock:
+                self._check_open()
+                found = self._manifest.conversation(name, written)
+                if found is None:
+                    found = self._manifest.mend(name)
+                    self.damaged += 1
+                    what = "nothing of it is left" if found is None else "what precedes the damage is left"
+                    self.problem = f"conversation {name!r} is damaged: {what}, and what was saved is kept aside"
+                return found
+        except (OSError, MemoryError, sqlite3.OperationalError) as error:
+            raise ConfigError(
+                f"Conversation {name!r} in {self.path} cannot be read: {error}. It is there: try again."
+            ) from error
+        except (sqlite3.Error, ValueError, RecursionError) as error:
+            self.damaged += 1
+            self.problem = f"conversation {name!r} is damaged: {error}"
+        return None
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Go on where something fails that no call waits for, and say so."""
+        try:
+            yield
+        except (*_FAILURES, TypeError, ValueError, RecursionError) as error:
+            self.problem = f"{error}: {what}"
+
+    # Life
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, of what is kept of each, and of files that could not be removed."""
+        return self._chunks.nbytes + self._stray_bytes
+
+    @property
+    def chunks(self) -> int:
+        """Saved chunks."""
+        return len(self._chunks)
+
+    def close(self) -> None:
+        """Let others open the folder. Idempotent."""
+        with self._writing, self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            if self._forgotten and self._folder.there():
+                self._drop_forgotten()
+            if self._chunks.unsaved and self._folder.there():  # never in a process that was forked
+                with self._telling("what was used last is not noted"), self._manifest.transaction():
+                    self._manifest.use(self._chunks.unsaved)
+            self._manifest.close()
+            self._folder.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless what is counted and ordered agrees. For tests and debugging."""
+        with self._lock:
+            self._chunks.check_integrity()
+            assert self._stray_bytes == sum(self._stray.values())
+
+    @property
+    def _inherited(self) -> str:
+        return (
+            f"{self.path} is open in the process that this one was forked from, and nothing is saved here. Make the "
+            "store in the process that uses it."
+        )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"{self.path} was closed.")
+
+
+def _part(chunk: Chunk, start: int, stop: int, tensors: dict[str, torch.Tensor], said: str) -> Part:
+    """What is of use of a chunk's tensors: no tokens before `start`."""
+    if start > chunk.start:
+        tensors = {x: t[:, start - chunk.start :] if x[0] in "kv" else t for x, t in tensors.items()}
+    return Part(max(start, chunk.start), stop, tensors, said)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collections, which would look at everything again and again while it is made: for what makes no
+    cycles that are dropped. The next one after it looks at all of it once."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
