@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from kvtier import ConfigError
 from kvtier.planning.costs import Rates
 from kvtier.planning.policies.shares import FixedShare
+from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.simulation.bound import lower_bound
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 
@@ -44,6 +45,34 @@ def half_in_every_other_step(step: int) -> float:
             1.0,
             id="drafts that make the context grow",
         ),
+        pytest.param(
+            replace(LOAD, kept=(1.0, 0.8), device_bytes=3 * KV // 8),
+            replace(RATES, host=1e8),
+            None,
+            1.0,
+            id="layers that keep parts of the context",
+        ),
+        pytest.param(
+            replace(LOAD, kept=(1.0, 0.0), linear=1e-2, device_bytes=KV // 4),
+            replace(RATES, up=1e6),
+            None,
+            0.0,
+            id="windows",
+        ),
+        pytest.param(
+            replace(LOAD, device_bytes=KV // 100),
+            replace(RATES, up=1e6, host_overhead=1e-3),
+            None,
+            0.0,
+            id="all on the host, which begins late",
+        ),
+        pytest.param(
+            replace(LOAD, device_bytes=KV // 20),
+            replace(RATES, host=1e8, copy_overhead=3e-3),
+            None,
+            1.0,
+            id="all fetched, copies take longer",
+        ),
     ],
 )
 def test_the_bound_is_attained_where_nothing_that_it_leaves_out_matters(
@@ -56,6 +85,23 @@ def test_the_bound_is_attained_where_nothing_that_it_leaves_out_matters(
     seconds, bound = trial.run(STEPS), lower_bound(later, machine, STEPS)
     assert bound <= seconds * (1 + 1e-9), "something is faster than the bound"
     assert seconds <= 1.05 * bound, "the bound is too low to say anything"
+
+
+class LargestFirst(FixedShare):
+    """The layers that hold most leave first and whole; nothing is fetched."""
+
+    def victims(self, candidates: Sequence[Candidate], blocks: int) -> list[Victims]:
+        """See `Policy.victims`."""
+        return self.in_turn(sorted(candidates, key=lambda x: (-(x.layer % 2), -x.layer)), blocks)
+
+
+def test_the_bound_keeps_those_layers_in_which_a_byte_costs_the_host_most() -> None:
+    load = replace(LOAD, kept=(0.125, 1.0), device_bytes=KV // 16 + LAYERS * 2 * 2 * BLOCK)  # room for each small layer
+    machine = Machine(replace(RATES, up=1e6, host=1e12, host_overhead=1e-3))
+    trial = Simulation(LargestFirst(0.0), machine, load)
+    trial.run(STEPS)
+    seconds, bound = trial.run(STEPS), lower_bound(replace(load, context=load.context + STEPS), machine, STEPS)
+    assert bound <= seconds <= 1.05 * bound
 
 
 @pytest.mark.parametrize("taken", [1.0, -0.5, float("nan")])

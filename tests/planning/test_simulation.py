@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from kvtier import ConfigError
+from kvtier import ConfigError, Policy
 from kvtier.planning.costs import Rates
 from kvtier.planning.policies.names import POLICIES, policy_of
+from kvtier.planning.policies.pie import WholeLayers
+from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
+from kvtier.planning.simulation.trials import Trial
 
 RIGHT: dict[str, Any] = {
     "layers": 4,
@@ -41,6 +46,8 @@ def test_a_policy_by_name_decides_as_the_object_does(name: str) -> None:
         {"linear": -1e-3},
         {"linear": float("nan")},
         {"context": 0.5},
+        {"kept": (1.0, 1.5)},
+        {"kept": (0.0,)},
     ],
     ids=str,
 )
@@ -73,3 +80,47 @@ def test_what_is_no_simulation_is_refused() -> None:
     Simulation("default", machine, Load(**RIGHT | {"device_bytes": 655360}))
     with pytest.raises(ConfigError, match="steps"):
         Simulation("default", machine, load).run(-1)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_layers_may_keep_parts_of_the_context_or_windows(name: str) -> None:
+    load = Load(**RIGHT | {"layers": 7, "context": 6400, "kept": (1.0, 0.0, 0.25), "tokens": 16})
+    trial = Simulation(name, Machine(Rates()), load)
+    assert load.tiered == [0, 2, 3, 5, 6]
+    for step in range(30):
+        trial.step()
+        layers = trial._state().layers
+        assert [x.layer for x in layers] == load.tiered
+        blocks = 400 + step + 1
+        assert [x.resident + x.spilled for x in layers] == [2 * n for n in (blocks, blocks // 4) * 2 + (blocks,)]
+        held = sum(x.resident + x.fetched + load.sequences for x in layers) * load.block_bytes
+        assert held <= load.device_bytes
+    assert trial.records[-1].layers == 5
+
+
+def test_a_window_takes_as_long_as_the_rest_of_a_layer() -> None:
+    every, some = (Load(**RIGHT | {"layers": n, "kept": kept}) for n, kept in ((4, ()), (8, (1.0, 0.0))))
+    seconds = [Simulation("default", Machine(Rates()), load).run(20) for load in (every, some)]
+    assert seconds[1] - seconds[0] == pytest.approx(20 * 4 * every.linear)
+
+
+def test_drawn_settings_are_of_every_kind() -> None:
+    trials = [Trial.drawn(seed) for seed in range(100)]
+    assert {x.load.tokens for x in trials} == {1, 4, 16}
+    assert {len(x.load.kept) for x in trials} == {0, 2, 3, 4}
+    overheads = [x.machine.rates.copy_overhead for x in trials]
+    assert min(overheads) == 0.0
+    assert 3e-4 < max(overheads) <= 5.02e-4
+    # What they are but for that is the same.
+    assert all(
+        replace(trial.load, tokens=1, kept=()) == Trial.even(trial.seed).load for trial in trials if not trial.load.kept
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_policy_is_faster_than_the_bound_wherever_layers_differ(seed: int) -> None:
+    trial = Trial.drawn(seed)
+    quiet = replace(trial, machine=replace(trial.machine, noise=0.0))
+    bound = quiet.bound(12)
+    for make in (*map(partial(partial, FixedShare), (0.0, 0.5, 1.0)), WholeLayers, Policy):
+        assert bound <= quiet.run(make(), 12)

@@ -12,10 +12,10 @@ def lower_bound(load: Load, machine: Machine, steps: int) -> float:
     """Seconds that so many steps take at least.
 
     The link and the device each take part of a step. A run takes at least any weighted mean of what both of them take,
-    each step with the fetches that are best for this mean (the dual of a linear program). It assumes that nothing is
-    kept free for fetches, that the host is not slower while the link is busy, and that nothing waits for its turn. A
-    layer's host attention is charged the part of its overhead that it is of the layer's blocks: a policy that keeps
-    some layers whole pays the overhead in the others only.
+    each step with the fetches that are best for this mean (the dual of a linear program). It assumes that any blocks
+    may be on the device, that nothing is kept free for fetches, that the host is not slower while the link is busy, and
+    that nothing waits for its turn. A layer's host attention is charged the part of its overhead that it is of the
+    layer's blocks, and a fetch likewise: a policy that keeps some layers whole pays the overhead in the others only.
 
     Args:
         load: as of the simulation.
@@ -33,20 +33,25 @@ def lower_bound(load: Load, machine: Machine, steps: int) -> float:
 def _points(load: Load, machine: Machine, number: int) -> list[tuple[float, float]]:
     """Seconds of the device and of the link for what may be best to fetch: between these points both are linear."""
     rates, block = machine.rates, load.block_bytes
-    sealed = (load.context + (number + 1) * load.tokens) // load.block_size * load.sequences * block
-    slots = load.device_bytes // block - load.layers * load.sequences
-    resident = min(sealed, slots * block / load.layers)
-    spilled = max(sealed - resident, 0.0)
+    blocks = (load.context + (number + 1) * load.tokens) // load.block_size
+    layers = [load.sealed(layer, blocks) * load.sequences * block for layer in load.tiered]
+    filled = load.sequences * block
+    room = max(load.device_bytes // block * block - len(layers) * filled, 0)
     rate = rates.up * machine.link_left(number)
+    per_byte_up = 1 / rate + (rates.copy_overhead / max(layers) if any(layers) else 0.0)
 
-    # Convex in what a layer has on the device, so that no uneven placement over the layers is faster than an even one.
-    per_byte = 1 / rates.host + (rates.host_overhead / sealed if sealed else 0.0)
-    here = resident + load.sequences * block
-
-    def seconds(fetched: float) -> tuple[float, float]:
-        attention = max((here + fetched) / rates.device, (spilled - fetched) * per_byte)
-        return load.layers * (load.linear + attention), load.layers * fetched / rate
-
-    # Where device attention takes as long as host attention.
-    meet = (spilled * per_byte - here / rates.device) / (per_byte + 1 / rates.device)
-    return [seconds(x) for x in {0.0, min(max(meet, 0.0), spilled), spilled}]
+    # What the device reads of each layer grows, from nothing to where both attend for as long; first in those layers in
+    # which the host spends most on a byte. What there is room for passes no link.
+    device = load.layers * load.linear
+    read, found = 0.0, list[tuple[float, float]]()
+    shares = sorted((1 / rates.host + rates.host_overhead / nbytes if nbytes else 0.0, nbytes) for nbytes in layers)
+    for per_byte, nbytes in shares:
+        device += max(nbytes * per_byte, filled / rates.device)
+    for per_byte, nbytes in reversed(shares):
+        more = max((nbytes * per_byte - filled / rates.device) / (per_byte + 1 / rates.device), 0.0)
+        if read <= room < read + more:
+            found.append((device - (room - read) * per_byte, 0.0))
+        read, device = read + more, device - more * per_byte
+        if read >= room:
+            found.append((device, (read - room) * per_byte_up))
+    return found or [(device, 0.0)]

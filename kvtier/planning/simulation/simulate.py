@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtier.config import parse_count, parse_number
+from kvtier.config import parse_count, parse_number, parse_share
 from kvtier.errors import ConfigError
 from kvtier.planning.costs import Rates
 from kvtier.planning.policies.names import policy_of
@@ -45,9 +45,11 @@ class Load:
         sequences: decoded together.
         device_bytes: of the device budget.
         tokens: of each sequence in a step: one, or some that verify a draft.
+        kept: parts of the context that layers keep, from 0 to 1, in turn; (): each keeps all of it. A layer that keeps
+            nothing has a window, which is a part of the rest, takes none of the budget and never leaves.
 
     Raises:
-        ConfigError: a number that is none, or too small.
+        ConfigError: a number that is none, or too small; or no layer keeps anything.
     """
 
     layers: int
@@ -58,12 +60,29 @@ class Load:
     sequences: int
     device_bytes: int
     tokens: int = 1
+    kept: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         parse_number("linear", self.linear, "seconds")
         parse_count("context", self.context, 0, "tokens")
         for name, what in _COUNTED.items():
             parse_count(name, getattr(self, name), 1, what)
+        for part in self.kept:
+            parse_share("kept", part)
+        if not self.tiered:
+            raise ConfigError(f"kept={self.kept}: no layer keeps anything that could be spilled.")
+
+    @property
+    def tiered(self) -> list[int]:
+        """Layers that keep some of the context."""
+        return [i for i in range(self.layers) if self._part(i)]
+
+    def sealed(self, layer: int, blocks: int) -> int:
+        """Full blocks of a sequence in a layer, once the context is so many."""
+        return int(blocks * self._part(layer))
+
+    def _part(self, layer: int) -> float:
+        return self.kept[layer % len(self.kept)] if self.kept else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +119,15 @@ class Machine:
 
 @dataclass(slots=True)
 class _Layer:
-    """A layer's blocks, as `Candidate` and as the schedule see them."""
+    """A layer's blocks, as `Candidate` and as the schedule see them.
+
+    Attributes:
+        layer: of the model.
+        place: among those that keep some of the context, as plans have them.
+    """
 
     layer: int
+    place: int
     resident: int = 0
     spilled: int = 0
     transient: int = 0
@@ -152,8 +177,11 @@ class Simulation:
             raise ConfigError("Simulation(policy, machine, load): give a Machine and a Load, in this order.")
         self._policy = self.policy = policy_of(self.policy)
         self._random = random.Random(self.seed)
-        self._layers = [_Layer(i) for i in range(load.layers)]
-        self._slots = load.device_bytes // load.block_bytes - load.layers * load.sequences  # those that are filled
+        self._layers = [_Layer(layer, place) for place, layer in enumerate(load.tiered)]
+        windows = dict.fromkeys(range(load.layers))
+        self._forward: list[_Layer | None] = [*(windows | {x.layer: x for x in self._layers}).values()]
+        filling = len(self._layers) * load.sequences
+        self._slots = load.device_bytes // load.block_bytes - filling
         self._free = self._slots
         self._tokens = load.context
         self._now = self._up = self._down = 0.0
@@ -162,17 +190,17 @@ class Simulation:
         self._plan: StepPlan | None = None
         self._record = StepRecord()
         if self._slots < 2:
-            least = (load.layers * load.sequences + 2) * load.block_bytes
+            least = (filling + 2) * load.block_bytes
             raise ConfigError(
                 f"device_bytes={load.device_bytes} has no room for the blocks that are being filled, one in each layer "
                 f"of each sequence: give {least} at least."
             )
-        left = load.context // load.block_size
-        while left:
-            each = max(left // _STRIDE, 1)  # a prefill seals many blocks of a layer at once
-            left -= each
+        blocks, done = load.context // load.block_size, 0
+        while done < blocks:
+            # A prefill seals many blocks of a layer at once.
+            before, done = done, done + max((blocks - done) // _STRIDE, 1)
             for layer in self._layers:
-                self._seal(layer, each)
+                self._seal(layer, before, done)
 
     def run(self, steps: int) -> float:
         """Seconds of so many steps. Raises ConfigError: that is no number of steps."""
@@ -185,10 +213,10 @@ class Simulation:
     def step(self) -> StepRecord:
         """One step: a token of each sequence, or as many as the load says."""
         load, number = self.load, len(self.records)
-        self._record = record = StepRecord(tokens=load.tokens, layers=load.layers, cache=1)
+        self._record = record = StepRecord(tokens=load.tokens, layers=len(self._layers), cache=1)
         began = self._now
         before, self._tokens = self._tokens, self._tokens + load.tokens
-        full = self._tokens // load.block_size - before // load.block_size
+        full = before // load.block_size, self._tokens // load.block_size
         if any(x.spilled for x in self._layers):
             self._plan = self._policy.plan(self._state())
             if self.traced:
@@ -196,9 +224,13 @@ class Simulation:
                 self.events.append(Event("step", "plan", began, None, {"step": number} | args, "simulated"))
         self.plans.append(self._plan or StepPlan())
         self._begin()
-        for layer in self._layers:
-            if full:
-                self._seal(layer, full)
+        for i, layer in enumerate(self._forward):
+            if layer is None:
+                seconds = self._noisy(load.linear)
+                self._event("compute", f"layer {i}", self._now, seconds, layer=i)
+                self._now += seconds
+                continue
+            self._seal(layer, *full)
             self._now = self._layer(layer, number)
             self._after(layer)
         record.seconds = self._now - began
@@ -254,7 +286,7 @@ class Simulation:
 
     def _after(self, layer: _Layer) -> None:
         """The layer was read: its fetched blocks leave again, others are fetched."""
-        plan = self._plan.layers[layer.layer] if self._plan is not None else LayerPlan()
+        plan = self._plan.layers[layer.place] if self._plan is not None else LayerPlan()
         kept = min(layer.transient, plan.keep)
         layer.resident += kept
         layer.spilled -= kept
@@ -268,7 +300,7 @@ class Simulation:
         layer.complete = False
         layer.last_used += 1
         if self._ahead:
-            self._advance(layer.layer)
+            self._advance(layer.place)
 
     # What is fetched, and what leaves
 
@@ -280,7 +312,7 @@ class Simulation:
         last = self.records[-1] if self.records else None
         bytes_of = self.load.block_bytes
         free, budget = self._free * bytes_of, self.load.device_bytes
-        state = StepState(self.load.tokens, layers, free, budget, last, 1, "simulated", self.load.layers)
+        state = StepState(self.load.tokens, layers, free, budget, last, 1, "simulated", len(layers))
         if self._policy.by_rows:
             rows = self.load.sequences
             each = sum(x.resident + x.spilled for x in self._layers) // rows * bytes_of
@@ -327,7 +359,7 @@ class Simulation:
         n = len(self._layers)
         for distance in range(1, min(self._ahead, n) + 1):
             layer = self._layers[(place + distance) % n]
-            plan = self._plan.layers[layer.layer]
+            plan = self._plan.layers[layer.place]
             if layer.complete or distance > plan.ahead or not plan.fetch:
                 continue
             missing = min(plan.fetch, layer.spilled) - layer.transient
@@ -352,9 +384,12 @@ class Simulation:
         record.fetched += blocks
         self._event("up", f"fetch {layer.layer}", begins, seconds, layer=layer.layer, blocks=blocks, bytes=nbytes)
 
-    def _seal(self, layer: _Layer, each: int) -> None:
-        """So many blocks of each sequence are full."""
-        blocks = each * self.load.sequences
+    def _seal(self, layer: _Layer, before: int, after: int) -> None:
+        """The context of each sequence has grown from so many full blocks to so many."""
+        sealed = self.load.sealed
+        blocks = (sealed(layer.layer, after) - sealed(layer.layer, before)) * self.load.sequences
+        if not blocks:
+            return
         self._make_room(blocks)
         layer.resident += blocks
         self._free -= blocks
