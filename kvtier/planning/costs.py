@@ -125,6 +125,8 @@ class Prediction:
         busy: share of host attention during which the link is busy.
         waits: for layers that are alike, how many, the bytes that the host attends to in each, and the seconds of
             device attention behind which that hides.
+        error: what predictions of such steps have been wrong by, relative, the median of the last ones; None before the
+            first.
     """
 
     share: float
@@ -138,6 +140,7 @@ class Prediction:
     copies: int = 0
     busy: float = 0.0
     waits: tuple[tuple[int, float, float], ...] = ()
+    error: float | None = None
 
     @property
     def binding(self) -> str:
@@ -186,6 +189,8 @@ class CostModel:
         self._alone, self._overlapped, self._lost = Median(), Median(), Median()
         #: Relative errors of the predictions of steps, the last ones.
         self.errors: deque[float] = deque(maxlen=64)
+        #: Their median, for a step in which somebody waits tells nothing; None before the first.
+        self.error: float | None = None
 
     @property
     def linear(self) -> float | None:
@@ -202,12 +207,6 @@ class CostModel:
             "shared": self._lost.value,
         }
         return tuple(name for name, value in shown.items() if value is not None)
-
-    @property
-    def error(self) -> float | None:
-        """The median absolute relative error of the last predictions, for a step in which somebody waits tells nothing;
-        None before the first."""
-        return _median(self.errors) if self.errors else None
 
     def step(self, groups: Sequence[Group], share: float, extra_bytes: float = 0.0, part: float = 1.0) -> Prediction:
         """Predict a step that fetches a share of each layer's spilled blocks.
@@ -247,7 +246,8 @@ class CostModel:
         base = 0.0 if known is None else linear * layers + device
         busy = busy_bytes / hosted if hosted else 0.0
         seconds = max(base + exposed, link)
-        return Prediction(share, seconds, base, exposed, link, fetched, hosted, device, copies, busy, tuple(waits))
+        parts = base, exposed, link, fetched, hosted, device, copies, busy
+        return Prediction(share, seconds, *parts, tuple(waits), self.error)
 
     def observe(
         self,
@@ -296,6 +296,7 @@ class CostModel:
         if prediction is not None and record.seconds > 0 and part > 0 and not self._moving(record, prediction, part):
             if self._linear.value is not None:
                 self.errors.append(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
+                self.error = _median(self.errors)  # once a step: one is predicted for each choice
             waited = self._waited(record, prediction) + prediction.device
             rest = record.seconds - record.stall_seconds - waited / part
             jumped = self._learn_linear(rest, prediction, prediction.device / part, part) or jumped

@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from kvtier.planning.costs import Prediction
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.names import policy_of
 from kvtier.planning.policies.shares import FixedShare, all_attend, all_fetch
 from kvtier.planning.policy import Policy
 from kvtier.planning.reports.analysis import analyse
+from kvtier.planning.reports.explain import _analysed
 from kvtier.planning.reports.log import Logged
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.simulation.trials import Trial
@@ -207,3 +209,29 @@ def test_what_attention_on_the_host_would_bring_is_what_it_then_brings(make: Cal
     gain = seen(trial) / seen(trial_of(all_attend(), machine, LOAD))
     assert gain > 2
     assert change.gain == pytest.approx(gain, rel=0.1)
+
+
+class Watched(Adaptive):
+    """Keeps what each step was predicted to take, and took."""
+
+    seen: list[tuple[Prediction, float]]
+
+    def observe(self, record: StepRecord) -> None:
+        """See `Policy.observe`."""
+        if (found := self.prediction(record.cache, "simulated")) is not None:
+            self.seen.append((found, record.seconds))
+        super().observe(record)
+
+
+def test_a_prediction_carries_what_those_of_such_steps_have_been_wrong_by() -> None:
+    policy = Watched(RATES)
+    policy.seen = []
+    trial = trial_of(policy, Machine(RATES, 0.05), LOAD, 3)
+    errors = [abs(found.seconds - seconds) / seconds for found, seconds in policy.seen]
+    assert policy.seen[0][0].error is None
+    assert policy.seen[-1][0].error == pytest.approx(statistics.median(errors[-65:-1]), rel=0.1)
+    analysis = analyse(trial._state(), policy, trial.records[-64:])
+    assert analysis.error == pytest.approx(statistics.median(errors[-64:]), rel=0.1)
+    (line,) = [text for _, text in _analysed(replace(analysis, device="cuda:1"), named=True) if "computing" in text]
+    assert f"wrong by {analysis.error:.1%} in the median" in line
+    assert "wrong" not in str(_analysed(analysis, named=False)), "it is said with the steps"

@@ -1,7 +1,8 @@
 """Pie's swapping of whole layers, as the paper has it (sections 3.3 and 3.4.2): a protocol on the clock of layers.
 
 It is here to be compared with, and to show that the simulator gives what the paper reports. `Rotation` decides at the
-start of each layer; `rotate` plays it in virtual time.
+start of each layer; `rotate` plays it in virtual time, and reproduces the paper's figures 4 and 5. For the steps of a
+real cache `pie.WholeLayers` asks `Rotation`.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ class Rotated:
 
 class Expansion:
     """How many layers are on the host (section 3.4.2): more while swapping idles, fewer when computation waits.
+
+    It is here to reproduce the paper's figure 5. Caches do not expand so: what is spilled follows from the sequences
+    that they have, and `adaptive.Adaptive` chooses what of it is fetched.
 
     Args:
         layers: of the model.

@@ -55,6 +55,7 @@ class Analysis:
         spilled_blocks, spilled_bytes: on the host only.
         share: of them that a step fetches.
         predicted: seconds of a step by the model as it is now; None before the first step that was seen.
+        error: what such predictions have been wrong by, relative, the median of the last ones; None before the first.
         resident: seconds if all were on the device.
         link, exposed, base: seconds in which the link is busy, in which the device waits for host attention, and in
             which it computes.
@@ -72,6 +73,7 @@ class Analysis:
     spilled_bytes: int
     share: float
     predicted: float | None
+    error: float | None
     resident: float | None
     link: float
     exposed: float
@@ -135,6 +137,7 @@ def analyse(
         spilled_bytes=nbytes,
         share=now.share,
         predicted=now.seconds if known else None,
+        error=now.error,
         resident=resident if known else None,
         link=now.link,
         exposed=now.exposed,

@@ -179,7 +179,9 @@ def _analysed(found: Analysis, *, named: bool) -> list[tuple[str, str]]:
     times = [f"{_duration(found.base)} computing", f"{_duration(found.link)} on the link"]
     if found.overlaps:
         times.append(f"{_duration(found.exposed)} waiting for the host")
-    lines.append(("bound", f"{where}by {found.binding}: {', '.join(times)}"))
+    # Of one device it is said with the steps.
+    wrong = f"; predictions of its part are wrong by {found.error:.1%} in the median" if named and found.error else ""
+    lines.append(("bound", f"{where}by {found.binding}: {', '.join(times)}{wrong}"))
     if found.slower < 0.95 and found.exposed:
         lines.append(("", f"While the link is busy, the host attends at {found.slower:.0%} of its rate."))
     sources: dict[str, list[str]] = {}
