@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.planning.costs import CostModel, Prediction, Rates, alike
-from kvtier.planning.policies.adaptive import MEMORY, PROBE, Adaptive
+from kvtier.planning.policies.adaptive import CACHES, MEMORY, PROBE, Adaptive
 from kvtier.planning.policy import Policy
 from kvtier.planning.simulation.simulate import Machine, Simulation
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
@@ -182,3 +182,12 @@ def test_a_difference_that_may_be_noise_is_no_overhead() -> None:
         for share in (0.0, 1.0):
             learned(model, step_of(true, share, LINEAR * rng.gauss(1, 0.3)), share)
     assert model.rates.host_overhead == pytest.approx(100e-6, rel=1e-9)
+
+
+def test_of_caches_that_are_long_gone_nothing_is_kept() -> None:
+    policy = Adaptive(TRUE)
+    for cache in range(CACHES + 3):
+        policy.plan(replace(STATE, cache=cache))
+        policy.plan(replace(STATE, cache=1))  # one that goes on
+    kept = [cache for cache in range(CACHES + 3) if policy.decisions(cache)]
+    assert kept == [1, *range(4, CACHES + 3)]

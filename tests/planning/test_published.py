@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from kvtier.memory.block import State
 from kvtier.planning.costs import Rates
 from kvtier.planning.policies.names import POLICIES
 from kvtier.planning.policies.neo import WholeSequences
-from kvtier.planning.policies.pie import WholeLayers
+from kvtier.planning.policies.pie import CACHES, WholeLayers
 from kvtier.planning.policy import Victims
 from kvtier.planning.reports.log import LoggedCandidate
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
-from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
+from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.testing import failing, held, with_doubles
 
 SIZE, LAYERS = 4, 6
@@ -115,6 +116,23 @@ def test_what_was_read_last_leaves_first_and_no_more_than_is_needed() -> None:
     assert [(x.candidate.layer, x.blocks) for x in found] == [(1, 10), (0, 5)]
     assert [(x.candidate.layer, x.blocks) for x in WholeLayers().victims(layers[::-1], 10)] == [(1, 10)]
     assert sum(x.blocks for x in WholeLayers().victims(layers, 100)) == 40
+
+
+def test_of_caches_that_are_long_gone_no_phase_is_kept() -> None:
+    layers = [LayerState(i, 1, 10 * (i < 7), 0, 10 * (i >= 7), 1, True) for i in range(9)]
+    policy, state = WholeLayers(), StepState(1, layers, 0, 100, cache=0)
+    policy.observe(StepRecord(1, 9, 9.0, bytes_up=10, seconds_up=2.0))  # a swap takes two computations of a layer
+
+    def leaving(cache: int) -> list[int]:
+        return [i for i, x in enumerate(policy.plan(replace(state, cache=cache)).layers) if x.leave]
+
+    assert leaving(0) == [0, 2, 4, 6, 8]
+    assert leaving(0) == [1, 3, 5, 7], "the last one still comes"
+    assert leaving(0) == [0, 2, 4, 6, 8]
+    for cache in range(1, CACHES + 1):
+        leaving(cache)
+    assert leaving(CACHES) == [1, 3, 5, 7]
+    assert leaving(0) == [0, 2, 4, 6, 8]
 
 
 def test_whole_layers_come_and_go(model: LlamaForCausalLM) -> None:
