@@ -47,7 +47,7 @@ def predicted(load: Load, machine: Machine) -> list[float]:
 def test_the_gain_that_is_predicted_of_a_share_is_what_the_simulator_gives() -> None:
     errors = {}
     for seed in range(SETTINGS):
-        load = Trial.drawn(seed).load
+        load = Trial.even(seed).load
         machine = Machine(HardwareProfile.estimate(NAMES[seed % len(NAMES)]).rates())
         expected = predicted(load, machine)
         seconds = [simulated(load, machine, i / SHARES) for i in range(SHARES + 1)]
