@@ -25,6 +25,8 @@ STALLED = 0.01
 OF_EACH, MOST_OVERHEAD = 3, 1e-3
 #: Standard errors from which a difference counts as one.
 SIGNIFICANT = 3.0
+#: The part of a copy that moves bytes, at the least; the rest is overhead.
+LEAST_MOVING = 1 / 8
 #: Bytes per second that nothing reaches.
 FASTEST = 1e15
 #: A step that moved other bytes than planned, by such a part of what is spilled, says little: blocks are still moving.
@@ -208,14 +210,24 @@ class CostModel:
         }
         return tuple(name for name, value in shown.items() if value is not None)
 
-    def step(self, groups: Sequence[Group], share: float, extra_bytes: float = 0.0, part: float = 1.0) -> Prediction:
+    def step(
+        self,
+        groups: Sequence[Group],
+        share: float,
+        extra_bytes: float = 0.0,
+        part: float = 1.0,
+        room: float = math.inf,
+    ) -> Prediction:
         """Predict a step that fetches a share of each layer's spilled blocks.
 
         Args:
             groups: of the step's layers; see `alike`.
             share: 0 to 1; layers that the host cannot attend to are fetched whole.
-            extra_bytes: by which every layer would spill more (less, where negative) with this share.
+            extra_bytes: that would be spilled besides with this share, of the layers that have most on the device;
+                where negative, that would come back, to those that have spilled most.
             part: of the model that these layers are.
+            room: bytes that are kept free for what is fetched: no layer has more of it there at a time. What else a
+                layer was to fetch the host attends to.
         """
         rates = self.rates
         link = exposed = device = busy_bytes = 0.0
@@ -223,10 +235,15 @@ class CostModel:
         known = self.linear
         linear = (known or 0.0) * part / max(sum([count for _, count in groups]), 1)
         waits = []
-        for layer, count in groups:
+        held = [x.resident * x.block_bytes if extra_bytes > 0 else x.spilled * x.block_bytes for x, _ in groups]
+        height = height_after([count for _, count in groups], held, abs(extra_bytes))
+        for (layer, count), bytes_held in zip(groups, held, strict=True):
             nbytes, had = layer.block_bytes, layer.spilled
-            spilled = max(had + extra_bytes / nbytes, 0)
-            take = int(spilled * share + 0.5) if share < 1 and layer.host_attention else spilled
+            moved = max(bytes_held - height, 0.0) / nbytes
+            spilled = had + moved if extra_bytes > 0 else had - moved
+            take = spilled
+            if layer.host_attention:
+                take = min(int(spilled * share + 0.5) if share < 1 else spilled, room // nbytes)
             on_link = rates.copy_overhead + take * nbytes / rates.up if take else 0.0
             link += count * on_link
             copies += count if take else 0
@@ -279,7 +296,7 @@ class CostModel:
             ("down", self._down, record.bytes_down, record.seconds_down, 0.0),
         ):
             if moved and seconds > 0:
-                median.add(moved / max(seconds - overhead, seconds / 2))
+                median.add(moved / max(seconds - overhead, seconds * LEAST_MOVING))
                 assert median.value is not None
                 changed[name] = median.value
         if alike and record.host_bytes and record.host_seconds > 0 and record.seconds > 0:
@@ -417,6 +434,26 @@ def alike(layers: Sequence[LayerState]) -> list[Group]:
     for x in layers:
         found.setdefault((x.block_bytes, x.resident, x.spilled, x.host_attention), []).append(x)
     return [(some[0], len(some)) for some in found.values()]
+
+
+def height_after(counts: Sequence[int], heights: Sequence[float], total: float) -> float:
+    """The height to which the highest are lowered, so that `total` is taken from all together; 0.0 where they have no
+    more than that.
+
+    Args:
+        counts: how many there are of each height.
+        heights: none below 0.
+        total: at least 0.
+    """
+    if len(heights) == 1:
+        return max(heights[0] - total / counts[0], 0.0)
+    number, taken, least = 0, 0.0, math.inf
+    for height, count in sorted(zip(heights, counts, strict=True), reverse=True):
+        if number and (least - height) * number > total - taken:
+            break
+        taken += (least - height) * number if number else 0.0
+        number, least = number + count, height
+    return max(least - (total - taken) / number, 0.0) if number else 0.0
 
 
 def fetched_blocks(layer: LayerState, share: float) -> int:

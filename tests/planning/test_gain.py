@@ -40,7 +40,7 @@ def predicted(load: Load, machine: Machine) -> list[float]:
     found = []
     for i in range(SHARES + 1):
         room = room_for(groups, i / SHARES, state.device_bytes)
-        found.append(model.step(groups, i / SHARES, room / len(state.layers)).seconds)
+        found.append(model.step(groups, i / SHARES, room, room=room).seconds)
     return found
 
 
@@ -55,8 +55,4 @@ def test_the_gain_that_is_predicted_of_a_share_is_what_the_simulator_gives() -> 
             errors[seed] = gain(expected) / gain(seconds) - 1
     assert len(errors) >= SETTINGS // 4, "a share of either hardly ever gains anything"
     worst = max(errors.values(), key=abs)
-    within = sum(abs(x) <= 0.05 for x in errors.values()) / len(errors)
-    assert within >= 0.9, f"only {within:.0%} are within 5%, the worst is off by {worst:+.1%}: {errors}"
-    # With eight layers, room for all takes a large part of the device, and what spills for that needs room in turn. A
-    # prediction leaves that out: there it sees no gain where 1.10 is one.
-    assert abs(worst) <= 0.1
+    assert abs(worst) <= 0.05, f"the worst is off by {worst:+.1%}: {errors}"

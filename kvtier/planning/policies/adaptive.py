@@ -27,6 +27,9 @@ SURE = 0.1
 SEEN, MEMORY = 11, 512
 #: Steps in the beginning that fetch nothing, which shows what the host does with the link idle.
 START = 1
+#: Where nobody has measured the link, the first step that fetches takes no longer than the one before, on a link so
+#: many times slower than estimated.
+CAUTION = 6
 #: Steps after a change of the choice that say little of it: blocks have yet to move.
 SETTLE = 3
 #: Steps between two probes at first and at the most, and how far away they try; the second where the first costs more.
@@ -219,6 +222,8 @@ class Adaptive(FixedShare):
             )
             if known.starting:
                 best, reason = 0, "first"
+            elif best and not known.model.rates.measured and "up" not in known.model.learned:
+                best, reason, known.starting = self._careful(known, groups, best), "first", True
             elif best == known.choice and self._may_probe(known, groups):
                 best, reason = self._probe(known, groups)
         if best != known.choice or not known.started:
@@ -228,11 +233,16 @@ class Adaptive(FixedShare):
             number = sum([each.step for each in self._of(state.cache, state.device)])
             known.decisions.append(Decision(number, reason, self._predict(known, groups, best), before))
 
+    def _careful(self, known: _Cache, groups: Sequence[Group], best: int) -> int:
+        """The largest share up to the best that costs little, should the link be far slower than estimated."""
+        rates, before = known.model.rates, self._predict(known, groups, 0).seconds
+        most = before * rates.up / CAUTION
+        return next((x for x in range(best, 1, -1) if self._predict(known, groups, x).fetched_bytes <= most), 1)
+
     def _predict(self, known: _Cache, groups: Sequence[Group], choice: int) -> Prediction:
         share = choice / (CHOICES - 1)
-        layers = sum(count for _, count in groups)
-        extra = (room_for(groups, share, known.device_bytes) - known.reserve) / layers
-        return known.model.step(groups, share, extra, known.part)
+        room = room_for(groups, share, known.device_bytes, known.reserve)
+        return known.model.step(groups, share, room - known.reserve, known.part, room)
 
     def _expected(self, known: _Cache, groups: Sequence[Group], choice: int) -> float:
         """Predicted seconds, corrected by what this choice, or the nearest that was tried, gave."""
@@ -325,7 +335,7 @@ class Adaptive(FixedShare):
             known.reserve = known.plan.reserve
             known.prediction = None
         if known.prediction is None:
-            known.prediction = known.model.step(known.groups, share, 0, known.part)
+            known.prediction = known.model.step(known.groups, share, 0, known.part, known.reserve)
         return known.plan
 
     # What a user sees

@@ -9,8 +9,8 @@ from kvtier.planning.costs import Group, fetched_blocks
 from kvtier.planning.policy import WRITE_THROUGH, Policy, level
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 
-#: Layers whose fetched blocks there is room for at a time: one is read, one arrives, one is on its way.
-DEPTH = 3
+#: Layers whose fetched blocks there is room for at a time: one is read, one arrives.
+DEPTH = 2
 #: Room for fetches takes at most this part of the device budget.
 MOST_ROOM = 2
 #: Blocks of each sequence that may spill between a plan and the use of what it fetches.
@@ -32,7 +32,7 @@ class FixedShare(Policy):
     headroom = 1 / 64
 
     def __init__(self, share: float, *, write_through: float = WRITE_THROUGH) -> None:
-        super().__init__(write_through=write_through, ahead=DEPTH - 1)
+        super().__init__(write_through=write_through, ahead=DEPTH)
         self.share = parse_share("share", share)
 
     def plan(self, state: StepState) -> StepPlan:
@@ -45,7 +45,7 @@ class FixedShare(Policy):
         largest = max((n * x.block_bytes for n, x in zip(fetch, state.layers, strict=True)), default=0)
         if not largest:
             return super().plan(state)  # what comes back where much is free
-        ahead, reserve = min(DEPTH - 1, len(state.layers)), min(DEPTH * largest, state.device_bytes // MOST_ROOM)
+        ahead, reserve = min(DEPTH, len(state.layers)), min(DEPTH * largest, state.device_bytes // MOST_ROOM)
         # What was spilled for a larger share comes back with what is fetched anyway, but for the next new blocks' room.
         spare = state.free_bytes - reserve + sum([(x.fetched - x.sequences) * x.block_bytes for x in state.layers])
         keep = [0] * len(fetch)
@@ -66,10 +66,22 @@ def all_fetch() -> FixedShare:
     return FixedShare(1.0)
 
 
-def room_for(groups: Sequence[Group], share: float, device_bytes: int) -> int:
-    """Bytes that `FixedShare` keeps free for a share of what layers have spilled."""
+def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: int = 0) -> int:
+    """Bytes that `FixedShare` keeps free for a share of what layers have spilled, once they have spilled for it too.
+
+    Args:
+        groups: of the layers, with so much kept free as `reserve` says; see `alike`.
+        share: 0 to 1.
+        device_bytes: the device budget.
+        reserve: bytes that are kept free now.
+    """
     largest = max((_to_fetch(x, share) * x.block_bytes for x, _ in groups), default=0)
-    return min(DEPTH * largest, device_bytes // MOST_ROOM)
+    room, layers = DEPTH * largest, sum([count for _, count in groups])
+    if layers > DEPTH * share:
+        # What is kept free besides is spilled by all layers together, and the same share of that needs room again.
+        each = DEPTH * share / layers
+        room = max(int((room - each * reserve) / (1 - each)), 0)
+    return min(room, device_bytes // MOST_ROOM) if largest else 0
 
 
 def _to_fetch(layer: LayerState, share: float) -> int:

@@ -157,7 +157,6 @@ class _Case:
         self.state = state
         self.groups: Sequence[Group] = alike(state.layers)
         self.part = len(state.layers) / max(state.model_layers, len(state.layers))
-        self.layers = max(len(state.layers), 1)
         learned = policy.model(state.cache, state.device)
         expected = policy.prediction(state.cache, state.device)
         self.chooses = learned is not None
@@ -169,7 +168,7 @@ class _Case:
         self.room = room_for(self.groups, self.share, state.device_bytes)
         if learned is None:
             for step in steps:
-                self.model.observe(step, self.model.step(self.groups, self.share, 0.0, self.part), self.part)
+                self.model.observe(step, self.model.step(self.groups, self.share, 0.0, self.part, self.room), self.part)
 
     def predict(
         self,
@@ -193,8 +192,8 @@ class _Case:
         model, found = copy.copy(self.model), list[Prediction]()  # others plan with theirs meanwhile
         model.rates = self.model.rates if rates is None else rates
         for share in (self.share,) if shares is None else shares:
-            room = room_for(groups, share, self.state.device_bytes + more_bytes) - self.room
-            found.append(model.step(groups, share, room / self.layers, self.part))
+            room = room_for(groups, share, self.state.device_bytes + more_bytes)
+            found.append(model.step(groups, share, room - self.room, self.part, room))
         return min(found, key=lambda x: x.seconds)
 
     @property
