@@ -22,7 +22,7 @@ from benchmarks.trees import Process, Tree
 from benchmarks.turns import Outcome, Spread, Start, TrialEnded, compare, release_memory
 from kvtier.cpu import native
 from kvtier.kernels import launch
-from kvtier.memory.system import free_host_memory
+from kvtier.memory.storage.system import free_host_memory
 
 Note = Callable[[dict[str, Any]], str]
 Bases = str | Mapping[str, str]

@@ -28,7 +28,7 @@ import torch
 
 from kvtier.config import parse_number, parse_rate
 from kvtier.errors import ConfigError
-from kvtier.memory.block import State
+from kvtier.memory.blocks.block import State
 from kvtier.memory.tiered import EngineFactory, TieredMemory
 from kvtier.planning.costs import FASTEST, Rates
 from kvtier.tables.table import distinct

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 
 from kvtier import BudgetError, ConfigError, TieredKVCache
-from kvtier.memory import system
+from kvtier.memory.storage import system
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

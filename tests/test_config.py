@@ -15,7 +15,7 @@ import kvtier
 from kvtier import ConfigError, TieredKVCache
 from kvtier.config import MemoryOptions, format_size, parse_bytes, parse_size, resolve_size
 from kvtier.cpu import loader
-from kvtier.memory import system
+from kvtier.memory.storage import system
 
 GIB = 2**30
 

@@ -46,6 +46,9 @@ def row_by_part(rows: tuple[set[str], ...]) -> dict[str, int]:
     return {part: row for row, parts in enumerate(rows) for part in parts}
 
 
+# The folders of `memory` likewise, one in a row; its modules come after them.
+MEMORY = [folder for row in drawn_rows("those of `memory/` run so") for folder in row]
+
 # Deciding needs numbers and a clock: these never import what moves bytes.
 PURE = {"errors", "config", "stats", "profile", "planning", "eviction", "scheduling"}
 BARRED_FROM_PURE = (
@@ -178,14 +181,21 @@ def _against_the_order(root: Path, package: str, rows: tuple[set[str], ...]) -> 
     return broken
 
 
-def modules_of_a_folder_import_each_other_one_way(root: Path) -> list[str]:
+# Two folders that import each other.
+ENTANGLED = {("kvtier.planning.reports", "kvtier.planning.simulation")}
+
+
+def what_is_in_a_folder_imports_each_other_one_way(root: Path) -> list[str]:
+    """Its modules, and its folders with all that is in them."""
     files = {".".join(f.relative_to(root).with_suffix("").parts): f for f in package_files(root)}
     graph: dict[str, set[str]] = {}
     for module, file in files.items():
-        folder = module.rpartition(".")[0]
         names = {name for _, name in imported(root, file)}
-        siblings = {other for other in files if other != module and other.rpartition(".")[0] == folder}
-        graph[module] = {other for other in siblings if any(within(name, other) for name in names)}
+        for other in files:
+            if other != module and any(within(name, other) for name in names):
+                here, there = where_they_part(module, other)
+                if here != there and (there, here) not in ENTANGLED:
+                    graph.setdefault(here, set()).add(there)
     broken: list[str] = []
     done: set[str] = set()
 
@@ -193,12 +203,36 @@ def modules_of_a_folder_import_each_other_one_way(root: Path) -> list[str]:
         if module in path:
             broken.append(" -> ".join([*path[path.index(module) :], module]))
         elif module not in done:
-            for other in sorted(graph[module]):
+            for other in sorted(graph.get(module, ())):
                 follow(other, [*path, module])
             done.add(module)
 
-    for module in graph:
+    for module in list(graph):
         follow(module, [])
+    return broken
+
+
+def where_they_part(one: str, other: str) -> tuple[str, str]:
+    """Two names, up to the first part in which they differ: the neighbours in one folder that have them."""
+    a, b = one.split("."), other.split(".")
+    count = next((i for i, (x, y) in enumerate(zip(a, b, strict=False), 1) if x != y), 0)
+    return ".".join(a[:count]), ".".join(b[:count])
+
+
+def folders_of_memory_import_in_the_drawn_order(root: Path) -> list[str]:
+    """Each those before it, and none of the modules that put them together."""
+    broken = []
+    for file in package_files(root):
+        here = file.relative_to(root / "kvtier").parts
+        if here[0] != "memory":
+            continue
+        row = MEMORY.index(here[1]) if here[1] in MEMORY else len(MEMORY)
+        for line, name in imported(root, file):
+            there = name.split(".")[2:]
+            if within(name, "kvtier.memory") and there and there[0] != here[1]:
+                target = MEMORY.index(there[0]) if there[0] in MEMORY else len(MEMORY)
+                if target > row:
+                    broken.append(f"{file.relative_to(root)}:{line} imports {name}")
     return broken
 
 
@@ -246,7 +280,7 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
         transformers_is_imported_in_hf_only,
         [
             {"kvtier/forward/forward.py": "from transformers.cache_utils import DynamicCache"},
-            {"kvtier/memory/pool.py": "def f():\n    import transformers as t"},
+            {"kvtier/memory/storage/pool.py": "def f():\n    import transformers as t"},
             {"kvtier/__init__.py": "import importlib\nimportlib.import_module('transformers')"},
             {"kvtier/serving/engine.py": "from transformers.cli.serving import utils"},
             {"kvtier/serving/http/app.py": "from transformers import DynamicCache"},
@@ -284,11 +318,11 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
     (
         imports_run_one_way,
         [
-            {"kvtier/memory/pool.py": "from kvtier.tables.table import BlockTable"},
-            {"kvtier/memory/pool.py": "from ..hf import cache"},
+            {"kvtier/memory/storage/pool.py": "from kvtier.tables.table import BlockTable"},
+            {"kvtier/memory/storage/pool.py": "from ...hf import cache"},
             {"kvtier/tables/layer.py": "if TYPE_CHECKING:\n    from kvtier.attention.reader import LayerReader"},
-            {"kvtier/kernels/dense.py": "from kvtier.memory.pool import BlockPool"},
-            {"kvtier/planning/policy.py": "from kvtier.memory.block import BlockSet"},
+            {"kvtier/kernels/dense.py": "from kvtier.memory.storage.pool import BlockPool"},
+            {"kvtier/planning/policy.py": "from kvtier.memory.blocks.block import BlockSet"},
             {"kvtier/forward/forward.py": "from kvtier import TieredKVCache"},
             {"kvtier/forward/forward.py": "import kvtier"},
             {"kvtier/hf/cache.py": "from kvtier.testing import HeldTransfers"},
@@ -312,8 +346,14 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
         ],
     ),
     (
-        modules_of_a_folder_import_each_other_one_way,
+        what_is_in_a_folder_imports_each_other_one_way,
         [
+            {
+                "kvtier/a/b/x.py": "from kvtier.a.c import y",
+                "kvtier/a/c/y.py": "",
+                "kvtier/a/c/z.py": "import kvtier.a.b.x",
+            },
+            {"kvtier/a/b/x.py": "from kvtier.a import y", "kvtier/a/y.py": "from kvtier.a.b.x import z"},
             {"kvtier/a/x.py": "from kvtier.a import y", "kvtier/a/y.py": "def f():\n    from kvtier.a.x import z"},
             {
                 "kvtier/a/x.py": "from . import y",
@@ -324,6 +364,15 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
                 "kvtier/a/x.py": "if TYPE_CHECKING:\n    from . import y",
                 "kvtier/a/y.py": "import kvtier.a.x",
             },
+        ],
+    ),
+    (
+        folders_of_memory_import_in_the_drawn_order,
+        [
+            {"kvtier/memory/storage/pool.py": "from kvtier.memory.blocks.block import Run"},
+            {"kvtier/memory/access/change.py": "from kvtier.memory.tiers import host"},
+            {"kvtier/memory/blocks/block.py": "from kvtier.memory import usage"},
+            {"kvtier/memory/tiers/device.py": "from kvtier.memory.owner import Owner"},
         ],
     ),
     (
@@ -343,7 +392,7 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
     (
         guests_use_public_names_only,
         [
-            {"examples/demo.py": "from kvtier.memory.pool import BlockPool"},
+            {"examples/demo.py": "from kvtier.memory.storage.pool import BlockPool"},
             {"examples/demo.py": "from kvtier.errors import BudgetError"},
             {"examples/deep/demo.py": "from kvtier import forward"},
             {"integrations/a.py": "import kvtier\nkvtier.forward.Forward()"},
@@ -387,6 +436,11 @@ def test_the_picture_has_every_part_once_and_no_other() -> None:
         assert set(row_by_part(rows)) == found
         assert sum(map(len, rows)) == len(row_by_part(rows))
     assert [row for row in ROWS if "hf" in row] == [{"hf"}]
+
+
+def test_the_picture_has_every_folder_of_memory() -> None:
+    folders = {path.name for path in (ROOT / "kvtier" / "memory").iterdir() if (path / "__init__.py").is_file()}
+    assert sorted(MEMORY) == sorted(folders)
 
 
 def test_the_files_that_the_architecture_names_exist() -> None:

@@ -14,7 +14,7 @@ from transformers import DynamicCache, LlamaConfig, Qwen3NextConfig
 
 from kvtier import ConcurrentUseError, InterruptedStepError, TieredKVCache
 from kvtier.forward.steps import Guard
-from kvtier.memory.pool import BlockPool
+from kvtier.memory.storage.pool import BlockPool
 
 LAYERS, ROWS, HEADS, DIM, BLOCK_SIZE = 4, 2, 2, 8, 4
 CONFIG = LlamaConfig(num_hidden_layers=LAYERS, hidden_size=32, num_attention_heads=4, num_key_value_heads=HEADS)

@@ -24,7 +24,7 @@ from kvtier.config import DEVICE_BLOCK
 from kvtier.kernels import copies, launch, paged
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 
 SUMMARY = "GB/s of the device's kernels: paged decode, merges, block copies over the link"
 COPY = "copy on the device"

@@ -24,7 +24,7 @@ from kvtier.config import DEVICE_BLOCK
 from kvtier.kernels import copies, launch, paged
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 
 SUMMARY = "us of Python for a layer's kernels in a decode step, over a driver that runs nothing"
 LAYERS = 32

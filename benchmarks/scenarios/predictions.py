@@ -20,7 +20,7 @@ from benchmarks.records import table
 from kvtier.calibration import attention, link
 from kvtier.calibration import model as models
 from kvtier.cpu import native
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 from kvtier.planning.hardware.fit import relative_errors
 from kvtier.planning.hardware.predictors import Curve, Prefill, PrefillSize
 

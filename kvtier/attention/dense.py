@@ -13,7 +13,7 @@ from kvtier.attention.partition import Part as AddressPart
 from kvtier.attention.reader import LayerReader, Place
 from kvtier.kernels import copies, launch
 from kvtier.kernels.tables import AddressTable
-from kvtier.memory.pool import BlockPool
+from kvtier.memory.storage.pool import BlockPool
 from kvtier.tables.layer import LayerKV
 
 

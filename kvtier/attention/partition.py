@@ -10,9 +10,9 @@ import torch
 
 from kvtier.cpu import native
 from kvtier.kernels.tables import AddressTable
-from kvtier.memory import audit
-from kvtier.memory.block import Pools, Run, State
-from kvtier.memory.pool import BlockPool
+from kvtier.memory.blocks import audit
+from kvtier.memory.blocks.block import Pools, Run, State
+from kvtier.memory.storage.pool import BlockPool
 from kvtier.tables.table import BlockTable
 
 #: Neighbouring blocks of a sequence: index of the first, its address, and how many.

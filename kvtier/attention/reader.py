@@ -12,11 +12,11 @@ from kvtier.attention.partition import Partition
 from kvtier.cpu import native
 from kvtier.errors import BudgetError
 from kvtier.kernels import launch, paged
-from kvtier.memory import audit, residency
-from kvtier.memory.block import Run, State
-from kvtier.memory.buffers import IoBuffers, Workspace
+from kvtier.memory.access.readers import Reading
+from kvtier.memory.blocks import audit, residency
+from kvtier.memory.blocks.block import Run, State
 from kvtier.memory.owner import Owner
-from kvtier.memory.readers import Reading
+from kvtier.memory.storage.buffers import IoBuffers, Workspace
 from kvtier.memory.tiered import TieredMemory
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.table import BlockTable

@@ -25,10 +25,10 @@ from kvtier.errors import TransferError
 from kvtier.kernels import launch, paged
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import memory_at
-from kvtier.memory import residency
-from kvtier.memory.buffers import IoBuffer, bytes_of
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.blocks import residency
 from kvtier.memory.owner import Owner
+from kvtier.memory.storage.buffers import IoBuffer, bytes_of
+from kvtier.memory.storage.layout import BlockLayout
 from kvtier.tables.layer import LayerKV
 from kvtier.transfer.copies import TensorCopy
 from kvtier.transfer.engine import Direction

@@ -16,8 +16,8 @@ from kvtier.attention.dense import addresses, stream_kv
 from kvtier.attention.reader import LayerReader
 from kvtier.kernels import launch, paged, reference
 from kvtier.kernels.params import AttentionParams
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning import sizing
 from kvtier.tables.layer import LayerKV
 

@@ -25,9 +25,9 @@ from kvtier.errors import KVTierError
 from kvtier.kernels import paged
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.planning.hardware.fit import held_out_error
 from kvtier.planning.hardware.predictors import Curve, HostAttention
 from kvtier.transfer.copies import TensorCopy

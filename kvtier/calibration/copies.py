@@ -14,9 +14,9 @@ from functools import partial
 
 import torch
 
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.transfer.copies import Copy
 from kvtier.transfer.engine import Direction
 from kvtier.transfer.launches import SIZES, Batch, Launches

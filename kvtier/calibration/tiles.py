@@ -18,7 +18,7 @@ from kvtier.kernels import paged, tiles
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
 from kvtier.kernels.tiles import Choice, Kind, Option
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 
 #: Another option must take at most so much of the explicit one's time.
 GAIN = 0.95

@@ -59,7 +59,7 @@ def environment() -> dict[str, Any]:
     versions = _versions(problems, notes)
     import torch
 
-    from kvtier.memory import system
+    from kvtier.memory.storage import system
 
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     host = _host(problems, notes)
@@ -173,7 +173,7 @@ def _working_device(device: Any, problems: list[str], notes: list[str]) -> dict[
 
     from kvtier.config import DEVICE_RESERVE, DEVICE_RESERVE_SHARE, resolve_size
     from kvtier.kernels import launch
-    from kvtier.memory import system
+    from kvtier.memory.storage import system
 
     free = system.free_device_memory(device)
     major, minor = torch.cuda.get_device_capability(device)

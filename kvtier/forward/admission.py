@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvtier.attention import dispatch
-from kvtier.memory.block import State
+from kvtier.memory.blocks.block import State
 from kvtier.planning.admission import Claim
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV

@@ -23,14 +23,14 @@ from kvtier.forward.planned import LONG_PROMPT, PlannedForward
 from kvtier.forward.steps import StepTracker
 from kvtier.forward.token import NextToken
 from kvtier.kernels.params import AttentionParams
-from kvtier.memory import system
-from kvtier.memory.audit import Audit
-from kvtier.memory.block import Pools
-from kvtier.memory.change import ask, undone
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.layout import BlockLayout, in_one_dtype
-from kvtier.memory.shortage import too_small
+from kvtier.memory.access.change import ask, undone
+from kvtier.memory.blocks.audit import Audit
+from kvtier.memory.blocks.block import Pools
+from kvtier.memory.storage import system
+from kvtier.memory.storage.layout import BlockLayout, in_one_dtype
+from kvtier.memory.storage.shortage import too_small
 from kvtier.memory.tiered import TieredMemory
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.admission import Claim
 from kvtier.planning.step import StepRecord
 from kvtier.stats import LayerResidency, Progress

@@ -15,11 +15,11 @@ from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
 from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.forward.planned import PlannedForward
 from kvtier.forward.sub_batch import MAX_SHORT, PackedSequence, Segment, SubBatch, pack
-from kvtier.memory.block import State
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.shortage import too_small
+from kvtier.memory.blocks.block import State
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.shortage import too_small
 from kvtier.memory.tiered import TieredMemory
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.admission import Claim
 from kvtier.planning.step import StepRecord
 from kvtier.tables.layer import LayerKV

@@ -16,9 +16,9 @@ from kvtier.attention.reader import LayerReader
 from kvtier.config import CacheOptions, format_size
 from kvtier.forward.held import Held
 from kvtier.forward.schedule import Schedule
-from kvtier.memory.change import ask
-from kvtier.memory.device import ComputeDevice
+from kvtier.memory.access.change import ask
 from kvtier.memory.tiered import TieredMemory
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.policy import checked_prediction
 from kvtier.planning.reports.trace import plan_args
 from kvtier.planning.step import StepRecord, StepState, checked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvtier.attention.reader import LayerReader
-from kvtier.memory.block import Run, State
+from kvtier.memory.blocks.block import Run, State
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.tables.table import distinct
 

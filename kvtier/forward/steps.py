@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 
 from kvtier.errors import ConcurrentUseError, InterruptedStepError
-from kvtier.memory.change import undone
+from kvtier.memory.access.change import undone
 
 #: One state of a recurrent layer: (layer, kind, number).
 RecurrentPart = tuple[int, str, int]

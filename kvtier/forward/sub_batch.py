@@ -16,9 +16,9 @@ from kvtier.attention.reader import LayerReader
 from kvtier.config import CacheOptions
 from kvtier.errors import StaleViewError, UnsupportedError
 from kvtier.kernels.params import AttentionParams
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.layout import in_one_dtype
+from kvtier.memory.storage.layout import in_one_dtype
 from kvtier.memory.tiered import TieredMemory
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.stats import Counters
 from kvtier.tables.packed import PackedLayerKV
 from kvtier.tables.table import BlockTable

@@ -12,7 +12,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from kvtier.hf.model_config import encoder_decoder
 from kvtier.hf.threads import Places
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 
 #: Callers of `update` that are looked at in search of the module that called it.
 _MOST_FRAMES = 32

@@ -17,7 +17,7 @@ from kvtier.hf.caller import Caller
 from kvtier.hf.rows import row_indices, whole_number
 from kvtier.hf.view import KVView, Snapshot, views_of
 from kvtier.kernels import launch
-from kvtier.memory.layout import in_one_dtype
+from kvtier.memory.storage.layout import in_one_dtype
 from kvtier.tables.layer import LayerKV
 
 #: What a layer holds at one time: its reader, length and epoch.

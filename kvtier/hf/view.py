@@ -14,7 +14,7 @@ from kvtier.attention.dispatch import repeat
 from kvtier.attention.reader import LayerReader
 from kvtier.errors import UnsupportedError
 from kvtier.forward.forward import Forward
-from kvtier.memory.block import Pools
+from kvtier.memory.blocks.block import Pools
 
 _SDPA = F.scaled_dot_product_attention
 _SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -6,15 +6,15 @@ import itertools
 import threading
 from collections.abc import Mapping, Sequence
 
-from kvtier.memory import audit
-from kvtier.memory.block import RESIDENT, BlockSet, Run, State
-from kvtier.memory.buffers import Reclaimable
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.host import HostTier
+from kvtier.memory.access.readers import Readers
+from kvtier.memory.blocks import audit
+from kvtier.memory.blocks.block import RESIDENT, BlockSet, Run, State
 from kvtier.memory.owner import Owner
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.readers import Readers
-from kvtier.memory.slabs import SlabAllocator
+from kvtier.memory.storage.buffers import Reclaimable
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import SlabAllocator
+from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.host import HostTier
 from kvtier.transfer.copies import Copy
 from kvtier.transfer.engine import Direction
 

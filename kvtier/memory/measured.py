@@ -17,7 +17,7 @@ from kvtier import profile
 from kvtier.cpu import native
 from kvtier.errors import ConfigError
 from kvtier.kernels import launch
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 from kvtier.planning.costs import Rates
 from kvtier.planning.hardware import machines
 from kvtier.planning.hardware.machines import ModelSize

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.memory.block import BlockSet
-from kvtier.memory.buffers import IoBuffers, Workspace
-from kvtier.memory.device import ComputeDevice
+from kvtier.memory.blocks.block import BlockSet
+from kvtier.memory.storage.buffers import IoBuffers, Workspace
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.admission import Claim
 from kvtier.stats import Counters
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtier.memory import residency
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.host import HostTier, Parked
+from kvtier.memory.blocks import residency
 from kvtier.memory.owner import Owner
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.slabs import SlabAllocator
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import SlabAllocator
+from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.host import HostTier, Parked
 
 
 def recover(

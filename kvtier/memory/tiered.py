@@ -27,19 +27,20 @@ from kvtier.config import (
     warn_if_beyond,
 )
 from kvtier.errors import ClosedError, ConfigError, MemoryInUseError
-from kvtier.memory import integrity, measured, recovery, shortage, system, usage
-from kvtier.memory.audit import Audit
-from kvtier.memory.block import BlockSet, State
-from kvtier.memory.buffers import IoBuffers, Workspace
-from kvtier.memory.change import Change, ask, undone
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.host import HostTier, Parked
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.lock import new_lock
+from kvtier.memory import integrity, measured, recovery, usage
+from kvtier.memory.access.change import Change, ask, undone
+from kvtier.memory.access.lock import new_lock
+from kvtier.memory.access.readers import Readers
+from kvtier.memory.blocks.audit import Audit
+from kvtier.memory.blocks.block import BlockSet, State
 from kvtier.memory.owner import Owner
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.readers import Readers
-from kvtier.memory.slabs import SlabAllocator
+from kvtier.memory.storage import shortage, system
+from kvtier.memory.storage.buffers import IoBuffers, Workspace
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import SlabAllocator
+from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.host import HostTier, Parked
 from kvtier.planning.admission import Claim, demand
 from kvtier.planning.costs import Rates
 from kvtier.planning.policies.names import policy_of
@@ -229,7 +230,7 @@ class TieredMemory:
             self.interrupted = self.interrupted or not undone(error)
             raise
         finally:
-            try:  # noqa: SIM105 - the first call: see `kvtier.memory.lock`
+            try:  # noqa: SIM105 - the first call: see `kvtier.memory.access.lock`
                 self.lock.release()
             except RuntimeError:
                 pass  # another thread's

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.host import HostTier
 from kvtier.memory.owner import Owner
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.slabs import SlabAllocator
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import SlabAllocator
+from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.host import HostTier
 from kvtier.stats import NO_TIER, TierStats
 
 

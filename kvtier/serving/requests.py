@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ClosedError, ConfigError, QueueFullError
 from kvtier.hf.sampling import Sampling
-from kvtier.memory.change import Change
+from kvtier.memory.access.change import Change
 from kvtier.scheduling.job import Job
 from kvtier.scheduling.prices import RECOMPUTE, SWAP
 from kvtier.scheduling.shares import Shares

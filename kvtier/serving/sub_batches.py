@@ -10,7 +10,7 @@ import torch
 from kvtier.attention import split
 from kvtier.forward.packed import PackedForward
 from kvtier.forward.sub_batch import MAX_SHORT, PackedSequence
-from kvtier.memory.block import State
+from kvtier.memory.blocks.block import State
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.sub_batches import Choice, Learned, Row, choose
 from kvtier.serving import turns

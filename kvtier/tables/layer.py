@@ -9,11 +9,11 @@ import torch
 
 from kvtier.errors import MismatchError
 from kvtier.kernels import copies
-from kvtier.memory import residency
-from kvtier.memory.block import BlockSet, Run, State
-from kvtier.memory.change import undone
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.access.change import undone
+from kvtier.memory.blocks import residency
+from kvtier.memory.blocks.block import BlockSet, Run, State
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.stats import Counters
 from kvtier.tables import sharing, writing
 from kvtier.tables.sharing import Alike, Group

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtier.memory.block import BlockSet, Run
+from kvtier.memory.blocks.block import BlockSet, Run
 from kvtier.tables import writing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.table import BlockTable

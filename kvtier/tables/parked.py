@@ -14,13 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvtier.errors import BudgetError, CorruptionError, MismatchError, TransferError
-from kvtier.memory import audit
-from kvtier.memory.block import RESIDENT, BlockSet, Pools, Run, State
-from kvtier.memory.change import undone
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.shortage import too_small
+from kvtier.memory.access.change import undone
+from kvtier.memory.blocks import audit
+from kvtier.memory.blocks.block import RESIDENT, BlockSet, Pools, Run, State
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.shortage import too_small
 from kvtier.memory.tiered import TieredMemory
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.admission import Claim
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.table import BlockTable, distinct

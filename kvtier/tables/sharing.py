@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtier.memory.block import Run
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.blocks.block import Run
+from kvtier.memory.storage.layout import BlockLayout
 from kvtier.tables.table import BlockTable
 
 

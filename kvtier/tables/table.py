@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvtier.memory import residency
-from kvtier.memory.block import Run
+from kvtier.memory.blocks import residency
+from kvtier.memory.blocks.block import Run
 
 #: Runs that a table may have more than after it joined what can be joined last.
 _FRAGMENTS = 8

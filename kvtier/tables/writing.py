@@ -10,12 +10,12 @@ import torch
 
 from kvtier.cpu import native
 from kvtier.kernels import copies, launch
-from kvtier.memory import residency
-from kvtier.memory.block import BlockSet, Run, State
-from kvtier.memory.change import undone
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import BlockPool
+from kvtier.memory.access.change import undone
+from kvtier.memory.blocks import residency
+from kvtier.memory.blocks.block import BlockSet, Run, State
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.tables.table import BlockTable, release
 
 

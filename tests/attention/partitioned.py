@@ -19,9 +19,9 @@ from kvtier.attention import split
 from kvtier.attention.reader import LayerReader
 from kvtier.config import MemoryOptions
 from kvtier.kernels.params import AttentionParams
-from kvtier.memory import residency
-from kvtier.memory.block import Run, State
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.blocks import residency
+from kvtier.memory.blocks.block import Run, State
+from kvtier.memory.storage.layout import BlockLayout
 from kvtier.memory.tiered import EngineFactory, TieredMemory
 from kvtier.planning.policy import Policy
 from kvtier.tables import writing

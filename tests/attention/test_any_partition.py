@@ -17,7 +17,7 @@ from kvtier.attention import split
 from kvtier.attention.partition import Partition
 from kvtier.attention.reader import LayerReader
 from kvtier.cpu import native
-from kvtier.memory.block import State
+from kvtier.memory.blocks.block import State
 from kvtier.memory.tiered import EngineFactory, default_engine
 from kvtier.testing import held
 from kvtier.transfer.engine import Transfer

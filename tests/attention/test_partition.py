@@ -15,8 +15,8 @@ from kvtier import BudgetError, TieredKVCache
 from kvtier.attention import partition as module
 from kvtier.attention.partition import Part, Partition
 from kvtier.attention.reader import LayerReader
-from kvtier.memory.block import State
-from kvtier.memory.pool import BlockPool
+from kvtier.memory.blocks.block import State
+from kvtier.memory.storage.pool import BlockPool
 from kvtier.tables.table import BlockTable
 from kvtier.testing import held, with_doubles
 

@@ -21,7 +21,7 @@ from kvtier.cpu import native
 from kvtier.errors import ConfigError
 from kvtier.kernels import launch
 from kvtier.memory import measured
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 from kvtier.planning.costs import Rates
 from kvtier.planning.hardware.predictors import PrefillSize
 from kvtier.planning.hardware.profile import HardwareProfile

@@ -13,7 +13,7 @@ from stream_model import StreamModel
 
 from kvtier.calibration import copies as measuring
 from kvtier.calibration.copies import decide
-from kvtier.memory.pool import BlockPool
+from kvtier.memory.storage.pool import BlockPool
 from kvtier.transfer.engine import Direction
 from kvtier.transfer.launches import SIZES, valid
 

@@ -16,7 +16,7 @@ from kvtier.calibration.tiles import choose, kinds_of, measure
 from kvtier.config import DEVICE_BLOCK
 from kvtier.kernels import launch, tiles
 from kvtier.kernels.tiles import Kind, Option
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 
 CPU = torch.device("cpu")
 #: Bytes to measure on as they are, not as these tests set them.

@@ -17,7 +17,7 @@ from kvtier.cli.env import TOO_NEW, environment
 from kvtier.cli.main import main
 from kvtier.cpu import native
 from kvtier.kernels import launch
-from kvtier.memory import system
+from kvtier.memory.storage import system
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

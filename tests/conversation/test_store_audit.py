@@ -12,7 +12,7 @@ from families import build_model, tiny_model
 from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 
 from kvtier import ConversationStore, CorruptionError
-from kvtier.memory.block import Run, State
+from kvtier.memory.blocks.block import Run, State
 
 #: Damages of each model.
 DAMAGES = int(os.environ.get("KVTIER_TEST_DAMAGES", "160")) // 80

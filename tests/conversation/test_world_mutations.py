@@ -31,8 +31,8 @@ from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.wake import Waker
 from kvtier.conversation.store import ConversationStore
 from kvtier.hf import generation
-from kvtier.memory import residency
-from kvtier.memory.audit import Audit
+from kvtier.memory.blocks import residency
+from kvtier.memory.blocks.audit import Audit
 from kvtier.memory.tiered import TieredMemory
 from kvtier.tables.parked import ParkedSequences
 from kvtier.tables.table import BlockTable

@@ -63,8 +63,8 @@ from kvtier.eviction.rank import DEFAULT, Rank
 from kvtier.hf import generation
 from kvtier.hf.generation import computed_as
 from kvtier.hf.names import CACHE
-from kvtier.memory import system
-from kvtier.memory.block import RESIDENT, State
+from kvtier.memory.blocks.block import RESIDENT, State
+from kvtier.memory.storage import system
 from kvtier.memory.tiered import default_engine
 from kvtier.planning.policies.names import POLICIES
 from kvtier.planning.policy import Policy

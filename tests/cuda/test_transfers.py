@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvtier import Policy, TieredKVCache
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.stats import Counters
 from kvtier.transfer.copies import Copy, TensorCopy
 from kvtier.transfer.cuda import CudaTransfers

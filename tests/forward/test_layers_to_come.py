@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig
 
 from kvtier import BudgetError, Policy, TieredKVCache
-from kvtier.memory import system
-from kvtier.memory.device import ComputeDevice
+from kvtier.memory.storage import system
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.costs import Prediction
 
 LAYERS, HEADS, DIM, BLOCK_SIZE = 6, 2, 8, 4

@@ -546,7 +546,7 @@ def test_a_memory_that_is_given_stays_its_owners() -> None:
 def test_budgets_of_what_is_free_are_found_out_again_when_no_call_is_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvtier.memory import system
+    from kvtier.memory.storage import system
 
     model, budgets = llama(), []
     with kvtier.tiered(model, host_budget=0.5) as used:

@@ -27,7 +27,7 @@ import torch
 from kvtier.kernels import copies, forms, launch, paged, tiles
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 
 #: The answer is the last line, behind this.
 MARK = "compiled: "

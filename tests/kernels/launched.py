@@ -19,7 +19,7 @@ from benchmarks.stub import Driver, installed
 from kvtier.kernels import paged
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 
 launches: list[dict[str, Any]] = []
 asked: list[int] = []

@@ -17,7 +17,7 @@ from problems import NAN, TINY, UNIT, Case, Exact, Result, Spec, changed
 from kvtier.kernels import paged
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 
 __all__ = ["Blocks", "attend", "broken", "changed", "excess", "params_on", "small_spec", "solved", "without_sinks"]
 

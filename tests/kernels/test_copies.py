@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvtier.errors import MismatchError
 from kvtier.kernels import copies, tables
 from kvtier.kernels.tables import AddressTable
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
 FILL = 0xA5

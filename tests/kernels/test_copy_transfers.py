@@ -16,7 +16,7 @@ from stream_model import StreamModel
 from kvtier.calibration.copies import measure
 from kvtier.errors import MismatchError
 from kvtier.kernels import copies
-from kvtier.memory.slabs import SlabAllocator
+from kvtier.memory.storage.slabs import SlabAllocator
 from kvtier.transfer import launches
 from kvtier.transfer.cuda import CudaTransfers
 from kvtier.transfer.engine import Direction

@@ -17,7 +17,7 @@ from kvtier.errors import MismatchError
 from kvtier.kernels import copies, launch, paged, reference
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 
 # The interpreter is numpy, which warns of what is meant.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

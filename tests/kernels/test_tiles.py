@@ -17,7 +17,7 @@ from kvtier.kernels import forms, launch, paged, tiles
 from kvtier.kernels.params import AttentionParams
 from kvtier.kernels.tables import AddressTable
 from kvtier.kernels.tiles import Choice, Kind, Option, Tile
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 
 CPU = torch.device("cpu")
 LAYOUT = BlockLayout(2, 2, 16, 16, 16, torch.float16)

@@ -13,9 +13,9 @@ from stepped import Turns, check_lock
 from torch.nn import functional as F
 
 from kvtier import BudgetError, TieredKVCache, TieredMemory
-from kvtier.memory import reclaim, residency
-from kvtier.memory.block import BlockSet, State
-from kvtier.memory.device import ComputeDevice
+from kvtier.memory.blocks import reclaim, residency
+from kvtier.memory.blocks.block import BlockSet, State
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.testing import held, with_doubles
 
 HEADS, DIM, BLOCK, TOKENS, ROWS = 2, 4, 4, 42, 2

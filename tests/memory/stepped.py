@@ -22,15 +22,15 @@ from kvtier.attention.partition import Partition
 from kvtier.attention.reader import LayerReader
 from kvtier.cpu.append import TokenWriter
 from kvtier.forward.schedule import Schedule
-from kvtier.memory import residency
-from kvtier.memory.block import Move
-from kvtier.memory.buffers import IoBuffers, Workspace
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.host import HostTier
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.readers import Readers
-from kvtier.memory.slabs import Budget
+from kvtier.memory.access.readers import Readers
+from kvtier.memory.blocks import residency
+from kvtier.memory.blocks.block import Move
+from kvtier.memory.storage.buffers import IoBuffers, Workspace
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import Budget
 from kvtier.memory.tiered import TieredMemory
+from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.host import HostTier
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.table import BlockTable
 from kvtier.transfer.doubles import FailingTransfers, HeldTransfers

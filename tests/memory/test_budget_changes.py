@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from kvtier import BudgetError, ClosedError, ConfigError, Policy, TieredKVCache, TieredMemory
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.testing import throttled, with_doubles
 
 LAYERS, HEADS, DIM, BLOCK_SIZE = 2, 2, 8, 4

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from kvtier import BudgetError, TieredKVCache
-from kvtier.memory.slabs import BACK_OFF_STEPS, SlabAllocator
+from kvtier.memory.storage.slabs import BACK_OFF_STEPS, SlabAllocator
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]

@@ -12,13 +12,13 @@ import torch
 from kvtier import TieredKVCache, TieredMemory
 from kvtier.attention.partition import Partition
 from kvtier.attention.reader import LayerReader
-from kvtier.memory.block import BlockSet, Pools, Run, State
-from kvtier.memory.buffers import Workspace
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.host import HostTier
+from kvtier.memory.blocks.block import BlockSet, Pools, Run, State
 from kvtier.memory.owner import Owner
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.slabs import Budget
+from kvtier.memory.storage.buffers import Workspace
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import Budget
+from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.host import HostTier
 from kvtier.planning.admission import Claim
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.table import BlockTable

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 
 import kvtier
 from kvtier import InterruptedStepError, MemoryInUseError, TieredKVCache, TieredMemory
-from kvtier.memory.buffers import IoBuffer, IoBuffers, Workspace
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import BlockPool, Slab
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.buffers import IoBuffer, IoBuffers, Workspace
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool, Slab
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.stats import Counters
 from kvtier.testing import held, throttled, with_doubles
 from kvtier.transfer.copies import Copy, Span

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtier import ConfigError, TieredMemory
-from kvtier.memory import system
+from kvtier.memory.storage import system
 from kvtier.transfer.engine import InlineTransfers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

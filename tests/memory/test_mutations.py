@@ -34,15 +34,15 @@ from kvtier.forward.planned import PlannedForward
 from kvtier.forward.token import NextToken
 from kvtier.hf.cache import TieredKVCache
 from kvtier.kernels.params import AttentionParams
-from kvtier.memory import residency
-from kvtier.memory.block import BlockSet
-from kvtier.memory.buffers import IoBuffers, Workspace
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.host import HostTier
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.readers import Readers, ReadFence
-from kvtier.memory.slabs import SlabAllocator
+from kvtier.memory.access.readers import Readers, ReadFence
+from kvtier.memory.blocks import residency
+from kvtier.memory.blocks.block import BlockSet
+from kvtier.memory.storage.buffers import IoBuffers, Workspace
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import SlabAllocator
 from kvtier.memory.tiered import TieredMemory
+from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.host import HostTier
 from kvtier.tables import sharing, writing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.parked import ParkedSequences

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvtier import BudgetError, TieredKVCache, TieredMemory
-from kvtier.memory.block import State
+from kvtier.memory.blocks.block import State
 from kvtier.testing import held, with_doubles
 
 HEADS, DIM, BLOCK = 1, 4, 4

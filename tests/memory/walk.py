@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from kvtier import BudgetError, MismatchError, Policy, StaleViewError, TieredKVCache, TieredMemory, TransferError
-from kvtier.memory import residency
-from kvtier.memory.block import BlockSet, State
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.slabs import POISON
+from kvtier.memory.blocks import residency
+from kvtier.memory.blocks.block import BlockSet, State
+from kvtier.memory.storage.slabs import POISON
 from kvtier.memory.tiered import EngineFactory, default_engine
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.step import LayerPlan, StepPlan, StepState
 from kvtier.tables.parked import ParkedSequence, ParkedSequences

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvtier import ConfigError, Policy, TieredKVCache
-from kvtier.memory.block import State
+from kvtier.memory.blocks.block import State
 from kvtier.planning.costs import Rates
 from kvtier.planning.policies.names import POLICIES
 from kvtier.planning.policies.neo import WholeSequences

@@ -25,7 +25,7 @@ import kvtier
 from kvtier import Engine, TieredMemory, UnsupportedError
 from kvtier.attention import split
 from kvtier.forward.packed import PackedForward
-from kvtier.memory.block import State
+from kvtier.memory.blocks.block import State
 from kvtier.planning.reports.trace import busy_seconds, read_trace
 from kvtier.serving import turns
 from kvtier.serving.runner import PackedRunner

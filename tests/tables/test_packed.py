@@ -10,7 +10,7 @@ import torch
 
 from kvtier import BudgetError, TieredMemory
 from kvtier.cpu import native
-from kvtier.memory.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout
 from kvtier.tables import writing
 from kvtier.tables.table import BlockTable
 

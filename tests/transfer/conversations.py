@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from kvtier import BudgetError, TieredKVCache
 from kvtier.cpu import native
 from kvtier.kernels import launch
-from kvtier.memory import device as device_module
+from kvtier.memory.tiers import device as device_module
 from kvtier.planning import sizing
 from kvtier.planning.policy import Policy
 from kvtier.testing import with_doubles

@@ -32,8 +32,8 @@ from accesses import Observer, Span, block_spans, call_site, spans_of
 
 from kvtier.cpu import fallback, native
 from kvtier.kernels import copies
-from kvtier.memory.buffers import IoBuffer
-from kvtier.memory.slabs import SlabAllocator
+from kvtier.memory.storage.buffers import IoBuffer
+from kvtier.memory.storage.slabs import SlabAllocator
 from kvtier.transfer.cuda import CudaTransfers
 from kvtier.transfer.launches import Launches
 

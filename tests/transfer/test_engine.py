@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvtier.errors import TransferError
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.stats import Counters
 from kvtier.testing import FailingTransfers, HeldTransfers, failing, held, throttled
 from kvtier.transfer.copies import Copy, TensorCopy, joined

@@ -17,9 +17,9 @@ from kvtier.calibration.copies import scattered, scattered_pools
 from kvtier.errors import ConfigError, TransferError
 from kvtier.kernels import copies as kernels
 from kvtier.kernels import launch
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.stats import Counters
 from kvtier.transfer import launches as module
 from kvtier.transfer.copies import Copy, TensorCopy

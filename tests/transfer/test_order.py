@@ -36,11 +36,11 @@ from kvtier import TieredKVCache
 from kvtier.attention import split
 from kvtier.attention.reader import LayerReader
 from kvtier.cpu import native
-from kvtier.memory import residency
-from kvtier.memory.device import ComputeDevice
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import BlockPool
+from kvtier.memory.blocks import residency
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool
 from kvtier.memory.tiered import TieredMemory
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.policy import Policy
 from kvtier.stats import Counters
 from kvtier.tables.layer import LayerKV

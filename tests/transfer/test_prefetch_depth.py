@@ -20,7 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvtier import Policy, TieredKVCache
 from kvtier.attention.reader import LayerReader
 from kvtier.forward.forward import Forward
-from kvtier.memory.device import ComputeDevice
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.step import StepPlan, StepRecord, StepState
 from kvtier.testing import with_doubles
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks.cores import torch_threads
 from kvtier.config import HOST_BLOCK
 from kvtier.cpu import build, native
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 
 #: Bytes through which every turn rotates, so that keys and values come from memory and not from a cache.
 ARENA = 2**30

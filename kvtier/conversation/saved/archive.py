@@ -26,7 +26,7 @@ from kvtier.conversation.states import States, packed_states, unpacked_states
 from kvtier.cpu.cached import CachedFile
 from kvtier.errors import BudgetError
 from kvtier.forward.forward import Forward
-from kvtier.memory import system
+from kvtier.memory.storage import system
 from kvtier.tables.layer import Pieces
 
 #: A thread gets memory for so many tensors at a time, and so many files ahead of the one that is read.

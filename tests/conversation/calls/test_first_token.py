@@ -12,7 +12,7 @@ from test_ranks import turn
 from test_store import GREEDY, fresh, ones, some_ids, store_of
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from kvtier.memory.block import State
+from kvtier.memory.blocks.block import State
 
 #: Bytes of a block of 8 tokens of one layer of the model.
 BLOCK = 1536

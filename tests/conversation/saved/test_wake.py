@@ -19,7 +19,7 @@ from kvtier import BudgetError, ConfigError, TieredKVCache, TieredMemory
 from kvtier.conversation.index import packed
 from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.wake import Waker
-from kvtier.memory.block import State
+from kvtier.memory.blocks.block import State
 
 DEVICE = 60_000
 

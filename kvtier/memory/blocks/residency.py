@@ -31,10 +31,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from kvtier.memory.block import RESIDENT, BlockSet, Move, Run, State
-from kvtier.memory.change import undone
-from kvtier.memory.pool import BlockPool, Fence
-from kvtier.memory.readers import Fences
+from kvtier.memory.access.change import undone
+from kvtier.memory.access.readers import Fences
+from kvtier.memory.blocks.block import RESIDENT, BlockSet, Move, Run, State
+from kvtier.memory.storage.pool import BlockPool, Fence
 from kvtier.stats import Counters
 from kvtier.transfer.copies import Copy, joined
 from kvtier.transfer.engine import Direction, Event, Transfer

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from kvtier.errors import TransferError
-from kvtier.memory import residency
-from kvtier.memory.block import RESIDENT, BlockSet, Pools, Run, State
+from kvtier.memory.blocks import residency
+from kvtier.memory.blocks.block import RESIDENT, BlockSet, Pools, Run, State
+from kvtier.memory.blocks.residency import ONE_TIER, TWO_TIERS, Operation
 from kvtier.memory.integrity import check_set
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.residency import ONE_TIER, TWO_TIERS, Operation
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.stats import Counters
 from kvtier.tables.table import BlockTable
 from kvtier.transfer.doubles import FailingTransfers, HeldTransfers

@@ -9,9 +9,9 @@ import weakref
 import pytest
 import torch
 
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import EXTENT, BlockPool, Slab
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import EXTENT, BlockPool, Slab
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.transfer.engine import Event
 
 LAYOUT = BlockLayout(k_heads=2, v_heads=2, k_dim=4, v_dim=3, block_size=4, dtype=torch.float32)

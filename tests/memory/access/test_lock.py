@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from test_interrupts import PACKAGE, Line
 
 from kvtier import ConcurrentUseError, Policy, TieredKVCache, TieredMemory
-from kvtier.memory.lock import Waiting, held_twice, new_lock
-from kvtier.memory.readers import Readers
+from kvtier.memory.access.lock import Waiting, held_twice, new_lock
+from kvtier.memory.access.readers import Readers
 from kvtier.planning.step import StepPlan, StepState
 
 

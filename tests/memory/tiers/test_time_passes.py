@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvtier import TieredKVCache
-from kvtier.memory import residency
-from kvtier.memory.block import BlockSet
-from kvtier.memory.device import ComputeDevice
+from kvtier.memory.blocks import residency
+from kvtier.memory.blocks.block import BlockSet
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.transfer.engine import Event
 
 
@@ -82,6 +82,6 @@ def test_a_slot_that_becomes_free_while_slabs_are_given_back_counts(
 
         monkeypatch.setattr(device, "evict", nothing)
         looked = []
-        monkeypatch.setattr("kvtier.memory.reclaim.reclaim", lambda pools, *args: looked.append(pools) or True)
+        monkeypatch.setattr("kvtier.memory.blocks.reclaim.reclaim", lambda pools, *args: looked.append(pools) or True)
         assert device._reclaim(blocks.pools.layout.nbytes, blocks)
         assert looked

@@ -7,15 +7,16 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any, Protocol, TypeVar
 
 from kvtier.errors import ConcurrentUseError, KVTierError
-from kvtier.memory.lock import held_twice
+from kvtier.memory.access.lock import held_twice
 
 R = TypeVar("R")
 #: The folders of kvtier, and of Python's own modules.
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_OURS = os.path.join(str(Path(__file__).absolute().parents[2]), "")
 _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
 #: Where packages are, which may be within the latter.
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))

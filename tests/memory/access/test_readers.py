@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.memory.lock import new_lock
-from kvtier.memory.readers import Readers, Reading
+from kvtier.memory.access.lock import new_lock
+from kvtier.memory.access.readers import Readers, Reading
 
 
 class Work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.planning.sizing import OWN_SEGMENT, SEGMENT, in_whole_segments, segment_bytes, slab_slots
 
 MIB, GIB = 2**20, 2**30

@@ -10,8 +10,8 @@ from behind import behind_the_cpus_back
 from torch.nn import functional as F
 
 from kvtier import BudgetError, Policy, TieredKVCache
-from kvtier.memory.buffers import IoBuffers, Workspace, bytes_of
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.buffers import IoBuffers, Workspace, bytes_of
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.memory.tiered import default_engine
 from kvtier.planning.step import StepPlan, StepState
 from kvtier.testing import held, with_doubles

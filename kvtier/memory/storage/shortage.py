@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.config import format_size
 from kvtier.errors import BudgetError
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 
 
 def too_small(slabs: SlabAllocator, needed: int, what: str, others: int | None = None) -> BudgetError:

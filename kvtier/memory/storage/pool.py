@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.slabs import POISON, SlabAllocator
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.slabs import POISON, SlabAllocator
 from kvtier.transfer.copies import Span
 from kvtier.transfer.engine import Event
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvtier import BudgetError
-from kvtier.memory import slabs as slabs_module
-from kvtier.memory.slabs import BACK_OFF_STEPS, Budget, SlabAllocator
+from kvtier.memory.storage import slabs as slabs_module
+from kvtier.memory.storage.slabs import BACK_OFF_STEPS, Budget, SlabAllocator
 
 HUGE_PAGE = 2 * 2**20
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from kvtier.config import FULL_AUDIT
 from kvtier.cpu.checksum import checksums
 from kvtier.errors import CorruptionError
-from kvtier.memory.block import BlockSet, Run, State
-from kvtier.memory.pool import BlockPool
+from kvtier.memory.blocks.block import BlockSet, Run, State
+from kvtier.memory.storage.pool import BlockPool
 
 _WORD = (1 << 64) - 1
 #: Where the bytes in a run's host slots are those of its blocks.

@@ -7,13 +7,13 @@ from typing import Protocol
 
 import torch
 
-from kvtier.memory import reclaim, residency
-from kvtier.memory.block import BlockSet, Pools, State
-from kvtier.memory.buffers import Reclaimable
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import BlockPool
-from kvtier.memory.readers import Readers
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.access.readers import Readers
+from kvtier.memory.blocks import reclaim, residency
+from kvtier.memory.blocks.block import BlockSet, Pools, State
+from kvtier.memory.storage.buffers import Reclaimable
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.planning import sizing
 
 

@@ -18,8 +18,8 @@ from kvtier import ConfigError, CorruptionError, TieredKVCache, TieredMemory
 from kvtier.config import AUDITS
 from kvtier.cpu import loader
 from kvtier.cpu.checksum import _in_torch, checksums
-from kvtier.memory.audit import Audit, agree
-from kvtier.memory.block import Run, State
+from kvtier.memory.blocks.audit import Audit, agree
+from kvtier.memory.blocks.block import Run, State
 from kvtier.tables.parked import ParkedSequences
 from kvtier.testing import held, with_doubles
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvtier.errors import TransferError
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import BlockPool
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool
 from kvtier.stats import Counters
 from kvtier.transfer.engine import Event, Transfer, TransferEngine
 

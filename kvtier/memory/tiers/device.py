@@ -8,16 +8,17 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from kvtier.errors import BudgetError, TransferError
-from kvtier.memory import reclaim, residency, shortage
-from kvtier.memory.audit import Audit
-from kvtier.memory.block import BlockSet, Pools, Run, State
-from kvtier.memory.buffers import Reclaimable
-from kvtier.memory.change import ask, asked
-from kvtier.memory.host import HostTier
-from kvtier.memory.layout import BlockLayout
-from kvtier.memory.pool import BlockPool, Fence
-from kvtier.memory.readers import Readers
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.access.change import ask, asked
+from kvtier.memory.access.readers import Readers
+from kvtier.memory.blocks import reclaim, residency
+from kvtier.memory.blocks.audit import Audit
+from kvtier.memory.blocks.block import BlockSet, Pools, Run, State
+from kvtier.memory.storage import shortage
+from kvtier.memory.storage.buffers import Reclaimable
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool, Fence
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
+from kvtier.memory.tiers.host import HostTier
 from kvtier.planning import sizing
 from kvtier.planning.policy import Policy, checked_victims
 from kvtier.planning.step import whole

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
-from kvtier.memory import residency
-from kvtier.memory.block import Run
-from kvtier.memory.pool import BlockPool, Fence, Slab
+from kvtier.memory.blocks import residency
+from kvtier.memory.blocks.block import Run
+from kvtier.memory.storage.pool import BlockPool, Fence, Slab
 
 
 class Placed(NamedTuple):

@@ -14,17 +14,17 @@ import torch
 
 from kvtier import TieredKVCache
 from kvtier.errors import BudgetError
-from kvtier.memory import device as device_module
-from kvtier.memory import reclaim, residency
-from kvtier.memory.block import BlockSet, Pools, Run, State
-from kvtier.memory.device import ComputeDevice
+from kvtier.memory.access.readers import Reading
+from kvtier.memory.blocks import reclaim, residency
+from kvtier.memory.blocks.block import BlockSet, Pools, Run, State
 from kvtier.memory.integrity import check_set
-from kvtier.memory.layout import BlockLayout
 from kvtier.memory.owner import Owner
-from kvtier.memory.pool import BlockPool, Fence
-from kvtier.memory.readers import Reading
-from kvtier.memory.slabs import Budget, SlabAllocator
+from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.pool import BlockPool, Fence
+from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.memory.tiered import TieredMemory
+from kvtier.memory.tiers import device as device_module
+from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning import sizing
 from kvtier.planning.policy import Policy
 from kvtier.stats import Counters

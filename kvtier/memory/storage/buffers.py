@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from kvtier.errors import TransferError
-from kvtier.memory.slabs import SlabAllocator
+from kvtier.memory.storage.slabs import SlabAllocator
 from kvtier.transfer.engine import Transfer
 
 #: Masks, sinks and biases are given room in multiples of so many bytes.

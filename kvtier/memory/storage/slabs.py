@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier.errors import BudgetError, TransferError
-from kvtier.memory import system
+from kvtier.memory.storage import system
 from kvtier.planning import sizing
 
 _HUGE_PAGE = 2 * 2**20

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.memory import system
+from kvtier.memory.storage import system
 
 MIB = 2**20
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvtier.memory.lock import Lock, Waiting
-from kvtier.memory.pool import Fence
+from kvtier.memory.access.lock import Lock, Waiting
+from kvtier.memory.storage.pool import Fence
 from kvtier.transfer.engine import Event
 
 #: Seconds for which a thread that was cut short waits for the lock, to wake those that wait for it.
@@ -62,7 +62,7 @@ class Readers:
                 self._active = [reading for reading in self._active if not reading.over]
                 self._ended.notify_all()
         finally:
-            try:  # noqa: SIM105 - the first call: see `kvtier.memory.lock`
+            try:  # noqa: SIM105 - the first call: see `kvtier.memory.access.lock`
                 self._lock.release()
             except RuntimeError:
                 pass  # another thread's
