@@ -176,7 +176,7 @@ class Walk:
     def reclaim(self) -> None:
         device = self.readers[0].device
         if device.slabs is not None:
-            device._reclaim(device.slabs.budget.free + self.random.randint(1, 4) * 1000, None)
+            device.room._reclaim(device.slabs.budget.free + self.random.randint(1, 4) * 1000, None)
 
     def step(self) -> None:
         acts = [self.append] * 12 + [self.evict, self.fetch, self.poll] * 3

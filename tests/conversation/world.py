@@ -532,7 +532,7 @@ class World:
         with memory.lock:
             memory._drain()
             for device in memory.devices:
-                device._cancel()
+                device.eviction.cancel()
                 assert not device.engine.in_flight(), "a transfer is under way"
             memory.trim(all_free=True)
         stats = memory.stats

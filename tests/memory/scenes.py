@@ -145,7 +145,7 @@ def give_up_early(scene: Scene) -> None:
 
 def cancel(scene: Scene) -> None:
     """All fetches are given up for want of room."""
-    scene.device._cancel()
+    scene.device.eviction.cancel()
 
 
 def promote(scene: Scene) -> None:
@@ -179,7 +179,7 @@ def pack_host(scene: Scene) -> None:
 
 def release_idle(scene: Scene) -> None:
     """Workspaces and buffers that nobody uses are given back."""
-    scene.device._release_idle()
+    scene.device.room.release_idle()
     scene.memory.host.release_idle()
 
 

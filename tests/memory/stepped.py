@@ -30,7 +30,11 @@ from kvtier.memory.storage.pool import BlockPool
 from kvtier.memory.storage.slabs import Budget
 from kvtier.memory.tiered import TieredMemory
 from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.eviction import Eviction
+from kvtier.memory.tiers.fetching import Fetching
 from kvtier.memory.tiers.host import HostTier
+from kvtier.memory.tiers.room import Room
+from kvtier.memory.tiers.tier import DeviceTier
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.table import BlockTable
 from kvtier.transfer.doubles import FailingTransfers, HeldTransfers
@@ -225,34 +229,11 @@ LOCKED: dict[type, tuple[str, ...]] = {
             "check_open",
         ]
     ),
-    ComputeDevice: (
-        [
-            "block_set",
-            "drop_set",
-            "fence",
-            "obtainable",
-            "allocate",
-            "copy_of",
-            "bring",
-            "seal",
-            "free",
-            "keep_free",
-            "write_back",
-            "evict",
-            "evict_from",
-            "evict_run",
-            "fetch",
-            "poll",
-            "make_room",
-            "promote",
-            "close",
-            "_take",
-            "_reclaim",
-            "_settle",
-            "_cancel",
-            "_pack",
-        ]
-    ),
+    DeviceTier: ("block_set", "drop_set", "fence", "obtainable", "poll", "settle", "close"),
+    Eviction: ("write_back", "evict", "evict_from", "evict_run", "leave", "cancel"),
+    Room: ("keep_free", "make_room", "take", "_reclaim"),
+    Fetching: ("fetch", "promote", "_pack"),
+    ComputeDevice: ("allocate", "copy_of", "bring", "seal", "free"),
     HostTier: ["pool", "take", "grow", "make_room", "release_idle", "poll"],
     BlockPool: ["grow", "retire", "take", "give", "claim", "poll", "reset", "_release", "close"],
     Budget: ("reserve", "release"),

@@ -41,8 +41,10 @@ from kvtier.memory.storage.buffers import IoBuffers, Workspace
 from kvtier.memory.storage.pool import BlockPool
 from kvtier.memory.storage.slabs import SlabAllocator
 from kvtier.memory.tiered import TieredMemory
-from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.eviction import Eviction
+from kvtier.memory.tiers.fetching import Fetching
 from kvtier.memory.tiers.host import HostTier
+from kvtier.memory.tiers.room import Room
 from kvtier.tables import sharing, writing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.parked import ParkedSequences
@@ -114,7 +116,7 @@ ALONE: dict[str, Mutation] = {
     "nobody waits for a fetch before reading": edit(residency, "arrive", "move.transfer.wait()", "pass"),
     "wait does nothing": gone(Transfer, "wait"),
     "an eviction does not wait for the copy": edit(
-        ComputeDevice,
+        Eviction,
         "evict_run",
         "run.move.transfer.synchronize()",
         "residency._enter(run, residency.Operation.COMPLETE)",
@@ -211,7 +213,7 @@ THREADS: dict[str, Mutation] = {
         residency, "evict", "move if fence is None else Fences(move, fence)", "move"
     ),
     "nobody waits for a fetch that another thread gives up": edit(split, "arrive", "move.transfer.wait()", "pass"),
-    "blocks move under readers": edit(ComputeDevice, "_reclaim", "elif not self._readers.wait():", "else:"),
+    "blocks move under readers": edit(Room, "_reclaim", "elif not self._tier.readers.wait():", "else:"),
     "blocks move under readers on the host": edit(HostTier, "_reclaim", "elif not self._readers.wait():", "else:"),
     "who waits for readers is not told that they ended": edit(Readers, "end", "self._ended.notify_all()", "pass"),
     "addresses are looked up after the lock": edit(
@@ -229,12 +231,12 @@ THREADS: dict[str, Mutation] = {
 #: What no walk comes by within a few seeds, and the test that does.
 DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
     "slots that were taken for what has come meanwhile are lost": (
-        edit(ComputeDevice, "_slots_for", "pools.device.give(start, n, self.fence())", "pass"),
+        edit(Fetching, "_slots_for", "pools.device.give(start, n, self._tier.fence())", "pass"),
         test_reclaim.test_slots_for_what_another_thread_has_fetched_meanwhile_are_given_back,
     ),
     "what makes room gives no fetch up where the host is full": (
         both(
-            edit(ComputeDevice, "_reclaim", "if not self._cancel() and", "if True and"),
+            edit(Room, "_reclaim", "if not self._eviction.cancel() and", "if True and"),
             gone(HostTier, "_await_copies", False),
         ),
         test_reclaim.test_a_full_host_makes_a_device_give_its_fetches_up,
@@ -244,7 +246,7 @@ DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
         lambda: test_budget_changes.test_copies_that_are_under_way_refuse_no_budget(0.0),
     ),
     "free room of other layouts is not gathered": (
-        gone(ComputeDevice, "_gather", False),
+        gone(Room, "_gather", False),
         lambda: test_budget_changes.test_what_a_resize_names_suffices_where_room_is_scattered_over_layouts(10),
     ),
     "what is continued is claimed by nobody": (

@@ -408,7 +408,7 @@ class Walk:
             assert (stats.device.used_blocks, stats.host.used_blocks) == (0, 0)
             with self.memory.lock:
                 for device in self.memory.devices:
-                    device._cancel()
+                    device.eviction.cancel()
                 self.memory.trim(all_free=True)
             assert self.memory.stats.device.bytes == self.memory.stats.host.bytes == 0
             self.memory.close()
@@ -797,7 +797,7 @@ class Member:
         with self.pressure() as sets:
             for device, blocks in sets:
                 if self.random.random() < 0.3:
-                    device._scattered, device._until_pack = True, 0  # free slots are to be brought together
+                    device.fetching._scattered, device.fetching._until_pack = True, 0  # free slots are to be neighbours
                 runs = [run for run in blocks.runs if run.state is State.HOST]
                 for run in device.fetch(runs, self.random.randint(1, 5), None, evict=self.random.random() < 0.3):
                     if self.random.random() < 0.3:
@@ -814,7 +814,7 @@ class Member:
                     runs = [run for run in blocks.runs if run.state is State.HOST]
                     device.fetch(runs, self.random.randint(1, 5), None, evict=False)
                 if self.random.random() < 0.2:
-                    device._cancel()
+                    device.eviction.cancel()
                 for run in [run for run in blocks.runs if run.state is State.ARRIVING]:
                     residency.evict(run, device.fence(blocks))
         yield from ()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from kvtier import BudgetError, TieredKVCache
 from kvtier.cpu import native
 from kvtier.kernels import launch
-from kvtier.memory.tiers import device as device_module
+from kvtier.memory.tiers import fetching
 from kvtier.planning import sizing
 from kvtier.planning.policy import Policy
 from kvtier.testing import with_doubles
@@ -127,7 +127,7 @@ def by_both(patch: Patch) -> None:
 def always_packing(patch: Patch) -> None:
     """Whatever is fetched counts as scattered, so that blocks move within the device all the time."""
     patch.setattr(sizing, "scattered", lambda runs, blocks: True)
-    patch.setattr(device_module, "PACK_INTERVAL", 1)
+    patch.setattr(fetching, "PACK_INTERVAL", 1)
 
 
 # Lost edges

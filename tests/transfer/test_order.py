@@ -41,6 +41,10 @@ from kvtier.memory.storage.layout import BlockLayout
 from kvtier.memory.storage.pool import BlockPool
 from kvtier.memory.tiered import TieredMemory
 from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.eviction import Eviction
+from kvtier.memory.tiers.fetching import Fetching
+from kvtier.memory.tiers.room import Room
+from kvtier.memory.tiers.tier import DeviceTier
 from kvtier.planning.policy import Policy
 from kvtier.stats import Counters
 from kvtier.tables.layer import LayerKV
@@ -125,7 +129,7 @@ EDGES: dict[str, Lost] = {
         (edit(LayerReader, "retire", "self.device.fence(part.blocks)", "None"),), OVERWRITTEN
     ),
     "fetch: the fence of an evicted block": Lost(
-        (edit(ComputeDevice, "evict_run", "self.fence(run.blocks)", "None"),), OVERWRITTEN
+        (edit(Eviction, "evict_run", "self._tier.fence(run.blocks)", "None"),), OVERWRITTEN
     ),
     "fetch: the event of every attention": Lost(
         (
@@ -142,7 +146,7 @@ EDGES: dict[str, Lost] = {
         (edit(BlockPool, "_take_held", "behind.append(event)", "pass"),), OVERWRITTEN
     ),
     "fetch: what was done in new memory": Lost(
-        (edit(ComputeDevice, "_grow", "self.note_writes()", "pass"),), ("compute writes", "fetch writes")
+        (edit(Room, "grow", "self._tier.note_writes()", "pass"),), ("compute writes", "fetch writes")
     ),
     # A read happens behind its fetch.
     "read: the wait for what arrives": Lost(
@@ -162,12 +166,12 @@ EDGES: dict[str, Lost] = {
     ),
     # Who reads the host's copy knows that it is there.
     "host: the end of the write-back": Lost(
-        (edit(ComputeDevice, "evict_run", "run.move.transfer.synchronize()", "run.move.transfer.settle()"),),
+        (edit(Eviction, "evict_run", "run.move.transfer.synchronize()", "run.move.transfer.settle()"),),
         ("write_back writes", "host threads reads"),
         host=True,
     ),
     "host: the end of the write-back, for a fetch": Lost(
-        (edit(ComputeDevice, "evict_run", "run.move.transfer.synchronize()", "run.move.transfer.settle()"),),
+        (edit(Eviction, "evict_run", "run.move.transfer.synchronize()", "run.move.transfer.settle()"),),
         ("write_back writes", "fetch reads"),
     ),
     "poll: what has ended": Lost(
@@ -505,9 +509,9 @@ def packed(model: StreamModel) -> None:
         slots.device.engine.drain()
         model.compute.synchronize()
         slots.device.poll()
-        slots.device._scattered = True
-        slots.device._until_pack = 0
-        slots.device._pack(first.blocks.pools, None)
+        slots.device.fetching._scattered = True
+        slots.device.fetching._until_pack = 0
+        slots.device.fetching._pack(first.blocks.pools, None)
         assert slots.owner.counters.moved_blocks == 3
         slots.evict(other, 3)
         assert slots.fetch(first) == 3
@@ -533,17 +537,17 @@ SCENES: dict[str, tuple[Callable[[StreamModel], None], Callable[[Patch], None], 
     "the fence of freed slots": (freed, edit(ComputeDevice, "free", "self.fence()", "None"), {OVERWRITTEN}),
     "the order behind an interrupt": (
         interrupted,
-        edit(ComputeDevice, "recount", "self.note_writes()", "pass"),
+        edit(DeviceTier, "recount", "self.note_writes()", "pass"),
         {OVERWRITTEN},
     ),
     "the order behind moves": (
         packed,
-        edit(ComputeDevice, "_pack", "self.note_writes()", "pass"),
+        edit(Fetching, "_pack", "self._tier.note_writes()", "pass"),
         {("compute writes", "fetch writes")},
     ),
     "the order behind new memory": (
         renewed,
-        edit(ComputeDevice, "_grow", "self.note_writes()", "pass"),
+        edit(Room, "grow", "self._tier.note_writes()", "pass"),
         {("compute writes", "fetch writes")},
     ),
 }
@@ -591,7 +595,7 @@ def test_slots_of_a_fetch_that_nobody_wants_any_more_are_no_reason_to_refuse(lat
 def test_memory_is_not_given_back_under_a_copy(launches: bool, monkeypatch: Patch) -> None:
     if launches:
         by_launch(monkeypatch)
-    edit(ComputeDevice, "close", "self.engine.close()", "pass")(monkeypatch)
+    edit(DeviceTier, "close", "self.engine.close()", "pass")(monkeypatch)
     with StreamModel(0, monkeypatch, eagerness=0.0) as model:
         talk = Conversation(model, 0, host_attention=False)
         talk.forward(40)

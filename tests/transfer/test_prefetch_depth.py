@@ -20,7 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvtier import Policy, TieredKVCache
 from kvtier.attention.reader import LayerReader
 from kvtier.forward.forward import Forward
-from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.fetching import Fetching
 from kvtier.planning.step import StepPlan, StepRecord, StepState
 from kvtier.testing import with_doubles
 
@@ -180,7 +180,7 @@ def test_where_the_cpu_runs_ahead_a_fetch_waits_for_the_last_readers_of_its_slot
 ) -> None:
     """The slots were read four layers before: a fetch that is submitted late begins as early as on time."""
     if not precise:
-        edit(ComputeDevice, "fetch", "behind if self.engine.asynchronous else None", "None")(monkeypatch)
+        edit(Fetching, "fetch", "behind if self._tier.engine.asynchronous else None", "None")(monkeypatch)
     stalls, _ = timed(1, lead=math.inf)
     assert steady(stalls) == [0.0 if precise else 6.0] * len(steady(stalls))
 

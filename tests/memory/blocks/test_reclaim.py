@@ -23,7 +23,7 @@ from kvtier.memory.storage.layout import BlockLayout
 from kvtier.memory.storage.pool import BlockPool, Fence
 from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.memory.tiered import TieredMemory
-from kvtier.memory.tiers import device as device_module
+from kvtier.memory.tiers import fetching
 from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning import sizing
 from kvtier.planning.policy import Policy
@@ -558,7 +558,7 @@ def copies_of_fetches(times: int) -> list[int]:
 
 
 def test_fetches_come_to_be_a_few_copies(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(device_module, "PACK_INTERVAL", 1)
+    monkeypatch.setattr(fetching, "PACK_INTERVAL", 1)
     packed = copies_of_fetches(20)
     assert packed[0] > 4 * packed[-1]
     monkeypatch.setattr(reclaim, "pack", lambda *args: None)
@@ -576,23 +576,23 @@ def test_a_few_blocks_move_now_and_then(monkeypatch: Patch) -> None:
     layer = world.layer(8)
     with world.memory.lock:
         world.device.evict_from(layer.blocks, 8)
-        for _ in range(2 * device_module.PACK_INTERVAL):
+        for _ in range(2 * fetching.PACK_INTERVAL):
             for run in world.device.fetch(list(layer.runs()), 8, layer.blocks, evict=False):
                 residency.evict(run, None)
-    assert asked == [device_module.PACKED_BLOCKS] * 2
+    assert asked == [fetching.PACKED_BLOCKS] * 2
     world.close()
 
 
 @pytest.mark.parametrize("keep", [0, 1])
 def test_blocks_of_the_layer_that_is_read_stay_where_they_are(keep: int, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(device_module, "PACKED_BLOCKS", 10**6)
+    monkeypatch.setattr(fetching, "PACKED_BLOCKS", 10**6)
     world = Memory(60)
     for _ in range(2):
         world.evict_every_other(world.layer(24))
     before = [[run.device for run in layer.runs()] for layer in world.layers]
     with world.memory.lock:
-        world.device._scattered = True
-        world.device._pack(world.layers[0].blocks.pools, world.layers[keep].blocks)
+        world.device.fetching._scattered = True
+        world.device.fetching._pack(world.layers[0].blocks.pools, world.layers[keep].blocks)
     after = [[leaf.device for run in layer.runs() for leaf in run.leaves()] for layer in world.layers]
     assert after[keep] == before[keep]
     assert after[1 - keep] != before[1 - keep]
@@ -601,7 +601,7 @@ def test_blocks_of_the_layer_that_is_read_stay_where_they_are(keep: int, monkeyp
 
 
 def test_nothing_moves_while_another_thread_reads(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(device_module, "PACKED_BLOCKS", 10**6)
+    monkeypatch.setattr(fetching, "PACKED_BLOCKS", 10**6)
     world = Memory(60)
     for _ in range(2):
         world.evict_every_other(world.layer(24))
@@ -612,8 +612,8 @@ def test_nothing_moves_while_another_thread_reads(monkeypatch: Patch) -> None:
 
     def pack() -> int:
         with world.memory.lock:
-            world.device._scattered, world.device._until_pack = True, 0
-            world.device._pack(world.layers[0].blocks.pools, None)
+            world.device.fetching._scattered, world.device.fetching._until_pack = True, 0
+            world.device.fetching._pack(world.layers[0].blocks.pools, None)
         return world.owner.counters.moved_blocks
 
     assert pack() == 0

@@ -36,10 +36,10 @@ def held_by_a_fence(cache: TieredKVCache) -> tuple[ComputeDevice, BlockSet, Late
     (blocks,) = device.sets
     pool, fence = blocks.pools.home, Later()
     run = blocks.resident[0]
-    device._write_back_run(run)
+    device.eviction._write_back_run(run)
     residency.evict(run, fence)
     while pool.free or device.home.budget.free >= blocks.pools.layout.nbytes:
-        device._take_free(pool, 1, None, [])
+        device.room.take_free(pool, 1, None, [])
     assert not pool.obtainable(ordered=True)
     return device, blocks, fence
 
@@ -63,9 +63,9 @@ def test_a_slot_that_becomes_free_while_others_are_asked_is_room(
             device.poll()
             return False
 
-        monkeypatch.setattr(device, "evict", lambda *args: 0)
-        monkeypatch.setattr(device, "_reclaim", little)
-        assert device._make_slots(blocks.pools, 1, blocks)
+        monkeypatch.setattr(device.eviction, "evict", lambda *args: 0)
+        monkeypatch.setattr(device.room, "_reclaim", little)
+        assert device.room._make_slots(blocks.pools, 1, blocks)
         assert blocks.pools.home.obtainable(ordered=True)
 
 
@@ -80,8 +80,8 @@ def test_a_slot_that_becomes_free_while_slabs_are_given_back_counts(
             device.poll()
             return 0
 
-        monkeypatch.setattr(device, "evict", nothing)
+        monkeypatch.setattr(device.eviction, "evict", nothing)
         looked = []
         monkeypatch.setattr("kvtier.memory.blocks.reclaim.reclaim", lambda pools, *args: looked.append(pools) or True)
-        assert device._reclaim(blocks.pools.layout.nbytes, blocks)
+        assert device.room._reclaim(blocks.pools.layout.nbytes, blocks)
         assert looked
