@@ -6,6 +6,8 @@ blocks/       what is in the slots: runs of blocks, the one place that moves the
 tiers/        the host tier, and compute devices with theirs: making room, eviction, fetches
 
 owner.py      what a memory knows of one cache, or of one `ParkedSequences`
+admission.py  whether the budgets hold what owners claim, when one claims more or a budget changes
+limits.py     what budgets that are given as options are in bytes
 usage.py      what the tiers hold, for statistics
 integrity.py  whether everything that is counted twice agrees
 recovery.py   everything made again from the runs, after a change was cut short

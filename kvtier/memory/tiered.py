@@ -14,34 +14,23 @@ from typing import Any, Literal
 import torch
 
 from kvtier import profile
-from kvtier.config import (
-    DEVICE_RESERVE,
-    DEVICE_RESERVE_SHARE,
-    HOST_RESERVE,
-    HOST_RESERVE_SHARE,
-    MemoryOptions,
-    Size,
-    checks_names,
-    format_size,
-    resolve_size,
-    warn_if_beyond,
-)
+from kvtier.config import MemoryOptions, Size, checks_names, format_size
 from kvtier.errors import ClosedError, ConfigError, MemoryInUseError
-from kvtier.memory import integrity, measured, recovery, usage
+from kvtier.memory import integrity, limits, measured, recovery, usage
 from kvtier.memory.access.change import Change, ask, undone
 from kvtier.memory.access.lock import new_lock
 from kvtier.memory.access.readers import Readers
+from kvtier.memory.admission import Admission
 from kvtier.memory.blocks.audit import Audit
 from kvtier.memory.blocks.block import BlockSet, State
 from kvtier.memory.owner import Owner
-from kvtier.memory.storage import shortage, system
 from kvtier.memory.storage.buffers import IoBuffers, Workspace
 from kvtier.memory.storage.layout import BlockLayout
 from kvtier.memory.storage.pool import BlockPool
 from kvtier.memory.storage.slabs import SlabAllocator
 from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.memory.tiers.host import HostTier, Parked
-from kvtier.planning.admission import Claim, demand
+from kvtier.planning.admission import Claim
 from kvtier.planning.costs import Rates
 from kvtier.planning.policies.names import policy_of
 from kvtier.planning.policy import Policy
@@ -55,22 +44,6 @@ EngineFactory = Callable[[torch.device], TransferEngine]
 def default_engine(device: torch.device) -> TransferEngine:
     """CUDA streams on a CUDA device; inline copies elsewhere."""
     return CudaTransfers(device) if device.type == "cuda" else InlineTransfers(device)
-
-
-def _warn_if_beyond_the_host(options: MemoryOptions) -> None:
-    """At once, and not at the first forward: the host is there already. Which device is meant is not known yet."""
-    if options.host_bytes():
-        warn_if_beyond("host_budget", options.host_bytes(), system.total_host_memory(), "this machine")
-
-
-def _check_devices(budgets: Mapping[str, object]) -> None:
-    """Raise `ConfigError` for a budget of a device that is not there: it would be ignored silently."""
-    missing = [name for name in budgets if not system.is_there(name)]
-    if missing:
-        raise ConfigError(
-            f"device_budget names {missing[0]!r}, and torch finds no such device here. Give budgets to devices of this "
-            "machine; where the model runs on the CPU, leave device_budget away."
-        )
 
 
 class TieredMemory:
@@ -126,7 +99,7 @@ class TieredMemory:
     def _setup(
         self, options: MemoryOptions, policy: Policy, engine: EngineFactory = default_engine, *, poison: bool = False
     ) -> None:
-        _warn_if_beyond_the_host(options)
+        limits.warn_if_beyond_the_host(options)
         self.options = options
         self.policy = policy
         self.lock = new_lock()
@@ -159,6 +132,7 @@ class TieredMemory:
         self._totals = Counters()
         self._peaks: dict[str, TierStats] = {}
         self._host: HostTier | None = None
+        self._admission = Admission(self._devices, self._owners, self.parked, self.conceding, self.readers)
 
     def set_up(self, engine: EngineFactory, *, poison: bool = False) -> None:
         """Use other transfer engines, and poison free slots, from the first use on (tests)."""
@@ -283,19 +257,7 @@ class TieredMemory:
         if found is None:
             self.check_open()
             profile.enabled()  # a wrong setting is an error here, not in the middle of a forward
-            limit = None
-            if isinstance(self.options.device_budget, Mapping):
-                _check_devices(self.options.device_budget)
-            size = self._device_size(device, self.options)
-            if device.type != "cpu" or size is not None:
-                limit = resolve_size(
-                    "device_budget",
-                    "auto" if size is None else size,
-                    system.free_device_memory(device),
-                    DEVICE_RESERVE,
-                    DEVICE_RESERVE_SHARE,
-                )
-                warn_if_beyond("device_budget", limit, system.total_device_memory(device), str(device))
+            limit = limits.of_device(device, self.options, self._devices)
             host = self.host
             if device.type == "cuda" and host.slabs.lock_for is None:
                 host.slabs.lock_for = device
@@ -312,25 +274,6 @@ class TieredMemory:
             self._devices[device] = found
         return found
 
-    def _device_size(self, device: torch.device, options: MemoryOptions) -> int | float | str | None:
-        """The budget of a device tier on `device`, as parsed; None: the default.
-
-        A budget that names no device is that of accelerators. On the CPU it emulates one, only where none is in use:
-        with an accelerator (a mixed `device_map`), layers on the CPU are in the host tier, within `host_budget`.
-        """
-        size = options.device_size(str(device))
-        if isinstance(options.device_budget, Mapping):
-            return size
-        if device.type == "cpu":
-            return None if any(each.type != "cpu" for each in self._devices) else size
-        if any(each.type == "cpu" and found.slabs is not None for each, found in self._devices.items()):
-            raise ConfigError(
-                f"device_budget={options.device_budget!r} emulates a device for layers on the CPU, but a layer is on "
-                f"{device}. Name the devices: device_budget={{{str(device)!r}: {options.device_budget!r}}} leaves the "
-                "layers on the CPU in the host tier."
-            )
-        return size
-
     @property
     def devices(self) -> list[ComputeDevice]:
         """The compute devices in use."""
@@ -340,16 +283,11 @@ class TieredMemory:
     def host(self) -> HostTier:
         """The host tier, made on first use."""
         if self._host is None:
-            self._host = HostTier(self._host_limit(self.options, 0), self.readers, poison=self._poison)
+            self._host = HostTier(limits.of_host(self.options, 0), self.readers, poison=self._poison)
             self._host.promote = lambda layout: any(device.promote(layout) for device in self.devices)
             self._host.drain = self._drain
             self._host.parked = self.parked
         return self._host
-
-    def _host_limit(self, options: MemoryOptions, used: int) -> int:
-        """The host budget in bytes, as it is resolved now that `used` bytes are taken already."""
-        free = system.free_host_memory() + used
-        return resolve_size("host_budget", options.host_budget, free, HOST_RESERVE, HOST_RESERVE_SHARE)
 
     def block_set(self, owner: Owner, device: ComputeDevice, layout: BlockLayout, layer: int) -> BlockSet:
         """A new set of blocks of an owner."""
@@ -407,58 +345,7 @@ class TieredMemory:
             None; or, and nothing is changed, the memory that is too small, and the smallest limit with which the claim
             is admitted.
         """
-        refused = self._admit(owner, device, claim)
-        while refused is not None:
-            for each in self.parked:
-                each.relax()
-            refused = self._admit(owner, device, claim)
-            # Without an owner it is asked what is promised already.
-            if refused is None or owner.number < 0 or not any([ask() for ask in self.conceding]):
-                break
-            self.readers.pause()
-            refused = self._admit(owner, device, claim)
-        return refused
-
-    def _admit(
-        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim]
-    ) -> tuple[SlabAllocator, int] | None:
-        home = device.home
-        if device.slabs is not None:
-            device.slabs.recover()
-
-        def demanded(limit: int) -> int:
-            return self._demand(owner, device, claim(limit), limit)[device.slabs is None]
-
-        limit = home.budget.lasting
-        if demanded(limit) > limit:
-            needed = _fixed_point(demanded, limit)
-            goal = home.budget.goal
-            if device.slabs is None or (goal is not None and needed > goal) or not device.slabs.allow(needed):
-                return home, needed
-        mine, host = claim(home.budget.lasting), self.host.slabs
-        needed = self._demand(owner, device, mine, home.budget.lasting)[1]
-        if needed > host.budget.lasting:
-            return host, needed
-        owner.claims[device] = mine
-        return None
-
-    def _demand(self, owner: Owner, device: ComputeDevice, mine: Claim, limit: int) -> tuple[int, int]:
-        """Bytes that a device's tier, and the host, need at the least for one claim and all others, if the tier where
-        the device's blocks begin has `limit`."""
-        host, own = 0, 0
-        for each in self._devices.values():
-            claims = [x.claims[each] for x in self._owners.values() if each in x.claims and x is not owner]
-            if each is device:
-                # With another budget, what the others read through would be another, too.
-                claims = [*(x.at(limit) for x in claims), mine]
-            elif each in owner.claims:
-                claims.append(owner.claims[each])
-            budget = None if each.slabs is None else each.slabs.budget.lasting
-            found = demand(claims, limit if each is device and each.slabs is not None else budget)
-            host += found.host
-            if each is device:
-                own = found.device
-        return own, host
+        return self._admission.admit(owner, device, claim)
 
     @checks_names
     def resize(
@@ -475,73 +362,19 @@ class TieredMemory:
         """
         options = self.options.with_budgets(device_budget, host_budget)
         if host_budget is not None:
-            _warn_if_beyond_the_host(options)
+            limits.warn_if_beyond_the_host(options)
         with self.lock, self.change:
             while any(slabs.budget.goal is not None for slabs in self._tier_slabs()):
                 self.readers.pause()  # another thread gives budgets, and waits for readers
             self.check_open()
             self.collect()
-            limits: dict[SlabAllocator, int] = {}
-            for device in self._devices.values() if device_budget is not None else ():
-                size = self._device_size(device.device, options)
-                if (device.slabs is None) != (size is None):
-                    how = "would get" if size is not None else "would lose"
-                    raise ConfigError(
-                        f"device_budget={device_budget!r}: {device.device} {how} an emulated device tier. Whether "
-                        "there is one is settled at the first forward: make a new cache, or a new TieredMemory."
-                    )
-                if device.slabs is not None and size is not None:
-                    limits[device.slabs] = resolve_size(
-                        "device_budget",
-                        size,
-                        system.free_device_memory(device.device) + device.slabs.budget.used,
-                        DEVICE_RESERVE,
-                        DEVICE_RESERVE_SHARE,
-                    )
+            given: dict[SlabAllocator, int] = {}
+            if device_budget is not None:
+                given |= limits.of_devices(options, device_budget, self._devices)
             if host_budget is not None and self._host is not None:
-                limits[self._host.slabs] = self._host_limit(options, self._host.slabs.budget.used)
-            self._resize(limits)
+                given[self._host.slabs] = limits.of_host(options, self._host.slabs.budget.used)
+            self._admission.resize(given, self._host)
             self.options = options
-
-    def _resize(self, limits: dict[SlabAllocator, int]) -> None:
-        before = {slabs: slabs.limits for slabs in limits}
-        try:
-            for slabs, limit in limits.items():
-                slabs.resize(limit)
-            for device in self._devices.values():
-                refused = self.admit(Owner(-1), device, lambda limit: Claim())
-                if refused is not None:
-                    raise shortage.too_small(*refused, "What the caches hold needs")
-            # What leaves one tier may need what another one gains. Readers are waited for: who is admitted meanwhile is
-            # promised no more than there will be.
-            for slabs, limit in limits.items():
-                slabs.budget.goal = limit
-                slabs.resize(max(limit, before[slabs].limit))
-            for slabs, limit in limits.items():
-                self._vacate(slabs, limit)
-                slabs.resize(limit)  # at once: waiting for readers lets other threads in
-        except BaseException:
-            for slabs, limits_before in before.items():
-                slabs.limits = limits_before
-            raise
-        finally:
-            for slabs in limits:
-                slabs.budget.goal = None
-            self.readers.resume()
-        for slabs, limit in limits.items():
-            slabs.resize(limit)
-
-    def _vacate(self, slabs: SlabAllocator, limit: int) -> None:
-        """Give memory back until no more than `limit` bytes are taken."""
-        budget = slabs.budget
-        if budget.used <= limit:
-            return
-        for device in self._devices.values():
-            if device.slabs is slabs:
-                device.make_room(budget.limit - limit)
-                return
-        if not self.host.make_room(budget.limit - limit):
-            raise shortage.not_vacated(budget, limit)
 
     def trim(self, *, all_free: bool = False) -> None:
         """Give back slabs that are wholly free: all, or where much is free. The caller holds the lock."""
@@ -675,7 +508,7 @@ class TieredMemory:
             budgets = {name: given[name] or last.budget for name, last in gone.items()}
             if not (budgets["host"] or self.closed):  # "auto", or a share: what it would be if it were used now
                 with contextlib.suppress(ConfigError):  # a full machine leaves nothing: an error for the first forward
-                    budgets["host"] = self._host_limit(self.options, 0)
+                    budgets["host"] = limits.of_host(self.options, 0)
             return {name: TierStats(budgets[name], 0, last.peak_bytes, 0, 0, 0, 0, 0) for name, last in gone.items()}
         device, host = usage.tiers(self._host, self.devices, self.owners)
         if not device.budget and (given_bytes := self.options.device_bytes()):
@@ -701,11 +534,3 @@ class TieredMemory:
         """Raise AssertionError unless all counts agree. For tests and debugging; walks every run."""
         with self.lock, self.change:
             integrity.check(self._host, list(self._devices.values()), self._owners, self.readers)
-
-
-def _fixed_point(demanded: Callable[[int], int], limit: int) -> int:
-    """The smallest number above `limit`, for which too much is demanded, for which no more is demanded than itself."""
-    # What is demanded never falls with the limit, so that no smaller number is passed over.
-    while (needed := demanded(limit)) > limit:
-        limit = needed
-    return limit

@@ -31,6 +31,7 @@ from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.wake import Waker
 from kvtier.conversation.store import ConversationStore
 from kvtier.hf import generation
+from kvtier.memory.admission import Admission
 from kvtier.memory.blocks import residency
 from kvtier.memory.blocks.audit import Audit
 from kvtier.memory.tiered import TieredMemory
@@ -69,7 +70,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a tail that is cut out counts no references": edit(BlockTable, "tail", "run.refs += 1", "pass"),
     "blocks that hold other bytes are read": gone(Audit, "_compare"),
     "nothing is repaired after an interrupt": gone(TieredMemory, "_recover"),
-    "a budget admits everything": edit(TieredMemory, "_admit", "if demanded(limit) > limit:", "if False:"),
+    "a budget admits everything": edit(Admission, "_admit", "if demanded(limit) > limit:", "if False:"),
     "what a cache continues is not cropped": edit(
         ParkedSequences, "follow", "table.crop(length, kv.layout.block_size, layer.device.free)", "pass"
     ),

@@ -23,6 +23,7 @@ from kvtier.attention.reader import LayerReader
 from kvtier.cpu.append import TokenWriter
 from kvtier.forward.schedule import Schedule
 from kvtier.memory.access.readers import Readers
+from kvtier.memory.admission import Admission
 from kvtier.memory.blocks import residency
 from kvtier.memory.blocks.block import Move
 from kvtier.memory.storage.buffers import IoBuffers, Workspace
@@ -72,7 +73,7 @@ class Turns:
         """Let an unused memory take turns."""
         assert memory._host is None
         memory.lock = self.lock  # type: ignore[assignment]
-        memory.readers = Readers(self.lock)  # type: ignore[arg-type]
+        memory.readers._lock = self.lock  # type: ignore[assignment]
         memory.readers._ended = SteppedCondition(self)  # type: ignore[assignment]
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
@@ -222,13 +223,13 @@ LOCKED: dict[type, tuple[str, ...]] = {
             "leave",
             "collect",
             "trim",
-            "_resize",
             "_recover",
             "_tiers",
             "_drain",
             "check_open",
         ]
     ),
+    Admission: ("admit", "resize"),
     DeviceTier: ("block_set", "drop_set", "fence", "obtainable", "poll", "settle", "close"),
     Eviction: ("write_back", "evict", "evict_from", "evict_run", "leave", "cancel"),
     Room: ("keep_free", "make_room", "take", "_reclaim"),

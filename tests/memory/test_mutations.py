@@ -35,6 +35,7 @@ from kvtier.forward.token import NextToken
 from kvtier.hf.cache import TieredKVCache
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory.access.readers import Readers, ReadFence
+from kvtier.memory.admission import Admission
 from kvtier.memory.blocks import residency
 from kvtier.memory.blocks.block import BlockSet
 from kvtier.memory.storage.buffers import IoBuffers, Workspace
@@ -183,10 +184,8 @@ ALONE: dict[str, Mutation] = {
         Workspace, "release_idle", "0 if self.in_use else self.nbytes", "self.nbytes"
     ),
     # admission
-    "nothing is admitted": edit(TieredMemory, "_admit", "if demanded(limit) > limit:", "if False:"),
-    "claims of others do not count": edit(
-        TieredMemory, "_demand", "if each in x.claims and x is not owner", "if False"
-    ),
+    "nothing is admitted": edit(Admission, "_admit", "if demanded(limit) > limit:", "if False:"),
+    "claims of others do not count": edit(Admission, "_demand", "if each in x.claims and x is not owner", "if False"),
     "a refusal leaves what came before": gone(TieredKVCache, "_roll_back"),
 }
 

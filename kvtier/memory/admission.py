@@ -1,0 +1,167 @@
+"""`Admission`: the budgets hold what owners claim, whoever claims more and whichever budget changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from kvtier.memory.access.readers import Readers
+from kvtier.memory.owner import Owner
+from kvtier.memory.storage import shortage
+from kvtier.memory.storage.slabs import SlabAllocator
+from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.host import HostTier, Parked
+from kvtier.planning.admission import Claim, demand
+
+
+class Admission:
+    """Compares the claims of all owners with the budgets: before one claims more, and before a budget falls.
+
+    The caller of every method holds the memory's lock.
+
+    Args:
+        devices: those in use.
+        owners: those that were let in, by number.
+        parked: blocks that nobody is promised.
+        conceding: asked before anybody is refused, see `TieredMemory`.
+        readers: attention calls under way.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[torch.device, ComputeDevice],
+        owners: Mapping[int, Owner],
+        parked: Sequence[Parked],
+        conceding: Sequence[Callable[[], bool]],
+        readers: Readers,
+    ) -> None:
+        self._devices = devices
+        self._owners = owners
+        self._parked = parked
+        self._conceding = conceding
+        self._readers = readers
+
+    def admit(
+        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim]
+    ) -> tuple[SlabAllocator, int] | None:
+        """Let an owner take what it claims on a device until its next claim, if the budgets hold all claims together.
+
+        Args:
+            claim: what it claims, if the tier where blocks begin has so many bytes: what a layer is read through may
+                grow with that.
+
+        Returns:
+            None; or, and nothing is changed, the memory that is too small, and the smallest limit with which the claim
+            is admitted.
+        """
+        refused = self._admit(owner, device, claim)
+        while refused is not None:
+            for each in self._parked:
+                each.relax()
+            refused = self._admit(owner, device, claim)
+            # Without an owner it is asked what is promised already.
+            if refused is None or owner.number < 0 or not any([ask() for ask in self._conceding]):
+                break
+            self._readers.pause()
+            refused = self._admit(owner, device, claim)
+        return refused
+
+    def _admit(
+        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim]
+    ) -> tuple[SlabAllocator, int] | None:
+        home = device.home
+        if device.slabs is not None:
+            device.slabs.recover()
+
+        def demanded(limit: int) -> int:
+            return self._demand(owner, device, claim(limit), limit)[device.slabs is None]
+
+        limit = home.budget.lasting
+        if demanded(limit) > limit:
+            needed = _fixed_point(demanded, limit)
+            goal = home.budget.goal
+            if device.slabs is None or (goal is not None and needed > goal) or not device.slabs.allow(needed):
+                return home, needed
+        mine, host = claim(home.budget.lasting), device.host.slabs
+        needed = self._demand(owner, device, mine, home.budget.lasting)[1]
+        if needed > host.budget.lasting:
+            return host, needed
+        owner.claims[device] = mine
+        return None
+
+    def _demand(self, owner: Owner, device: ComputeDevice, mine: Claim, limit: int) -> tuple[int, int]:
+        """Bytes that a device's tier, and the host, need at the least for one claim and all others, if the tier where
+        the device's blocks begin has `limit`."""
+        host, own = 0, 0
+        for each in self._devices.values():
+            claims = [x.claims[each] for x in self._owners.values() if each in x.claims and x is not owner]
+            if each is device:
+                # With another budget, what the others read through would be another, too.
+                claims = [*(x.at(limit) for x in claims), mine]
+            elif each in owner.claims:
+                claims.append(owner.claims[each])
+            budget = None if each.slabs is None else each.slabs.budget.lasting
+            found = demand(claims, limit if each is device and each.slabs is not None else budget)
+            host += found.host
+            if each is device:
+                own = found.device
+        return own, host
+
+    def resize(self, limits: Mapping[SlabAllocator, int], host: HostTier | None) -> None:
+        """Give other budgets. Blocks leave where a budget falls.
+
+        Args:
+            limits: bytes, of every memory whose budget changes.
+            host: the host tier, if it is in use.
+
+        Raises:
+            BudgetError: what the owners hold does not fit; names the smallest that works. Nothing was changed.
+        """
+        before = {slabs: slabs.limits for slabs in limits}
+        try:
+            for slabs, limit in limits.items():
+                slabs.resize(limit)
+            for device in self._devices.values():
+                refused = self.admit(Owner(-1), device, lambda limit: Claim())
+                if refused is not None:
+                    raise shortage.too_small(*refused, "What the caches hold needs")
+            # What leaves one tier may need what another one gains. Readers are waited for: who is admitted meanwhile is
+            # promised no more than there will be.
+            for slabs, limit in limits.items():
+                slabs.budget.goal = limit
+                slabs.resize(max(limit, before[slabs].limit))
+            for slabs, limit in limits.items():
+                self._vacate(slabs, limit, host)
+                slabs.resize(limit)  # at once: waiting for readers lets other threads in
+        except BaseException:
+            for slabs, limits_before in before.items():
+                slabs.limits = limits_before
+            raise
+        finally:
+            for slabs in limits:
+                slabs.budget.goal = None
+            self._readers.resume()
+        for slabs, limit in limits.items():
+            slabs.resize(limit)
+
+    def _vacate(self, slabs: SlabAllocator, limit: int, host: HostTier | None) -> None:
+        """Give memory back until no more than `limit` bytes are taken."""
+        budget = slabs.budget
+        if budget.used <= limit:
+            return
+        for device in self._devices.values():
+            if device.slabs is slabs:
+                device.make_room(budget.limit - limit)
+                return
+        assert host is not None
+        if not host.make_room(budget.limit - limit):
+            raise shortage.not_vacated(budget, limit)
+
+
+def _fixed_point(demanded: Callable[[int], int], limit: int) -> int:
+    """The smallest number above `limit`, for which too much is demanded, for which no more is demanded than itself."""
+    # What is demanded never falls with the limit, so that no smaller number is passed over.
+    while (needed := demanded(limit)) > limit:
+        limit = needed
+    return limit
