@@ -36,7 +36,8 @@ from kvtier.planning.step import StepRecord
 from kvtier.stats import LayerResidency, Progress
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV
-from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
+from kvtier.tables.parked.sequence import ParkedLayer, ParkedSequence
+from kvtier.tables.parked.sequences import ParkedSequences
 from kvtier.tables.sharing import Alike, Group
 
 

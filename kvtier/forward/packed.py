@@ -24,7 +24,8 @@ from kvtier.planning.admission import Claim
 from kvtier.planning.step import StepRecord
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.packed import PackedLayerKV
-from kvtier.tables.parked import ParkedLayer, ParkedSequence, ParkedSequences
+from kvtier.tables.parked.sequence import ParkedLayer, ParkedSequence
+from kvtier.tables.parked.sequences import ParkedSequences
 from kvtier.tables.table import BlockTable
 
 

@@ -5,5 +5,5 @@ sharing.py  which rows of a batch share a table, and how many blocks new tokens 
 writing.py  new tokens into open blocks
 layer.py    `LayerKV`: one layer of one cache, rows pointing at tables
 packed.py   `PackedLayerKV`: one layer of any number of sequences, each of its own length
-parked.py   sequences that no cache is adding to
+parked/     sequences that no cache is adding to
 """

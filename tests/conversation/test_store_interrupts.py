@@ -20,7 +20,7 @@ from kvtier.conversation.calls import columns, prefix_reuse
 from kvtier.conversation.kept import kept, retention
 
 #: Where an interrupt comes in every line: what is kept account of. Elsewhere it comes in some.
-BOOKS = ("conversation/", "eviction/", "tables/parked.py", "tables/table.py", "memory/access/change.py")
+BOOKS = ("conversation/", "eviction/", "tables/parked/sequences.py", "tables/table.py", "memory/access/change.py")
 #: Of these lines, as many for each act; KVTIER_TEST_LINES=1000000 asks for all.
 LINES = int(os.environ.get("KVTIER_TEST_LINES", "100"))
 SYSTEM = [1, 2, 3, 4, 5, 6, 1, 3, 5, 2, 4, 6]

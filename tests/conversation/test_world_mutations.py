@@ -35,7 +35,7 @@ from kvtier.memory.admission import Admission
 from kvtier.memory.blocks import residency
 from kvtier.memory.blocks.audit import Audit
 from kvtier.memory.tiered import TieredMemory
-from kvtier.tables.parked import ParkedSequences
+from kvtier.tables.parked.sequences import ParkedSequences
 from kvtier.tables.table import BlockTable
 from kvtier.transfer.engine import Transfer
 

@@ -48,7 +48,7 @@ from kvtier.memory.tiers.host import HostTier
 from kvtier.memory.tiers.room import Room
 from kvtier.tables import sharing, writing
 from kvtier.tables.layer import LayerKV
-from kvtier.tables.parked import ParkedSequences
+from kvtier.tables.parked.sequences import ParkedSequences
 from kvtier.tables.table import BlockTable
 from kvtier.transfer.engine import Transfer
 

@@ -24,7 +24,8 @@ from kvtier.memory.tiered import EngineFactory, default_engine
 from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.step import LayerPlan, StepPlan, StepState
-from kvtier.tables.parked import ParkedSequence, ParkedSequences
+from kvtier.tables.parked.sequence import ParkedSequence
+from kvtier.tables.parked.sequences import ParkedSequences
 from kvtier.testing import failing, with_doubles
 from kvtier.transfer.copies import Copy
 from kvtier.transfer.doubles import HeldTransfers

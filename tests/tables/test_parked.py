@@ -7,7 +7,8 @@ import torch
 from test_interrupts import Line
 
 from kvtier import BudgetError, MismatchError, TieredKVCache, TieredMemory
-from kvtier.tables.parked import ParkedSequence, ParkedSequences
+from kvtier.tables.parked.sequence import ParkedSequence
+from kvtier.tables.parked.sequences import ParkedSequences
 
 HEADS, DIM, SIZE = 1, 8, 4
 BLOCK = 2 * HEADS * SIZE * DIM * 4

@@ -14,7 +14,8 @@ from kvtier.conversation.states import States, nbytes
 from kvtier.errors import BudgetError
 from kvtier.eviction.policy import EvictionPolicy
 from kvtier.memory.tiered import TieredMemory
-from kvtier.tables.parked import ParkedSequence, ParkedSequences
+from kvtier.tables.parked.sequence import ParkedSequence
+from kvtier.tables.parked.sequences import ParkedSequences
 
 T = TypeVar("T")
 

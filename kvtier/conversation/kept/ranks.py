@@ -11,7 +11,8 @@ from kvtier.conversation.index import WIDTH, PrefixIndex
 from kvtier.conversation.kept.retention import Retention
 from kvtier.errors import ConfigError
 from kvtier.eviction.rank import DEFAULT, Rank
-from kvtier.tables.parked import ParkedSequence, ParkedSequences
+from kvtier.tables.parked.sequence import ParkedSequence
+from kvtier.tables.parked.sequences import ParkedSequences
 
 
 def rank_of(pinned: object, priority: object, ttl: object) -> Rank:

@@ -20,7 +20,7 @@ from kvtier.cpu import loader
 from kvtier.cpu.checksum import _in_torch, checksums
 from kvtier.memory.blocks.audit import Audit, agree
 from kvtier.memory.blocks.block import Run, State
-from kvtier.tables.parked import ParkedSequences
+from kvtier.tables.parked.sequences import ParkedSequences
 from kvtier.testing import held, with_doubles
 
 #: Damages of each kind of cache.

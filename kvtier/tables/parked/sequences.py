@@ -8,82 +8,25 @@ a sequence goes first, for what precedes it is of use without it and not the oth
 
 from __future__ import annotations
 
-import contextlib
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvtier.errors import BudgetError, CorruptionError, MismatchError, TransferError
+from kvtier.errors import MismatchError
 from kvtier.memory.access.change import undone
 from kvtier.memory.blocks import audit
-from kvtier.memory.blocks.block import RESIDENT, BlockSet, Pools, Run, State
+from kvtier.memory.blocks.block import Pools, Run
 from kvtier.memory.storage.layout import BlockLayout
 from kvtier.memory.storage.shortage import too_small
 from kvtier.memory.tiered import TieredMemory
 from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.admission import Claim
 from kvtier.tables.layer import LayerKV
+from kvtier.tables.parked.on_device import OnDevice
+from kvtier.tables.parked.sequence import ParkedLayer, ParkedSequence
 from kvtier.tables.table import BlockTable, distinct
 
-Shortened = Callable[["ParkedSequence"], None]
-Victims = Callable[[], list[tuple["ParkedSequence", int]]]
-
-
-class ParkedSequence:
-    """The first tokens of a sequence, in every tiered layer, or some behind those that were dropped. Changed by
-    `ParkedSequences` only.
-
-    Attributes:
-        start: tokens before its first one; whole blocks of every layer.
-        length: tokens; 0: it was dropped.
-        pinned: first tokens that are given up by `drop` and `clear` only: they are claimed, as those of a cache.
-        tables: by layer.
-        sums: by layer, checksums of the blocks as they were parked: a table that came to be another sequence's differs.
-        users: what continues it, whatever that is.
-    """
-
-    __slots__ = ("length", "pinned", "start", "sums", "tables", "users")
-
-    def __init__(self, length: int, tables: dict[int, BlockTable], start: int = 0) -> None:
-        self.start = start
-        self.length = length
-        self.pinned = 0
-        self.tables = tables
-        self.sums: dict[int, array[int]] = {}
-        self.users: set[object] = set()
-
-    @property
-    def corrupt(self) -> bool:
-        """Whether a block of it was found not to hold what was written."""
-        return any(run.corrupt for table in self.tables.values() for run in table.resolve())
-
-
-class ParkedLayer:
-    """The parked blocks of one layer.
-
-    Attributes:
-        device: that attends to them.
-        parked: the set that counts them.
-    """
-
-    def __init__(self, device: ComputeDevice, parked: BlockSet, sequences: Mapping[ParkedSequence, None]) -> None:
-        self.device = device
-        self.parked = parked
-        self._sequences = sequences
-        parked.parked = True
-        parked.holders.append(self)
-
-    @property
-    def blocks(self) -> None:
-        """As a holder of runs: it keeps nothing by version."""
-        return None
-
-    def parked_runs(self) -> Iterator[Run]:
-        """The runs in the tables of all sequences, as often as they are there."""
-        for sequence in self._sequences:
-            table = sequence.tables.get(self.parked.layer)
-            if table is not None:
-                yield from table.resolve()
+Shortened = Callable[[ParkedSequence], None]
+Victims = Callable[[], list[tuple[ParkedSequence, int]]]
 
 
 class ParkedSequences:
@@ -104,13 +47,12 @@ class ParkedSequences:
         self.memory = memory
         self.owner = memory.enter(memory.new_owner())
         self.sequences: OrderedDict[ParkedSequence, None] = OrderedDict()
-        # Those that may have blocks on the device, in the order of their use.
-        self._on_device: OrderedDict[ParkedSequence, None] = OrderedDict()
         self._pinned: dict[ParkedSequence, None] = {}
         self.shortened: Shortened = lambda sequence: None
         self.victims: Victims = list
         self.recovered: Callable[[], None] = lambda: None
         self._layers: dict[int, ParkedLayer] = {}
+        self._on_device = OnDevice(self._layers)
         memory.parked.append(self)
 
     # Park, continue, drop
@@ -144,7 +86,7 @@ class ParkedSequences:
             if undone(error):
                 self._crop(sequence, 0)
             raise
-        self._on_device[sequence] = None
+        self._on_device.add(sequence)
         # The cache goes on with these blocks: they were claimed by it, and are claimed here from now on.
         self.owner.claims = self._used()
         sequence.length = length  # last: what has none is not all there
@@ -180,9 +122,10 @@ class ParkedSequences:
                 table.crop(length, kv.layout.block_size, layer.device.free)
                 tables.setdefault(sequence, {})[index] = table
             kv.follow(layer.parked, [tables[sequence][index] for sequence in rows], length)
-        for sequence in dict.fromkeys(rows):
-            self._compare(sequence, tables.get(sequence, {}))
-        self._on_device |= dict.fromkeys(rows)
+        if self.memory.audit is not None:
+            for sequence in dict.fromkeys(rows):
+                sequence.compare(tables.get(sequence, {}), self.memory.audit)
+        self._on_device.add(*rows)
         refused = self.claim()
         if refused is not None:
             raise refused
@@ -216,34 +159,13 @@ class ParkedSequences:
             tables[index] = table = sequence.tables[index].fork()
             table.crop(length, kv.layout.block_size, kv.device.free)
             kv.follow_on(self._layers[index].parked, table)
-        self._compare(sequence, tables)
-        self._on_device[sequence] = None
+        if self.memory.audit is not None:
+            sequence.compare(tables, self.memory.audit)
+        self._on_device.add(sequence)
         refused = self.claim()
         if refused is not None:
             raise refused
         return length
-
-    def _compare(self, sequence: ParkedSequence, tables: Mapping[int, BlockTable]) -> None:
-        """Compare the blocks that a cache continues with what was parked, as far as the audit goes."""
-        if self.memory.audit is None:
-            return
-        for index, table in tables.items():
-            runs = table.resolve()
-            sums = audit.known(runs)
-            if not audit.agree(sums, sequence.sums[index]):
-                raise CorruptionError(
-                    f"The blocks of a parked sequence in layer {index} are not those that were parked. This is a fault "
-                    "of kvtier: please report it. The sequence has to be computed again."
-                )
-            self.memory.audit.moved(runs)
-        self._note(sequence)
-
-    def _note(self, sequence: ParkedSequence) -> None:
-        """Note checksums of blocks that were copied to the host since the sequence was parked."""
-        if self.memory.audit is not None:
-            for index, sums in sequence.sums.items():
-                for i, each in enumerate(audit.known(sequence.tables[index].resolve())):
-                    sums[i] = sums[i] or each
 
     def touch(self, sequence: ParkedSequence) -> None:
         """It was used: it is the last to give up room."""
@@ -293,124 +215,27 @@ class ParkedSequences:
         Raises:
             BudgetError: the host is full. TransferError: a copy failed.
         """
-        left = 0
-        if not any(x.parked.evictable for x in self._layers.values() if x.parked.pools is pools):
-            return left
-        for sequence in list(self._on_device):
-            if sequence.users:
-                continue
-            if not any(run.device is not None for table in sequence.tables.values() for run in table.resolve()):
-                self._on_device.pop(sequence, None)
-                self._note(sequence)
-                continue
-            for index, table in sequence.tables.items():
-                layer = self._layers[index]
-                if layer.parked.pools is not pools or not layer.parked.evictable:
-                    continue
-                for run in reversed(list(table.resolve())):
-                    if left >= count:
-                        return left
-                    # What sequences share is used more often than each of them.
-                    if run.state in RESIDENT and run.parts is None and run.refs == 1:
-                        left += layer.device.evict_end(run, count - left)
-        return left
+        return self._on_device.evict(pools, count)
 
     def leave(self, sequence: ParkedSequence) -> None:
         """Let a sequence's blocks leave the device, but for those that others hold too. Raises as `evict`."""
-        for index, table in sequence.tables.items():
-            layer = self._layers[index]
-            for run in list(table.resolve()):
-                if run.state in RESIDENT and run.parts is None and run.refs == 1:
-                    layer.device.evict_end(run, run.count)
-        self._note(sequence)
+        self._on_device.leave(sequence)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes of new blocks make no block leave its device that a cache uses, or no cache is open."""
         parked = {each.owner for each in self.memory.parked if isinstance(each, ParkedSequences)}
         if not any(owner.claims for owner in self.memory.owners if owner not in parked):
             return True
-        for device in self.memory.devices:
-            if device.slabs is not None:
-                free = device.free_bytes
-                for sequence in self._on_device:
-                    if free >= nbytes:
-                        break
-                    if not sequence.users:
-                        free += self._evictable(sequence, device)
-                if free < nbytes:
-                    return False
-        return True
-
-    def _evictable(self, sequence: ParkedSequence, device: ComputeDevice) -> int:
-        """Bytes that it has on a device, and nobody else has."""
-        found = 0
-        for index, table in sequence.tables.items():
-            if self._layers[index].device is device:
-                runs = [run for run in table.resolve() if run.state in RESIDENT and run.refs == 1]
-                found += sum([run.count for run in runs]) * self._layers[index].parked.pools.layout.nbytes
-        return found
+        return all(self._on_device.has_room(x, nbytes) for x in self.memory.devices if x.slabs is not None)
 
     def promote(self, sequences: Sequence[ParkedSequence], nbytes: int) -> int:
-        """Begin to bring up to so many bytes of blocks from the host to the device, evenly over layers: of the first of
-        these sequences that has any there and gets room. Where there is none, other parked blocks leave that no cache
-        uses, the longest unused first, and then those of the last of these. Waits for nothing.
-
-        Returns:
-            Bytes that are on their way.
-
-        Raises:
-            CorruptionError: a block does not hold what was written.
-        """
-        kept = [sequence for sequence in sequences if sequence in self.sequences]
-        for sequence in reversed(kept):
-            self._on_device.pop(sequence, None)
-            self._on_device[sequence] = None  # the last to leave
-        return next((came for came in (self._promote(sequence, nbytes) for sequence in kept) if came), 0)
-
-    def _promote(self, sequence: ParkedSequence, nbytes: int) -> int:
-        of_each = sum([self._layers[index].parked.pools.layout.nbytes for index in sequence.tables])
-        share, came = max(nbytes // max(of_each, 1), 1), 0
-        for index, table in sequence.tables.items():
-            layer = self._layers[index]
-            pools = layer.parked.pools
-            runs = [run for run in table.resolve() if run.state is State.HOST and not run.corrupt]
-            if pools.device is None or not runs:
-                continue
-            count = min(share, sum([run.count for run in runs]))
-            missing = count - layer.device.obtainable(pools, ordered=True)
-            if missing > 0:
-                self._evict_others(sequence, pools, missing)
-            with contextlib.suppress(BudgetError, TransferError):
-                found = layer.device.fetch(runs, count, None, evict=False)
-                came += sum([run.count for run in found]) * pools.layout.nbytes
-        return came
+        """Begin to bring blocks of these sequences from the host to the device, as far as they are kept. See
+        `OnDevice.promote`."""
+        return self._on_device.promote([sequence for sequence in sequences if sequence in self.sequences], nbytes)
 
     def on_host(self, sequences: Iterable[ParkedSequence]) -> bool:
         """Whether a block of these is on the host only, where there is a device tier."""
-        return any(
-            run.state is State.HOST
-            for sequence in sequences
-            for index, table in sequence.tables.items()
-            if self._layers[index].parked.pools.device is not None
-            for run in table.resolve()
-        )
-
-    def _evict_others(self, but: ParkedSequence, pools: Pools, count: int) -> None:
-        """Let up to `count` blocks of others that no cache uses leave the device, without waiting."""
-        for sequence in list(self._on_device):
-            if sequence is but:
-                return  # what is behind it was woken later
-            if sequence.users:
-                continue
-            for index, table in sequence.tables.items():
-                layer = self._layers[index]
-                if layer.parked.pools is not pools:
-                    continue
-                for run in reversed(list(table.resolve())):
-                    if count <= 0:
-                        return
-                    if run.state in RESIDENT and run.parts is None and run.refs == 1:
-                        count -= layer.device.leave([run], count)
+        return self._on_device.on_host(sequences)
 
     def give(self, nbytes: int) -> bool:
         """Drop so many bytes of blocks that no cache uses, from the trailing end of the sequences. Whether any went.
@@ -455,7 +280,7 @@ class ParkedSequences:
         sequence.length = length  # first: whatever cuts this short, it does not have more
         if not length:
             self.sequences.pop(sequence, None)
-            self._on_device.pop(sequence, None)
+            self._on_device.discard(sequence)
             self._pinned.pop(sequence, None)
         for index, table in sequence.tables.items():
             layer = self._layers[index]
@@ -487,7 +312,7 @@ class ParkedSequences:
                 rest.length = length
                 if index in sequence.sums:
                     found.sums[index] = sequence.sums[index][blocks:]
-            self._on_device[found] = None
+            self._on_device.add(found)
             found.length = length  # last, as in `park`
         if start < sequence.length:
             self.pin(sequence, min(sequence.pinned, start))
@@ -566,9 +391,9 @@ class ParkedSequences:
         for sequence in [x for x in self.sequences if not x.length]:
             del self.sequences[sequence]
             sequence.tables = {}
-        for those in (self._on_device, self._pinned):
-            for sequence in [x for x in those if x not in self.sequences]:
-                del those[sequence]
+        self._on_device.keep(self.sequences)
+        for sequence in [x for x in self._pinned if x not in self.sequences]:
+            del self._pinned[sequence]
         mine = [layer.parked for layer in self._layers.values()]
         self.owner.sets[:] = [blocks for blocks in self.owner.sets if blocks in mine]
 
