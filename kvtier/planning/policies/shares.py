@@ -75,13 +75,22 @@ def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: 
         device_bytes: the device budget.
         reserve: bytes that are kept free now.
     """
-    largest = max((_to_fetch(x, share) * x.block_bytes for x, _ in groups), default=0)
-    room, layers = DEPTH * largest, sum([count for _, count in groups])
-    if layers > DEPTH * share:
+    room, layers = DEPTH * _largest(groups, share), sum([count for _, count in groups])
+    if room and layers > DEPTH * share:
         # What is kept free besides is spilled by all layers together, and the same share of that needs room again.
         each = DEPTH * share / layers
         room = max(int((room - each * reserve) / (1 - each)), 0)
-    return min(room, device_bytes // MOST_ROOM) if largest else 0
+    return min(room, device_bytes // MOST_ROOM)
+
+
+def room_of(groups: Sequence[Group], share: float, device_bytes: int) -> int:
+    """Bytes that `FixedShare` keeps free for a share that layers have spilled for already."""
+    return min(DEPTH * _largest(groups, share), device_bytes // MOST_ROOM)
+
+
+def _largest(groups: Sequence[Group], share: float) -> int:
+    """Bytes of the largest fetch of a layer."""
+    return max((_to_fetch(x, share) * x.block_bytes for x, _ in groups), default=0)
 
 
 def _to_fetch(layer: LayerState, share: float) -> int:

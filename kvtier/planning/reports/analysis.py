@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvtier.config import format_size
 from kvtier.planning.costs import CostModel, Group, Prediction, Rates, alike
-from kvtier.planning.policies.shares import FixedShare, room_for
+from kvtier.planning.policies.shares import FixedShare, room_for, room_of
 from kvtier.planning.policy import Policy, level
 from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepRecord, StepState
 
@@ -165,7 +165,7 @@ class _Case:
             expected = decisions[-1].prediction  # between two steps
         self.share = _share(policy, steps) if expected is None else expected.share
         self.model = CostModel(rates) if learned is None else learned
-        self.room = room_for(self.groups, self.share, state.device_bytes)
+        self.room = room_of(self.groups, self.share, state.device_bytes)
         if learned is None:
             for step in steps:
                 self.model.observe(step, self.model.step(self.groups, self.share, 0.0, self.part, self.room), self.part)
@@ -192,7 +192,7 @@ class _Case:
         model, found = copy.copy(self.model), list[Prediction]()  # others plan with theirs meanwhile
         model.rates = self.model.rates if rates is None else rates
         for share in (self.share,) if shares is None else shares:
-            room = room_for(groups, share, self.state.device_bytes + more_bytes)
+            room = room_for(groups, share, self.state.device_bytes + more_bytes, self.room)
             found.append(model.step(groups, share, room - self.room, self.part, room))
         return min(found, key=lambda x: x.seconds)
 
