@@ -137,7 +137,7 @@ def moved(layer: Layer) -> None:
         pool = blocks.pools.device
         assert pool is not None
         there = [(run.device, run.count) for run in blocks.runs if run.sealed and run.device is not None]
-        memory.devices[0].evict(blocks.pools, 2)
+        memory.devices[0].eviction.evict(blocks.pools, 2)
         kept = {
             slot for run in blocks.runs if run.device is not None for slot in range(run.device, run.device + run.count)
         }

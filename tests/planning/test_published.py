@@ -328,7 +328,7 @@ def test_a_policy_cannot_evict_what_it_was_not_offered(model: LlamaForCausalLM) 
     memory, read = cache._forward.memory, cache._forward.readers[1].layer.blocks
     memory.policy.victims = lambda candidates, blocks: [Victims(read, 3), Victims(candidates[0], 2)]  # type: ignore
     with memory.lock:
-        memory.devices[0].policy.victims = memory.policy.victims  # type: ignore[method-assign]
+        memory.devices[0].eviction.policy.victims = memory.policy.victims  # type: ignore[method-assign]
         before = read.evictable
-        assert memory.devices[0].evict(read.pools, 4, keep=read) == 2
+        assert memory.devices[0].eviction.evict(read.pools, 4, keep=read) == 2
         assert read.evictable == before, "it is being read"
