@@ -181,10 +181,6 @@ def _against_the_order(root: Path, package: str, rows: tuple[set[str], ...]) -> 
     return broken
 
 
-# Two folders that import each other.
-ENTANGLED = {("kvtier.planning.reports", "kvtier.planning.simulation")}
-
-
 def what_is_in_a_folder_imports_each_other_one_way(root: Path) -> list[str]:
     """Its modules, and its folders with all that is in them."""
     files = {".".join(f.relative_to(root).with_suffix("").parts): f for f in package_files(root)}
@@ -194,7 +190,7 @@ def what_is_in_a_folder_imports_each_other_one_way(root: Path) -> list[str]:
         for other in files:
             if other != module and any(within(name, other) for name in names):
                 here, there = where_they_part(module, other)
-                if here != there and (there, here) not in ENTANGLED:
+                if here != there:
                     graph.setdefault(here, set()).add(there)
     broken: list[str] = []
     done: set[str] = set()

@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.planning.hardware.machines import MACHINES, Machine, ModelSize, Weights, link, machine
 from kvtier.planning.hardware.model_size import divided, divisors, model_size
 from kvtier.planning.hardware.profile import HardwareProfile
-from kvtier.planning.reports.outlook import (
+from kvtier.planning.simulation.outlook import (
     BLOCK,
     Demand,
     Outlook,

@@ -45,16 +45,7 @@ class Admission:
     def admit(
         self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim]
     ) -> tuple[SlabAllocator, int] | None:
-        """Let an owner take what it claims on a device until its next claim, if the budgets hold all claims together.
-
-        Args:
-            claim: what it claims, if the tier where blocks begin has so many bytes: what a layer is read through may
-                grow with that.
-
-        Returns:
-            None; or, and nothing is changed, the memory that is too small, and the smallest limit with which the claim
-            is admitted.
-        """
+        """See `TieredMemory.admit`."""
         refused = self._admit(owner, device, claim)
         while refused is not None:
             for each in self._parked:

@@ -42,7 +42,7 @@ from kvtier.memory import measured
 from kvtier.planning.hardware.machines import MACHINES
 from kvtier.planning.hardware.model_size import divided, model_size
 from kvtier.planning.hardware.profile import HardwareProfile
-from kvtier.planning.reports.outlook import Demand, foresee
+from kvtier.planning.simulation.outlook import Demand, foresee
 
 LLAMA_8B = {
     "model_type": "llama",

@@ -102,9 +102,8 @@ class Disk:
         self._prefix = prefix
         # A number is not used again as long as the folder is open, whatever becomes of its file.
         self._next = 1
-        # Files that could not be removed, and what all of them take.
+        # Files that could not be removed, and what each takes.
         self._stray: dict[Path, int] = {}
-        self._stray_bytes = 0
         # Conversations that are not, or perhaps not, removed from the manifest yet.
         self._forgotten = set[str]()
         try:
@@ -346,9 +345,8 @@ class Disk:
                 with contextlib.suppress(OSError):
                     nbytes = os.lstat(file).st_size
                 self._stray[file] = nbytes
-                self._stray_bytes += nbytes
         else:
-            self._stray_bytes -= self._stray.pop(file, 0)
+            self._stray.pop(file, None)
 
     def _make_room(self, nbytes: int, keep: Chunk | None) -> bool:
         """Remove what was used longest ago and nobody continues, until so many bytes fit; nothing, where that cannot
@@ -552,7 +550,8 @@ class Disk:
     @property
     def nbytes(self) -> int:
         """Bytes of all files, of what is kept of each, and of files that could not be removed."""
-        return self._chunks.nbytes + self._stray_bytes
+        with self._lock:
+            return self._chunks.nbytes + sum(self._stray.values())
 
     @property
     def chunks(self) -> int:
@@ -577,7 +576,6 @@ class Disk:
         """Raise AssertionError unless what is counted and ordered agrees. For tests and debugging."""
         with self._lock:
             self._chunks.check_integrity()
-            assert self._stray_bytes == sum(self._stray.values())
 
     @property
     def _inherited(self) -> str:

@@ -224,36 +224,21 @@ class Kept:
             epoch: that was when the call began.
             name: of the conversation that goes on with this: its rank is that of these tokens from now on.
         """
-        with self._memory.lock, self._memory.change:
-            if epoch != self.epoch:
-                return None
-            if name is not None:  # before the cache gives up its claim
-                self.ranks.follow(name, key, ids)
-            entry = self._known(key, ids, states)
-        if entry is not None:
-            return entry
-        length, found = len(ids) // WIDTH, list[Entry | None]()
+        length = len(ids) // WIDTH
 
-        def then(sequence: ParkedSequence) -> None:
-            if epoch == self.epoch:
-                found.append(self._add(key, ids, sequence, states))
-            else:
-                self.parked.drop(sequence)
+        def park(parked: ParkedSequences, then: Callable[[ParkedSequence], None]) -> None:
+            if not pad:
+                cache._forward.park(parked, row, length, then=then)
+                return
+            with self._new_cache() as plain:
+                for i in sorted(cache._forward.readers):
+                    keys, values = cache.layers[i].dense("padded batch")
+                    stop = pad + length
+                    plain._forward.restore(i, keys[row : row + 1, :, pad:stop], values[row : row + 1, :, pad:stop])
+                plain._forward.steps.end()
+                plain._forward.park(parked, 0, length, then=then)
 
-        try:
-            if pad:
-                with self._new_cache() as plain:
-                    for i in sorted(cache._forward.readers):
-                        keys, values = cache.layers[i].dense("padded batch")
-                        stop = pad + length
-                        plain._forward.restore(i, keys[row : row + 1, :, pad:stop], values[row : row + 1, :, pad:stop])
-                    plain._forward.steps.end()
-                    plain._forward.park(self.parked, 0, length, then=then)
-            else:
-                cache._forward.park(self.parked, row, length, then=then)
-        except BudgetError:
-            return None  # no room for a copy: nothing is lost but the time to compute it again
-        return found[0] if found else None
+        return self.add(key, ids, park, states, name, epoch=epoch)
 
     def add(
         self,
@@ -270,7 +255,7 @@ class Kept:
         with self._memory.lock, self._memory.change:
             if epoch != self.epoch:
                 return None
-            if name is not None:
+            if name is not None:  # before a cache gives up its claim
                 self.ranks.follow(name, key, ids)
             entry = self._known(key, ids, states)
         if entry is not None:
@@ -286,7 +271,7 @@ class Kept:
         try:
             park(self.parked, then)
         except BudgetError:
-            return None
+            return None  # no room for a copy: nothing is lost but the time to compute it again
         return found[0] if found else None
 
     def keep_behind(self, cache: JournalledCache, key: Hashable, start: int, ids: bytes, *, epoch: int) -> None:

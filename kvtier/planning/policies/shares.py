@@ -45,7 +45,7 @@ class FixedShare(Policy):
         largest = max((n * x.block_bytes for n, x in zip(fetch, state.layers, strict=True)), default=0)
         if not largest:
             return super().plan(state)  # what comes back where much is free
-        ahead, reserve = min(DEPTH, len(state.layers)), min(DEPTH * largest, state.device_bytes // MOST_ROOM)
+        reserve = min(DEPTH * largest, state.device_bytes // MOST_ROOM)
         # What was spilled for a larger share comes back with what is fetched anyway, but for the next new blocks' room.
         spare = state.free_bytes - reserve + sum([(x.fetched - x.sequences) * x.block_bytes for x in state.layers])
         keep = [0] * len(fetch)
@@ -53,7 +53,7 @@ class FixedShare(Policy):
         if spare >= block:
             for i, n in level(list(enumerate(fetch)), spare // block):
                 keep[i] = n
-        return StepPlan([LayerPlan(n, ahead, k) for n, k in zip(fetch, keep, strict=True)], reserve)
+        return StepPlan([LayerPlan(n, x, k) for n, x, k in zip(fetch, _ahead(fetch), keep, strict=True)], reserve)
 
 
 def all_attend() -> FixedShare:
@@ -86,6 +86,16 @@ def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: 
 def room_of(groups: Sequence[Group], share: float, device_bytes: int) -> int:
     """Bytes that `FixedShare` keeps free for a share that layers have spilled for already."""
     return min(DEPTH * _largest(groups, share), device_bytes // MOST_ROOM)
+
+
+def _ahead(fetch: Sequence[int]) -> list[int]:
+    """Layers before each at which its fetch begins: once the layer was read whose room it takes, of those that fetch
+    the one `DEPTH` before it. Where only some layers have spilled, others are between."""
+    layers, found = len(fetch), [0] * len(fetch)
+    places = [i for i, n in enumerate(fetch) if n]
+    for j, i in enumerate(places):
+        found[i] = (i - places[j - DEPTH]) % layers or layers if len(places) > DEPTH else layers
+    return found
 
 
 def _largest(groups: Sequence[Group], share: float) -> int:

@@ -4,5 +4,4 @@ analysis.py  what binds a step, and what would change it
 explain.py   that and all else that `cache.explain()` says, as a string
 trace.py     what took time, as a file that opens in Perfetto
 log.py       the decision log, and its replay
-outlook.py   what a model on a machine is expected to do, before anything is loaded
 """
