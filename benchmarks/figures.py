@@ -26,7 +26,7 @@ from benchmarks.records import RESULTS, ROOT, number, read, size
 #: The machine whose records are published, and another one for some scenarios. The first name does not include the
 #: family of the processor, as names do now: a new run on that machine writes another file, which is to be named here.
 KIND = "cpu-amd-epyc-2c"
-KINDS = dict.fromkeys(("host", "hotpath", "overlap", "simulated", "store_load"), "cpu-amd-epyc-family-26-2c")
+KINDS = dict.fromkeys(("host", "hotpath", "overlap", "planner", "simulated", "store_load"), "cpu-amd-epyc-family-26-2c")
 PLOTS = ROOT / "docs" / "figures"
 INPUTS = PLOTS / "inputs.json"
 PAGES = ("README.md", "docs/benchmarks.md")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.errors import ConfigError
@@ -74,16 +75,21 @@ class Rates:
 class Median:
     """The median of the last values. It follows a lasting change after half a window, and ignores a shorter one."""
 
-    __slots__ = ("_values", "value")
+    __slots__ = ("_sorted", "_values", "value")
 
     def __init__(self, window: int = WINDOW) -> None:
         self._values: deque[float] = deque(maxlen=window)
+        self._sorted: list[float] = []
         self.value: float | None = None
 
     def add(self, value: float) -> None:
         """One more value, in place of the oldest."""
-        self._values.append(value)
-        self.value = _median(self._values)
+        values, found = self._values, self._sorted
+        if len(values) == values.maxlen:
+            del found[bisect_left(found, values[0])]
+        values.append(value)
+        insort(found, value)  # several are taken at each step: not sorted each time
+        self.value = _middle(found)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -100,13 +106,12 @@ class Median:
             return 0.0
         # Of a normal distribution: 1.4826 makes its standard deviation of that distance, 1.2533 a median's error of a
         # mean's.
-        distance = _median([abs(x - self.value) for x in self._values])
+        distance = _middle(sorted([abs(x - self.value) for x in self._values]))
         return 1.2533 * 1.4826 * distance / math.sqrt(len(self._values))
 
 
-def _median(values: Collection[float]) -> float:
-    """As of `statistics`, in less time: several are taken at each step."""
-    found = sorted(values)
+def _middle(found: Sequence[float]) -> float:
+    """The median of sorted values."""
     half = len(found) // 2
     return found[half] if len(found) % 2 else (found[half - 1] + found[half]) / 2
 
@@ -189,10 +194,14 @@ class CostModel:
         self._shared = self.rates.shared
         # What the host attends to in a second with the link idle; with the link busy; and what that costs it.
         self._alone, self._overlapped, self._lost = Median(), Median(), Median()
-        #: Relative errors of the predictions of steps, the last ones.
-        self.errors: deque[float] = deque(maxlen=64)
-        #: Their median, for a step in which somebody waits tells nothing; None before the first.
-        self.error: float | None = None
+        # Relative errors of the last predictions.
+        self._errors = Median(64)
+
+    @property
+    def error(self) -> float | None:
+        """The median absolute relative error of the last predictions, for a step in which somebody waits tells nothing;
+        None before the first."""
+        return self._errors.value
 
     @property
     def linear(self) -> float | None:
@@ -235,12 +244,18 @@ class CostModel:
         known = self.linear
         linear = (known or 0.0) * part / max(sum([count for _, count in groups]), 1)
         waits = []
-        held = [x.resident * x.block_bytes if extra_bytes > 0 else x.spilled * x.block_bytes for x, _ in groups]
-        height = height_after([count for _, count in groups], held, abs(extra_bytes))
-        for (layer, count), bytes_held in zip(groups, held, strict=True):
+        height, back = 0.0, extra_bytes < 0
+        if back:
+            height = height_after([(x.spilled * x.block_bytes, count) for x, count in groups], -extra_bytes)
+        elif extra_bytes:
+            height = height_after([(x.resident * x.block_bytes, count) for x, count in groups], extra_bytes)
+        for layer, count in groups:
             nbytes, had = layer.block_bytes, layer.spilled
-            moved = max(bytes_held - height, 0.0) / nbytes
-            spilled = had + moved if extra_bytes > 0 else had - moved
+            spilled: float = had
+            if extra_bytes:
+                moved = (had if back else layer.resident) - height / nbytes
+                if moved > 0:
+                    spilled = had - moved if back else had + moved
             take = spilled
             if layer.host_attention:
                 take = min(int(spilled * share + 0.5) if share < 1 else spilled, room // nbytes)
@@ -263,8 +278,10 @@ class CostModel:
         base = 0.0 if known is None else linear * layers + device
         busy = busy_bytes / hosted if hosted else 0.0
         seconds = max(base + exposed, link)
-        parts = base, exposed, link, fetched, hosted, device, copies, busy
-        return Prediction(share, seconds, *parts, tuple(waits), self.error)
+        waited = tuple(waits)
+        return Prediction(
+            share, seconds, base, exposed, link, fetched, hosted, device, copies, busy, waited, self._errors.value
+        )
 
     def observe(
         self,
@@ -312,8 +329,7 @@ class CostModel:
             self.rates = replace(rates, **changed)  # type: ignore[arg-type]
         if prediction is not None and record.seconds > 0 and part > 0 and not self._moving(record, prediction, part):
             if self._linear.value is not None:
-                self.errors.append(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
-                self.error = _median(self.errors)  # once a step: one is predicted for each choice
+                self._errors.add(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
             waited = self._waited(record, prediction) + prediction.device
             rest = record.seconds - record.stall_seconds - waited / part
             jumped = self._learn_linear(rest, prediction, prediction.device / part, part) or jumped
@@ -436,23 +452,20 @@ def alike(layers: Sequence[LayerState]) -> list[Group]:
     return [(some[0], len(some)) for some in found.values()]
 
 
-def height_after(counts: Sequence[int], heights: Sequence[float], total: float) -> float:
+def height_after(heights: Sequence[tuple[float, int]], total: float) -> float:
     """The height to which the highest are lowered, so that `total` is taken from all together; 0.0 where they have no
     more than that.
 
     Args:
-        counts: how many there are of each height.
-        heights: none below 0.
+        heights: at least 0, and how many there are of each.
         total: at least 0.
     """
-    if len(heights) == 1:
-        return max(heights[0] - total / counts[0], 0.0)
-    number, taken, least = 0, 0.0, math.inf
-    for height, count in sorted(zip(heights, counts, strict=True), reverse=True):
-        if number and (least - height) * number > total - taken:
+    number, taken, least = 0, 0.0, 0.0
+    for height, count in sorted(heights, reverse=True) if len(heights) > 1 else heights:
+        more = (least - height) * number  # to lower those before it to this one
+        if more > total - taken:
             break
-        taken += (least - height) * number if number else 0.0
-        number, least = number + count, height
+        taken, number, least = taken + more, number + count, height
     return max(least - (total - taken) / number, 0.0) if number else 0.0
 
 

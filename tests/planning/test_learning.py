@@ -154,13 +154,13 @@ def test_a_step_in_which_blocks_still_move_says_nothing_of_the_linear_part() -> 
     model = CostModel(TRUE)
     for _ in range(10):
         learned(model, step_of(TRUE, 0.0), 0.0)
-    before, errors = model.linear, list(model.errors)
+    before, errors = model.linear, list(model._errors._values)
     for _ in range(40):
         # What the last share has asked for is still on its way.
         learned(model, replace(step_of(TRUE, 0.0), bytes_up=800 * 2**20, seconds_up=0.03, seconds=0.2), 0.0)
     assert before == pytest.approx(LINEAR)
     assert model.linear == before
-    assert list(model.errors) == errors
+    assert list(model._errors._values) == errors
     assert "up" in model.learned, "the link's rate is learned from it all the same"
 
 

@@ -25,7 +25,7 @@ def test_the_highest_are_lowered_to_one_height(seed: int) -> None:
     rng = random.Random(seed)
     kinds = [(rng.randint(1, 4), rng.choice((0, 3, rng.randint(0, 200)))) for _ in range(rng.randint(1, 6))]
     total = rng.choice((0, 1, rng.randint(0, 300), 10_000))
-    height = height_after([n for n, _ in kinds], [float(h) for _, h in kinds], total)
+    height = height_after([(float(h), n) for n, h in kinds], total)
     taken = sum(n * max(h - height, 0.0) for n, h in kinds)
     assert taken == pytest.approx(min(total, sum(n * h for n, h in kinds)))
     # As whole blocks are taken from layers, but for a part of a block of each.

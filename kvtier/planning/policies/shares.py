@@ -75,7 +75,7 @@ def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: 
         device_bytes: the device budget.
         reserve: bytes that are kept free now.
     """
-    room, layers = DEPTH * _largest(groups, share), sum([count for _, count in groups])
+    room, layers = DEPTH * _largest(groups, share), sum([x[1] for x in groups])
     if room and layers > DEPTH * share:
         # What is kept free besides is spilled by all layers together, and the same share of that needs room again.
         each = DEPTH * share / layers
@@ -91,7 +91,10 @@ def room_of(groups: Sequence[Group], share: float, device_bytes: int) -> int:
 def _ahead(fetch: Sequence[int]) -> list[int]:
     """Layers before each at which its fetch begins: once the layer was read whose room it takes, of those that fetch
     the one `DEPTH` before it. Where only some layers have spilled, others are between."""
-    layers, found = len(fetch), [0] * len(fetch)
+    layers = len(fetch)
+    if all(fetch):
+        return [min(DEPTH, layers)] * layers  # as below, in less time: it is asked for at most steps
+    found = [0] * layers
     places = [i for i, n in enumerate(fetch) if n]
     for j, i in enumerate(places):
         found[i] = (i - places[j - DEPTH]) % layers or layers if len(places) > DEPTH else layers
@@ -100,7 +103,7 @@ def _ahead(fetch: Sequence[int]) -> list[int]:
 
 def _largest(groups: Sequence[Group], share: float) -> int:
     """Bytes of the largest fetch of a layer."""
-    return max((_to_fetch(x, share) * x.block_bytes for x, _ in groups), default=0)
+    return max([_to_fetch(x, share) * x.block_bytes for x, _ in groups], default=0)
 
 
 def _to_fetch(layer: LayerState, share: float) -> int:
