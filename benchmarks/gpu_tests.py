@@ -40,7 +40,7 @@ ON_DEVICE = (
     "tests/kernels",
     "tests/hf/test_split.py",
     "tests/hf/test_streamed.py",
-    "tests/hf/test_attention_forward.py",
+    "tests/hf/attention/test_attention_forward.py",
     "tests/tables",
     "tests/attention",
     "tests/forward",
@@ -86,10 +86,11 @@ def pytest_jobs(*, cuda: bool) -> dict[str, Job]:
 
 
 def _files(places: Sequence[str]) -> list[str]:
-    """The files of tests in these places, in their order, each once; of a folder, those first that are shared out."""
+    """The files of tests in these places, in their order, each once; of a folder and those in it, those first that
+    are shared out."""
     found: dict[str, None] = {}
     for place in places:
-        paths = sorted((ROOT / place).glob("test_*.py")) if (ROOT / place).is_dir() else [ROOT / place]
+        paths = sorted((ROOT / place).rglob("test_*.py")) if (ROOT / place).is_dir() else [ROOT / place]
         names = [path.relative_to(ROOT).as_posix() for path in paths if path.is_file()]
         found |= dict.fromkeys(sorted(names, key=lambda name: name not in SHARES))
     return [name for name in found if name not in ELSEWHERE]

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from kvtier.eviction.policy import EvictionPolicy
-    from kvtier.hf.attention import register_attention
-    from kvtier.hf.cache import TieredKVCache
-    from kvtier.hf.enable import Enabled, disable, enable
-    from kvtier.hf.tiering import Tiered, tier, tiered, untier
-    from kvtier.hf.view import KVView
+    from kvtier.hf.attention.enable import Enabled, disable, enable
+    from kvtier.hf.attention.interface import register_attention
+    from kvtier.hf.attention.view import KVView
+    from kvtier.hf.cache.cache import TieredKVCache
+    from kvtier.hf.wrapper.tiering import Tiered, tier, tiered, untier
     from kvtier.memory.tiered import TieredMemory
     from kvtier.planning.hardware.profile import HardwareProfile
     from kvtier.planning.policy import Candidate, Policy, Victims
@@ -61,14 +61,14 @@ _HOME = {
     "Conversation": "conversation.conversation",
     "ConversationStore": "conversation.store",
     "CorruptionError": "errors",
-    "Enabled": "hf.enable",
+    "Enabled": "hf.attention.enable",
     "Engine": "serving.engine",
     "EvictionPolicy": "eviction.policy",
     "Explanation": "planning.reports.explain",
     "HardwareProfile": "planning.hardware.profile",
     "InterruptedStepError": "errors",
     "KVTierError": "errors",
-    "KVView": "hf.view",
+    "KVView": "hf.attention.view",
     "LayerPlan": "planning.step",
     "LayerResidency": "stats",
     "LayerState": "planning.step",
@@ -89,21 +89,21 @@ _HOME = {
     "StoreStats": "conversation.calls.reuse",
     "Tier": "stats",
     "TierStats": "stats",
-    "Tiered": "hf.tiering",
-    "TieredKVCache": "hf.cache",
+    "Tiered": "hf.wrapper.tiering",
+    "TieredKVCache": "hf.cache.cache",
     "TieredMemory": "memory.tiered",
     "TransferError": "errors",
     "UnknownOptionError": "errors",
     "UnsupportedError": "errors",
     "Victims": "planning.policy",
     "calibrate": "calibration.run",
-    "disable": "hf.enable",
-    "enable": "hf.enable",
-    "register_attention": "hf.attention",
-    "tier": "hf.tiering",
-    "tiered": "hf.tiering",
+    "disable": "hf.attention.enable",
+    "enable": "hf.attention.enable",
+    "register_attention": "hf.attention.interface",
+    "tier": "hf.wrapper.tiering",
+    "tiered": "hf.wrapper.tiering",
     "trace": "tracing",
-    "untier": "hf.tiering",
+    "untier": "hf.wrapper.tiering",
 }
 
 __all__ = [

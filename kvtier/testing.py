@@ -37,7 +37,7 @@ from kvtier.transfer.engine import Transfer, TransferEngine
 from kvtier.transfer.throttled import DeviceClock, Link, ThrottledTransfers
 
 if TYPE_CHECKING:
-    from kvtier.hf.cache import TieredKVCache
+    from kvtier.hf.cache.cache import TieredKVCache
 
 __all__ = [
     *("FailingTransfers", "HeldTransfers", "Throttled", "ThrottledTransfers"),

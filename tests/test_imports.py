@@ -39,6 +39,7 @@ def drawn_rows(said: str) -> tuple[set[str], ...]:
 ROWS = drawn_rows("imports what stands before it in this list, and never what stands behind it")
 ROWS_OF_CONVERSATION = drawn_rows("Inside `conversation`, likewise")
 ROWS_OF_DISK = drawn_rows("Inside `conversation/disk`, likewise")
+ROWS_OF_HF = drawn_rows("Inside `hf`, likewise")
 
 
 def row_by_part(rows: tuple[set[str], ...]) -> dict[str, int]:
@@ -66,7 +67,7 @@ def package_files(root: Path) -> list[Path]:
 
 
 def part_of(root: Path, file: Path) -> str:
-    """`kvtier/hf/cache.py` -> `hf`, `kvtier/stats.py` -> `stats`, `kvtier/__init__.py` -> ``."""
+    """`kvtier/hf/cache/cache.py` -> `hf`, `kvtier/stats.py` -> `stats`, `kvtier/__init__.py` -> ``."""
     first = file.relative_to(root / "kvtier").parts[0].removesuffix(".py")
     return "" if first == "__init__" else first
 
@@ -157,6 +158,10 @@ def what_is_in_conversation_imports_each_other_one_way(root: Path) -> list[str]:
     return _against_the_order(root, "kvtier.conversation", ROWS_OF_CONVERSATION) + _against_the_order(
         root, "kvtier.conversation.disk", ROWS_OF_DISK
     )
+
+
+def folders_of_hf_import_each_other_one_way(root: Path) -> list[str]:
+    return _against_the_order(root, "kvtier.hf", ROWS_OF_HF)
 
 
 def _against_the_order(root: Path, package: str, rows: tuple[set[str], ...]) -> list[str]:
@@ -308,7 +313,7 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
             {"kvtier/planning/cost.py": "from kvtier import memory"},
             {"kvtier/planning/deep/cost.py": "from ...memory.pool import BlockPool"},
             {"kvtier/config.py": "def f():\n    from torch import cuda"},
-            {"kvtier/stats.py": "import kvtier.hf.cache"},
+            {"kvtier/stats.py": "import kvtier.hf.cache.cache"},
         ],
     ),
     (
@@ -321,9 +326,22 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
             {"kvtier/planning/policy.py": "from kvtier.memory.blocks.block import BlockSet"},
             {"kvtier/forward/forward.py": "from kvtier import TieredKVCache"},
             {"kvtier/forward/forward.py": "import kvtier"},
-            {"kvtier/hf/cache.py": "from kvtier.testing import HeldTransfers"},
+            {"kvtier/hf/cache/cache.py": "from kvtier.testing import HeldTransfers"},
             {"kvtier/config.py": "import kvtier.stats", "kvtier/stats.py": "import kvtier.config"},
             {"kvtier/newcomer.py": ""},
+        ],
+    ),
+    (
+        folders_of_hf_import_each_other_one_way,
+        [
+            {"kvtier/hf/models/layers.py": "from kvtier.hf.cache.layer import TieredLayer"},
+            {"kvtier/hf/attention/view.py": "def f():\n    from ..cache import cache"},
+            {"kvtier/hf/callers/caller.py": "import kvtier.hf"},
+            {
+                "kvtier/hf/engine/packed.py": "from kvtier.hf.wrapper import tiering",
+                "kvtier/hf/wrapper/tiering.py": "import kvtier.hf.engine.sampling",
+            },
+            {"kvtier/hf/newcomer.py": ""},
         ],
     ),
     (
@@ -375,7 +393,7 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
         only_commands_import_calibration,
         [
             {"kvtier/forward/forward.py": "from kvtier.calibration.run import calibrate"},
-            {"kvtier/hf/cache.py": "def f():\n    import kvtier.calibration.tiles"},
+            {"kvtier/hf/cache/cache.py": "def f():\n    import kvtier.calibration.tiles"},
         ],
     ),
     (
@@ -392,7 +410,7 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
             {"examples/demo.py": "from kvtier.errors import BudgetError"},
             {"examples/deep/demo.py": "from kvtier import forward"},
             {"integrations/a.py": "import kvtier\nkvtier.forward.Forward()"},
-            {"integrations/a.py": "import kvtier.hf.cache"},
+            {"integrations/a.py": "import kvtier.hf.cache.cache"},
         ],
     ),
 ]
@@ -423,9 +441,10 @@ def parts_in(folder: Path) -> set[str]:
 
 def test_the_picture_has_every_part_once_and_no_other() -> None:
     parts = {part_of(ROOT, file) for file in package_files(ROOT)} - {""}
-    conversation = ROOT / "kvtier" / "conversation"
+    conversation, hf = ROOT / "kvtier" / "conversation", ROOT / "kvtier" / "hf"
     for rows, found in (
         (ROWS, parts),
+        (ROWS_OF_HF, parts_in(hf)),
         (ROWS_OF_CONVERSATION, parts_in(conversation)),
         (ROWS_OF_DISK, parts_in(conversation / "disk")),
     ):

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from kvtier import ClosedError, KVView, StaleViewError, TieredKVCache, UnsupportedError
-from kvtier.hf import view as view_module
-from kvtier.hf.view import Snapshot
+from kvtier.hf.attention import view as view_module
+from kvtier.hf.attention.view import Snapshot
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -13,8 +13,8 @@ import torch
 
 from kvtier.calibration.timing import in_turn
 from kvtier.errors import ConfigError
-from kvtier.hf.cache import TieredKVCache
-from kvtier.hf.names import CACHE
+from kvtier.hf.cache.cache import TieredKVCache
+from kvtier.hf.models.names import CACHE
 from kvtier.planning.hardware.fit import held_out_error
 from kvtier.planning.hardware.predictors import Linear, Prefill, PrefillSize
 

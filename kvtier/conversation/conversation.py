@@ -20,7 +20,7 @@ from kvtier.conversation.kept.ranks import rank_of, saved_rank
 from kvtier.conversation.saved.wake import Wake
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
 from kvtier.eviction.rank import DEFAULT
-from kvtier.hf import generation as of
+from kvtier.hf.models import generation as of
 
 #: A message of a chat, as templates take it.
 Message = dict[str, Any]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kvtier.hf.cache import TieredKVCache
-from kvtier.hf.names import CACHE
+from kvtier.hf.cache.cache import TieredKVCache
+from kvtier.hf.models.names import CACHE
 
 #: Forwards of a call whose time is noted.
 _TIMED = 12

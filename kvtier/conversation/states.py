@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtier.hf.layer import TieredLayer
+from kvtier.hf.cache.layer import TieredLayer
 
 #: The layers of a cache that Transformers keeps, by index.
 States = dict[int, Any]

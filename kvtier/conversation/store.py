@@ -35,9 +35,9 @@ from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigEr
 from kvtier.eviction.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
 from kvtier.eviction.rank import DEFAULT
-from kvtier.hf import generation as of
-from kvtier.hf.cache import TieredKVCache
-from kvtier.hf.names import ARGUMENTS, CACHE
+from kvtier.hf.cache.cache import TieredKVCache
+from kvtier.hf.models import generation as of
+from kvtier.hf.models.names import ARGUMENTS, CACHE
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
 

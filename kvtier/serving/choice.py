@@ -18,8 +18,8 @@ import torch
 
 from kvtier.config import CacheOptions, format_size
 from kvtier.errors import BudgetError, ConfigError, UnsupportedError
-from kvtier.hf import generation as of
-from kvtier.hf.enable import Enabled, enable_for
+from kvtier.hf.attention.enable import Enabled, enable_for
+from kvtier.hf.models import generation as of
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.runner import PackedRunner, RaggedRunner, Runner, SingleRunner, Work
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ConfigError, QueueFullError, UnsupportedError
-from kvtier.hf import generation as of
-from kvtier.hf.sampling import Sampling
+from kvtier.hf.engine.sampling import Sampling
+from kvtier.hf.models import generation as of
 from kvtier.memory import measured
 from kvtier.memory.tiered import TieredMemory
 from kvtier.scheduling.names import scheduler_of

@@ -14,7 +14,7 @@ import torch
 
 from kvtier.conversation.conversation import Conversation
 from kvtier.errors import ConfigError
-from kvtier.hf.sampling import Sampling
+from kvtier.hf.engine.sampling import Sampling
 from kvtier.scheduling.job import Job
 
 _LOG = logging.getLogger("kvtier.serving")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ClosedError, ConfigError, QueueFullError
-from kvtier.hf.sampling import Sampling
+from kvtier.hf.engine.sampling import Sampling
 from kvtier.memory.access.change import Change
 from kvtier.scheduling.job import Job
 from kvtier.scheduling.prices import RECOMPUTE, SWAP

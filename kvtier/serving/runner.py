@@ -15,11 +15,12 @@ from kvtier.conversation.states import States, joined, row_of
 from kvtier.errors import BudgetError
 from kvtier.forward.packed import PackedForward
 from kvtier.forward.sub_batch import PackedSequence, SubBatch
-from kvtier.hf import generation as of
-from kvtier.hf.cache import TieredKVCache
-from kvtier.hf.names import CACHE
-from kvtier.hf.packed import PackedCache, packing
-from kvtier.hf.ragged import RaggedCache, state_layers
+from kvtier.hf.attention.packed import packing
+from kvtier.hf.cache.cache import TieredKVCache
+from kvtier.hf.engine.packed import PackedCache
+from kvtier.hf.engine.ragged import RaggedCache, state_layers
+from kvtier.hf.models import generation as of
+from kvtier.hf.models.names import CACHE
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.sub_batches import SubBatches
 from kvtier.serving.turns import Turns

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvtier.errors import BudgetError
-from kvtier.hf.sampling import choose, log_probabilities
+from kvtier.hf.engine.sampling import choose, log_probabilities
 from kvtier.scheduling.job import Job, Load, Ways
 from kvtier.scheduling.prices import RECOMPUTE
 from kvtier.scheduling.scheduler import Scheduler

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kvtier import InterruptedStepError, TieredKVCache, UnsupportedError
 from kvtier.attention.repeat import Repeat
 from kvtier.cpu import native
-from kvtier.hf import attention
+from kvtier.hf.attention import interface as attention
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="only the native library's calls are repeated")
 

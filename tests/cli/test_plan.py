@@ -35,8 +35,9 @@ from transformers.utils import logging
 from kvtier import ConfigError
 from kvtier.cli.main import main
 from kvtier.cli.plan import _millions, completed_config, read_config
-from kvtier.hf import model_config, weights
-from kvtier.hf.weights import count_weights
+from kvtier.hf.models import config as model_config
+from kvtier.hf.models import weights
+from kvtier.hf.models.weights import count_weights
 from kvtier.kernels import launch
 from kvtier.memory import measured
 from kvtier.planning.hardware.machines import MACHINES

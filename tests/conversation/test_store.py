@@ -26,8 +26,8 @@ from kvtier import (
     TieredMemory,
 )
 from kvtier.conversation.conversation import Conversation
-from kvtier.hf import generation
-from kvtier.hf.names import CACHE
+from kvtier.hf.models import generation
+from kvtier.hf.models.names import CACHE
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
 

@@ -30,7 +30,7 @@ from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.wake import Waker
 from kvtier.conversation.store import ConversationStore
-from kvtier.hf import generation
+from kvtier.hf.models import generation
 from kvtier.memory.admission import Admission
 from kvtier.memory.blocks import residency
 from kvtier.memory.blocks.audit import Audit

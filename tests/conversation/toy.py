@@ -20,8 +20,8 @@ from walk import TOLERANCE
 
 from kvtier import BudgetError
 from kvtier.conversation.journal import JournalledCache
-from kvtier.hf.generation import adapters
-from kvtier.hf.names import CACHE
+from kvtier.hf.models.generation import adapters
+from kvtier.hf.models.names import CACHE
 
 PAD, END, VOCAB = 0, 6, 7
 #: Tokens that a sliding layer sees, and that a recurrent one keeps besides its state.

@@ -60,9 +60,9 @@ from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.cpu.native import Future
 from kvtier.eviction.names import POLICIES as EVICTIONS
 from kvtier.eviction.rank import DEFAULT, Rank
-from kvtier.hf import generation
-from kvtier.hf.generation import computed_as
-from kvtier.hf.names import CACHE
+from kvtier.hf.models import generation
+from kvtier.hf.models.generation import computed_as
+from kvtier.hf.models.names import CACHE
 from kvtier.memory.blocks.block import RESIDENT, State
 from kvtier.memory.storage import system
 from kvtier.memory.tiered import default_engine

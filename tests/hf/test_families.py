@@ -20,7 +20,7 @@ from placements import (
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
 from kvtier import BudgetError
-from kvtier.hf.names import CACHE
+from kvtier.hf.models.names import CACHE
 
 NEW_TOKENS = 12
 BLOCK_SIZES = (1, 16, 64)

@@ -12,7 +12,7 @@ from placements import outcome
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from kvtier import KVTierError, TieredKVCache
-from kvtier.hf.generation import cache_argument
+from kvtier.hf.models.generation import cache_argument
 
 # Some of these types keep all KV next to something else: that the cache then saves nothing is told elsewhere.
 pytestmark = pytest.mark.filterwarnings("ignore:No layer of this model:RuntimeWarning")

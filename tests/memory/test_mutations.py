@@ -32,7 +32,7 @@ from kvtier.forward import admission
 from kvtier.forward.forward import Forward
 from kvtier.forward.planned import PlannedForward
 from kvtier.forward.token import NextToken
-from kvtier.hf.cache import TieredKVCache
+from kvtier.hf.cache.cache import TieredKVCache
 from kvtier.kernels.params import AttentionParams
 from kvtier.memory.access.readers import Readers, ReadFence
 from kvtier.memory.admission import Admission

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from workloads import gaps_of, stream_of_tokens
 
 from kvtier import Engine, UnsupportedError
-from kvtier.hf.sampling import Sampling
+from kvtier.hf.engine.sampling import Sampling
 
 PROMPT = stream_of_tokens(1)[:12]
 #: Of the plain greedy answer below, which is looked up when it is needed: a token that ends it, and the first one.

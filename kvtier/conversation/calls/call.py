@@ -11,7 +11,7 @@ import torch
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.index import WIDTH, packed
 from kvtier.conversation.saved.tail import Tail
-from kvtier.hf import generation as of
+from kvtier.hf.models import generation as of
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 
 from kvtier.conversation.calls.call import Calls
 from kvtier.conversation.calls.reuse import RowReuse
-from kvtier.hf import generation as of
+from kvtier.hf.models import generation as of
 
 #: What a call may have besides: it changes nothing of what the encoder gives.
 _OF_THE_DECODER = frozenset(("decoder_input_ids", "decoder_attention_mask"))

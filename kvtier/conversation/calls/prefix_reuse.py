@@ -19,8 +19,8 @@ from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.states import States, copied, has_states, joined
 from kvtier.errors import BudgetError, CorruptionError, KVTierError
-from kvtier.hf import generation as of
-from kvtier.hf.names import CACHE
+from kvtier.hf.models import generation as of
+from kvtier.hf.models.names import CACHE
 from kvtier.memory.tiered import TieredMemory
 
 #: Times that a call looks for what is kept, where what it finds is damaged, or goes before it is continued.

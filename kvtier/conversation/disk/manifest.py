@@ -111,7 +111,7 @@ class Manifest:
 
     Args:
         file: there already, for its owner only.
-        fingerprint: of the model, see `hf.generation.fingerprint`. None: whatever model it is of.
+        fingerprint: of the model, see `hf.models.generation.fingerprint`. None: whatever model it is of.
         read_only: nothing is written; another process may have it open, and may write.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 from kvtier.conversation.index import unpacked
 from kvtier.conversation.journal import JournalledCache
 from kvtier.errors import CorruptionError
-from kvtier.hf import generation as of
+from kvtier.hf.models import generation as of
 
 #: Tokens that are compared together.
 _TOKENS = 64

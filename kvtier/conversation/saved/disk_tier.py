@@ -21,7 +21,7 @@ from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.saved.waiting import Saved
 from kvtier.errors import BudgetError
-from kvtier.hf import generation as of
+from kvtier.hf.models import generation as of
 from kvtier.kernels import launch
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.resuming.loading import LoadOrCompute

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.hf.sampling import check_settings
+from kvtier.hf.engine.sampling import check_settings
 from kvtier.serving.http.refusals import Refusal
 
 #: Bounds of the interface.

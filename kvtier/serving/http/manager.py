@@ -21,7 +21,7 @@ from transformers.cli.serving.utils import BaseGenerateManager, GenerationState,
 from kvtier.conversation.names import OtherSaltError
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, KVTierError
-from kvtier.hf import generation as of
+from kvtier.hf.models import generation as of
 from kvtier.serving.engine import Engine
 from kvtier.serving.http.answers import Answer, Answers
 from kvtier.serving.http.asked import Asked

@@ -19,8 +19,8 @@ from transformers import BartConfig, BartForConditionalGeneration, Gemma3ForCaus
 from kvtier import ConfigError, ConversationStore, KVTierError, TieredKVCache
 from kvtier.conversation.calls import prefix_reuse
 from kvtier.conversation.journal import JournalledCache
-from kvtier.hf import generation
-from kvtier.hf.written import numbers
+from kvtier.hf.models import generation
+from kvtier.hf.models.written import numbers
 
 FUSED = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
 

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvtier import InterruptedStepError, TieredKVCache
-from kvtier.hf import resident
-from kvtier.hf.generation import cache_argument
+from kvtier.hf.cache import resident
+from kvtier.hf.models.generation import cache_argument
 
 # Some of these types keep all KV next to something else: that the cache then saves nothing is told elsewhere.
 pytestmark = pytest.mark.filterwarnings("ignore:No layer of this model:RuntimeWarning")

@@ -15,7 +15,7 @@ from families import build_model, dynamic_cache, prompt_ids, tiny_model
 import kvtier
 from kvtier import BudgetError, ConfigError, MismatchError, TieredKVCache
 from kvtier.cpu import loader
-from kvtier.hf.names import CACHE
+from kvtier.hf.models.names import CACHE
 
 
 def greedy(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:

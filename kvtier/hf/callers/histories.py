@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvtier.errors import ConfigError, MismatchError
-from kvtier.hf.threads import generates
+from kvtier.hf.callers.threads import generates
 
 #: Frames between `generate` and the method of Transformers that is given a cache: classes add to it.
 _MOST_FRAMES = 8

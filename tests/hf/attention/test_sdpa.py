@@ -15,8 +15,9 @@ from transformers import StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from kvtier import KVView, TieredKVCache
-from kvtier.hf import attention, dynamo
-from kvtier.hf.attention import sdpa_forward
+from kvtier.hf.attention import dynamo
+from kvtier.hf.attention import interface as attention
+from kvtier.hf.attention.interface import sdpa_forward
 
 STOCK = attention.sdpa_attention_forward
 

@@ -18,7 +18,7 @@ from placements import outcome
 from transformers import Cache, PreTrainedModel
 
 from kvtier import ConcurrentUseError, KVTierError, TieredKVCache
-from kvtier.hf import threads
+from kvtier.hf.callers import threads
 
 PROMPT, OTHER = prompt_ids(rows=1, length=100), prompt_ids(rows=1, length=100, seed=2)
 ONE = OTHER[:, :1]

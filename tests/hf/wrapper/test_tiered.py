@@ -23,7 +23,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 import kvtier
 from kvtier import ConfigError, TieredKVCache
-from kvtier.hf.names import CACHE
+from kvtier.hf.models.names import CACHE
 
 NEW_TOKENS = 6
 _METHODS = ("generate", "_prepare_cache_for_generation")

@@ -8,8 +8,9 @@ import torch
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from kvtier.forward.sub_batch import SubBatch
-from kvtier.hf.model_config import transformers_layers
-from kvtier.hf.packed import GivenPositions, PackedSnapshot, end_to_end
+from kvtier.hf.attention.packed import end_to_end
+from kvtier.hf.engine.packed import GivenPositions, PackedSnapshot
+from kvtier.hf.models.layers import transformers_layers
 
 
 def state_layers(config: Any) -> dict[int, Any]:

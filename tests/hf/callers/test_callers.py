@@ -23,7 +23,7 @@ from transformers.integrations import flex_attention as flex
 
 import kvtier
 from kvtier import ConfigError, KVView, MismatchError, TieredKVCache, UnsupportedError
-from kvtier.hf.names import CACHE
+from kvtier.hf.models.names import CACHE
 
 LAYERS = 2
 TENSORS = ("flex_attention", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2", "paged|sdpa")

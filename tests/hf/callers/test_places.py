@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.hf import threads
-from kvtier.hf.threads import Places
+from kvtier.hf.callers import threads
+from kvtier.hf.callers.threads import Places
 
 _SOURCE = """
 def {name}(rest, then, generation_config=None):

@@ -19,9 +19,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from kvtier.cpu.checksum import checksums
 from kvtier.errors import ConfigError
-from kvtier.hf.model_config import transformers_layers
-from kvtier.hf.names import CACHE
-from kvtier.hf.written import numbers
+from kvtier.hf.models.layers import transformers_layers
+from kvtier.hf.models.names import CACHE
+from kvtier.hf.models.written import numbers
 
 #: Whose models compute keys and values. The whole version: releases of patches mend models, too.
 COMPUTED_BY = f"transformers {transformers.__version__}"

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 from torch.nn import Module
 from transformers.configuration_utils import PretrainedConfig
 
-from kvtier.hf.model_config import encoder_decoder
-from kvtier.hf.threads import Places
+from kvtier.hf.callers.threads import Places
+from kvtier.hf.models.layers import encoder_decoder, latent_widths
 from kvtier.memory.storage.layout import BlockLayout
 
 #: Callers of `update` that are looked at in search of the module that called it.
 _MOST_FRAMES = 32
 #: The folder of kvtier's own modules.
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_OURS = os.path.join(Path(os.path.abspath(__file__)).parents[2], "")
 
 
 def needs_tensors(implementation: str | None) -> bool:
@@ -129,7 +130,7 @@ class Caller:
 
     def _follow(self, config: PretrainedConfig | None) -> None:
         self._config = config
-        self.latents = frozenset() if config is None else _latents(config)
+        self.latents = frozenset() if config is None else latent_widths(config)
 
     def _check_attention(self, crossed: bool) -> None:
         if self._crossed is not None and self._crossed is not crossed:
@@ -143,14 +144,6 @@ def _implementation(config: PretrainedConfig) -> str | None:
         return object.__getattribute__(config, "_attn_implementation_internal")
     except AttributeError:
         return config._attn_implementation
-
-
-def _latents(config: PretrainedConfig) -> frozenset[int]:
-    try:
-        ranks = {getattr(config, "kv_lora_rank", None)}
-    except Exception:  # it differs from layer to layer, and Transformers does not answer for all
-        ranks = {getattr(layer, "kv_lora_rank", None) for layer in config.per_layer_config}
-    return frozenset(rank for rank in ranks if rank)
 
 
 def _caller(frame: FrameType | None) -> tuple[PretrainedConfig | None, bool]:

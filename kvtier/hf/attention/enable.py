@@ -12,7 +12,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from kvtier.errors import ConfigError, UnsupportedError
-from kvtier.hf.attention import NAME, bypasses, register_attention, uses_interface
+from kvtier.hf.attention.interface import NAME, bypasses, register_attention, uses_interface
 
 # On the model, so that a copy of an enabled model can be disabled: a list of `_Switched`.
 _SWITCHED = "_kvtier_attention"

@@ -21,9 +21,9 @@ from transformers.generation import GenerationMixin
 from kvtier.config import CacheOptions, Size, checks_names
 from kvtier.cpu import loader
 from kvtier.errors import ConfigError, MemoryInUseError
-from kvtier.hf.cache import TieredKVCache, check_hook, memory_of
-from kvtier.hf.layer import TieredLayer
-from kvtier.hf.names import ARGUMENTS, CACHE
+from kvtier.hf.cache.cache import TieredKVCache, check_hook, memory_of
+from kvtier.hf.cache.layer import TieredLayer
+from kvtier.hf.models.names import ARGUMENTS, CACHE
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
 from kvtier.stats import CacheStats, Counters, Progress

@@ -10,7 +10,7 @@ from families import build_model, prompt_ids, tiny_model
 from placements import tiered_cache
 
 from kvtier import UnsupportedError
-from kvtier.hf import dynamo
+from kvtier.hf.attention import dynamo
 from kvtier.kernels import launch
 
 

@@ -14,8 +14,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 import kvtier
 from kvtier import KVView, TieredKVCache, UnsupportedError
-from kvtier.hf import attention
-from kvtier.hf.attention import attention_forward, attention_mask
+from kvtier.hf.attention import interface as attention
+from kvtier.hf.attention.interface import attention_forward, attention_mask
 
 BATCH, KV_HEADS, K_DIM = 2, 2, 8
 LOWEST = torch.finfo(torch.float32).min

@@ -1,31 +1,26 @@
-"""What a model's config says about its cache: which layers there are, and whether a model fits a cache."""
+"""The layers of a model's cache, by its config: which there are, and whether a cache fits a model."""
 
 from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionCacheLayerMixin,
 )
 from transformers.configuration_utils import PretrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
 
 from kvtier.errors import ConfigError, MismatchError, UnsupportedError
-from kvtier.hf.names import CACHE
+from kvtier.hf.models.names import CACHE
+
+#: Layers with keys and values that hold no more than a window of them. Classes that build on these may hold more.
+_BOUNDED = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 
 
 def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
@@ -56,117 +51,10 @@ def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
         ) from error
 
 
-#: Seconds for the hub to answer.
-_HUB_SECONDS = 10.0
-#: Layers with keys and values that hold no more than a window of them. Classes that build on these may hold more.
-_BOUNDED = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
-
-
 def grows_untiered(layer: Any) -> bool:
     """Whether a layer of Transformers' holds something of every token and stays with the model: keys and values next to
     a recurrent state, or next to what an indexer keeps."""
     return isinstance(layer, CacheLayerMixin) and type(layer) is not DynamicLayer and type(layer) not in _BOUNDED
-
-
-def _kind(layer: Any) -> str:
-    """What a layer of a cache keeps, as `layer_types` of a config says it."""
-    if type(layer) is DynamicLayer:
-        return "full_attention"
-    recurrent = isinstance(layer, LinearAttentionCacheLayerMixin)
-    if grows_untiered(layer):
-        return "hybrid" if recurrent else "other_attention"
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        return "hybrid_sliding" if recurrent else "sliding_attention"
-    return "linear_attention" if recurrent else "dummy"
-
-
-def text_config(config: Mapping[str, Any]) -> PretrainedConfig:
-    """The config object of the decoder that a file describes, with the defaults of its model type.
-
-    Args:
-        config: as a file has it.
-
-    Raises:
-        ConfigError: this version of Transformers knows no decoder of that type, or refuses the config.
-    """
-    kind = config.get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        raise ConfigError(f"this version of Transformers knows no decoder of type {kind!r}")
-    try:
-        made: PretrainedConfig = AutoConfig.for_model(**_decoded(config)).get_text_config(decoder=True)
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"Transformers refuses the config of type {kind!r}: {reason}") from error
-    return made
-
-
-def _decoded(value: Any) -> Any:
-    """A config with the floats that JSON has no number for: Transformers writes `{"__float__": "Infinity"}`."""
-    if isinstance(value, Mapping):
-        if list(value) == ["__float__"] and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
-            return float(value["__float__"])
-        return {key: _decoded(x) for key, x in value.items()}
-    return [_decoded(x) for x in value] if isinstance(value, list) else value
-
-
-def completed(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """A decoder's config with the defaults of its model type, and `layer_types` as the cache takes them.
-
-    Files leave out defaults, and older ones say by a window or a pattern which layers have full attention.
-
-    Args:
-        config: as a file has it.
-
-    Returns:
-        The config; and why it could not be completed, in which case it is as it was given ("": it was).
-    """
-    try:
-        made = text_config(config)
-        layers = transformers_layers(made)
-        whole = made.to_dict()
-    except ConfigError as error:
-        return dict(config), str(error).rstrip(".")
-    except Exception as error:  # sizes that are none: whoever reads those says which
-        return dict(config), f"Transformers cannot write its config down: {error}"
-    windows = [x.sliding_window for x in layers if isinstance(x, DynamicSlidingWindowLayer)]
-    found = {**whole, "model_type": made.model_type or config.get("model_type")}
-    found |= {"layer_types": [_kind(x) for x in layers]}
-    found |= {"sliding_window": max(windows)} if windows else {}
-    # Of the whole model, which a text part does not repeat.
-    found |= {name: config[name] for name in ("quantization_config",) if config.get(name)}
-    return found | {"dtype": config.get("dtype") or config.get("torch_dtype")}, ""
-
-
-def config_by_name(name: str) -> dict[str, Any]:
-    """The config of a model on the hub or in its local cache, as its file has it.
-
-    Raises:
-        ConfigError: it cannot be had.
-    """
-    try:
-        found, _ = PretrainedConfig.get_config_dict(name, local_files_only=not _hub_answers(name))
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"There is no file or folder {name!r}, and the hub gives no config by that name: {reason} "
-            "Check the name; without a network, give the folder of a model."
-        ) from error
-    if not found:
-        raise ConfigError(
-            f"There is no file or folder {name!r}, and the hub has no config by that name. Check the name."
-        )
-    return dict(found)
-
-
-def _hub_answers(name: str) -> bool:
-    """Whether the hub can be reached: asked once, where reading a file asks five times with growing pauses."""
-    try:
-        HfApi().model_info(name, timeout=_HUB_SECONDS)
-    except (HfHubHTTPError, ValueError):
-        return True  # whoever reads the file says what is wrong
-    except Exception:
-        return False
-    return True
 
 
 def own_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -174,6 +62,15 @@ def own_config(config: PretrainedConfig) -> PretrainedConfig:
     text: PretrainedConfig = config.get_text_config(decoder=True)
     # Of old encoder-decoders, Transformers gives a copy in which names are changed.
     return text if any(text is part for part in vars(config).values()) else config
+
+
+def latent_widths(config: PretrainedConfig) -> frozenset[int]:
+    """Widths of the latents in which a model caches KV (multi-head latent attention); empty: it caches KV itself."""
+    try:
+        ranks = {getattr(config, "kv_lora_rank", None)}
+    except Exception:  # it differs from layer to layer, and Transformers does not answer for all
+        ranks = {getattr(layer, "kv_lora_rank", None) for layer in config.per_layer_config}
+    return frozenset(rank for rank in ranks if rank)
 
 
 def check_model(made_for: str, kinds: Sequence[type], config: PretrainedConfig) -> None:

@@ -22,12 +22,16 @@ from kvtier.config import CacheOptions, MemoryOptions, Size, checks_names, forma
 from kvtier.cpu import loader
 from kvtier.errors import BudgetError, ConfigError, KVTierError, MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
-from kvtier.hf import dynamo, rows
-from kvtier.hf.attention import lengthen_sdpa, shorten_sdpa
-from kvtier.hf.caller import Caller
-from kvtier.hf.histories import check_longer, common_prefix
-from kvtier.hf.layer import TieredLayer
-from kvtier.hf.model_config import (
+from kvtier.hf.attention import dynamo
+from kvtier.hf.attention.interface import lengthen_sdpa, shorten_sdpa
+from kvtier.hf.cache import rows
+from kvtier.hf.cache.layer import TieredLayer
+from kvtier.hf.cache.resident import WINDOW, RecurrentFace, RecurrentStates, check_crop, check_resident, resident_bytes
+from kvtier.hf.cache.rows import row_indices, whole_number
+from kvtier.hf.callers.caller import Caller
+from kvtier.hf.callers.histories import check_longer, common_prefix
+from kvtier.hf.callers.threads import check_alone
+from kvtier.hf.models.layers import (
     check_model,
     encoder_decoder,
     grows_untiered,
@@ -35,10 +39,7 @@ from kvtier.hf.model_config import (
     transformers_layers,
     updated_by_every_forward,
 )
-from kvtier.hf.names import CACHE
-from kvtier.hf.resident import WINDOW, RecurrentFace, RecurrentStates, check_crop, check_resident, resident_bytes
-from kvtier.hf.rows import row_indices, whole_number
-from kvtier.hf.threads import check_alone
+from kvtier.hf.models.names import CACHE
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policies.names import name_of, policy_of
 from kvtier.planning.policy import Policy

@@ -20,9 +20,9 @@ from transformers.configuration_utils import PretrainedConfig
 from kvtier.errors import MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
 from kvtier.forward.steps import RecurrentPart
-from kvtier.hf.caller import Caller
-from kvtier.hf.layer import TieredLayer, check_meant
-from kvtier.hf.model_config import not_kept
+from kvtier.hf.cache.layer import TieredLayer, check_meant
+from kvtier.hf.callers.caller import Caller
+from kvtier.hf.models.layers import not_kept
 
 #: What an update of a sliding layer changes.
 WINDOW = ("keys", "values", "cumulative_length", "is_initialized")

@@ -12,10 +12,10 @@ from kvtier.attention.reader import LayerReader
 from kvtier.errors import ConfigError, MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
 from kvtier.forward.token import NextToken
-from kvtier.hf import rows
-from kvtier.hf.caller import Caller
-from kvtier.hf.rows import row_indices, whole_number
-from kvtier.hf.view import KVView, Snapshot, views_of
+from kvtier.hf.attention.view import KVView, Snapshot, views_of
+from kvtier.hf.cache import rows
+from kvtier.hf.cache.rows import row_indices, whole_number
+from kvtier.hf.callers.caller import Caller
 from kvtier.kernels import launch
 from kvtier.memory.storage.layout import in_one_dtype
 from kvtier.tables.layer import LayerKV

@@ -18,8 +18,8 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from kvtier.attention.dispatch import plain, repeat
 from kvtier.errors import UnsupportedError
-from kvtier.hf import dynamo, packed
-from kvtier.hf.view import KEYS, VALUES, KVView, Snapshot
+from kvtier.hf.attention import dynamo, packed
+from kvtier.hf.attention.view import KEYS, VALUES, KVView, Snapshot
 from kvtier.kernels.params import AttentionParams
 
 NAME = "kvtier"

@@ -1,0 +1,12 @@
+"""Owns what kvtier knows of a model and its config. Nothing here holds keys and values, or looks at who calls.
+
+names.py       what Transformers calls a cache
+layers.py      the layers of a model's cache, and whether a cache fits a model
+config.py      the config of a decoder, by name or as a file has it
+generation.py  what `generate` is told, and what keys and values depend on
+written.py     `Numbers`: whether a tensor may have been written to
+weights.py     how many weights a config means
+loading.py     a model and its tokenizer, by name
+
+It imports nothing else of `hf`; of kvtier only what knows no caches, such as `errors` and `cpu`.
+"""
