@@ -1,9 +1,13 @@
 """Owns `TieredKVCache` and its layers: the Cache interface of Transformers, on a `Forward`.
 
-cache.py     `TieredKVCache`
-layer.py     `TieredLayer`: a layer whose blocks are in tiers
-resident.py  layers that stay Transformers' own, and recurrent states, which a model changes in place
-rows.py      arguments of `crop`, `reorder_cache` and the like
+cache.py      `TieredKVCache`
+options.py    its options, and the memory that they are about
+layer.py      `TieredLayer`: a layer whose blocks are in tiers
+resident.py   `ResidentLayers`: layers that stay Transformers' own
+recurrent.py  `RecurrentStates`: states that a model changes in place, and the part of the cache that it sees for them
+rows.py       arguments of `crop`, `reorder_cache` and the like
+report.py     where each layer is, and why
+copies.py     what a copy or a pickle of a cache holds
 
 It imports `forward` and what that imports; of `hf` `models`, `callers` and `attention`. Blocks, slots and
 copies are behind `Forward`.

@@ -10,23 +10,22 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.configuration_utils import PretrainedConfig
 
-from kvtier.config import CacheOptions, MemoryOptions, Size, checks_names, format_size, parse_share, warn_caller
+from kvtier.config import CacheOptions, Size, checks_names, format_size, warn_caller
 from kvtier.cpu import loader
 from kvtier.errors import BudgetError, ConfigError, KVTierError, MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
 from kvtier.hf.attention import dynamo
 from kvtier.hf.attention.interface import lengthen_sdpa, shorten_sdpa
 from kvtier.hf.cache import rows
+from kvtier.hf.cache.copies import content_of, fill
 from kvtier.hf.cache.layer import TieredLayer
-from kvtier.hf.cache.resident import WINDOW, RecurrentFace, RecurrentStates, check_crop, check_resident, resident_bytes
+from kvtier.hf.cache.options import check_hook, memory_of
+from kvtier.hf.cache.recurrent import RecurrentFace, RecurrentStates
+from kvtier.hf.cache.report import explanation, residency
+from kvtier.hf.cache.resident import ResidentLayers, check_crop, croppable, resident_bytes, takes_crop_0
 from kvtier.hf.cache.rows import row_indices, whole_number
 from kvtier.hf.callers.caller import Caller
 from kvtier.hf.callers.histories import check_longer, common_prefix
@@ -41,12 +40,9 @@ from kvtier.hf.models.layers import (
 )
 from kvtier.hf.models.names import CACHE
 from kvtier.memory.tiered import TieredMemory
-from kvtier.planning.policies.names import name_of, policy_of
 from kvtier.planning.policy import Policy
-from kvtier.planning.reports.analysis import analyse, decoded
 from kvtier.planning.reports.explain import Explanation
-from kvtier.stats import CacheStats, LayerResidency, Progress, Residency
-from kvtier.tables.sharing import distinct_rows
+from kvtier.stats import CacheStats, Progress, Residency
 
 
 class _NoHalf(UnsupportedError, AttributeError):
@@ -68,62 +64,6 @@ class _GrowingLayers(list[Any]):
                 f"Layer {index} is not there yet: without a config, layers are made when a model updates keys and "
                 f"values, and {len(self)} were. Make the cache with TieredKVCache(model.config)."
             ) from None
-
-
-def check_hook(progress: object) -> None:
-    """Raise `ConfigError` unless a progress hook can be called, or is none."""
-    if progress is not None and not callable(progress):
-        raise ConfigError(f"progress={progress!r}: give a function that takes a kvtier.Progress.")
-
-
-def _croppable(layer: Any) -> bool:
-    """Whether a layer can take back any of its tokens."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return False
-    return not isinstance(layer, DynamicSlidingWindowLayer) or layer.get_seq_length() < layer.sliding_window
-
-
-def memory_of(
-    memory: TieredMemory | None,
-    *,
-    device_budget: Size | Mapping[str, Size] | None,
-    host_budget: Size | None,
-    write_through: float | None,
-    policy: Policy | str | None,
-    audit: Literal["off", "sampled", "full"] | None,
-) -> TieredMemory:
-    """The memory that these options of a `TieredKVCache` are about: the one that is given, or one of the cache's own.
-
-    Raises:
-        ConfigError: an option that is malformed, or that goes with no memory that is given.
-    """
-    if memory is None:
-        budgets = MemoryOptions.parse(
-            device_budget, "auto" if host_budget is None else host_budget, "sampled" if audit is None else audit
-        )
-        share = None if write_through is None else parse_share("write_through", write_through)
-        return TieredMemory.of_one_cache(budgets, policy_of(policy, share))
-    if not isinstance(memory, TieredMemory):
-        raise ConfigError(
-            f"memory={memory!r} is not a TieredMemory. Make one with kvtier.TieredMemory(device_budget=...), "
-            "or leave it out: the cache then has a memory of its own."
-        )
-    given = {
-        "device_budget": device_budget,
-        "host_budget": host_budget,
-        "write_through": write_through,
-        "policy": policy,
-        "audit": audit,
-    }
-    twice = [name for name, value in given.items() if value is not None]
-    if twice:
-        its_own = " and ".join(twice)
-        policy_of_it = ", in its policy" if "write_through" in twice else ""
-        raise ConfigError(
-            f"{its_own}: the cache is given a memory, and what applies is what that has. Set it "
-            f"there{policy_of_it}: kvtier.TieredMemory(device_budget=..., policy=kvtier.Policy(...))."
-        )
-    return memory
 
 
 class TieredKVCache(RecurrentFace):
@@ -248,8 +188,8 @@ class TieredKVCache(RecurrentFace):
         for i in tiered:
             layers[i] = TieredLayer(self._forward, i, self._caller)
         self.layers = layers or _GrowingLayers()
+        self._resident = ResidentLayers(self._forward, self._caller, self.layers)
         self._recurrent = RecurrentStates(self._forward, self.layers)
-        self._windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.layer_class_to_replicate = TieredLayer if not layers else None
         #: A forward used it, or nobody needs to be told that none did.
         self._was_used = False
@@ -294,7 +234,7 @@ class TieredKVCache(RecurrentFace):
                 if views is not None:
                     return views
                 return layer.update(key_states, value_states, *args, **kwargs)
-            return self._update_resident(layer_idx, layer, key_states, value_states, *args, **kwargs)
+            return self._resident.update(layer_idx, key_states, value_states, *args, **kwargs)
         except BudgetError:
             self._was_used = True
             self._roll_back()
@@ -302,42 +242,6 @@ class TieredKVCache(RecurrentFace):
         except BaseException:
             self._was_used = True
             raise
-
-    def _update_resident(
-        self,
-        layer_idx: int,
-        layer: Any,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for a layer of Transformers'."""
-        self._forward.check_open()
-        self._caller.follow(layer_idx)
-        steps = self._forward.steps
-        check_resident(layer_idx, layer, key_states, value_states)
-        with steps.changing():
-            before = {name: vars(layer)[name] for name in WINDOW if name in vars(layer)}
-            length = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
-            begins = steps.update(layer_idx, length)
-            if begins:
-                self._forward.count_step()
-            try:
-                if begins:
-                    self._windows.clear()
-                    self._forward.admit(key_states, value_states)
-                keys, values = layer.update(key_states, value_states, *args, **kwargs)
-            except BaseException:
-                vars(layer).update(before)
-                steps.undo(layer_idx)
-                if begins:
-                    self._forward.uncount_step()
-                raise
-            if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
-                # The layer keeps slices of these: holding them for a step costs nothing and lets `crop` undo it.
-                self._windows[layer_idx] = (keys, values)
-        return keys, values
 
     def _roll_back(self) -> None:
         """A layer was refused: the layers before it give up what this forward gave them, where that is possible."""
@@ -390,13 +294,7 @@ class TieredKVCache(RecurrentFace):
             self._change("crop", tokens_to_remove)
             return
         for layer in self.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer) and not layer.get_seq_length():
-                continue  # it would look at keys that it does not have
-            # Transformers trims what was recorded of the past and refuses where nothing was: no error, nothing to undo.
-            past_gone = isinstance(layer, LinearAttentionCacheLayerMixin) or (
-                isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window
-            )
-            if not past_gone or layer.record_past:
+            if takes_crop_0(layer):
                 layer.crop(0)
         self._end_step()
 
@@ -425,7 +323,7 @@ class TieredKVCache(RecurrentFace):
         kept = common_prefix(new_ids, held_ids, held, self._batch() if held else None)
         if kept == held:
             return kept
-        if kept and all(map(_croppable, self.layers)):
+        if kept and all(map(croppable, self.layers)):
             self.crop(kept - held)
             return kept
         self._was_used = True  # `reset` begins to count again
@@ -440,19 +338,11 @@ class TieredKVCache(RecurrentFace):
         for i, before in steps.began.items():
             assert type(i) is int, "a recurrent state cannot be undone"
             layer = self.layers[i]
-            if before == 0 and not isinstance(layer, TieredLayer):
-                self._renew(i, fresh[i])
-            elif i in self._windows:
-                self._restore_window(layer, before, *self._windows[i])
-            else:
+            if isinstance(layer, TieredLayer):
                 layer.crop(before - layer.get_seq_length())
+            else:
+                self._resident.take_back(i, before, fresh)
         self._end_step()
-
-    def _restore_window(self, layer: Any, before: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Give a sliding layer back the window it had: the head of what its last `update` returned."""
-        tokens = layer.get_seq_length() - before
-        layer.keys, layer.values = keys[:, :, :-tokens], values[:, :, :-tokens]
-        layer.cumulative_length = before
 
     def _change(self, method: str, argument: Any) -> None:
         """Call a method of every layer, all or none: those of Transformers first, which refuse before they change."""
@@ -469,7 +359,7 @@ class TieredKVCache(RecurrentFace):
 
     def _end_step(self) -> None:
         self._forward.steps.end()
-        self._windows.clear()
+        self._resident.end_step()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row `i` continue what row `beam_idx[i]` held. Moves no keys and values of tiered layers.
@@ -517,20 +407,14 @@ class TieredKVCache(RecurrentFace):
         self._was_used = self._was_used or self._forward.counters.steps > 0  # they begin again
         self._forward.clear()
         self._caller.forget()
-        self._windows.clear()
+        self._resident.end_step()
         fresh = transformers_layers(self._config)
         for i, layer in enumerate(self.layers):
             if isinstance(layer, TieredLayer):
-                layer._assigned.clear()
+                layer.unassign()
             else:
-                self._renew(i, fresh[i])
+                self._resident.renew(i, fresh)
         self._recurrent.watch(self.layers)
-
-    def _renew(self, index: int, fresh: Any) -> None:
-        """Put an empty layer in the place of one of Transformers'."""
-        if hasattr(self.layers[index], "record_past"):
-            fresh.record_past = self.layers[index].record_past
-        self.layers[index] = fresh
 
     # What a user sees
 
@@ -572,17 +456,7 @@ class TieredKVCache(RecurrentFace):
 
     def residency(self) -> Residency:
         """Where the KV of each layer is. Printing it gives a table."""
-        lines = []
-        for i, layer in enumerate(self.layers):
-            tiered = self._forward.residency(i) if isinstance(layer, TieredLayer) else None
-            if tiered is not None:
-                lines.append(tiered)
-                continue
-            tokens = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
-            kind = "tiered" if isinstance(layer, TieredLayer) else type(layer).__name__
-            grows = kind != "tiered" and grows_untiered(layer)
-            lines.append(LayerResidency(i, kind, tokens, 0, 0, 0, resident_bytes(layer), grows=grows))
-        return Residency(tuple(lines))
+        return residency(self._forward, self.layers)
 
     def explain(self) -> Explanation:
         """What is where and why; what steps were predicted to take and took; what binds them, and what would change it.
@@ -590,36 +464,7 @@ class TieredKVCache(RecurrentFace):
         Printed, it is a report. It measures nothing: where `kvtier.calibrate` did not, and steps have not shown a rate
         yet, it reckons with an estimate, and says so.
         """
-        forward = self._forward
-        stats, policy = self.stats, forward.memory.policy
-        layers = () if forward.closed else self.residency().layers
-        states = [] if forward.closed else forward.states()
-        number = forward.number
-        if forward.closed:
-            condition = "closed"
-        elif not any(x.tokens for x in layers):
-            condition = "unused"
-        elif not states:
-            condition = "one tier"
-        else:
-            condition = "spilled" if any(x.spilled for state in states for x in state.layers) else "resident"
-        history = decoded(list(forward.history))
-        records = [record for record, _ in history]
-        with forward.memory.lock:  # a policy is called by one at a time: others may plan with it meanwhile
-            decisions = policy.decisions(number)
-            known = forward.memory.rates
-            analysis = tuple(analyse(x, policy, records, rates=known.get(x.device)) for x in states)
-        return Explanation(
-            condition,
-            stats.device,
-            stats.host,
-            layers,
-            stats.resident_bytes,
-            name_of(policy),
-            decisions[-1] if decisions else None,
-            analysis,
-            history,
-        )
+        return explanation(self._forward, self.layers, self.stats)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. For tests and debugging; walks every block."""
@@ -707,25 +552,12 @@ class TieredKVCache(RecurrentFace):
         steps = self._forward.steps
         steps.end()
         memory = self._forward.memory
-        with memory.lock:
-            held = [reader.layer.rows for reader in self._forward.readers.values() if reader.layer.length]
-            distinct, rows = distinct_rows(held)
-        layers: list[Any] = []
-        for layer in self.layers:
-            content: Any = layer.content() if isinstance(layer, TieredLayer) else layer
-            if isinstance(content, tuple) and distinct != rows and len(content[0]) == len(rows):
-                content = tuple(part[distinct] for part in content)
-            layers.append(content)
         return {
             "config": self._config,
             "options": self._options,
             "budgets": memory.options,
             "policy": memory.policy,
-            "layers": layers,
-            # Rows of a layer that are alike are written once: which one each row is.
-            "rows": None if distinct == rows else rows,
-            # A copy that is made without gradients has as little of a graph, and says so.
-            "graphs": [i for i, reader in self._forward.readers.items() if reader.layer.carries_graph],
+            **content_of(self._forward, self.layers),
             "expected": steps.expected,
         }
 
@@ -734,20 +566,9 @@ class TieredKVCache(RecurrentFace):
         self._config, self._options = state["config"], state["options"]
         self._setup(TieredMemory.of_one_cache(state["budgets"], state["policy"]) if memory is None else memory)
         self._was_used = True  # who copies caches may copy more than are used
-        for i, content in enumerate(state["layers"]):
-            if content is not None and not isinstance(content, tuple):
-                self.layers[i] = content
-                continue
-            if i >= len(self.layers):
-                self._add_layers(i)
-            if content is not None:
-                self._forward.restore(i, *content)
-        if state.get("rows") is not None:
-            for i, reader in self._forward.readers.items():
-                if reader.layer.length:
-                    self._forward.pick_rows(i, state["rows"])
-        for i in state["graphs"]:
-            self._forward.readers[i].layer.carries_graph = True
+        if len(state["layers"]) > len(self.layers):
+            self._add_layers(len(state["layers"]) - 1)
+        fill(self._forward, self.layers, state)
         steps = self._forward.steps
         steps.end()
         if state["expected"] is not None:

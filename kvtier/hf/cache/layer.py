@@ -351,9 +351,13 @@ class TieredLayer(DynamicLayer):
         with self._forward.steps.changing():
             self._forward.pick_rows(self.index, picked)
 
+    def unassign(self) -> None:
+        """Forget keys or values that were assigned without the other half."""
+        self._assigned.clear()
+
     def reset(self) -> None:
         """Drop every token of this layer."""
-        self._assigned.clear()
+        self.unassign()
         if self._kv is not None:
             with self._forward.steps.changing():
                 self._forward.clear_layer(self.index)

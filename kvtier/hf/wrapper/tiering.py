@@ -21,8 +21,9 @@ from transformers.generation import GenerationMixin
 from kvtier.config import CacheOptions, Size, checks_names
 from kvtier.cpu import loader
 from kvtier.errors import ConfigError, MemoryInUseError
-from kvtier.hf.cache.cache import TieredKVCache, check_hook, memory_of
+from kvtier.hf.cache.cache import TieredKVCache
 from kvtier.hf.cache.layer import TieredLayer
+from kvtier.hf.cache.options import check_hook, memory_of
 from kvtier.hf.models.names import ARGUMENTS, CACHE
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy

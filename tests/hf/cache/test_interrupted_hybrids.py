@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvtier import InterruptedStepError, TieredKVCache
-from kvtier.hf.cache import resident
+from kvtier.hf.cache import recurrent
 from kvtier.hf.models.generation import cache_argument
 
 # Some of these types keep all KV next to something else: that the cache then saves nothing is told elsewhere.
@@ -201,7 +201,7 @@ def modules_of(model: PreTrainedModel) -> Iterator[nn.Module]:
 @contextmanager
 def as_on_an_accelerator() -> Iterator[None]:
     """Torch counts changes made by its own kernels, but not by fused ones: it must be found out which ones run."""
-    with torch.no_grad(), patch.object(resident._State, "opaque", property(lambda self: not self.absent)):
+    with torch.no_grad(), patch.object(recurrent._State, "opaque", property(lambda self: not self.absent)):
         yield
 
 

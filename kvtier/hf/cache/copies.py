@@ -1,0 +1,55 @@
+"""What the layers of a cache hold, for a copy or a pickle of it, and back into a new cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvtier.forward.forward import Forward
+from kvtier.hf.cache.layer import TieredLayer
+from kvtier.tables.sharing import distinct_rows
+
+
+def content_of(forward: Forward, layers: Sequence[Any]) -> dict[str, Any]:
+    """What a cache holds: `layers`, `rows` and `graphs`, as `fill` takes them.
+
+    Of a tiered layer that is its keys and values, or None before its first update. Others are given as they are.
+
+    Args:
+        forward, layers: of the cache. No forward is under way.
+    """
+    with forward.memory.lock:
+        held = [reader.layer.rows for reader in forward.readers.values() if reader.layer.length]
+        distinct, rows = distinct_rows(held)
+    contents: list[Any] = []
+    for layer in layers:
+        content: Any = layer.content() if isinstance(layer, TieredLayer) else layer
+        if isinstance(content, tuple) and distinct != rows and len(content[0]) == len(rows):
+            content = tuple(part[distinct] for part in content)
+        contents.append(content)
+    return {
+        "layers": contents,
+        # Rows of a layer that are alike are written once: which one each row is.
+        "rows": None if distinct == rows else rows,
+        # A copy that is made without gradients has as little of a graph, and says so.
+        "graphs": [i for i, reader in forward.readers.items() if reader.layer.carries_graph],
+    }
+
+
+def fill(forward: Forward, layers: list[Any], content: Mapping[str, Any]) -> None:
+    """Put into a new cache, which has as many layers, what another one held.
+
+    Raises:
+        BudgetError, TransferError: some layers are filled.
+    """
+    for i, held in enumerate(content["layers"]):
+        if held is not None and not isinstance(held, tuple):
+            layers[i] = held
+        elif held is not None:
+            forward.restore(i, *held)
+    if content.get("rows") is not None:
+        for i, reader in forward.readers.items():
+            if reader.layer.length:
+                forward.pick_rows(i, content["rows"])
+    for i in content["graphs"]:
+        forward.readers[i].layer.carries_graph = True

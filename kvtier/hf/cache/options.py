@@ -1,0 +1,61 @@
+"""The options of a `TieredKVCache`, checked before anything is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from kvtier.config import MemoryOptions, Size, parse_share
+from kvtier.errors import ConfigError
+from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.policies.names import policy_of
+from kvtier.planning.policy import Policy
+
+
+def check_hook(progress: object) -> None:
+    """Raise `ConfigError` unless a progress hook can be called, or is none."""
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"progress={progress!r}: give a function that takes a kvtier.Progress.")
+
+
+def memory_of(
+    memory: TieredMemory | None,
+    *,
+    device_budget: Size | Mapping[str, Size] | None,
+    host_budget: Size | None,
+    write_through: float | None,
+    policy: Policy | str | None,
+    audit: Literal["off", "sampled", "full"] | None,
+) -> TieredMemory:
+    """The memory that these options of a `TieredKVCache` are about: the one that is given, or one of the cache's own.
+
+    Raises:
+        ConfigError: an option that is malformed, or that goes with no memory that is given.
+    """
+    if memory is None:
+        budgets = MemoryOptions.parse(
+            device_budget, "auto" if host_budget is None else host_budget, "sampled" if audit is None else audit
+        )
+        share = None if write_through is None else parse_share("write_through", write_through)
+        return TieredMemory.of_one_cache(budgets, policy_of(policy, share))
+    if not isinstance(memory, TieredMemory):
+        raise ConfigError(
+            f"memory={memory!r} is not a TieredMemory. Make one with kvtier.TieredMemory(device_budget=...), "
+            "or leave it out: the cache then has a memory of its own."
+        )
+    given = {
+        "device_budget": device_budget,
+        "host_budget": host_budget,
+        "write_through": write_through,
+        "policy": policy,
+        "audit": audit,
+    }
+    twice = [name for name, value in given.items() if value is not None]
+    if twice:
+        its_own = " and ".join(twice)
+        policy_of_it = ", in its policy" if "write_through" in twice else ""
+        raise ConfigError(
+            f"{its_own}: the cache is given a memory, and what applies is what that has. Set it "
+            f"there{policy_of_it}: kvtier.TieredMemory(device_budget=..., policy=kvtier.Policy(...))."
+        )
+    return memory

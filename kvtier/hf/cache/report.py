@@ -1,0 +1,75 @@
+"""What a cache says of itself: where each layer is, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.cache_utils import CacheLayerMixin
+
+from kvtier.forward.forward import Forward
+from kvtier.hf.cache.layer import TieredLayer
+from kvtier.hf.cache.resident import resident_bytes
+from kvtier.hf.models.layers import grows_untiered
+from kvtier.planning.policies.names import name_of
+from kvtier.planning.reports.analysis import analyse, decoded
+from kvtier.planning.reports.explain import Explanation
+from kvtier.stats import CacheStats, LayerResidency, Residency
+
+
+def residency(forward: Forward, layers: Sequence[Any]) -> Residency:
+    """Where the KV of each layer is.
+
+    Args:
+        forward: of the cache.
+        layers: of the cache, tiered ones and Transformers' own.
+    """
+    lines = []
+    for i, layer in enumerate(layers):
+        tiered = forward.residency(i) if isinstance(layer, TieredLayer) else None
+        if tiered is not None:
+            lines.append(tiered)
+            continue
+        tokens = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
+        kind = "tiered" if isinstance(layer, TieredLayer) else type(layer).__name__
+        grows = kind != "tiered" and grows_untiered(layer)
+        lines.append(LayerResidency(i, kind, tokens, 0, 0, 0, resident_bytes(layer), grows=grows))
+    return Residency(tuple(lines))
+
+
+def explanation(forward: Forward, layers: Sequence[Any], stats: CacheStats) -> Explanation:
+    """What is where and why; see `TieredKVCache.explain`.
+
+    Args:
+        forward, layers: as above.
+        stats: of the cache, now.
+    """
+    policy = forward.memory.policy
+    lines = () if forward.closed else residency(forward, layers).layers
+    states = [] if forward.closed else forward.states()
+    number = forward.number
+    if forward.closed:
+        condition = "closed"
+    elif not any(x.tokens for x in lines):
+        condition = "unused"
+    elif not states:
+        condition = "one tier"
+    else:
+        condition = "spilled" if any(x.spilled for state in states for x in state.layers) else "resident"
+    history = decoded(list(forward.history))
+    records = [record for record, _ in history]
+    with forward.memory.lock:  # a policy is called by one at a time: others may plan with it meanwhile
+        decisions = policy.decisions(number)
+        known = forward.memory.rates
+        analysis = tuple(analyse(x, policy, records, rates=known.get(x.device)) for x in states)
+    return Explanation(
+        condition,
+        stats.device,
+        stats.host,
+        lines,
+        stats.resident_bytes,
+        name_of(policy),
+        decisions[-1] if decisions else None,
+        analysis,
+        history,
+    )
