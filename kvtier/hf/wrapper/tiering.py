@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import functools
 import logging
-import threading
 import warnings
 import weakref
 from collections import deque
@@ -24,27 +21,15 @@ from kvtier.errors import ConfigError, MemoryInUseError
 from kvtier.hf.cache.cache import TieredKVCache
 from kvtier.hf.cache.layer import TieredLayer
 from kvtier.hf.cache.options import check_hook, memory_of
-from kvtier.hf.models.names import ARGUMENTS, CACHE
+from kvtier.hf.wrapper import wrapping
+from kvtier.hf.wrapper.call import UNUSED, Call
+from kvtier.hf.wrapper.wrapping import lock
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
-from kvtier.stats import CacheStats, Counters, Progress
-
-#: What of Transformers is wrapped while a model is tiered; see docs/design/wrapper.md.
-_GENERATE, _PREPARE = "generate", "_prepare_cache_for_generation"
-#: Why a call had a tiered cache and was not tiered.
-_UNUSED = "the model put another cache in its place"
+from kvtier.stats import CacheStats, Progress
 
 #: Calls at DEBUG.
 log = logging.getLogger("kvtier.tiered")
-
-#: Guards what follows. Re-entrant: a model may be collected while it is held.
-_lock = threading.RLock()
-#: Which models are tiered, by what; the last one serves. The models' own attributes stay as they are.
-_serving: weakref.WeakKeyDictionary[nn.Module, list[Tiered]] = weakref.WeakKeyDictionary()
-#: Methods that are wrapped: by class and name, the method of before and the one that took its place.
-_wrapped: dict[tuple[type, str], tuple[Any, Any]] = {}
-#: The call of `generate` under way.
-_current: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("kvtier_call", default=None)
 
 
 class Tiered:
@@ -90,9 +75,9 @@ class Tiered:
         self._last: CacheStats | None = None
         self._left: dict[str, int] = {}
         self._ended = CacheStats()
-        self._running: list[_Call] = []
+        self._running: list[Call] = []
         #: Calls that were found over while garbage was collected, when no lock may be taken.
-        self._over: deque[_Call] = deque()
+        self._over: deque[Call] = deque()
 
     def _new_memory(self) -> TieredMemory:
         memory = memory_of(self._given, **self._memory_options)
@@ -105,21 +90,21 @@ class Tiered:
     @property
     def calls(self) -> int:
         """Calls of `generate` that ended and had a tiered cache."""
-        with _lock:
+        with lock:
             self._settle()
             return self._calls
 
     @property
     def last(self) -> CacheStats | None:
         """Statistics of the call that ended last, in whatever thread; None before the first."""
-        with _lock:
+        with lock:
             self._settle()
             return self._last
 
     @property
     def left(self) -> dict[str, int]:
         """How many calls were left as they are, by the reason."""
-        with _lock:
+        with lock:
             self._settle()
             return dict(self._left)
 
@@ -129,7 +114,7 @@ class Tiered:
 
         What a caller does later with a cache that a call returned is not part of it.
         """
-        with _lock:
+        with lock:
             self._settle()
             total, now = CacheStats(), None if self._memory is None else self._memory.stats
             total.add(self._ended)
@@ -155,7 +140,7 @@ class Tiered:
     # From begin to end
 
     def __enter__(self) -> Tiered:
-        with _lock:
+        with lock:
             if self.lasting:
                 self.lasting = False  # `with kvtier.tier(model):` ends what `tier` began
             else:
@@ -163,14 +148,14 @@ class Tiered:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        with _lock:
+        with lock:
             self._end(1)
         if kind is None:
             self._warn_if_unused()
 
     def untier(self) -> None:
         """End it, however often it was begun. What is under way keeps its cache."""
-        with _lock:
+        with lock:
             self.lasting = False
             self._end(self._depth)
 
@@ -178,10 +163,7 @@ class Tiered:
         """Serve the model. The caller holds the lock."""
         if self._memory is None:
             self._memory = self._new_memory()
-        _wrap(GenerationMixin, _GENERATE, _around_generate)
-        for model in self._alive():
-            _wrap(_definer(type(model), _PREPARE), _PREPARE, _around_prepare)
-            _serving.setdefault(model, []).append(self)
+        wrapping.begin(self._alive(), self)
         self._depth += 1
 
     def _alive(self) -> list[Any]:
@@ -189,16 +171,9 @@ class Tiered:
 
     def _end(self, times: int) -> None:
         """Undo so many beginnings, unless they were undone. The caller holds the lock."""
-        for _ in range(min(times, self._depth)):
-            self._depth -= 1
-            for model in self._alive():
-                stack = _serving[model]
-                # The last one: those of before belong to blocks around this one.
-                del stack[len(stack) - 1 - stack[::-1].index(self)]
-                if not stack:
-                    del _serving[model]
-        if not _serving:
-            _unwrap()
+        times = min(times, self._depth)
+        self._depth -= times
+        wrapping.end(self._alive(), self, times)
         memory = self._memory
         if not self._depth and memory is not None and self._given is None:
             # What calls under way use, and caches that were returned, goes with the last of them.
@@ -244,7 +219,7 @@ class Tiered:
         kinds = [type(x) for x in made.layers]
         if type(made) is not DynamicCache or (kinds and DynamicLayer not in kinds):
             return None
-        with _lock:
+        with lock:
             memory = self._memory
             if memory is None:  # it has just ended
                 return None
@@ -263,15 +238,15 @@ class Tiered:
         cache._was_used = True  # `left` says where it was not
         return cache
 
-    def begin_call(self, call: _Call) -> None:
+    def begin_call(self, call: Call) -> None:
         """A call has caches."""
-        with _lock:
+        with lock:
             self._settle()
             self._running.append(call)
 
-    def end_call(self, call: _Call, found: CacheStats | None, reason: str) -> None:
+    def end_call(self, call: Call, found: CacheStats | None, reason: str) -> None:
         """A call has ended: its statistics, or why there are none."""
-        with _lock:
+        with lock:
             self._settle()
             self._count(call, found, reason)
             if self._memory is not None and self._given is None:
@@ -282,7 +257,7 @@ class Tiered:
         elif log.isEnabledFor(logging.DEBUG):
             log.debug("a generate of %s has ended: %s", self._name, found.summary())
 
-    def _count(self, call: _Call, found: CacheStats | None, reason: str) -> None:
+    def _count(self, call: Call, found: CacheStats | None, reason: str) -> None:
         self._running = [x for x in self._running if x is not call]
         if found is None:
             self._left[reason] = self._left.get(reason, 0) + 1
@@ -294,7 +269,7 @@ class Tiered:
         ended.host = found.host.with_peak(ended.host.peak_bytes)
         ended.resident_bytes = max(ended.resident_bytes, found.resident_bytes)
 
-    def over(self, call: _Call) -> None:
+    def over(self, call: Call) -> None:
         """A call is over that nobody wrapped. Takes no lock."""
         self._over.append(call)
 
@@ -309,167 +284,7 @@ class Tiered:
                 if self._memory is not None:
                     now = self._memory.stats
                     found.device, found.host = now.device, now.host
-            self._count(call, found, call.reason or _UNUSED)
-
-
-class _Call:
-    """One call of `generate`: the caches that were made for it, and what becomes of them.
-
-    Args:
-        tiered: that serves it.
-        model: whose call it is.
-
-    Attributes:
-        caches: that were made, until the call ends.
-        counters: of those of a call that was found over.
-        reason: why there are none.
-    """
-
-    def __init__(self, tiered: Tiered, model: nn.Module) -> None:
-        self.tiered = tiered
-        self.model = model
-        self.caches: list[TieredKVCache] = []
-        self.counters: list[Counters] = []
-        self.reason = "`generate` asked for no cache"
-        self._returned = False
-
-    def serve(self, generation_config: Any, model_kwargs: dict[str, Any], given: bool) -> None:
-        """Transformers has prepared a cache, or was given one: put a tiered one in its place.
-
-        Asked once for each class that has a say in it: what is in its place already stays there.
-        """
-        made = model_kwargs.get(CACHE)
-        self.reason = _left(generation_config, made, given)
-        if self.reason:
-            return
-        cache = self.tiered.caches(self.model.config, made)
-        if cache is None:
-            self.reason = "no layer of the model keeps its whole past"
-            return
-        if getattr(generation_config, "is_assistant", False):
-            cache.activate_past_recording()
-        model_kwargs[CACHE] = cache
-        self._returned = bool(generation_config.return_dict_in_generate)
-        if not self.caches:
-            self.tiered.begin_call(self)
-        halves = (
-            [cache.self_attention_cache, cache.cross_attention_cache]
-            if isinstance(cache, EncoderDecoderCache)
-            else [cache]
-        )
-        self.caches = [x for x in halves if isinstance(x, TieredKVCache)]
-
-    def end(self, *, failed: bool = False) -> None:
-        """The call is over: count it, and close what it does not return."""
-        caches, self.caches = self.caches, []
-        found = None
-        for cache in caches:
-            stats = cache.stats
-            if found is None:
-                found = stats
-            else:
-                found.add(stats)
-                found.resident_bytes += stats.resident_bytes
-        if failed or not self._returned:
-            for cache in caches:
-                cache.close()
-        del caches
-        if found is not None or not failed:
-            used = found is not None and (failed or found.steps > 0)
-            self.tiered.end_call(self, found if used else None, self.reason or _UNUSED)
-
-    def let_go(self) -> None:
-        """The call is over, and garbage may be collected just now: no lock is taken."""
-        self.counters = [cache._forward.counters for cache in self.caches]
-        self.caches = []
-        self.tiered.over(self)
-
-
-def _left(generation_config: Any, made: Any, given: bool) -> str:
-    """Why a call is left as it is; an empty string where it is not."""
-    if given:
-        return "the caller gave a cache"
-    if generation_config.use_cache is False:
-        return "use_cache=False"
-    implementation = generation_config.cache_implementation
-    if implementation not in (None, "dynamic"):
-        return f"cache_implementation={implementation!r}"
-    if not isinstance(made, (DynamicCache, EncoderDecoderCache)):
-        return "the model makes its state itself"
-    return ""
-
-
-# What of Transformers is wrapped
-
-
-def _definer(cls: type, name: str) -> type:
-    """The class whose method an object of `cls` has."""
-    return next(each for each in cls.__mro__ if name in vars(each))
-
-
-def _wrap(cls: type, name: str, around: Callable[[Any], Any]) -> None:
-    """Wrap a method, unless it is. The caller holds the lock."""
-    if (cls, name) not in _wrapped:
-        before = vars(cls)[name]
-        after = around(before)
-        setattr(cls, name, after)
-        _wrapped[cls, name] = before, after
-
-
-def _unwrap() -> None:
-    """Restore every method but those that somebody else has wrapped since: ours does nothing there."""
-    for (cls, name), (before, after) in list(_wrapped.items()):
-        if vars(cls).get(name) is after:
-            setattr(cls, name, before)
-            del _wrapped[cls, name]
-
-
-def _serves(model: Any) -> Tiered | None:
-    with _lock:
-        stack = _serving.get(model)
-        return stack[-1] if stack else None
-
-
-def _around_generate(before: Any) -> Any:
-    @functools.wraps(before)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tiered = _serves(self)
-        if tiered is None:
-            return before(self, *args, **kwargs)
-        call = _Call(tiered, self)
-        token, failed = _current.set(call), True
-        try:
-            result = before(self, *args, **kwargs)
-            failed = False
-            return result
-        finally:
-            _current.reset(token)
-            call.end(failed=failed)
-
-    return generate
-
-
-def _around_prepare(before: Any) -> Any:
-    @functools.wraps(before)
-    def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        call, tiered = _current.get(), None
-        if call is None or call.model is not self:
-            tiered = _serves(self)
-            if tiered is None:
-                return before(self, generation_config, model_kwargs, *args, **kwargs)
-            call = None
-        given = any(model_kwargs.get(name) is not None for name in ARGUMENTS)
-        result = before(self, generation_config, model_kwargs, *args, **kwargs)
-        if call is None and tiered is not None:
-            # A `generate` that was looked up before it was wrapped, or the model's own. It ends when its config does,
-            # which every call makes for itself.
-            call = _Call(tiered, self)
-            weakref.finalize(generation_config, call.let_go).atexit = False
-        if call is not None:
-            call.serve(generation_config, model_kwargs, given)
-        return result
-
-    return prepare
+            self._count(call, found, call.reason or UNUSED)
 
 
 # The public functions
@@ -541,7 +356,7 @@ def tier(model: nn.Module, **options: Any) -> Tiered:
         ConfigError: as `tiered`. Nothing was changed.
     """
     new = tiered(model, **options)
-    with _lock:
+    with lock:
         untier(model)
         new.begin()
         new.lasting = True
@@ -556,7 +371,8 @@ def untier(model: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"untier takes a loaded model, not an object of {type(model).__name__}.")
-    with _lock:
-        found = {each for x in model.modules() for each in _serving.get(x, []) if each.lasting}
+    with lock:
+        by = [each for x in model.modules() for each in wrapping.servers(x)]
+        found = {each for each in by if isinstance(each, Tiered) and each.lasting}
         for each in found:
             each.untier()
