@@ -2,7 +2,8 @@
 
 view.py       `KVView`: what stands for a layer's keys or values, and its answers to functions of torch
 packed.py     the mask of a packed step, and attention under it
-interface.py  the implementation "kvtier", its mask, and a shorter way for "sdpa"
+interface.py  the implementation "kvtier", and its mask
+sdpa.py       the entry "sdpa", while there are tiered caches: a shorter way to views
 enable.py     `enable` and `disable`: which models' attention goes through kvtier
 dynamo.py     what `torch.compile` must leave alone
 

@@ -18,7 +18,7 @@ from kvtier.cpu import loader
 from kvtier.errors import BudgetError, ConfigError, KVTierError, MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
 from kvtier.hf.attention import dynamo
-from kvtier.hf.attention.interface import lengthen_sdpa, shorten_sdpa
+from kvtier.hf.attention.sdpa import lengthen_sdpa, shorten_sdpa
 from kvtier.hf.cache import rows
 from kvtier.hf.cache.copies import content_of, fill
 from kvtier.hf.cache.layer import TieredLayer

@@ -15,11 +15,10 @@ from transformers import StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from kvtier import KVView, TieredKVCache
-from kvtier.hf.attention import dynamo
-from kvtier.hf.attention import interface as attention
-from kvtier.hf.attention.interface import sdpa_forward
+from kvtier.hf.attention import dynamo, interface, sdpa
+from kvtier.hf.attention.sdpa import sdpa_forward
 
-STOCK = attention.sdpa_attention_forward
+STOCK = sdpa.sdpa_attention_forward
 
 
 class Layer(nn.Module):
@@ -35,7 +34,8 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append(options)
         return STOCK(*args, **options)
 
-    monkeypatch.setattr(attention, "sdpa_attention_forward", recorded)
+    for module in (sdpa, interface):
+        monkeypatch.setattr(module, "sdpa_attention_forward", recorded)
     return calls
 
 
@@ -176,7 +176,7 @@ def test_an_exported_model_stays_whole() -> None:
 def test_the_entry_is_that_of_transformers_again_when_no_cache_is_open(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_caches", {})
+    monkeypatch.setattr(sdpa, "_caches", {})
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", STOCK)
     first, second = TieredKVCache(), TieredKVCache()
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_forward
@@ -198,7 +198,7 @@ def test_the_entry_is_that_of_transformers_again_when_no_cache_is_open(
         del second
         gc.collect()
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is STOCK
-    assert not attention._caches
+    assert not sdpa._caches
 
 
 def test_somebody_elses_entry_stays_and_sees_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_somebody_elses_entry_stays_and_sees_the_calls(monkeypatch: pytest.Monke
 def test_a_torch_that_cannot_be_told_keeps_transformers_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", STOCK)
     monkeypatch.setattr(torch.compiler, "substitute_in_graph", None)
-    monkeypatch.setattr(attention.dynamo, "traces", dynamo.traces.__wrapped__)
+    monkeypatch.setattr(sdpa.dynamo, "traces", dynamo.traces.__wrapped__)
     cache = TieredKVCache()
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is STOCK
     cache.close()
