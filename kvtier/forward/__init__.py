@@ -4,7 +4,7 @@ steps.py      the tracker of a forward: begun, interrupted, mixed by two threads
 admission.py  what the step needs, asked of the memory
 schedule.py   the fetches of a step's plan, carried out layer by layer
 planned.py    what forwards of a cache and of an engine have in common: the plan and the record of a step
-held.py       `Held`: what a cache holds of a memory, and how it is given back
+held.py       `Held`: the layers of a cache: made, given back, and what they claim at rest
 forward.py    `Forward`: updates and attention of a cache in their order
 token.py      `NextToken`: one more token for one layer, in the middle of a step that decodes
 packed.py     `PackedForward`: the same over any tokens of any sequences, packed end to end

@@ -16,7 +16,7 @@ from kvtier.attention import dispatch, split
 from kvtier.attention.dense import own_kv
 from kvtier.attention.reader import LayerReader
 from kvtier.attention.repeat import Repeat
-from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
+from kvtier.config import CacheOptions
 from kvtier.errors import ClosedError, StaleViewError
 from kvtier.forward import admission
 from kvtier.forward.planned import LONG_PROMPT, PlannedForward
@@ -27,7 +27,7 @@ from kvtier.memory.access.change import ask, undone
 from kvtier.memory.blocks.audit import Audit
 from kvtier.memory.blocks.block import Pools
 from kvtier.memory.storage import system
-from kvtier.memory.storage.layout import BlockLayout, in_one_dtype
+from kvtier.memory.storage.layout import in_one_dtype
 from kvtier.memory.storage.shortage import too_small
 from kvtier.memory.tiered import TieredMemory
 from kvtier.memory.tiers.device import ComputeDevice
@@ -179,8 +179,7 @@ class Forward(PlannedForward):
             try:
                 if keys.shape[2]:
                     groups, _ = new.layer.group(keys, values)
-                    others = [reader.layer for reader in self.readers.values() if reader.device is new.device]
-                    self._admit_new(others, new.layer, groups, keys.shape[2])
+                    self._admit_new(self._held.layers_on(new.device), new.layer, groups, keys.shape[2])
                     new.layer.append(keys, values, groups)
             except Exception as error:
                 if undone(error):
@@ -256,8 +255,7 @@ class Forward(PlannedForward):
 
     def _drop(self, reader: LayerReader) -> None:
         """A layer ends. The caller holds the lock."""
-        reader.layer.forget()
-        self.memory.drop_set(self._held.owner, reader.device, reader.layer.blocks)
+        self._held.drop(reader)
         self._schedules.pop(reader.device, None)
 
     def _remove(self, index: int) -> None:
@@ -296,32 +294,17 @@ class Forward(PlannedForward):
         self._admitted.discard(reader.device)
 
     def _make_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
-        memory, owner = self.memory, self._held.owner
-        device = memory.on(keys.device)
+        device = self.memory.on(keys.device)
         self._at_rest_elsewhere(device)
-        size = self.options.block_size or (HOST_BLOCK if device.slabs is None else DEVICE_BLOCK)
-        layout = BlockLayout.of(keys, values, size)
-        layer = self._empty_layer(index, device, layout)
-        try:
-            layer.check(keys, values)
-            return LayerReader(layer, memory, owner, host_attention=self.options.host_attention)
-        except Exception:
-            memory.drop_set(owner, device, layer.blocks)
-            raise
-
-    def _empty_layer(self, index: int, device: ComputeDevice, layout: BlockLayout) -> LayerKV:
-        memory, owner = self.memory, self._held.owner
-        return LayerKV(index, layout, device, memory.block_set(owner, device, layout, index), owner.counters)
+        return self._held.make(index, device, keys, values, self.options)
 
     def _at_rest_elsewhere(self, device: ComputeDevice) -> None:
         """A layer comes to a device: those that were expected on others claim no room there any more."""
-        others = {reader.device: None for reader in self.readers.values()}
-        if not others or device in others:
+        others = self._held.devices()
+        if device in others:
             return
         for other in others:
-            layers = [reader.layer for reader in self.readers.values() if reader.device is other]
-            claims = self._held.owner.claims
-            claims[other] = admission.at_rest(layers, self._rooms.get(other, 0), claims.get(other))
+            self._held.rest(other, self._rooms.get(other, 0))
             self._admitted.discard(other)
 
     # A step
@@ -347,8 +330,8 @@ class Forward(PlannedForward):
             if self.memory.has_garbage:
                 self.memory.collect()
             self._begin_step(tokens)
-            for device in {reader.device: None for reader in self.readers.values()}:
-                first = next(reader.layer for reader in self.readers.values() if reader.device is device)
+            for device in self._held.devices():
+                first = self._held.layers_on(device)[0]
                 rows = first.rows if len(first.rows) == keys.shape[0] else ()
                 self._groups, self._alike = sharing.group_rows(rows, first.layout, keys, values)
                 self._admit(first, self._groups, tokens)
@@ -382,7 +365,7 @@ class Forward(PlannedForward):
 
     def _claim(self, layer: LayerKV, groups: Sequence[Group], tokens: int, to_come: int, limit: int) -> Claim:
         """What this cache needs on a layer's device for a step, `to_come` unseen layers included."""
-        layers = [reader.layer for reader in self.readers.values() if reader.device is layer.device]
+        layers = self._held.layers_on(layer.device)
         done = [x for x in layers if x.index in self.steps.began and x is not layer]
         later = max((self.options.max_tokens or 0) - layer.length - tokens, 0)
         found = [
@@ -562,9 +545,7 @@ class Forward(PlannedForward):
         schedule = self._schedules.get(device)
         if schedule is not None:
             schedule.drop()
-        layers = [reader.layer for reader in self.readers.values() if reader.device is device]
-        claims = self._held.owner.claims
-        claims[device] = admission.at_rest(layers, self._rooms.get(device, 0), claims.get(device))
+        self._held.rest(device, self._rooms.get(device, 0))
         self.memory.trim()
 
     # Parked sequences
@@ -591,7 +572,7 @@ class Forward(PlannedForward):
                 if self.memory.has_garbage:
                     self.memory.collect()
                 sequence = parked.park({i: reader.layer for i, reader in self.readers.items()}, row, length, start)
-                for device in {reader.device: None for reader in self.readers.values()}:
+                for device in self._held.devices():
                     self._changed(device)
                 then(sequence)
                 return sequence
@@ -608,9 +589,9 @@ class Forward(PlannedForward):
 
         def make(index: int, found: ParkedLayer) -> LayerKV:
             self._at_rest_elsewhere(found.device)
-            layer = self._empty_layer(index, found.device, found.parked.pools.layout)
-            self._install(LayerReader(layer, self.memory, self._held.owner, host_attention=self.options.host_attention))
-            return layer
+            reader = self._held.make_like(index, found.device, found.parked.pools.layout, self.options)
+            self._install(reader)
+            return reader.layer
 
         assert not self.readers, "a cache that holds tokens"
         with self.steps.changing():  # noqa: SIM117 - a test takes each lock away in turn
@@ -625,7 +606,7 @@ class Forward(PlannedForward):
                         self._drop(reader)
                     parked.claim()
                     raise
-                for device in {reader.device: None for reader in self.readers.values()}:
+                for device in self._held.devices():
                     self._changed(device)
                 if length:
                     self.steps.expected = (self.steps.expected or frozenset()) | self.readers.keys()
@@ -653,7 +634,7 @@ class Forward(PlannedForward):
                     parked.claim()
                     raise
                 finally:
-                    for device in {reader.device: None for reader in self.readers.values()}:
+                    for device in self._held.devices():
                         self._changed(device)
                 return length
 

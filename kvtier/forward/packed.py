@@ -173,7 +173,7 @@ class PackedForward(PlannedForward):
                 return 0, 0, 1
             size, nbytes = max(layer.layout.block_size for layer in layers), self.block_bytes()
             total = self.memory.host.slabs.budget.lasting
-            for device in self._devices():
+            for device in self._held.devices():
                 claim = self._held.owner.claims.get(device, Claim())
                 if device.slabs is not None:
                     total += max(device.slabs.budget.lasting - claim.room - claim.slot, 0)
@@ -187,7 +187,7 @@ class PackedForward(PlannedForward):
     def host_blocks(self) -> int:
         """Of the blocks that may be had, those that are on the host only, where every device has a tier; else 0."""
         with self.memory.lock:
-            if any(device.slabs is None for device in self._devices()):
+            if any(device.slabs is None for device in self._held.devices()):
                 return 0
             return self.memory.host.slabs.budget.lasting // max(self.block_bytes(), 1)
 
@@ -199,7 +199,7 @@ class PackedForward(PlannedForward):
 
     def overlaps(self) -> bool:
         """Whether copies go on while devices compute."""
-        return all(device.engine.asynchronous for device in self._devices())
+        return all(device.engine.asynchronous for device in self._held.devices())
 
     def shared(self, found: ParkedSequence) -> int:
         """Of the first tokens of a parked sequence, those in blocks that sequences here hold. Holds the lock."""
@@ -236,7 +236,7 @@ class PackedForward(PlannedForward):
         with self.memory.lock, self.memory.change:
             if self.memory.has_garbage:
                 self.memory.collect()
-            for device in self._devices():
+            for device in self._held.devices():
                 self._admit(device, segments, 0)
             # As a policy takes it, a step has as many tokens as its longest part.
             tokens = max(each.tokens for each in segments)
@@ -248,7 +248,7 @@ class PackedForward(PlannedForward):
             for each, readers in zip(batches, self._readers_of(len(batches)), strict=True):
                 self.under_way.append(SubBatch(self, pack(each), readers, pause))
             try:
-                for device in self._devices():
+                for device in self._held.devices():
                     self._plan(device, tokens)
             except Exception:
                 self._clear()
@@ -352,9 +352,6 @@ class PackedForward(PlannedForward):
         self._admit(device, self._segments(), max(self._tiered - len(self._held.readers), 0))
         return reader
 
-    def _devices(self) -> list[ComputeDevice]:
-        return list(dict.fromkeys(reader.device for reader in self._held.readers.values()))
-
     def _admit(self, device: ComputeDevice, segments: Sequence[Segment], to_come: int) -> None:
         """Refuse, before anything changes, a step that will not fit."""
         owner = self._held.owner
@@ -375,7 +372,7 @@ class PackedForward(PlannedForward):
 
     def _claim(self, device: ComputeDevice, segments: Sequence[Segment], to_come: int, limit: int) -> Claim:
         """What the layers of one device need for a step."""
-        layers = [reader.layer for reader in self._held.readers.values() if reader.device is device]
+        layers = self._held.layers_on(device)
         held = filling = room = slot = largest = 0
         smallest = layers[0].layout.nbytes if layers else 0
         for layer in layers:
@@ -421,7 +418,7 @@ class PackedForward(PlannedForward):
         """Raise `BudgetError`, which names the smallest budget, where a sequence of so many tokens would not fit, were
         it alone and computed token by token."""
         with self.memory.lock, self.memory.change:
-            for device in self._devices():
+            for device in self._held.devices():
                 claims = self._held.owner.claims
                 before = claims.get(device)
                 refused = self.memory.admit(
@@ -435,7 +432,7 @@ class PackedForward(PlannedForward):
 
     def _claim_of_one(self, device: ComputeDevice, length: int, limit: int) -> Claim:
         """What the layers of one device need for a sequence that is alone, at the most until it has so many tokens."""
-        layers = [reader.layer for reader in self._held.readers.values() if reader.device is device]
+        layers = self._held.layers_on(device)
         sizes = [layer.layout.nbytes for layer in layers]
         options = self.options
         return Claim(
@@ -452,7 +449,7 @@ class PackedForward(PlannedForward):
 
     def _changed(self) -> None:
         """Fewer blocks are held: claim no more, and give back what is free and much."""
-        for device in self._devices():
+        for device in self._held.devices():
             workspace = self._held.owner.workspaces.get(device)
             if workspace is not None:
                 workspace.plans.clear()  # they refer to slabs that are given back
