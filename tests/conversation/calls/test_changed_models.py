@@ -78,6 +78,7 @@ def test_another_model_that_is_trained_costs_nothing_that_is_kept() -> None:
 def test_steps_are_heard_of_once_in_a_process_and_no_tensor_is_kept_alive() -> None:
     model = build_model("llama", "sdpa")
     generation.weights_version(model)
+    gc.collect()  # models of other tests are gone, so that only `other` comes and goes
     hooks, known = len(_global_optimizer_post_hooks), len(numbers._known)
     other = build_model("llama", "sdpa")
     for each in (model, other):
