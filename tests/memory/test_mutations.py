@@ -29,6 +29,7 @@ from walk import ENGINES, Walk
 from kvtier.attention import dense, dispatch, split, streaming
 from kvtier.attention.reader import LayerReader
 from kvtier.forward import admission
+from kvtier.forward.appending import AppendingForward
 from kvtier.forward.forward import Forward
 from kvtier.forward.planned import PlannedForward
 from kvtier.forward.token import NextToken
@@ -265,7 +266,7 @@ DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
         test_residency.test_a_fetch_that_the_compute_stream_waits_for_has_arrived_and_still_reads_the_host_slots,
     ),
     "a second layer is not compared with the first": (
-        edit(Forward, "_append", "self._differs(groups)", "self._admitted and self._differs(groups)"),
+        edit(AppendingForward, "_append", "self._differs(groups)", "self._admitted and self._differs(groups)"),
         test_later_layers.test_a_second_layer_whose_rows_share_less_is_admitted_anew,
     ),
     "rows of a layer that is empty count": (
@@ -291,7 +292,8 @@ PARKED: dict[str, Mutation] = {
 
 #: Where the lock is taken, and under which names.
 TAKERS: tuple[type | ModuleType, ...] = (
-    *(TieredMemory, Forward, PlannedForward, NextToken, LayerReader, split, split._Call, split._HostPart, dense),
+    *(TieredMemory, Forward, AppendingForward, PlannedForward, NextToken, LayerReader),
+    *(split, split._Call, split._HostPart, dense),
 )
 NAMES = (
     *("lock", "memory.lock", "self.lock", "self.memory.lock", "reader.memory.lock", "self.reader.memory.lock"),
