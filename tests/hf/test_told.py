@@ -13,14 +13,14 @@ from families import prompt_ids, tiny_model
 
 import kvtier
 from kvtier import ConfigError, InterruptedStepError, Progress, TieredKVCache
-from kvtier.forward import forward, planned
+from kvtier.forward import appending, planned
 
 LONG = 30
 
 
 @pytest.fixture(autouse=True)
 def _long_prompts_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (forward, planned):
+    for module in (appending, planned):
         monkeypatch.setattr(module, "LONG_PROMPT", LONG)
 
 
