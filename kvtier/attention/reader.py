@@ -269,7 +269,8 @@ class LayerReader:
         known = {part for run in self.fetched for part in run.leaves()}
         new = [run for run in runs if run not in known]
         self.fetched += new
-        self.layer.blocks.transient += sum([run.count for run in new])
+        blocks = self.layer.blocks
+        blocks.set_transient(blocks.transient + sum([run.count for run in new]))
 
     @property
     def fetched_blocks(self) -> int:
@@ -279,7 +280,7 @@ class LayerReader:
     def forget(self) -> None:
         """What was fetched is like any block on the device from now on."""
         self.fetched = []
-        self.layer.blocks.transient = 0
+        self.layer.blocks.set_transient(0)
 
     def retire(self, read: Sequence[Run] | None = None) -> None:
         """Fetched blocks were read: let them leave the device again, but for those that stay. Holds the lock.
@@ -301,7 +302,7 @@ class LayerReader:
                 else:
                     residency.evict(part, self.device.fence(part.blocks))
         self.fetched = left
-        self.layer.blocks.transient = sum([run.count for run in left])
+        self.layer.blocks.set_transient(sum([run.count for run in left]))
 
     # For tests
 

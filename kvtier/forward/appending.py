@@ -14,6 +14,7 @@ from kvtier.attention.reader import LayerReader
 from kvtier.config import CacheOptions
 from kvtier.forward import admission
 from kvtier.forward.planned import LONG_PROMPT, PlannedForward
+from kvtier.forward.schedule import Schedule
 from kvtier.forward.steps import StepTracker
 from kvtier.forward.token import NextToken
 from kvtier.memory.access.change import ask, undone
@@ -382,21 +383,29 @@ class AppendingForward(PlannedForward):
         ]
         return found[0] if len(found) == 1 else found[0].union(found[1])
 
-    def _in_place(self, readers: Sequence[LayerReader], tokens: int) -> list[bool]:
+    def _in_place(self, schedule: Schedule, tokens: int) -> list[bool]:
         """For each layer, whether what is on the host need not be fetched: host threads attend to it, or nobody reads
         it."""
         began, found = self.steps.began, list[bool]()
         # A model that makes tensors of views reads all of it itself.
         hosted = self.options.host_attention and self._dense()
-        pools, served = None, False
-        for reader in readers:
+        # Asked in every step: of steps that decode it is kept, until layers lose tokens (`Schedule.drop`).
+        decodes = self._decoding and not torch.is_grad_enabled()
+        if decodes and schedule.in_place is not None and schedule.in_place[0] == hosted:
+            return schedule.in_place[1]
+        pools, served, keep = None, False, decodes
+        for reader in schedule.readers:
             layer = reader.layer
             if layer.blocks.pools is not pools or layer.carries_graph:  # layers of one layout are served alike
                 pools, served = layer.blocks.pools, hosted and split.can_attend(layer, tokens)
                 if layer.carries_graph:
                     pools = None
             # First tokens are their own keys and values.
-            found.append(served or not began.get(layer.index, layer.length))
+            empty = not began.get(layer.index, layer.length)
+            found.append(served or empty)
+            keep = keep and not empty
+        if keep:
+            schedule.in_place = hosted, found
         return found
 
 

@@ -341,3 +341,5 @@ class Forward(AppendingForward):
         with self.memory.lock:
             for reader in self.readers.values():
                 reader.check_integrity()
+            for schedule in self._schedules.values():
+                schedule.check_integrity()

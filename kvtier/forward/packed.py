@@ -14,6 +14,7 @@ from kvtier.attention.reader import LayerReader
 from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
 from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.forward.planned import PlannedForward
+from kvtier.forward.schedule import Schedule
 from kvtier.forward.sub_batch import MAX_SHORT, PackedSequence, Segment, SubBatch, pack
 from kvtier.memory.blocks.block import State
 from kvtier.memory.storage.layout import BlockLayout
@@ -324,8 +325,9 @@ class PackedForward(PlannedForward):
         self.under_way = []
         self._seen.clear()
 
-    def _in_place(self, readers: Sequence[LayerReader], tokens: int) -> list[bool]:
+    def _in_place(self, schedule: Schedule, tokens: int) -> list[bool]:
         """See `PlannedForward`. What a long part reads is fetched, if any of it is on the host."""
+        readers = schedule.readers
         if not self.options.host_attention:
             return [False] * len(readers)
         long = [each.sequence for each in self._segments() if each.tokens > MAX_SHORT]
@@ -504,6 +506,8 @@ class PackedForward(PlannedForward):
                 assert {id(t) for t in layer.tables} == {id(x.tables[index]) for x in self.sequences}
                 if not self.under_way:
                     assert all(x.tables[index].length == x.length for x in self.sequences)
+            for schedule in self._schedules.values():
+                schedule.check_integrity()
 
 
 def _is_own(table: BlockTable, layer: LayerKV) -> bool:

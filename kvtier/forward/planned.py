@@ -8,7 +8,6 @@ import operator
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from kvtier import tracing
@@ -203,9 +202,7 @@ class PlannedForward:
 
     def _state(self, schedule: Schedule, device: ComputeDevice, tokens: int) -> StepState:
         """What a policy sees of a step on a device."""
-        state = schedule.state(
-            tokens, self._in_place(schedule.readers, tokens), self._last, by_rows=self.memory.policy.by_rows
-        )
+        state = schedule.state(tokens, self._in_place(schedule, tokens), self._last, by_rows=self.memory.policy.by_rows)
         state.cache, state.device, state.model_layers = self._held.owner.number, device.name, len(self.readers)
         state.overlaps = device.engine.asynchronous
         return state
@@ -214,9 +211,13 @@ class PlannedForward:
         """What a policy would see of a step of one token, on each device that has a tier and layers."""
         with self.memory.lock:
             found = {device: self._readers_on(device) for device in self.memory.devices if device.slabs is not None}
-            return [self._state(Schedule(readers), device, 1) for device, readers in found.items() if readers]
+            return [
+                self._state(self._schedules.get(device) or Schedule(readers), device, 1)
+                for device, readers in found.items()
+                if readers
+            ]
 
-    def _in_place(self, readers: Sequence[LayerReader], tokens: int) -> list[bool]:
+    def _in_place(self, schedule: Schedule, tokens: int) -> list[bool]:
         """For each layer, whether what is on the host need not be fetched: host threads attend to it, or nobody reads
         it."""
         raise NotImplementedError

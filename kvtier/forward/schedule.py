@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvtier.attention.reader import LayerReader
-from kvtier.memory.blocks.block import Run, State
+from kvtier.memory.blocks.block import BlockSet, Run, State
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.tables.table import distinct
 
 _DEVICE, _LEAVING, _BOTH, _ARRIVING, _HOST = map(
     int, (State.DEVICE, State.LEAVING, State.BOTH, State.ARRIVING, State.HOST)
 )
+
+
+#: Of a layer: blocks on the device or on their way there, those of them fetched for one use, those on the host only,
+#: and distinct tables. Empty before anybody has looked.
+_Holds = tuple[int, ...]
+_UNSEEN = LayerState(0, 0, 0, 0, 0, 0, False)
 
 
 class Schedule:
@@ -26,10 +32,20 @@ class Schedule:
         self._place = {reader.layer: i for i, reader in enumerate(self.readers)}
         self._plans: list[LayerPlan] = [LayerPlan() for _ in self.readers]
         self._ahead = 0
-        self._leaves = False
-        # What was seen of each layer, and what a policy was told of it.
-        self._seen: list[tuple[int, int, int, int, bool]] = []
+        self._keeps = self._leaves = False
+        # Layers to look at before a policy is told of them, by their blocks; these name themselves when they change.
+        self._places = {reader.layer.blocks: i for i, reader in enumerate(self.readers)}
+        self._stale: dict[BlockSet, None] = dict.fromkeys(self._places)
+        for blocks in self._places:
+            blocks.stale = self._stale
+        # What each layer holds, of which layers that has changed since a policy was told, and what it was told.
+        self._holds: list[_Holds] = [()] * len(self.readers)
+        self._changed: dict[int, None] = {}
         self._layers: list[LayerState] = []
+        self._told: list[tuple[_Holds, bool]] = [((), False)] * len(self.readers)
+        self._hosted: Sequence[bool] = ()
+        #: Which layers the host may attend to, if it may at all, as whoever decides that keeps it; None: to be decided.
+        self.in_place: tuple[bool, list[bool]] | None = None
         # For each layer, whether all that was planned was fetched for its next use.
         self._complete: list[bool] = [False for _ in self.readers]
 
@@ -44,19 +60,34 @@ class Schedule:
         """What a policy sees; `by_rows`: what rows hold, too. The caller holds the lock."""
         device = self.readers[0].device
         assert device.slabs is not None
-        # Written out, as it runs once for each layer and step; what is made of it is kept while it stays the same.
-        now = []
-        for reader, host_attention in zip(self.readers, hosted, strict=True):
-            layer = reader.layer
-            counts = layer.counts
-            on_device = counts[_DEVICE] + counts[_LEAVING] + counts[_BOTH] + counts[_ARRIVING]
-            now.append((on_device, layer.blocks.transient, counts[_HOST], len(layer.tables), host_attention))
-        if now != self._seen:
-            self._seen, self._layers = now, [_layer_state(x, *each) for x, each in zip(self.readers, now, strict=True)]
+        for blocks in list(self._stale):
+            self._look(self._places[blocks])
+        if hosted is not self._hosted and hosted != self._hosted:
+            self._changed, self._hosted = dict.fromkeys(range(len(self.readers))), hosted
+        if self._changed:
+            now = [(i, (self._holds[i], self._hosted[i])) for i in self._changed]
+            differ = [(i, told) for i, told in now if told != self._told[i]]
+            if differ:  # policies may keep the list, and what is in it
+                layers = list(self._layers) or [_UNSEEN] * len(self.readers)
+                for i, told in differ:
+                    layers[i], self._told[i] = _layer_state(self.readers[i], *told), told
+                self._layers = layers
+            self._changed = {}
         found = StepState(tokens, self._layers, device.free_bytes, device.slabs.budget.limit, last)
         if by_rows:
             found.row_bytes, found.row_spilled = self._rows()
         return found
+
+    def _look(self, place: int) -> None:
+        """Note what a layer holds. Cut short, it is looked at again."""
+        layer = self.readers[place].layer
+        blocks, counts = layer.blocks, layer.counts
+        on_device = counts[_DEVICE] + counts[_LEAVING] + counts[_BOTH] + counts[_ARRIVING]
+        now = (on_device, blocks.transient, counts[_HOST], len(layer.tables))
+        if now != self._holds[place]:
+            self._changed[place] = None
+            self._holds[place] = now
+        self._stale.pop(blocks, None)
 
     def _rows(self) -> tuple[list[int], list[int]]:
         """Bytes of each row's sealed blocks, and of those on the host only; what rows share counts for the first."""
@@ -85,8 +116,11 @@ class Schedule:
         if plan.on_host is not None:
             for reader in self.readers:
                 self._move_rows(reader, plan.on_host)
-        for reader, each in zip(self.readers, plan.layers, strict=True):
-            reader.keep = each.keep
+        keeps = any([x.keep for x in plan.layers])
+        if keeps or self._keeps:
+            for reader, each in zip(self.readers, plan.layers, strict=True):
+                reader.keep = each.keep
+        self._keeps = keeps
         if plan.reserve:
             reader = self.readers[0]
             fetched = sum([x.fetched_blocks * x.layer.layout.nbytes for x in self.readers])
@@ -104,6 +138,8 @@ class Schedule:
         self._complete[place] = False
         if self._ahead:
             self._advance(place)
+        if reader.layer.blocks in self._stale:  # now, for at the next step's beginning it is in no processor's cache
+            self._look(place)
 
     def _advance(self, place: int) -> None:
         """Begin the fetches that are due, nearest first, until there is no room."""
@@ -142,22 +178,25 @@ class Schedule:
 
     def drop(self) -> None:
         """Rows, lengths or layers changed: what was fetched is like any block on the device."""
+        self.in_place = None
         for reader in self.readers:
             reader.forget()
         self._complete = [False] * len(self.readers)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless what a policy will be told is what layers hold. For tests and debugging."""
+        for blocks, place in self._places.items():
+            assert blocks.stale is self._stale, "a layer tells another schedule"
+            if blocks not in self._stale:
+                was = self._holds[place]
+                self._look(place)
+                assert was == self._holds[place], f"layer {place} has changed, and policies do not hear of it"
 
-def _layer_state(
-    reader: LayerReader, on_device: int, fetched: int, spilled: int, sequences: int, host_attention: bool
-) -> LayerState:
+
+def _layer_state(reader: LayerReader, holds: _Holds, host_attention: bool) -> LayerState:
+    on_device, fetched, spilled, sequences = holds
     fetched = min(fetched, on_device)  # whoever needed room may have taken some of them back
     layer = reader.layer
     return LayerState(
-        layer.index,
-        layer.layout.nbytes,
-        on_device - fetched,
-        fetched,
-        spilled + fetched,
-        sequences,
-        host_attention,
+        layer.index, layer.layout.nbytes, on_device - fetched, fetched, spilled + fetched, sequences, host_attention
     )

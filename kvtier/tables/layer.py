@@ -377,6 +377,7 @@ class LayerKV:
             return
         self.rows = rows
         self.tables = list(dict.fromkeys(rows))
+        self.blocks.touch()
         layout, batch = self.layout, len(rows)
         self._token_shapes = ((batch, layout.k_heads, 1, layout.k_dim), (batch, layout.v_heads, 1, layout.v_dim))
         self.shape_version += 1

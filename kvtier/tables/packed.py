@@ -34,11 +34,13 @@ class PackedLayerKV(LayerKV):
     def enter(self, table: BlockTable) -> None:
         """A sequence comes, with the blocks that it has."""
         self.tables.append(table)
+        self.blocks.touch()
         self.shape_version += 1
 
     def leave(self, table: BlockTable) -> None:
         """A sequence ends: blocks that nobody else holds are freed."""
         self.tables = [each for each in self.tables if each is not table]
+        self.blocks.touch()
         if any(row is table for row in self.rows):
             self.rows = [row for row in self.rows if row is not table]
             self.length -= table.length

@@ -206,6 +206,7 @@ NOT_COUNTED: dict[type, set[str]] = {
     BlockSet: {
         *("layer", "pools", "counters", "version", "last_used", "last_host", "last_read"),
         *("parked", "holders"),  # see test_parked.py
+        "stale",  # see test_mutations.py
     },
     Pools: {"layout", "device", "host", "engine", "audit"},
     Run: {"corrupt"},

@@ -168,6 +168,8 @@ ALONE: dict[str, Mutation] = {
     ),
     "new rows keep the writer of the tails": edit(LayerKV, "_set_rows", "self._tails = None", "pass"),
     "new rows change no version": edit(LayerKV, "_set_rows", "self.shape_version += 1", "pass"),
+    "a change is told to no policy": edit(BlockSet, "touch", "self.stale[self] = None", "pass"),
+    "fetched blocks are told to no policy": edit(BlockSet, "set_transient", "self.touch()", "pass"),
     "a crop changes no epoch": edit(LayerKV, "crop", "self.epoch += 1", "pass"),
     "a copy does not know what was cut": edit(residency, "cut", "[] if run.move is None else run.move.runs", "[]"),
     # failures
@@ -279,7 +281,10 @@ DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
 PARKED: dict[str, Mutation] = {
     "a parked block that one cache holds is written": edit(writing, "writable", " or run.blocks.parked", ""),
     "whoever continues parked blocks does not hear that they moved": edit(
-        BlockSet, "changed", "each.blocks.version += 1", "pass"
+        BlockSet, "changed", "blocks.version += 1", "pass"
+    ),
+    "whoever continues parked blocks tells no policy that they moved": edit(
+        BlockSet, "changed", "blocks.touch()", "pass"
     ),
     "parked blocks that a cache has written to keep its reference": edit(
         writing, "writable", "release(run, device.free)", "pass"

@@ -381,8 +381,9 @@ class Walk:
         self.memory.check_integrity()
         for member in self.members if mine is None else (mine,):
             with self.memory.lock:
-                for reader in member.cache._forward.readers.values():
-                    reader.check_integrity()
+                forward = member.cache._forward
+                for each in (*forward.readers.values(), *forward._schedules.values()):
+                    each.check_integrity()
         with self.memory.lock:
             for parked in self._parked_in.values():
                 parked.check_integrity()
