@@ -166,8 +166,13 @@ def config_of(name: str) -> PretrainedConfig:
         raise ModelError(f"--model {name} cannot be loaded: {error}") from error
 
 
+@torch.inference_mode(False)
 def load(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model ready to run: trained weights, or random ones for a shape."""
+    """A model ready to run: trained weights, or random ones for a shape.
+
+    Weights that are made in inference mode are slow: on a CPU with AMX, torch then multiplied 64 rows of bf16 nine times
+    as long. Nobody loads a model there.
+    """
     if name in SHAPES:
         config = config_of(name)
         torch.manual_seed(0)

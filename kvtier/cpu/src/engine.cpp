@@ -64,9 +64,8 @@ const Kernel* kernel_named(const char* name) {
   return nullptr;
 }
 
-// "amx_bf16" was not timed yet: it serves whoever asks for it.
 const Kernel* best_kernel() {
-  for (const char* name : {"avx512_bf16", "avx512", "avx2", "neon"})
+  for (const char* name : {"amx_bf16", "avx512_bf16", "avx512", "avx2", "neon"})
     if (const Kernel* kernel = kernel_named(name)) return kernel;
   return portable_kernel();
 }
