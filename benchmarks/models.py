@@ -170,8 +170,8 @@ def config_of(name: str) -> PretrainedConfig:
 def load(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """A model ready to run: trained weights, or random ones for a shape.
 
-    Weights that are made in inference mode are slow: on a CPU with AMX, torch then multiplied 64 rows of bf16 nine times
-    as long. Nobody loads a model there.
+    Nobody loads a model in inference mode: with weights that were made there, 64 tokens of a 0.6B shape took torch nine
+    times as long on a CPU with AMX.
     """
     if name in SHAPES:
         config = config_of(name)

@@ -27,7 +27,7 @@ def instruction_sets() -> list[str]:
     if not native.available():
         return []
     before, found = native.instruction_set(), []
-    for name in ("portable", "neon", "avx2", "avx512", "avx512_bf16"):
+    for name in ("portable", "neon", "avx2", "avx512", "avx512_bf16", "amx_bf16"):
         try:
             native.use_instruction_set(name)
         except ConfigError:

@@ -21,7 +21,7 @@ from benchmarks.cores import words
 from benchmarks.harness import Bench
 from benchmarks.scenarios.host import phases, prompts, submit, threads
 from benchmarks.scenarios.host.arena import Arena, Call, Ceiling, Make, Shape
-from benchmarks.scenarios.host.calls import ours, sdpa, torch_blocks, transformers_path
+from benchmarks.scenarios.host.calls import ours, sdpa, torch_blocks, transformers_path, without_tiles
 from benchmarks.turns import Start
 from kvtier.cpu import native
 
@@ -110,10 +110,13 @@ def problems(*, quick: bool) -> Iterator[tuple[Shape, dict[str, Make]]]:
             yield shape, kernel | {"sdpa": sdpa}
     sets = {f"kvtier, {name}": ours(name) for name in ("avx512_bf16", "avx512", "avx2", "portable") if _has(name)}
     yield replace(usual, lengths=(16384,)), kernel | sets
-    for dtype in (torch.bfloat16, torch.float16):
-        yield replace(usual, dtype=dtype, heads=64, lengths=(16384,)), kernel | {"sdpa": sdpa}
-    for queries in (4, 16):
-        yield replace(usual, queries=queries, lengths=(16384,)), kernel | {"sdpa": sdpa}
+    # With AMX, bf16 takes it from 7 rows to a KV head on.
+    for query_heads, kv_heads in ((64, 8), (28, 4), (8, 1)):
+        shape = replace(usual, heads=query_heads, kv_heads=kv_heads, lengths=(16384,))
+        yield shape, kernel | without_tiles() | {"sdpa": sdpa}
+    yield replace(usual, dtype=torch.float16, heads=64, lengths=(16384,)), kernel | {"sdpa": sdpa}
+    for queries in (2, 4, 16):
+        yield replace(usual, queries=queries, lengths=(16384,)), kernel | without_tiles() | {"sdpa": sdpa}
     for dim in (64, 80, 96, 256):
         yield replace(usual, dim=dim, lengths=(8192,)), kernel | {"sdpa": sdpa}
     for block_size in (16, 64, 128, 512):

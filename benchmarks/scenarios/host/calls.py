@@ -64,6 +64,11 @@ def ours(instruction_set: str | None = None, *, own_threads: bool = False) -> Ma
     return make
 
 
+def without_tiles(make: Callable[[str], Make] = ours) -> dict[str, Make]:
+    """The native kernel without AMX, where it has that."""
+    return {"kvtier, avx512_bf16": make("avx512_bf16")} if native.instruction_set() == "amx_bf16" else {}
+
+
 def _dense(arena: Arena, shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     batch, tokens = len(shape.lengths), shape.lengths[0]
     numbers = arena.data.view(shape.dtype)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from benchmarks.cores import torch_threads, words
 from benchmarks.harness import Bench
 from benchmarks.scenarios.host.arena import Arena, Make, Shape
-from benchmarks.scenarios.host.calls import native_shape, random_query, tables
+from benchmarks.scenarios.host.calls import native_shape, random_query, tables, without_tiles
 from benchmarks.turns import Start
 from kvtier.cpu import native
 from kvtier.kernels.params import AttentionParams
@@ -42,12 +42,22 @@ def _gathered(blocks: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
     return [x[:, :, :tokens].repeat_interleave(repeats, 1) for x in dense]
 
 
-def in_place(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
+def in_place(instruction_set: str | None = None) -> Make:
     """The native kernel on blocks."""
-    layout, query = native_shape(shape), random_query(shape)
-    params = AttentionParams(shape.dim**-0.5, mask=causal_mask(shape))
-    table = next(iter(tables(arena, shape)))
-    yield lambda: native.attend(layout, query, table, params, threads=shape.threads)
+
+    def make(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
+        layout, query = native_shape(shape), random_query(shape)
+        params = AttentionParams(shape.dim**-0.5, mask=causal_mask(shape))
+        table = next(iter(tables(arena, shape)))
+
+        def call() -> None:
+            native.use_instruction_set(instruction_set or arena.best)
+            native.attend(layout, query, table, params, threads=shape.threads)
+            native.use_instruction_set(arena.best)
+
+        yield call
+
+    return make
 
 
 def dense(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
@@ -109,7 +119,9 @@ def problems(*, quick: bool) -> Iterator[Shape]:
 def run_prompts(bench: Bench, arena: Arena) -> None:
     """Every contender on every problem."""
     for shape in problems(quick=bench.settings.quick):
-        contenders = {BASE: dense, "sdpa, made dense": made_dense, "kvtier, in place": in_place}
+        contenders: dict[str, Make] = {BASE: dense, "sdpa, made dense": made_dense, "kvtier, in place": in_place()}
+        if shape.dtype is torch.bfloat16:
+            contenders |= without_tiles(in_place)
         starts: dict[str, Start] = {name: partial(Prompt, arena, shape, make) for name, make in contenders.items()}
         bench.compare_plain(
             "host",
