@@ -66,7 +66,7 @@ void pack_keys(const typename M::Element* const* tokens, int n, int dim, typenam
       UNROLL for (int i = 0; i < W; i++) store(reinterpret_cast<float*>(to) + i * LANES, x[i]);
       // These come in an order that the hardware does not foresee. A wrong address would only cost time, but the list
       // itself ends behind the tile's last token: that it is not read further, only the address sanitizer notices.
-      for (int i = 0; i < W; i++) __builtin_prefetch(tokens[std::min(first + W + i, n - 1)] + c, 0, 3);
+      for (int i = 0; i < W; i++) __builtin_prefetch(tokens[std::min(first + W + i, n - 1)] + c, 0, NEAR);
     }
 }
 
@@ -78,6 +78,10 @@ void pack_values(const typename M::Element* const* tokens, int n, int dim, typen
   for (int t = 0; t < turns * PAIR; t += PAIR)
     for (int c = 0; c < columns; c += LANES) {
       const int lanes = std::min(LANES, columns - c);
+#ifdef KVTIER_TILES
+      // Products by tiles take so little time that it is memory which decode waits for.
+      UNROLL for (int i = 0; i < PAIR; i++) __builtin_prefetch(tokens[std::min(t + 16 + i, n - 1)] + c, 0, NEAR);
+#endif
       float* to = reinterpret_cast<float*>(packed + static_cast<size_t>(c) * turns * PAIR) + t / PAIR * lanes;
       if (t < n)
         M::pack_values(tokens[t] + c, t + PAIR <= n ? tokens[t + PAIR - 1] + c : nullptr, std::min(lanes, dim - c), to);

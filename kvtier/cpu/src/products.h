@@ -60,6 +60,14 @@ struct Bytes {
   const char *begin, *end;
 };
 
+// The cache that is prefetched into. Processors with AMX have few lines under way to the first-level cache, and more to the
+// second: decode was 5 to 10% faster on Sapphire Rapids (bf16 and fp16, 4 rows to a KV head).
+#ifdef KVTIER_TILES
+constexpr int NEAR = 2;
+#else
+constexpr int NEAR = 3;
+#endif
+
 // Prefetches what a task reads, in the order in which it does, some bytes ahead and at its pace. The hardware foresees
 // neither where a run ends nor what comes behind it, and stops soon while rows after the first ones are at work on
 // tokens that are in the L1 cache already.
@@ -85,7 +93,7 @@ class Ahead {
   KVTIER_INLINE void step() {
     const char* const stop = std::min(at_ + turn_, stop_);
     const char* at = at_;
-    for (; at < stop; at += 64) __builtin_prefetch(at, 0, 3);
+    for (; at < stop; at += 64) __builtin_prefetch(at, 0, NEAR);
     at_ = at;
   }
 
