@@ -23,10 +23,14 @@ from typing import Any
 from benchmarks.models import LLAMA_3_1_8B, QWEN3_0_6B
 from benchmarks.records import RESULTS, ROOT, number, read, size
 
-#: The machine whose records are published, and another one for some scenarios. The first name does not include the
+#: The machine whose records are published, and others for some scenarios. The first name does not include the
 #: family of the processor, as names do now: a new run on that machine writes another file, which is to be named here.
 KIND = "cpu-amd-epyc-2c"
-KINDS = dict.fromkeys(("host", "hotpath", "overlap", "planner", "simulated", "store_load"), "cpu-amd-epyc-family-26-2c")
+_SCENARIOS = {
+    "cpu-amd-epyc-family-26-2c": ("host", "hotpath", "overlap", "simulated", "store_load"),
+    "cpu-intel-r-xeon-r-processor-family-6-2c": ("planner", "saving", "store_turns"),
+}
+KINDS = {scenario: kind for kind, scenarios in _SCENARIOS.items() for scenario in scenarios}
 PLOTS = ROOT / "docs" / "figures"
 INPUTS = PLOTS / "inputs.json"
 PAGES = ("README.md", "docs/benchmarks.md")
