@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvtier.attention.reader import LayerReader
-from kvtier.memory.blocks.block import BlockSet, Run, State
+from kvtier.memory.blocks.block import Run, State
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.tables.table import distinct
 
 _DEVICE, _LEAVING, _BOTH, _ARRIVING, _HOST = map(
     int, (State.DEVICE, State.LEAVING, State.BOTH, State.ARRIVING, State.HOST)
 )
-
 
 #: Of a layer: blocks on the device or on their way there, those of them fetched for one use, those on the host only,
 #: and distinct tables. Empty before anybody has looked.
@@ -33,16 +32,16 @@ class Schedule:
         self._plans: list[LayerPlan] = [LayerPlan() for _ in self.readers]
         self._ahead = 0
         self._keeps = self._leaves = False
-        # Layers to look at before a policy is told of them, by their blocks; these name themselves when they change.
-        self._places = {reader.layer.blocks: i for i, reader in enumerate(self.readers)}
-        self._stale: dict[BlockSet, None] = dict.fromkeys(self._places)
-        for blocks in self._places:
-            blocks.stale = self._stale
-        # What each layer holds, of which layers that has changed since a policy was told, and what it was told.
+        # Layers to look at before a policy is told of them, by index; their blocks enter them when they change.
+        self._places = {reader.layer.index: i for i, reader in enumerate(self.readers)}
+        self._stale: dict[int, None] = dict.fromkeys(self._places)
+        for reader in self.readers:
+            reader.layer.blocks.stale = self._stale
+        # What each layer holds, the places of layers of which that has changed since a policy was told, and what it
+        # was told.
         self._holds: list[_Holds] = [()] * len(self.readers)
         self._changed: dict[int, None] = {}
-        self._layers: list[LayerState] = []
-        self._told: list[tuple[_Holds, bool]] = [((), False)] * len(self.readers)
+        self._layers = [_UNSEEN] * len(self.readers)
         self._hosted: Sequence[bool] = ()
         #: Which layers the host may attend to, if it may at all, as whoever decides that keeps it; None: to be decided.
         self.in_place: tuple[bool, list[bool]] | None = None
@@ -60,17 +59,15 @@ class Schedule:
         """What a policy sees; `by_rows`: what rows hold, too. The caller holds the lock."""
         device = self.readers[0].device
         assert device.slabs is not None
-        for blocks in list(self._stale):
-            self._look(self._places[blocks])
+        for index in list(self._stale):
+            self._look(self._places[index])
         if hosted is not self._hosted and hosted != self._hosted:
             self._changed, self._hosted = dict.fromkeys(range(len(self.readers))), hosted
         if self._changed:
-            now = [(i, (self._holds[i], self._hosted[i])) for i in self._changed]
-            differ = [(i, told) for i, told in now if told != self._told[i]]
-            if differ:  # policies may keep the list, and what is in it
-                layers = list(self._layers) or [_UNSEEN] * len(self.readers)
-                for i, told in differ:
-                    layers[i], self._told[i] = _layer_state(self.readers[i], *told), told
+            layers = list(self._layers)  # policies may keep the list, and what is in it
+            for i in self._changed:
+                layers[i] = _layer_state(self.readers[i], self._holds[i], self._hosted[i])
+            if layers != self._layers:
                 self._layers = layers
             self._changed = {}
         found = StepState(tokens, self._layers, device.free_bytes, device.slabs.budget.limit, last)
@@ -81,13 +78,13 @@ class Schedule:
     def _look(self, place: int) -> None:
         """Note what a layer holds. Cut short, it is looked at again."""
         layer = self.readers[place].layer
-        blocks, counts = layer.blocks, layer.counts
+        counts = layer.counts
         on_device = counts[_DEVICE] + counts[_LEAVING] + counts[_BOTH] + counts[_ARRIVING]
-        now = (on_device, blocks.transient, counts[_HOST], len(layer.tables))
+        now = (on_device, layer.blocks.transient, counts[_HOST], len(layer.tables))
         if now != self._holds[place]:
             self._changed[place] = None
             self._holds[place] = now
-        self._stale.pop(blocks, None)
+        self._stale.pop(layer.index, None)
 
     def _rows(self) -> tuple[list[int], list[int]]:
         """Bytes of each row's sealed blocks, and of those on the host only; what rows share counts for the first."""
@@ -138,7 +135,7 @@ class Schedule:
         self._complete[place] = False
         if self._ahead:
             self._advance(place)
-        if reader.layer.blocks in self._stale:  # now, for at the next step's beginning it is in no processor's cache
+        if reader.layer.index in self._stale:  # now, for at the next step's beginning it is in no processor's cache
             self._look(place)
 
     def _advance(self, place: int) -> None:
@@ -185,12 +182,17 @@ class Schedule:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless what a policy will be told is what layers hold. For tests and debugging."""
-        for blocks, place in self._places.items():
-            assert blocks.stale is self._stale, "a layer tells another schedule"
-            if blocks not in self._stale:
-                was = self._holds[place]
-                self._look(place)
-                assert was == self._holds[place], f"layer {place} has changed, and policies do not hear of it"
+        for i, reader in enumerate(self.readers):
+            layer = reader.layer
+            assert layer.blocks.stale is self._stale, "a layer tells another schedule"
+            assert layer.blocks.layer == layer.index, "a layer's blocks are another's"
+            if layer.index not in self._stale:
+                was = self._holds[i]
+                self._look(i)
+                assert was == self._holds[i], f"layer {layer.index} has changed, and policies do not hear of it"
+                if i not in self._changed:
+                    told = _layer_state(reader, was, self._hosted[i])
+                    assert told == self._layers[i], f"policies are told something else of layer {layer.index}"
 
 
 def _layer_state(reader: LayerReader, holds: _Holds, host_attention: bool) -> LayerState:

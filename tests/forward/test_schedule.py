@@ -83,9 +83,9 @@ def test_a_state_is_that_of_a_schedule_that_looks_at_everything() -> None:
         schedules.clear()  # the next one looks at every layer
         assert cache._forward.states() == told, count
         schedules.update(kept)
-        for schedule in schedules.values():  # the blocks name themselves to it again
-            for blocks in schedule._places:
-                blocks.stale = schedule._stale
+        for schedule in schedules.values():  # the layers tell it again
+            for reader in schedule.readers:
+                reader.layer.blocks.stale = schedule._stale
 
 
 def test_a_policy_hears_of_sequences_that_come_and_go_with_blocks_of_others() -> None:

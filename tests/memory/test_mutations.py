@@ -168,7 +168,7 @@ ALONE: dict[str, Mutation] = {
     ),
     "new rows keep the writer of the tails": edit(LayerKV, "_set_rows", "self._tails = None", "pass"),
     "new rows change no version": edit(LayerKV, "_set_rows", "self.shape_version += 1", "pass"),
-    "a change is told to no policy": edit(BlockSet, "touch", "self.stale[self] = None", "pass"),
+    "a change is told to no policy": edit(BlockSet, "touch", "self.stale[self.layer] = None", "pass"),
     "fetched blocks are told to no policy": edit(BlockSet, "set_transient", "self.touch()", "pass"),
     "a crop changes no epoch": edit(LayerKV, "crop", "self.epoch += 1", "pass"),
     "a copy does not know what was cut": edit(residency, "cut", "[] if run.move is None else run.move.runs", "[]"),

@@ -105,7 +105,7 @@ class BlockSet:
         dirty: those of them without a host copy, and none under way.
         version: changes whenever a run changes its state or its slots, or is cut.
         transient: blocks that were fetched for one use, and leave the device after it; see `set_transient`.
-        stale: where it names itself when what a policy is told of it may differ; None: no policy was told anything.
+        stale: where it enters its layer when what a policy is told of it may differ; None: no policy was told anything.
         last_used: the memory's clock at the last attention over them.
         last_host: the last host slot written; the next write-back continues there.
         last_read: the end of the last attention over them, where work goes on behind the CPU's back and it was marked;
@@ -124,7 +124,7 @@ class BlockSet:
     dirty: list[Run] = field(default_factory=list)
     version: int = 0
     transient: int = 0
-    stale: dict[BlockSet, None] | None = None
+    stale: dict[int, None] | None = None
     last_used: int = 0
     last_host: int | None = None
     last_read: Event | None = None
@@ -144,7 +144,7 @@ class BlockSet:
     def touch(self) -> None:
         """What a policy is told of these blocks may differ from now on."""
         if self.stale is not None:
-            self.stale[self] = None
+            self.stale[self.layer] = None
 
     def set_transient(self, blocks: int) -> None:
         """So many were fetched for one use."""
