@@ -22,6 +22,8 @@ from typing import NamedTuple, Protocol, TypeVar
 from kvtier.config import parse_count, parse_share
 from kvtier.errors import ConfigError
 from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
+from kvtier.planning.resuming.loading import LoadOrCompute
+from kvtier.planning.resuming.prefix import SavedPrefix
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState, whole
 
 T = TypeVar("T")
@@ -168,6 +170,19 @@ class Policy:
         and the newly sealed then get their copies just in time for the first eviction.
         """
         return 2 * sealed if used_bytes >= self.write_through * device_bytes else 0
+
+    def load_from(self, learned: LoadOrCompute, saved: SavedPrefix) -> int:
+        """From which token on what a store has saved is loaded from the disk, when a conversation goes on.
+
+        Args:
+            learned: what loading and computing took so far, in this process and earlier ones; the default asks it.
+            saved: a prefix, of which more is on the disk than in memory.
+
+        Returns:
+            0: all of it; `saved.length`: nothing, all is computed; in between, a multiple of `saved.step` from
+            `saved.past` on: what precedes that is computed while the rest is loaded.
+        """
+        return learned.choose(saved)
 
     # What a user sees
 

@@ -69,6 +69,7 @@ from kvtier.memory.tiered import default_engine
 from kvtier.planning.policies.names import POLICIES
 from kvtier.planning.policy import Policy
 from kvtier.planning.resuming.loading import LoadOrCompute
+from kvtier.planning.resuming.prefix import SavedPrefix
 from kvtier.testing import with_doubles
 from kvtier.transfer.engine import Transfer
 
@@ -1430,20 +1431,11 @@ def archive_of(store: ConversationStore | None) -> Archive | None:
     return None if store is None or store._disk_tier is None else store._disk_tier._archive
 
 
-def _choose(
-    _: LoadOrCompute,
-    files: Sequence[tuple[int, int]],
-    length: int,
-    past: int,
-    more: int,
-    step: int | None = None,
-    *,
-    batch: int = 1,
-) -> int:
+def _choose(_: LoadOrCompute, saved: SavedPrefix) -> int:
     """What is expected to be soonest: anything."""
-    ways = [0, length]
-    if step is not None:
-        ways += range(max(-(-past // step), 1) * step, length, step)
+    ways = [0, saved.length]
+    if saved.step is not None:
+        ways += range(max(-(-saved.past // saved.step), 1) * saved.step, saved.length, saved.step)
     return _TIME.clock.random.choice(ways)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.planning.hardware.predictors import Prefill
 from kvtier.planning.resuming.loading import PROBE, LoadOrCompute
+from kvtier.planning.resuming.prefix import SavedPrefix
 
 BYTES = 100_000  # of a token
 
@@ -34,7 +35,7 @@ def test_what_is_chosen_is_within_a_tenth_of_the_better_once_it_was_tried(seed: 
         load = (overhead + per_byte * tokens * BYTES) * noise
         compute = (prefill.seconds(tokens + more, past) - prefill.seconds(more, past + tokens)) * noise
         probes = choice._computed >= PROBE
-        if choice.choose([(0, tokens * BYTES)], past + tokens, past, more) == 0:
+        if choice.choose(SavedPrefix([(0, tokens * BYTES)], past + tokens, past, more)) == 0:
             choice.loaded(tokens * BYTES, load)
             choice.computed(more, past + tokens, 1, prefill.seconds(more, past + tokens) * noise)
             taken = load
@@ -51,7 +52,7 @@ def test_what_is_chosen_is_within_a_tenth_of_the_better_once_it_was_tried(seed: 
 
 def loads(choice: LoadOrCompute, nbytes: int, tokens: int) -> bool:
     """Whether all is loaded, where a tail alone cannot be."""
-    return choice.choose([(0, nbytes)], tokens, 0, 10) == 0
+    return choice.choose(SavedPrefix([(0, nbytes)], tokens, 0, 10)) == 0
 
 
 def test_nothing_is_known_at_first_and_it_loads() -> None:
@@ -125,7 +126,7 @@ def test_no_other_beginning_of_the_tail_is_expected_to_be_much_better(seed: int)
         return max(slower * load, dearer * (choice.seconds_to_compute(start - past, past, 0, batch) or 0.0))
 
     ways = [0, length] + [x for first, _ in files for x in [-(-max(first, past) // step) * step] if x < length]
-    chosen = choice.choose(files, length, past, more, step, batch=batch)
+    chosen = choice.choose(SavedPrefix(files, length, past, more, step, batch=batch))
     assert chosen in ways
     assert seconds(chosen) <= 1.0501 * min(seconds(x) for x in ways)
 
@@ -136,10 +137,14 @@ def test_beams_compute_each_token_for_every_row_and_load_it_once() -> None:
         choice.loaded(tokens * BYTES, tokens * 2e-3)
         choice.computed(tokens, 0, 1, tokens * 1e-3)
     files = [(start, 100 * BYTES) for start in range(0, 10_000, 100)]
-    assert choice.choose([(0, 10_000 * BYTES)], 10_000, 0, 64) == 10_000, "computing one row takes half as long"
-    assert choice.choose([(0, 10_000 * BYTES)], 10_000, 0, 64, batch=4) == 0, "computing four takes twice as long"
+    assert choice.choose(SavedPrefix([(0, 10_000 * BYTES)], 10_000, 0, 64)) == 10_000, (
+        "computing one row takes half as long"
+    )
+    assert choice.choose(SavedPrefix([(0, 10_000 * BYTES)], 10_000, 0, 64, batch=4)) == 0, (
+        "computing four takes twice as long"
+    )
     for batch, share in ((1, 2 / 3), (4, 1 / 3)):
-        start = choice.choose(files, 10_000, 0, 64, 16, batch=batch)
+        start = choice.choose(SavedPrefix(files, 10_000, 0, 64, 16, batch=batch))
         assert abs(start / 10_000 - share) < 0.03
 
 
@@ -149,21 +154,21 @@ def test_with_equal_prices_about_half_is_computed_meanwhile() -> None:
         choice.loaded(tokens * BYTES, tokens * 1e-3)
         choice.computed(tokens, 0, 1, tokens * 1e-3)
     files = [(start, 100 * BYTES) for start in range(0, 10_000, 100)]
-    start = choice.choose(files, 10_000, 0, 64, 16)
+    start = choice.choose(SavedPrefix(files, 10_000, 0, 64, 16))
     assert 4800 <= start <= 5200
     assert start % 16 == 0
-    assert choice.choose(files, 10_000, 0, 64) in (0, 10_000), "nobody can use a tail alone"
+    assert choice.choose(SavedPrefix(files, 10_000, 0, 64)) in (0, 10_000), "nobody can use a tail alone"
 
 
 def test_what_is_there_is_not_read_again() -> None:
     choice = LoadOrCompute()
     files = [(start, 100 * BYTES) for start in range(0, 1000, 100)]
-    assert choice.choose(files, 1000, 512, 10, 256) == 512, "nobody knows, and it is tried"
-    assert choice.choose(files, 1000, 500, 10, 256) == 0
+    assert choice.choose(SavedPrefix(files, 1000, 512, 10, 256)) == 512, "nobody knows, and it is tried"
+    assert choice.choose(SavedPrefix(files, 1000, 500, 10, 256)) == 0
     choice.loaded(100 * BYTES, 1e-3)
     choice.computed(1000, 0, 1, 10.0)
-    assert choice.choose(files, 1000, 512, 10, 256) == 512
-    assert choice.choose(files, 1000, 512, 10) == 0
+    assert choice.choose(SavedPrefix(files, 1000, 512, 10, 256)) == 512
+    assert choice.choose(SavedPrefix(files, 1000, 512, 10)) == 0
 
 
 def test_what_was_learned_goes_to_json_and_back() -> None:
@@ -177,7 +182,7 @@ def test_what_was_learned_goes_to_json_and_back() -> None:
     again = LoadOrCompute.from_json(json.loads(text))
     assert json.dumps(again.as_json()) == text
     files = [(start, 100 * BYTES) for start in range(0, 10_000, 100)]
-    assert again.choose(files, 10_000, 0, 64, 16) == choice.choose(files, 10_000, 0, 64, 16)
+    assert again.choose(SavedPrefix(files, 10_000, 0, 64, 16)) == choice.choose(SavedPrefix(files, 10_000, 0, 64, 16))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +211,7 @@ def test_prefills_that_are_all_noise_are_not_less_than_nothing() -> None:
     for new, past, seconds in ((40, 0, 0.0052), (5, 45, 0.0079), (1, 50, 0.006), (41, 0, 0.0024), (51, 0, 0.003)):
         choice.computed(new, past, 1, seconds)
     assert choice.seconds_to_compute(47, 0, 5) == 0
-    assert choice.choose([(0, 27520)], 47, 0, 5, 8) == 47
+    assert choice.choose(SavedPrefix([(0, 27520)], 47, 0, 5, 8)) == 47
 
 
 @pytest.mark.parametrize(("slower", "splits"), [(10, True), (30, False)])
@@ -216,4 +221,4 @@ def test_what_is_hardly_better_is_not_worth_a_head(slower: int, splits: bool) ->
         choice.loaded(tokens * BYTES, tokens * 1e-3)
         choice.computed(tokens, 0, 1, tokens * slower * 1e-3)
     files = [(start, 100 * BYTES) for start in range(0, 10_000, 100)]
-    assert (choice.choose(files, 10_000, 0, 64, 16) > 0) == splits
+    assert (choice.choose(SavedPrefix(files, 10_000, 0, 64, 16)) > 0) == splits

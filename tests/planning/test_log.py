@@ -26,6 +26,8 @@ from kvtier.planning.policies.names import POLICIES as NAMED
 from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.reports.log import Logged, LoggedCandidate, logged_policy, replay
+from kvtier.planning.resuming.loading import LoadOrCompute
+from kvtier.planning.resuming.prefix import SavedPrefix
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 from kvtier.testing import held, with_doubles
@@ -399,6 +401,32 @@ def test_an_edited_log_is_refused_with_the_file_and_the_line(
     log.write_text("".join(json.dumps(x) + "\n" for x in lines))
     assert main(["replay", str(log), "--policy", "default"]) == 2
     assert f"kvtier: {log}, line {number + 1}: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x["load_from"].update(length="abc"), "length is 'abc', and has to be a whole number"),
+        (lambda x: x["load_from"].update(files=[["a", 1]]), "the policy fails at this question"),
+        (lambda x: x["learned"].update(loads=[[1, -1.0]]), "this is not a line of a decision log"),
+        (lambda x: x.pop("learned"), "this is not a line of a decision log"),
+    ],
+)
+def test_an_edited_decision_about_what_is_saved_is_refused(
+    change: Callable[[Any], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learned, path = LoadOrCompute(), tmp_path / "decisions.jsonl"
+    for tokens in (64, 256):
+        learned.loaded(tokens * 1000, tokens * 1e-6)
+        learned.computed(tokens, 0, 1, tokens * 1e-3)
+    with contextlib.closing(Logged("default", path)) as logged:
+        assert logged.load_from(learned, SavedPrefix([(0, 300_000), (256, 40_000)], 300, 16, 5, 16)) == 16
+    assert not replay(path, "default").differences
+    lines = [json.loads(x) for x in path.read_text().splitlines()]
+    change(lines[-1])
+    path.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert main(["replay", str(path), "--policy", "default"]) == 2
+    assert f"line 2: {said}" in capsys.readouterr().err
 
 
 def run_and_log(policy: Policy, folder: Path) -> Path:

@@ -23,8 +23,10 @@ from kvtier.conversation.saved.waiting import Saved
 from kvtier.errors import BudgetError
 from kvtier.hf.models import generation as of
 from kvtier.kernels import launch
+from kvtier.memory.access.change import ask
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.resuming.loading import LoadOrCompute
+from kvtier.planning.resuming.prefix import SavedPrefix
 
 #: In a key, as `_key` makes them.
 _COMPUTED_BY = re.compile(r"\(\('(transformers [^']*)', ")
@@ -171,12 +173,13 @@ class DiskTier:
         return 0, "", Tail(self._memory, start, bring)
 
     def _choose(self, found: _Longer, ids: bytes, step: int | None, rows: int) -> int:
-        """From which token on to load, see `LoadOrCompute.choose`."""
+        """From which token on to load, see `Policy.load_from`."""
         if self._loads_all:
             return found.here if step is not None and found.here % step == 0 else 0
         more = len(ids) // WIDTH + 1 - found.length
         with self._memory.lock, self._memory.change:
-            return self._prices.choose(found.files, found.length, found.here, more, step, batch=rows)
+            saved = SavedPrefix(found.files, found.length, found.here, more, step, rows)
+            return saved.checked(ask(self._memory.policy.load_from, self._prices, saved))
 
     def _bring(
         self,

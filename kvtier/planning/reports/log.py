@@ -26,6 +26,8 @@ from kvtier.errors import ConfigError
 from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
 from kvtier.planning.policies.names import name_of, policy_of
 from kvtier.planning.policy import Candidate, Policy, Victims, checked_victims
+from kvtier.planning.resuming.loading import LoadOrCompute
+from kvtier.planning.resuming.prefix import SavedPrefix
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState, checked, whole
 
 _FORMAT = "kvtier decisions 1"
@@ -102,6 +104,13 @@ class Logged(Policy):
         self._write({"write_back": [used_bytes, device_bytes, sealed], "answer": answer})
         return answer
 
+    def load_from(self, learned: LoadOrCompute, saved: SavedPrefix) -> int:
+        """See `Policy.load_from`."""
+        asked = {"load_from": asdict(saved), "learned": learned.as_json()}
+        start = saved.checked(self.policy.load_from(learned, saved))
+        self._write(asked | {"answer": start}, flush=True)
+        return start
+
     def prediction(self, cache: int, device: str) -> Prediction | None:
         """See `Policy.prediction`."""
         return self.policy.prediction(cache, device)
@@ -160,7 +169,7 @@ class Replay:
 
     Attributes:
         decisions: answers that were compared.
-        kinds: how many of each: "plan", "victims", "write_back".
+        kinds: how many of each: "plan", "victims", "write_back", "load_from".
         differences: (line of the log, kind, the answer in the log, the answer now).
         cut: the line in the middle of which the log ends; None: it is whole.
     """
@@ -273,6 +282,10 @@ def _question(policy: Policy, line: dict[str, Any]) -> Callable[[], tuple[str, o
     if "write_back" in line:
         used, device, sealed = (_number("write_back", x) for x in line["write_back"])
         return lambda: ("write_back", was, whole(policy.write_back(used, device, sealed), "write_back"))
+    if "load_from" in line:
+        saved = _typed(SavedPrefix(**line["load_from"]))
+        learned = LoadOrCompute.from_json(line["learned"])
+        return lambda: ("load_from", was, saved.checked(policy.load_from(learned, saved)))
     tell: Callable[[], None]
     if "use_rates" in line:
         tell = partial(policy.use_rates, line["use_rates"], Rates(**line["rates"]))

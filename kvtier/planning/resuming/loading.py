@@ -12,12 +12,12 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from kvtier.planning.hardware.fit import least_relative
 from kvtier.planning.hardware.predictors import Prefill, PrefillSize
-from kvtier.planning.resuming.prefix import Busy, PrefixRun, Prices, Resume
+from kvtier.planning.resuming.prefix import Busy, PrefixRun, Prices, Resume, SavedPrefix
 from kvtier.planning.resuming.resume import decide
 
 #: The last loads, and the last prefills, from which is learned.
@@ -74,6 +74,7 @@ class LoadOrCompute:
             "prefills": [[size.new, size.past, size.batch, seconds] for size, seconds in self._prefills],
             "loads_overlapped": list(self._loads_overlapped),
             "computed_overlapped": list(self._computed_overlapped),
+            "computed": self._computed,
         }
 
     @classmethod
@@ -93,6 +94,7 @@ class LoadOrCompute:
             found = [_positive(x) for x in value[those]]
             known.clear()
             known.extend(found or [1.0])
+        made._computed = int(value.get("computed", 0))
         return made
 
     # Expect
@@ -119,26 +121,10 @@ class LoadOrCompute:
 
     # Choose
 
-    def choose(
-        self,
-        files: Sequence[tuple[int, int]],
-        length: int,
-        past: int,
-        more: int,
-        step: int | None = None,
-        *,
-        batch: int = 1,
-    ) -> int:
-        """From which of the first `length` tokens on to load. 0: all of them; `length`: none; else the head before it,
-        as far as it is not there, is computed meanwhile.
-
-        Args:
-            files: the first token and the bytes of each, in order.
-            past: tokens that are there.
-            more: tokens that are computed behind all of these.
-            step: a tail begins at multiples of this, so that it is whole blocks; None: all is loaded, or none.
-            batch: rows that are computed, of these tokens each (beams): what is loaded is loaded once for all.
-        """
+    def choose(self, saved: SavedPrefix) -> int:
+        """From which token on to load what is saved. 0: all of it; `saved.length`: nothing; else the head before that
+        token, as far as it is not in memory, is computed meanwhile."""
+        files, length, past, more, step = saved.files, saved.length, saved.past, saved.more, saved.step
         starts = set() if step is None else {-(-max(first, past) // step) * step for first, _ in files}
         # What is there need not be read again.
         whole = past if past in starts else 0
@@ -158,7 +144,7 @@ class LoadOrCompute:
         ]
         found = decide(
             Resume(
-                runs, more, layers=1, batch=batch, block=length, host_queries=0
+                runs, more, layers=1, batch=saved.batch, block=length, host_queries=0
             ),  # a run is one block: files stay whole
             self._price(),
             Busy(disk=self.seconds_to_load(0) or 0.0),

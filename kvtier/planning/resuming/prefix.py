@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvtier.errors import ConfigError
 from kvtier.planning.costs import Rates
+from kvtier.planning.step import whole
 
 #: Where a run of blocks is.
 Where = Literal["device", "host", "disk", "dropped"]
@@ -63,6 +65,42 @@ class Resume:
     batch: int = 1
     block: int = 64
     host_queries: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPrefix:
+    """The beginning of a conversation, of which more is on the disk than in memory.
+
+    Attributes:
+        files: the first token and the bytes of each, in order: each is read as a whole.
+        length: tokens that are saved.
+        past: the first of these, which are in memory.
+        more: tokens that are computed behind all of these.
+        step: a tail begins at multiples of this, so that it is whole blocks; None: all is loaded, or none.
+        batch: rows that are computed, of these tokens each (beams): what is loaded is loaded once for all.
+    """
+
+    files: Sequence[tuple[int, int]]
+    length: int
+    past: int
+    more: int
+    step: int | None = None
+    batch: int = 1
+
+    def checked(self, answer: object) -> int:
+        """From which token on a policy has said to load.
+
+        Raises:
+            ConfigError: it can be loaded from there neither as a whole nor as a tail.
+        """
+        start = whole(answer, "load_from")
+        cut = self.step is not None and self.past <= start < self.length and start % self.step == 0
+        if start in (0, self.length) or cut:
+            return start
+        tails = "" if self.step is None else f", or a multiple of {self.step} from {self.past} on below that"
+        raise ConfigError(
+            f"The policy's load_from is {start}: it has to be 0 (load all), {self.length} (compute all){tails}."
+        )
 
 
 @dataclass(frozen=True, slots=True)

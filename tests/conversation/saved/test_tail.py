@@ -8,20 +8,22 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from families import tiny_model
 from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 
-from kvtier import BudgetError
+from kvtier import BudgetError, ConfigError, Policy
 from kvtier.conversation.calls import prefix_reuse
 from kvtier.conversation.disk import disk as disks_module
 from kvtier.conversation.disk.chunks import Chunk
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.saved import archive
+from kvtier.planning.reports.log import Logged, replay
 from kvtier.planning.resuming.loading import LoadOrCompute
+from kvtier.planning.resuming.prefix import SavedPrefix
 
 BLOCK = 8
 #: Tokens of a file.
@@ -44,8 +46,8 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def choosing(monkeypatch: pytest.MonkeyPatch, choose: Callable[[int, int], int]) -> None:
     """Let tails begin where `choose` says, given the length of what is saved and the tokens that are in memory."""
 
-    def chosen(self: Any, files: Any, length: int, past: int, more: int, step: int | None = None, **_: Any) -> int:
-        return 0 if step is None else choose(length, past)
+    def chosen(self: LoadOrCompute, saved: SavedPrefix) -> int:
+        return 0 if saved.step is None else choose(saved.length, saved.past)
 
     monkeypatch.setattr(LoadOrCompute, "choose", chosen)
 
@@ -331,6 +333,73 @@ def test_a_new_process_knows_what_the_last_one_learned(tmp_path: Path) -> None:
         assert store._disk_tier._prices.seconds_to_load(10**6) is None, "what is damaged is learned again"
         inputs = ones(grown(history))
         assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+
+
+class LoadsFrom(Policy):
+    """Answers with what it was made of, and keeps the questions."""
+
+    def __init__(self, *answers: object) -> None:
+        super().__init__()
+        self.answers, self.asked = list(answers), list[SavedPrefix]()
+
+    def load_from(self, learned: LoadOrCompute, saved: SavedPrefix) -> int:
+        self.asked.append(saved)
+        return cast(int, self.answers.pop(0))
+
+
+class ComputesAll(Policy):
+    def load_from(self, learned: LoadOrCompute, saved: SavedPrefix) -> int:
+        return saved.length
+
+
+@pytest.mark.parametrize("start", [0, 24, 160])
+def test_the_policy_of_the_memory_decides_from_where_to_load(start: int, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    history = saved(model, tmp_path, 160)
+    length = history.shape[1] - 1
+    policy = LoadsFrom(length if start == 160 else start)
+    with store_of(model, directory=tmp_path, loading="auto", policy=policy) as store:
+        inputs = ones(grown(history, 7))
+        assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+        assert store.reuse[0].loaded == (0 if start == 160 else length - start)
+    (asked,) = policy.asked
+    assert (asked.length, asked.past, asked.more, asked.step, asked.batch) == (length, 0, 8, 8, 1)
+
+
+@pytest.mark.parametrize("answer", [-1, 7, 25, 1000, "all", None, 1.5])
+def test_an_answer_from_where_nothing_can_be_loaded_is_refused_and_the_store_goes_on(
+    answer: object, tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    history = saved(model, tmp_path, 160)
+    with store_of(model, directory=tmp_path, loading="auto", policy=LoadsFrom(answer, 24)) as store:
+        inputs = ones(grown(history, 7))
+        with pytest.raises(ConfigError, match="load_from"):
+            store.generate(**inputs, **GREEDY)
+        store.check_integrity()
+        assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+        assert store.reuse[0].loaded == history.shape[1] - 1 - 24
+
+
+def test_what_a_store_decides_to_load_is_in_the_log_and_is_decided_again_in_the_same_way(tmp_path: Path) -> None:
+    model, log = tiny_model("llama"), tmp_path / "decisions.jsonl"
+    history = saved(model, tmp_path / "saved", 160)
+    policy = Logged("default", log)
+    for part in (0, 40, 100):  # what is in memory; the last two times something is known
+        with store_of(model, directory=tmp_path / "saved", loading="auto", policy=policy) as store:
+            if part:
+                store.generate(**ones(history[:, :part]), max_new_tokens=1)
+                store.drop(history[0].tolist(), part, history.shape[1])
+            inputs = ones(grown(history, 7))
+            assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+    policy.close()
+    found = replay(log, "default")
+    assert found.kinds["load_from"] >= 3, str(found)
+    assert not found.differences, str(found)
+    assert any('"loads":[[' in line for line in log.read_text().splitlines()), "nothing was known in any"
+    otherwise = replay(log, ComputesAll())
+    assert ("load_from", 0, history.shape[1] - 1) in [x[1:] for x in otherwise.differences]
+    assert {kind for _, kind, *_ in otherwise.differences} == {"load_from"}
 
 
 @pytest.mark.parametrize("when", ["before", "behind"])
