@@ -22,6 +22,7 @@ from kvtier.memory.storage.shortage import too_small
 from kvtier.memory.tiered import TieredMemory
 from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.admission import Claim
+from kvtier.planning.costs import Rates
 from kvtier.planning.step import StepRecord
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.packed import PackedLayerKV
@@ -197,6 +198,10 @@ class PackedForward(PlannedForward):
         layouts = [layer.layout for layer in self._layers().values()]
         size = max((layout.block_size for layout in layouts), default=1)
         return sum(layout.nbytes * (size // layout.block_size) for layout in layouts)
+
+    def rates(self) -> Rates | None:
+        """What is stored of the machine, or of the one that is emulated; None: nothing."""
+        return next((x for device in self._held.devices() if (x := self.memory.rates.get(device.name))), None)
 
     def overlaps(self) -> bool:
         """Whether copies go on while devices compute."""

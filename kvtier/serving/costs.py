@@ -9,17 +9,40 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from kvtier.planning.costs import Rates
+from kvtier.planning.costs import Median, Rates
 from kvtier.planning.hardware.fit import least_relative
 from kvtier.scheduling.job import Job, Load
 from kvtier.scheduling.prices import Prices
+from kvtier.stats import Counters
 
 #: Steps of which what they took is kept; and steps after which the fit is made again.
 _KEPT, _AGAIN = 128, 32
 #: Tokens of a step from which on its time says how fast prompts are computed; and the weight of what was known.
 _TELLING, _KEEPS = 16, 0.8
+#: Bytes from which on copies tell the rate of the link, and times it was looked at of which the median is taken.
+_TELLING_BYTES, _LOOKS = 1 << 20, 9
 #: What a step takes until something is known: seconds, and seconds per token.
 _FIXED, _PER_TOKEN = 1e-3, 1e-3
+
+
+class _Link:
+    """One direction of the link: bytes per second, the median of the last times it was looked at."""
+
+    def __init__(self) -> None:
+        self._rates = Median(_LOOKS)
+        self._nbytes, self._seconds = 0, 0.0
+
+    @property
+    def rate(self) -> float | None:
+        """None: too little was copied yet."""
+        return self._rates.value
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """So much was copied in all, in so many seconds of copying."""
+        nbytes, seconds = nbytes - self._nbytes, seconds - self._seconds
+        if nbytes >= _TELLING_BYTES and seconds > 0:
+            self._rates.add(nbytes / seconds)
+            self._nbytes, self._seconds = self._nbytes + nbytes, self._seconds + seconds
 
 
 class Costs:
@@ -27,7 +50,7 @@ class Costs:
 
     Args:
         max_tokens: of a step.
-        rates: of the link.
+        rates: of the link, until copies have shown them.
 
     Attributes:
         rate: tokens of prompts that are computed in a second.
@@ -41,10 +64,21 @@ class Costs:
         self._steps: deque[tuple[tuple[float, float, float], float]] = deque(maxlen=_KEPT)
         self._new = 0
         self._prices: Prices | None = None
+        self._up, self._down = _Link(), _Link()
 
-    def machine(self, token_bytes: int, overlaps: bool) -> None:
-        """What moves: bytes of a token, all layers; and whether copies hide behind steps."""
+    def machine(self, token_bytes: int, overlaps: bool, rates: Rates | None = None) -> None:
+        """What moves: bytes of a token, all layers; whether copies hide behind steps; and the link, if more is known of
+        it than before."""
         self.token_bytes, self.overlaps = token_bytes, overlaps
+        self.rates = rates or self.rates
+
+    def copied(self, totals: Counters) -> None:
+        """Copies between the tiers took so long, all of them until now: the link's rates are learned."""
+        for way, nbytes, seconds in (
+            (self._up, totals.bytes_up, totals.seconds_up),
+            (self._down, totals.bytes_down, totals.seconds_down),
+        ):
+            way.observe(nbytes, seconds)
 
     def observe(self, tokens: int, pairs: int, seconds: float) -> None:
         """A step took so long.
@@ -69,8 +103,8 @@ class Costs:
             self._prices = Prices(fixed, per_token, per_pair, 0.0, 0.0, chunked=self._max_tokens, written_through=True)
         return replace(
             self._prices,
-            up=self.token_bytes / self.rates.up,
-            down=self.token_bytes / self.rates.down,
+            up=self.token_bytes / (self._up.rate or self.rates.up),
+            down=self.token_bytes / (self._down.rate or self.rates.down),
             copy=self.rates.copy_overhead,
             overlaps=self.overlaps,
         )

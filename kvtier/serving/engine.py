@@ -164,6 +164,7 @@ class Engine:
             max_running=max_running,
             spill=bool(spill),
             clock=clock,
+            copied=memory.totals,
         )
         self._loop = Loop(self._requests, self._steps, memory)
 

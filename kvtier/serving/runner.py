@@ -22,6 +22,7 @@ from kvtier.hf.engine.ragged import RaggedCache, state_layers
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.names import CACHE
 from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.costs import Rates
 from kvtier.serving.sub_batches import SubBatches
 from kvtier.serving.turns import Turns
 
@@ -46,6 +47,23 @@ class Work:
     cached: int
     tokens: int
     wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Where what is preempted may go.
+
+    Attributes:
+        host_blocks: of the blocks that may be had, those that are on the host only; 0: there is one tier.
+        block_bytes: of one, of all layers.
+        overlaps: whether copies between the tiers go on while the device computes.
+        rates: what is stored of the machine; None: nothing.
+    """
+
+    host_blocks: int = 0
+    block_bytes: int = 0
+    overlaps: bool = False
+    rates: Rates | None = None
 
 
 class Runner(abc.ABC):
@@ -104,10 +122,9 @@ class Runner(abc.ABC):
     def blocks(self) -> tuple[int, int, int]:
         """Blocks that may be had, blocks that are held, and tokens of one; a block is of all layers."""
 
-    def tiers(self) -> tuple[int, int, bool]:
-        """Of the blocks that may be had, those that are on the host only; bytes of one; and whether copies between the
-        tiers go on while the device computes."""
-        return 0, 0, False
+    def tiers(self) -> Tiers:
+        """Where what is preempted may go."""
+        return Tiers()
 
     @abc.abstractmethod
     def check_fits(self, length: int) -> None:
@@ -143,9 +160,10 @@ class _OnPackedForward(Runner):
 
     forward: PackedForward
 
-    def tiers(self) -> tuple[int, int, bool]:
+    def tiers(self) -> Tiers:
         """See `Runner`."""
-        return self.forward.host_blocks(), self.forward.block_bytes(), self.forward.overlaps()
+        forward = self.forward
+        return Tiers(forward.host_blocks(), forward.block_bytes(), forward.overlaps(), forward.rates())
 
 
 class PackedRunner(_OnPackedForward):

@@ -17,12 +17,15 @@ from kvtier.serving.costs import Costs
 from kvtier.serving.prefixes import Prefixes
 from kvtier.serving.request import Request
 from kvtier.serving.requests import Requests
-from kvtier.serving.runner import Runner, Work
+from kvtier.serving.runner import Runner, Tiers, Work
+from kvtier.stats import Counters
 
 _LOG = logging.getLogger("kvtier.serving")
 
 #: Seconds until it is looked again whether what a request waits for was loaded.
 _PAUSE = 0.001
+#: Steps between two looks at what copies took.
+_COPIES = 16
 #: Times that failures may cost a request what it had computed.
 _MOST_LOST = 2
 
@@ -40,6 +43,7 @@ class StepRunner:
         max_tokens, max_running: tokens of a step, requests that run at a time.
         spill: whether what runs may be on the host.
         clock: seconds.
+        copied: what was copied between the tiers so far, and how long that took.
 
     Attributes:
         count: of steps that were computed.
@@ -59,6 +63,7 @@ class StepRunner:
         max_running: int,
         spill: bool,
         clock: Callable[[], float],
+        copied: Callable[[], Counters],
     ) -> None:
         self._requests = requests
         self._runner = runner
@@ -69,6 +74,7 @@ class StepRunner:
         self._max_running = max_running
         self._spill = spill
         self._clock = clock
+        self._copied = copied
         self.max_tokens = max_tokens
         self.count = 0
 
@@ -89,6 +95,8 @@ class StepRunner:
         took, tokens = self._clock() - began, sum(each.tokens for _, each in work)
         self._runner.took(took)
         self._costs.observe(tokens, sum(each.tokens * (each.cached + each.tokens) for _, each in work), took)
+        if self.count % _COPIES == 0:
+            self._costs.copied(self._copied())
         return True
 
     # The plan
@@ -130,9 +138,10 @@ class StepRunner:
         total, used, size = self._runner.blocks()
         for job, request in requests.running.items():
             job.blocks = self._runner.held(request.sequence)
-        on_host, nbytes, overlaps = (0, 0, False) if self._spill else self._runner.tiers()
+        tiers = Tiers() if self._spill else self._runner.tiers()
+        on_host = tiers.host_blocks
         if on_host:
-            self._costs.machine(nbytes // size, overlaps)
+            self._costs.machine(tiers.block_bytes // size, tiers.overlaps, tiers.rates)
         now = self._clock()
         return Load(
             now,
