@@ -21,7 +21,7 @@ from kvtier.calibration import attention, link
 from kvtier.calibration import model as models
 from kvtier.cpu import native
 from kvtier.memory.storage.layout import BlockLayout
-from kvtier.planning.hardware.fit import relative_errors
+from kvtier.planning.fit import relative_errors
 from kvtier.planning.hardware.predictors import Curve, Prefill, PrefillSize
 
 SUMMARY = "how far predicted seconds are from measured ones: copies, host attention, prefill, for sizes left out"

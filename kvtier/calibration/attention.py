@@ -28,7 +28,7 @@ from kvtier.kernels.tables import AddressTable
 from kvtier.memory.storage.layout import BlockLayout
 from kvtier.memory.storage.pool import BlockPool
 from kvtier.memory.storage.slabs import Budget, SlabAllocator
-from kvtier.planning.hardware.fit import held_out_error
+from kvtier.planning.fit import held_out_error
 from kvtier.planning.hardware.predictors import Curve, HostAttention
 from kvtier.transfer.copies import TensorCopy
 

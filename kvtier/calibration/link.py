@@ -16,7 +16,7 @@ import torch
 
 from kvtier.calibration.copies import scattered_pools
 from kvtier.calibration.timing import in_turn
-from kvtier.planning.hardware.fit import held_out_error
+from kvtier.planning.fit import held_out_error
 from kvtier.planning.hardware.predictors import Curve
 from kvtier.transfer.copies import Copy
 from kvtier.transfer.engine import Direction

@@ -15,7 +15,7 @@ from kvtier.calibration.timing import in_turn
 from kvtier.errors import ConfigError
 from kvtier.hf.cache.cache import TieredKVCache
 from kvtier.hf.models.names import CACHE
-from kvtier.planning.hardware.fit import held_out_error
+from kvtier.planning.fit import held_out_error
 from kvtier.planning.hardware.predictors import Linear, Prefill, PrefillSize
 
 #: New tokens in which the linear part is measured, on so many cached ones that attention counts for little.

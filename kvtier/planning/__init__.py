@@ -3,6 +3,7 @@
 step.py         what a policy sees of a step before (`StepState`), decides (`StepPlan`) and gets after (`StepRecord`)
 policy.py       `Policy`: what is fetched and when, what stays, what is evicted and written back
 costs.py        seconds predicted from rates, and rates learned
+fit.py          least squares
 admission.py    what a step needs, in bytes: for admission and for the error
 sizing.py       sizes of slabs, workspaces and chunks
 sub_batches.py  which rows a step computes, and in one forward or in two that take turns

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.errors import ConfigError
+from kvtier.planning.fit import least_relative
 from kvtier.planning.step import LayerState, StepRecord
 
 #: Steps over which a rate is the median. A change is believed once it fills half of them; a shorter burst is not.
@@ -28,6 +29,8 @@ OF_EACH, MOST_OVERHEAD = 3, 1e-3
 SIGNIFICANT = 3.0
 #: The part of a copy that moves bytes, at the least; the rest is overhead.
 LEAST_MOVING = 1 / 8
+#: Copies that differ so much in bytes tell what a copy takes besides; looked at after so many steps that fetch.
+DIFFERENT, OFTEN = 1.5, 4
 #: Bytes per second that nothing reaches.
 FASTEST = 1e15
 #: A step that moved other bytes than planned, by such a part of what is spilled, says little: blocks are still moving.
@@ -91,6 +94,12 @@ class Median:
         insort(found, value)  # several are taken at each step: not sorted each time
         self.value = _middle(found)
 
+    def scale(self, factor: float) -> None:
+        """Each of the values is so many times what it was."""
+        self._values = deque([x * factor for x in self._values], self._values.maxlen)
+        self._sorted = sorted(self._values)
+        self.value = _middle(self._sorted) if self._sorted else None
+
     def __len__(self) -> int:
         return len(self._values)
 
@@ -128,6 +137,7 @@ class Prediction:
         link: in which the link is busy.
         fetched_bytes, host_bytes: fetched, and attended to on the host.
         device: of device attention.
+        layers: that it is of.
         copies: layers for which anything is fetched.
         busy: share of host attention during which the link is busy.
         waits: for layers that are alike, how many, the bytes that the host attends to in each, and the seconds of
@@ -144,6 +154,7 @@ class Prediction:
     fetched_bytes: int
     host_bytes: int
     device: float = 0.0
+    layers: int = 0
     copies: int = 0
     busy: float = 0.0
     waits: tuple[tuple[int, float, float], ...] = ()
@@ -194,6 +205,10 @@ class CostModel:
         self._shared = self.rates.shared
         # What the host attends to in a second with the link idle; with the link busy; and what that costs it.
         self._alone, self._overlapped, self._lost = Median(), Median(), Median()
+        # Of the last steps that fetched: seconds and bytes of a copy, which tell what one takes besides its bytes,
+        # unless that was measured.
+        self._copies: deque[tuple[float, float]] = deque(maxlen=2 * WINDOW)
+        self._copied = 0
         # Relative errors of the last predictions.
         self._errors = Median(64)
 
@@ -280,7 +295,8 @@ class CostModel:
         seconds = max(base + exposed, link)
         waited = tuple(waits)
         return Prediction(
-            share, seconds, base, exposed, link, fetched, hosted, device, copies, busy, waited, self._errors.value
+            *(share, seconds, base, exposed, link, fetched, hosted, device, layers, copies, busy, waited),
+            error=self._errors.value,
         )
 
     def observe(
@@ -319,6 +335,11 @@ class CostModel:
         if alike and record.host_bytes and record.host_seconds > 0 and record.seconds > 0:
             changed |= self._host_rates(record, prediction, part)
         jumped = False
+        if copies and record.bytes_up and record.seconds_up > 0 and not rates.measured:
+            self._copies.append((record.seconds_up / copies, record.bytes_up / copies))
+            self._copied += 1
+            if self._copied % OFTEN == 0:
+                changed |= self._copy_overhead(rates.copy_overhead)
         if changed:
             # Of rates that steps are predicted with.
             jumped = any(
@@ -335,6 +356,23 @@ class CostModel:
             jumped = self._learn_linear(rest, prediction, prediction.device / part, part) or jumped
             self._fit_overheads(prediction, part)
         return jumped
+
+    def _copy_overhead(self, known: float) -> dict[str, float]:
+        """What a copy takes besides its bytes, and the link's rate, from copies of different size; nothing without."""
+        sizes = [nbytes for _, nbytes in self._copies]
+        small = min(sizes)
+        larger = [nbytes for nbytes in sizes if nbytes >= DIFFERENT * small]
+        if not OF_EACH <= len(larger) <= len(sizes) - OF_EACH:
+            return {}
+        overhead, per_byte = least_relative([(1.0, nbytes) for nbytes in sizes], [x for x, _ in self._copies])
+        overhead = min(overhead, MOST_OVERHEAD)
+        if per_byte <= 0 or abs(overhead - known) < JUMP * max(overhead, known):
+            return {}
+        self._up = Median()
+        for seconds, nbytes in list(self._copies)[-WINDOW:]:
+            self._up.add(nbytes / max(seconds - overhead, seconds * LEAST_MOVING))
+        assert self._up.value is not None
+        return {"copy_overhead": overhead, "up": self._up.value}
 
     def _fit_overheads(self, prediction: Prediction, part: float) -> None:
         """Where steps take less than what is known of their parts, less of the host's overhead is; then of the device's
@@ -413,7 +451,8 @@ class CostModel:
             if self.linear is None:
                 return {}  # nobody knows yet for how much of host attention the link was busy
             layers = sum([count for count, _, _ in prediction.waits])
-            linear, on_link = self.linear * part / layers, record.seconds_up * part / prediction.copies
+            linear = self.linear * part / layers
+            on_link = record.seconds_up * part / prediction.copies
             attending = record.host_bytes * part / layers / self.rates.host
             busy = min(max(on_link - linear, 0.0) / attending, 1.0)
             if record.stall_seconds > STALLED * record.seconds:

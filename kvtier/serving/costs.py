@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import replace
 
 from kvtier.planning.costs import Median, Rates
-from kvtier.planning.hardware.fit import least_relative
+from kvtier.planning.fit import least_relative
 from kvtier.scheduling.job import Job, Load
 from kvtier.scheduling.prices import Prices
 from kvtier.stats import Counters

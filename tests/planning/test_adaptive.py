@@ -90,6 +90,22 @@ def test_in_settings_that_are_hard_to_tell_it_is_as_close(seed: int, share: floa
     assert trial.run(calibrated(trial), STEPS) <= 1.015 * trial.run(FixedShare(share), STEPS)
 
 
+@pytest.mark.parametrize(
+    ("draw", "seed", "share"),
+    [
+        pytest.param(Trial.drawn, 210, 14 / 16, id="a copy takes ten times as long besides its bytes as estimated"),
+        pytest.param(Trial.drawn, 162, 6 / 16, id="so it does where the first copies are small"),
+        pytest.param(Trial.even, 147, 1 / 16, id="what is probed shows another rate of the host"),
+        pytest.param(Trial.even, 347, 4 / 16, id="by the estimates, nothing is worth fetching"),
+    ],
+)
+def test_what_estimates_are_wrong_about_is_soon_found_out(
+    draw: Callable[[int], Trial], seed: int, share: float
+) -> None:
+    trial = draw(seed)
+    assert trial.run(Adaptive(), 200) <= 1.06 * trial.run(FixedShare(share), 200)
+
+
 FOUR = [LayerState(i, 2**20, 50, 0, 50, 1, True) for i in range(4)]
 
 

@@ -184,6 +184,28 @@ def test_a_difference_that_may_be_noise_is_no_overhead() -> None:
     assert model.rates.host_overhead == pytest.approx(100e-6, rel=1e-9)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+@pytest.mark.parametrize("believed", [1e-6, 10e-6, 500e-6])
+def test_what_a_copy_takes_besides_its_bytes_is_learned_from_copies_of_two_sizes(believed: float, noise: float) -> None:
+    true, rng = replace(TRUE, copy_overhead=100e-6), random.Random(2)
+    model = CostModel(replace(true, copy_overhead=believed, up=10e9, measured=False))
+    for share in [0.05] * 12 + [0.15] * 12:
+        record = step_of(true, share)
+        learned(model, replace(record, seconds_up=record.seconds_up * max(rng.gauss(1, noise), 0.5)), share)
+    assert model.rates.copy_overhead == pytest.approx(100e-6, rel=0.02 + 5 * noise)
+    assert model.rates.up == pytest.approx(true.up, rel=0.02 + 5 * noise)
+
+
+@pytest.mark.parametrize(("measured", "shares"), [(False, [0.1]), (True, [0.05, 0.15])], ids=["alike", "measured"])
+def test_copies_of_one_size_and_a_profile_leave_it_as_it_is(measured: bool, shares: list[float]) -> None:
+    true = replace(TRUE, copy_overhead=100e-6)
+    model = CostModel(replace(true, copy_overhead=10e-6, measured=measured))
+    for i in range(40):
+        share = shares[i % len(shares)]
+        learned(model, step_of(true, share), share)
+    assert model.rates.copy_overhead == 10e-6
+
+
 def test_of_caches_that_are_long_gone_nothing_is_kept() -> None:
     policy = Adaptive(TRUE)
     for cache in range(CACHES + 3):

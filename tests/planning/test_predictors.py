@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.planning.hardware import fit
+from kvtier.planning import fit
 from kvtier.planning.hardware.predictors import Curve, HostAttention, Linear, Prefill, PrefillSize
 
 SIZES = [2**i * 1024 for i in range(16)]

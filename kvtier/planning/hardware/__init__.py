@@ -2,7 +2,6 @@
 
 profile.py     `HardwareProfile`: what `calibrate` has measured, or an estimate
 predictors.py  seconds by bytes, threads and tokens, fitted from measurements
-fit.py         least squares
 machines.py    machines and models by their datasheets
 model_size.py  a model's weights, KV and arithmetic, from its config
 """

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.planning.hardware.fit import interpolate, least_relative, rising
+from kvtier.planning.fit import interpolate, least_relative, rising
 
 #: Beyond the largest measured size, bytes pass at the rate between the largest and one of at most this share of it.
 _TAIL = 0.5

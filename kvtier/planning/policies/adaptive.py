@@ -56,6 +56,7 @@ class _Seen:
 
     ratio: Median = field(default_factory=lambda: Median(SEEN))
     at: int = 0
+    given_up: bool = False
 
 
 @dataclass(slots=True)
@@ -68,6 +69,8 @@ class _Cache:
     looked: int = -PERIOD
     chosen: int = 0
     starting: bool = False
+    fetched: bool = False
+    compared: bool = False
     jumped: bool = False
     jumps: deque[int] = field(default_factory=lambda: deque(maxlen=JUMPS))
     spilled: int = 0
@@ -89,6 +92,7 @@ class _Cache:
     probe_bad: int = 0
     probed: int = 0
     tried: int = -1
+    moved_until: int = -1
     next_probe: int = PROBE
     interval: int = PROBE
     side: int = 1
@@ -154,9 +158,14 @@ class Adaptive(FixedShare):
             alike = record.tokens <= MAX_DECODE_TOKENS and (record.tokens > 1) == several
             prediction, known.prediction = known.prediction, None
             settled = known.step - known.chosen > SETTLE
+            rates = known.model.rates
             jumped = known.model.observe(record, prediction, known.part, alike=alike, copies=copies)
             if jumped and known.step > LEARNED:
                 known.jumps.append(known.step)
+            if jumped and known.step <= known.moved_until and not known.restless:
+                # It is the change of the choice that shows other rates: what others gave is what it was.
+                self._rescale(known, rates)
+                jumped = False
             if jumped and not known.restless:
                 known.seen.clear()
                 known.looked, known.jumped, known.probe_from = -PERIOD, True, None  # no probe tells anything now
@@ -170,6 +179,7 @@ class Adaptive(FixedShare):
                 seen = known.seen.setdefault(known.choice, _Seen())
                 seen.ratio.add(record.seconds * known.part / prediction.seconds)
                 seen.at = known.step
+                seen.given_up = known.probe_from is not None and known.probe_bad >= GIVEN_UP
 
     # Choosing
 
@@ -222,8 +232,11 @@ class Adaptive(FixedShare):
             )
             if known.starting:
                 best, reason = 0, "first"
-            elif best and not known.model.rates.measured and "up" not in known.model.learned:
+            elif not known.model.rates.measured and "up" not in known.model.learned and (best or not known.fetched):
                 best, reason, known.starting = self._careful(known, groups, best), "first", True
+                known.fetched = True
+            elif best == known.choice and self._may_compare(known):
+                best, reason = self._compare(known, groups)
             elif best == known.choice and self._may_probe(known, groups):
                 best, reason = self._probe(known, groups)
         if best != known.choice or not known.started:
@@ -231,12 +244,20 @@ class Adaptive(FixedShare):
             known.choice, known.chosen, known.started = best, known.step, True
             known.seen.pop(best, None)  # what it gives is measured again
             number = sum([each.step for each in self._of(state.cache, state.device)])
+            if reason in ("probe", "back"):
+                known.moved_until = known.step + SETTLE + WINDOW
             known.decisions.append(Decision(number, reason, self._predict(known, groups, best), before))
 
     def _careful(self, known: _Cache, groups: Sequence[Group], best: int) -> int:
-        """The largest share up to the best that costs little, should the link be far slower than estimated."""
+        """The largest share up to the best that costs little, should the link be far slower than estimated. Where the
+        best is none, the largest that is expected to cost little: the link may be far faster, too."""
         rates, before = known.model.rates, self._predict(known, groups, 0).seconds
         most = before * rates.up / CAUTION
+        if not best:
+            least = before * (1 + MOST_HYSTERESIS)
+            best = next((x for x in range(CHOICES - 1, 0, -1) if self._predict(known, groups, x).seconds <= least), 0)
+            if not best:
+                return 0
         return next((x for x in range(best, 1, -1) if self._predict(known, groups, x).fetched_bytes <= most), 1)
 
     def _predict(self, known: _Cache, groups: Sequence[Group], choice: int) -> Prediction:
@@ -249,7 +270,11 @@ class Adaptive(FixedShare):
         seconds = self._predict(known, groups, choice).seconds
         nearest: tuple[int, float] | None = None
         for other, seen in known.seen.items():
-            if len(seen.ratio) >= SEEN and known.step - seen.at <= MEMORY and seen.ratio.value is not None:
+            if (
+                len(seen.ratio) >= (GIVEN_UP if seen.given_up else SEEN)
+                and known.step - seen.at <= MEMORY
+                and seen.ratio.value is not None
+            ):
                 distance = abs(other - choice)
                 if nearest is None or distance < nearest[0]:
                     # Of rates that go to and fro, the median is one of them.
@@ -304,11 +329,33 @@ class Adaptive(FixedShare):
         ]
         for other in others:
             if other not in (known.choice, known.tried) and predicted[other] <= worst:
-                known.tried = other
-                known.probe_from, known.probe_until = known.choice, known.step + SEEN + SETTLE + 1
-                known.probe_limit, known.probe_bad = now * (1 + HYSTERESIS), 0
-                return other, "probe"
+                return self._try(known, other, now)
         return known.choice, "model"
+
+    def _may_compare(self, known: _Cache) -> bool:
+        """Whether nobody knows yet what a copy takes besides its bytes."""
+        return not (known.compared or known.model.rates.measured or not known.choice) and known.choice in known.seen
+
+    def _compare(self, known: _Cache, groups: Sequence[Group]) -> tuple[int, str]:
+        """Try a share that fetches twice as much, unless that is predicted to cost much: copies of two sizes tell what
+        each takes besides its bytes."""
+        known.compared = True
+        now, fetched = self._expected(known, groups, known.choice), self._predict(known, groups, known.choice)
+        for other in range(known.choice + 1, CHOICES):
+            predicted = self._predict(known, groups, other)
+            if predicted.fetched_bytes >= 2 * fetched.fetched_bytes:
+                if predicted.seconds > now * (1 + MOST_HYSTERESIS):
+                    break
+                known.interval = PROBE // 2
+                return self._try(known, other, now)
+        return known.choice, "model"
+
+    def _try(self, known: _Cache, other: int, now: float) -> tuple[int, str]:
+        """A probe of another choice; `now`: seconds that the present one is expected to take."""
+        known.tried = other
+        known.probe_from, known.probe_until = known.choice, known.step + SEEN + SETTLE + 1
+        known.probe_limit, known.probe_bad = now * (1 + HYSTERESIS), 0
+        return other, "probe"
 
     def _after_probe(self, known: _Cache, groups: Sequence[Group]) -> tuple[int, str]:
         before, known.probe_from = known.probe_from, None
@@ -319,6 +366,17 @@ class Adaptive(FixedShare):
         known.probed = known.step
         known.next_probe = known.step + known.interval
         return (known.choice, "model") if better else (before, "back")
+
+    def _rescale(self, known: _Cache, before: Rates) -> None:
+        """Rates are others, and what was seen of choices is not: its ratio to what is predicted now."""
+        now = known.model.rates
+        for choice, seen in known.seen.items():
+            new = self._predict(known, known.groups, choice).seconds
+            known.model.rates = before
+            old = self._predict(known, known.groups, choice).seconds
+            known.model.rates = now
+            if old and new:
+                seen.ratio.scale(old / new)
 
     # The plan
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from kvtier.planning.hardware.fit import least_relative
+from kvtier.planning.fit import least_relative
 from kvtier.planning.hardware.predictors import Prefill, PrefillSize
 from kvtier.planning.resuming.prefix import Busy, PrefixRun, Prices, Resume, SavedPrefix
 from kvtier.planning.resuming.resume import decide
