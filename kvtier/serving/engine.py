@@ -51,7 +51,7 @@ class Engine:
 
     Args:
         model: of Transformers, a decoder.
-        tokenizer: for stop strings.
+        tokenizer: for stop strings, which may begin in the prompt's last characters, as those of `generate` may.
         store: a `ConversationStore` of the model, whose memory, block size and host attention are then the engine's:
             requests begin with what its calls, and requests before, have left, and leave what they compute to it. None:
             the engine keeps that itself, until it is closed.

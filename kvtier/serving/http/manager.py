@@ -265,7 +265,7 @@ class EngineManager(BaseGenerateManager):
         for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
             options: dict[str, Any] = dict(asked.settings, max_new_tokens=length)
             if asked.stop:
-                options["stop_strings"] = asked.stop
+                options["stopping_criteria"] = [answers.answers[i * asked.count].criterion(len(ids))]
             if asked.presence or asked.frequency:
                 options["logits_processor"] = [Penalties(len(ids), asked.presence, asked.frequency)]
             for j in range(1 if samples else asked.count):
