@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
+from kvtier.hf.models.templates import names_read, template_of
 from kvtier.serving.http.answers import Answers, TokenLog, parser_of
 from kvtier.serving.http.asked import Asked
 from kvtier.serving.http.keys import VISIT, Visit
@@ -105,8 +106,12 @@ class Handler(BaseHandler):
         """
         tokenizer = self.served.tokenizer
         plain = self.get_processor_inputs_from_messages(list(messages), Modality.LLM)
-        template = _template_of(tokenizer)
-        unread = [name for name in (*asked.template, *(("tools",) if asked.tools else ())) if name not in template]
+        try:
+            template = template_of(tokenizer, asked.tools)
+        except ValueError as error:
+            raise _refused(error) from error
+        read = names_read(template)
+        unread = [name for name in (*asked.template, *(("tools",) if asked.tools else ())) if name not in read]
         if unread:
             raise Refusal(
                 400, f"{unread[0]}: the model's chat template does not read it.", code="unsupported", param=unread[0]
@@ -119,9 +124,7 @@ class Handler(BaseHandler):
                 plain, add_generation_prompt=True, tools=asked.tools, tokenize=True, return_dict=True, **asked.template
             )
         except Exception as error:  # of the template, which may ask for anything
-            raise Refusal(
-                400, f"The chat template refuses these messages: {error}", code="invalid_messages", param="messages"
-            ) from error
+            raise _refused(error) from error
         return [int(x) for x in found["input_ids"]]
 
     def ids_of(self, prompt: str | Sequence[int]) -> list[int]:
@@ -147,12 +150,8 @@ class Handler(BaseHandler):
         return text
 
 
-def _template_of(tokenizer: Any) -> str:
-    """A tokenizer's chat template; "": it has none."""
-    found = getattr(tokenizer, "chat_template", None)
-    if isinstance(found, dict):
-        return "\n".join(map(str, found.values()))
-    return str(found or "")
+def _refused(error: Exception) -> Refusal:
+    return Refusal(400, f"The chat template refuses these messages: {error}", code="invalid_messages", param="messages")
 
 
 @dataclass(frozen=True)
