@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 #: Tokens after which a character is given up that has not come whole.
 _LONGEST_CHARACTER = 16
+#: The characters that byte-level vocabularies write bytes with (GPT-2): those that can be seen stand for themselves.
+_SEEN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTES = {chr(x): x for x in _SEEN} | {chr(256 + i): x for i, x in enumerate(sorted(set(range(256)) - set(_SEEN)))}
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStream:
@@ -117,6 +122,25 @@ class StopsInAnswer:
         tokens = [token for token in input_ids[0, start:].tolist() if token not in self._silent]
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
         return any(string in text for string in self._strings)
+
+
+def bytes_of(tokenizer: Any, token: int, text: str) -> bytes | None:
+    """The bytes of a token, which may be a part of a character; None: they are not known.
+
+    Args:
+        tokenizer: of Transformers.
+        text: that it decodes the token to.
+    """
+    if _BROKEN not in text:
+        return text.encode()
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    if fallback := _FALLBACK.fullmatch(name):
+        found = bytes([int(fallback[1], 16)])
+    elif _BYTES.keys() >= set(name):
+        found = bytes(_BYTES[x] for x in name)
+    else:
+        return None
+    return found if found.decode(errors="replace") == text else None
 
 
 def _silent(tokenizer: Any) -> frozenset[int]:

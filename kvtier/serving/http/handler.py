@@ -12,14 +12,17 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
 from kvtier.hf.models.templates import names_read, template_of
-from kvtier.serving.http.answers import Answers, TokenLog, parser_of
+from kvtier.serving.http.answers import Answers, parser_of
 from kvtier.serving.http.asked import Asked
 from kvtier.serving.http.keys import VISIT, Visit
 from kvtier.serving.http.manager import EngineManager
 from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.text import bytes_of
 
 #: The last event of a stream.
 DONE = "data: [DONE]\n\n"
+#: The smallest log-probability that is said.
+_LEAST_LOGPROB = -9999.0
 
 
 class Served(ModelManager):
@@ -144,10 +147,13 @@ class Handler(BaseHandler):
         """Transformers' parser of what the model writes; None: it has none."""
         return parser_of(self.served.tokenizer, self.served.model, ids, asked.tools)
 
-    def token(self, token: int) -> str:
-        """What a token looks like."""
-        text: str = self.served.tokenizer.decode([token])
-        return text
+    def named(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> Named:
+        """What a token and those that were likely at its place look like."""
+        tokenizer = self.served.tokenizer
+        text: str = tokenizer.decode([token])
+        # JSON has no number for a probability of 0.
+        logprob = logprob if logprob > _LEAST_LOGPROB else _LEAST_LOGPROB
+        return Named(token, text, bytes_of(tokenizer, token, text), logprob, [self.named(*each) for each in top])
 
 
 def _refused(error: Exception) -> Refusal:
@@ -156,16 +162,25 @@ def _refused(error: Exception) -> Refusal:
 
 @dataclass(frozen=True)
 class Named:
-    """A token log with what its tokens look like."""
+    """A token and its log-probability; and the likeliest ones at its place.
 
+    Attributes:
+        token: its id.
+        text, bytes: that it stands for; None: of a part of a character, whose bytes are not known.
+    """
+
+    token: int
     text: str
+    bytes: bytes | None
     logprob: float
-    top: list[tuple[str, float]]
+    top: list[Named]
 
-    @classmethod
-    def of(cls, log: TokenLog, handler: Handler) -> Named:
-        """Look it up."""
-        return cls(handler.token(log.token), log.logprob, [(handler.token(x), value) for x, value in log.top])
+    @property
+    def name(self) -> str:
+        """The text, or as OpenAI writes parts of characters."""
+        if self.bytes is None or self.bytes == self.text.encode():
+            return self.text
+        return "bytes:" + "".join(f"\\x{x:02x}" for x in self.bytes)
 
 
 def usage_so_far(asked: Asked, answers: Answers) -> dict[str, Any]:
