@@ -219,11 +219,16 @@ class Engine:
 
     @property
     def load(self) -> EngineLoad:
-        """What there is to do now, and how much of the memory that takes."""
-        requests, (total, held, _) = self._requests, self._runner.blocks()
-        with requests.lock:
-            counts = len(requests.running), len(requests.waiting)
-            return EngineLoad(*counts, held, total, self._costs.rate, self.steps, self.alive)
+        """What there is to do now, and how much of the memory that takes. At any time and without waiting: while a
+        step has the memory, blocks are as it found them when it began."""
+        lock, steps = self.memory.lock, self._steps
+        if lock.acquire(blocking=False):
+            try:
+                steps.blocks = self._runner.blocks()[:2]
+            finally:
+                lock.release()
+        (running, waiting), (total, held) = self._requests.counts, steps.blocks
+        return EngineLoad(running, waiting, held, total, self._costs.rate, self.steps, self.alive)
 
     # Requests
 
@@ -460,7 +465,7 @@ class Engine:
         if requests.closed:
             return
         self.stop()
-        with self._loop.stepping, requests.lock:
+        with self._loop.stepping, requests.lock, requests.change:
             requests.closed = True
             requests.end_all("cancelled")
         self._runner.close()

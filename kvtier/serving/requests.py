@@ -7,6 +7,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ClosedError, ConfigError, QueueFullError
@@ -35,6 +36,20 @@ class _Books:
         """Nothing: the next step does."""
 
 
+class _PublishingChange(Change):
+    """A change at whose end the numbers of requests are published."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, requests: Requests) -> None:
+        super().__init__(requests.books)
+        self._requests = requests
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._requests.publish()
+
+
 class Requests:
     """The requests of an engine: each waits, runs, or has ended. One that runs has a sequence of the runner.
 
@@ -56,6 +71,8 @@ class Requests:
         waiting, running: these by job. A sample whose prompt is not there yet is in neither.
         ended: outputs of those that have ended, as far as they are kept.
         shares: what tenants were served.
+        counts: of those that run and those that wait, as the last change left them. Read without the lock, which the
+            thread that runs steps takes again as soon as it gives it back.
         closed: no request comes any more.
     """
 
@@ -77,13 +94,18 @@ class Requests:
         self._numbers = itertools.count()
         self.lock = threading.Condition()
         self.books = _Books()
-        self.change = Change(self.books)
+        self.change = _PublishingChange(self)
         self.named: dict[str, Request] = {}
         self.waiting: dict[Job, Request] = {}
         self.running: dict[Job, Request] = {}
         self.ended: dict[str, RequestOutput] = {}
         self.shares = Shares()
+        self.counts = (0, 0)
         self.closed = False
+
+    def publish(self) -> None:
+        """A change is over: whoever asks how many requests there are hears of it."""
+        self.counts = len(self.running), len(self.waiting)
 
     def check_open(self) -> None:
         """Raise `ClosedError` where no request may come any more."""
@@ -251,6 +273,7 @@ class Requests:
             self._has_ended(request)
         self.running.clear()
         self.waiting.clear()
+        self.publish()
         self.lock.notify_all()
 
     def end_cancelled(self) -> None:

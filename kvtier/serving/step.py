@@ -44,6 +44,7 @@ class StepRunner:
     Attributes:
         count: of steps that were computed.
         max_tokens: see above.
+        blocks: that may be had and that are held, as far as they were counted last.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class StepRunner:
         self._clock = clock
         self.max_tokens = max_tokens
         self.count = 0
+        self.blocks = runner.blocks()[:2]
 
     def step(self) -> bool:
         """Compute one. Whether there was anything to do."""
@@ -128,6 +130,7 @@ class StepRunner:
         """What the scheduler decides on. Holds the lock."""
         requests = self._requests
         total, used, size = self._runner.blocks()
+        self.blocks = total, used
         for job, request in requests.running.items():
             job.blocks = self._runner.held(request.sequence)
         on_host, nbytes, overlaps = (0, 0, False) if self._spill else self._runner.tiers()

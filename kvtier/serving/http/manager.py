@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from transformers.cli.serving.utils import BaseGenerateManager, GenerationState, _StreamError
 
+from kvtier.conversation.calls.reuse import StoreStats
 from kvtier.conversation.names import OtherSaltError
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, KVTierError
@@ -29,6 +30,7 @@ from kvtier.serving.http.keys import Caller, Keys, Visit
 from kvtier.serving.http.metrics import Metrics
 from kvtier.serving.http.refusals import Refusal, refusal_of
 from kvtier.serving.request import RequestOutput
+from kvtier.stats import CacheStats
 
 T = TypeVar("T")
 
@@ -36,6 +38,8 @@ T = TypeVar("T")
 SESSIONS = "serve/"
 #: Seconds that a client with a full queue is asked to wait, at the most.
 _LONGEST_RETRY = 30
+#: Seconds that metrics wait for the memory.
+_LONGEST_LOOK = 0.5
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,8 @@ class EngineManager(BaseGenerateManager):
         # Templates and tokens; and what waits for the engine's lock. One thread: what is cancelled was added before.
         self._readers = concurrent.futures.ThreadPoolExecutor(2, "kvtier-read")
         self._adder = concurrent.futures.ThreadPoolExecutor(1, "kvtier-add")
+        # What shows how the server is: it waits for no prompt.
+        self._lookers = concurrent.futures.ThreadPoolExecutor(1, "kvtier-look")
         self._lock = threading.Lock()
         self._news: dict[tuple[Answers, int], RequestOutput] = {}
         self._names: dict[Answers, list[str]] = {}
@@ -166,12 +172,17 @@ class EngineManager(BaseGenerateManager):
         known = [] if store is None else store.names
         self._sessions = dict.fromkeys((x for x in known if x.startswith(SESSIONS)), now)
         self._now = time.monotonic
+        self._stats = engine.memory.stats, None if store is None else store.stats
 
     # Requests
 
     async def read(self, work: Callable[..., T], *args: Any) -> T:
         """Do what takes long for a long prompt, in a thread next to the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, work, *args)
+
+    async def look(self, work: Callable[..., T], *args: Any) -> T:
+        """Look how the server is, in a thread next to the event loop and to those that read prompts."""
+        return await asyncio.get_running_loop().run_in_executor(self._lookers, work, *args)
 
     async def generate(
         self,
@@ -394,7 +405,7 @@ class EngineManager(BaseGenerateManager):
 
     def text_of_metrics(self) -> str:
         """In Prometheus' format."""
-        load, memory = self.engine.load, self.engine.memory.stats
+        load, (memory, kept) = self.engine.load, self._seen()
         gauges = {
             "num_requests_running": ("requests that are computed", load.running),
             "num_requests_waiting": ("requests that wait", load.waiting),
@@ -408,13 +419,23 @@ class EngineManager(BaseGenerateManager):
         for name, tier in (("device", memory.device), ("host", memory.host)):
             gauges[f"{name}_bytes"] = (f"of keys and values on the {name}", tier.bytes)
             gauges[f"{name}_budget_bytes"] = (f"that they may take on the {name}", tier.budget)
-        if self._store is not None:
-            kept = self._store.stats
+        if kept is not None:
             gauges["sessions"] = ("sessions that are known", len(self._sessions))
             gauges["kept_sequences"] = ("sequences that are kept in memory", kept.sequences)
             gauges["disk_bytes"] = ("that are saved", kept.saved_bytes)
             gauges["damaged"] = ("pieces on the disk that were damaged", kept.damaged)
         return self.metrics.text(gauges)
+
+    def _seen(self) -> tuple[CacheStats, StoreStats | None]:
+        """What the memory and the store hold. Where a step does not let go of the memory in time, what they held when
+        this was asked before."""
+        lock = self.engine.memory.lock
+        if lock.acquire(timeout=_LONGEST_LOOK):
+            try:
+                self._stats = self.engine.memory.stats, None if self._store is None else self._store.stats
+            finally:
+                lock.release()
+        return self._stats
 
     @property
     def alive(self) -> bool:
@@ -425,6 +446,7 @@ class EngineManager(BaseGenerateManager):
         """No more requests. Idempotent."""
         self.draining = True
         self._readers.shutdown(wait=True, cancel_futures=True)
+        self._lookers.shutdown(wait=True, cancel_futures=True)
         self._adder.shutdown(wait=True)
 
     # What Transformers' own handlers ask
