@@ -544,10 +544,10 @@ class ConversationStore:
         if self._disk_tier is not None:
             self._disk_tier.save(entry)
 
-    def check_weights(self) -> None:
-        """Drop everything if the model was changed."""
+    def check_weights(self) -> of.Depends:
+        """Drop everything if the model was changed. What it is now."""
         self._check_open()
-        self._check_weights()
+        return self._check_weights()
 
     def clear(self) -> None:
         """Drop all that is kept. What calls that are running have computed is not kept."""

@@ -37,13 +37,17 @@ class _Books:
 
 
 class _PublishingChange(Change):
-    """A change at whose end the numbers of requests are published."""
+    """A change that looks at the model again, and at whose end the numbers of requests are published."""
 
     __slots__ = ("_requests",)
 
     def __init__(self, requests: Requests) -> None:
         super().__init__(requests.books)
         self._requests = requests
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._requests.begin_change()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -102,6 +106,11 @@ class Requests:
         self.shares = Shares()
         self.counts = (0, 0)
         self.closed = False
+
+    def begin_change(self) -> None:
+        """A change begins: the model may be another one than in the last change."""
+        if self._prefixes is not None:
+            self._prefixes.seen = None
 
     def publish(self) -> None:
         """A change is over: whoever asks how many requests there are hears of it."""
