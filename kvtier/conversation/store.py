@@ -535,14 +535,9 @@ class ConversationStore:
         return self._calls.varies
 
     @property
-    def saves(self) -> bool:
-        """Whether what is kept is saved."""
-        return self._disk_tier is not None and not self._disk_tier.stopped
-
-    def save(self, entry: Entry) -> None:
-        """Save an entry in the background."""
-        if self._disk_tier is not None:
-            self._disk_tier.save(entry)
+    def disk_tier(self) -> DiskTier | None:
+        """Saves what is kept, and loads it; None: nothing does, or not any more."""
+        return None if self._disk_tier is None or self._disk_tier.stopped else self._disk_tier
 
     def check_weights(self) -> of.Depends:
         """Drop everything if the model was changed. What it is now."""

@@ -198,6 +198,10 @@ class PackedForward(PlannedForward):
         size = max((layout.block_size for layout in layouts), default=1)
         return sum(layout.nbytes * (size // layout.block_size) for layout in layouts)
 
+    def token_bytes(self) -> int:
+        """Bytes of a token, all layers."""
+        return sum(layer.layout.nbytes // layer.layout.block_size for layer in self._layers().values())
+
     def overlaps(self) -> bool:
         """Whether copies go on while devices compute."""
         return all(device.engine.asynchronous for device in self._held.devices())

@@ -105,6 +105,7 @@ class Prefixes:
         self._store = store
         self._weights = of.weights_version(model)
         self.seen: of.Depends | None = None
+        costs.loads = self._loads
         # Prompts that are being computed or wait to be.
         self._coming: PrefixIndex[Request] = PrefixIndex()
         self._waits_for: dict[Request, Request] = {}
@@ -119,6 +120,11 @@ class Prefixes:
         mode gives may differ each time: then it is nobody else's."""
         depends = self._look()
         return depends.computed_as, object() if depends.training else salt
+
+    def _loads(self) -> tuple[float, float] | None:
+        """What loading from the store's disk takes, see `Costs`."""
+        tier = None if self._store is None else self._store.disk_tier
+        return None if tier is None else tier.learned(self._forward.token_bytes())
 
     def _look(self) -> of.Depends:
         """What the model is now. Drops everything if its weights are others than before. A walk over all modules takes
@@ -152,7 +158,7 @@ class Prefixes:
             self._waits_for[request] = other
             self._followers.setdefault(other, []).append(request)
         self._coming.add(request.key, ids, request)
-        if self._store is not None and self._store.saves:
+        if self._store is not None and self._store.disk_tier is not None:
             wake = self._store.wake(request.ids, salt=request.salt)
             if wake.reads:
                 self._wakes[request] = wake, until
@@ -310,8 +316,8 @@ class Prefixes:
                 request.conversation,
                 epoch=request.epoch,
             )
-            if entry is not None and self._store is not None:
-                self._store.save(entry)
+            if entry is not None and self._store is not None and (tier := self._store.disk_tier) is not None:
+                request.job.saved = tier.save(entry)
 
     def reset(self, requests: Iterable[Request]) -> None:
         """After an interrupt: no request is known, and what is the engine's own is dropped."""
