@@ -222,6 +222,21 @@ def test_half_of_a_surrogate_pair_is_no_text(running: Running, path: str, body: 
     assert (status, found["error"]["code"]) == (400, "invalid_json")
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"prompt": "x\xed\xa0\x80"}',
+        '{"prompt": "x\\ud800"}'.encode("utf-16"),
+        '{"prompt": "x\\ud800"}'.encode("utf-16-le"),
+        '{"prompt": "x\ud800"}'.encode("utf-32-be", "surrogatepass"),
+    ],
+)
+def test_half_of_a_pair_is_no_text_in_any_encoding_of_json(running: Running, data: bytes) -> None:
+    status, found, _ = post(running, "/completions", data)
+    assert (status, found["error"]["code"]) == (400, "invalid_json")
+    assert post(running, "/completions", '{"prompt": "x🙂", "max_tokens": 1}'.encode("utf-16"))[0] == 200
+
+
 def test_a_whole_pair_of_surrogates_is_text(running: Running) -> None:
     status, _, _ = post(running, "/completions", b'{"prompt": "\\ud83d\\ude00 \\\\ud800", "max_tokens": 1}')
     assert status == 200
