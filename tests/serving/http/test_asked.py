@@ -16,6 +16,7 @@ from kvtier.serving.http.asked import asked_of, messages_of, prompts_of
 from kvtier.serving.http.refusals import Refusal
 from kvtier.serving.http.responses import check_head
 
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
 REFUSED: dict[str, list[Any]] = {
     "temperature": [10**400, -1, "hot", True, [], math.inf],
     "top_p": [0, 1.1, "x"],
@@ -26,7 +27,7 @@ REFUSED: dict[str, list[Any]] = {
     "stop": [5, [""], ["x"] * 17, [1], ""],
     "presence_penalty": [3, "x"],
     "frequency_penalty": [-3],
-    "logit_bias": [[], {"x": 1}, {"1": "x"}, {"1": 101}, {"-1": 1}],
+    "logit_bias": [[], {"x": 1}, {"1": "x"}, {"1": 101}, {"-1": 1}, {"1" * 5000: 1}],
     "max_tokens": [0, -1, "x", 1.5],
     "stream": ["yes", 1],
     "stream_options": [{"other": 1}, [], {"include_usage": True}],
@@ -45,6 +46,8 @@ REFUSED: dict[str, list[Any]] = {
         *({"priority": 10**6}, {"priority": "high"}, {"tenant": "b"}, {"salt": "x"}, {"logits_processor": ["x"]}),
         *({"generation_config": {}}, {"listener": 1}, {"_from_model_config": True}, {"pad_token_id": "x"}),
         {"do_sample": True, "temperature": 1e-38},
+        # Deeper than Python reads, and more than a step should look at.
+        *(DEEP, {"bad_words_ids": [[i, 1] for i in range(1025)]}, {"sequence_bias": [[[i], 1.0] for i in range(1025)]}),
     ],
     "no_such_field": [1],
 }
@@ -57,7 +60,15 @@ OF_CHAT: dict[str, list[Any]] = {
     "top_logprobs": [21, 3],
     "functions": [[{"name": "f"}]],
     "chat_template_kwargs": [5, {"tokenize": False}],
-    "messages": [None, [], "x", [5], [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url"}]}]],
+    "messages": [
+        None,
+        [],
+        "x",
+        [5],
+        [{"role": "user"}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}],
+    ],
 }
 OF_COMPLETIONS: dict[str, list[Any]] = {
     "best_of": [5],
