@@ -208,6 +208,11 @@ class Engine:
         return self._model
 
     @property
+    def max_waiting(self) -> int:
+        """Requests that may wait."""
+        return self._requests.max_waiting
+
+    @property
     def steps(self) -> int:
         """That were computed."""
         return self._steps.count

@@ -93,7 +93,7 @@ class Requests:
         self._prefixes = prefixes
         self._store = store
         self._costs = costs
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._clock = clock
         self._numbers = itertools.count()
         self.lock = threading.Condition()
@@ -139,11 +139,11 @@ class Requests:
         active = {each.job.tenant for each in self.named.values()}
         if terms.tenant not in active:
             self.shares.arrives(terms.tenant, active)
-        if sampling.count > self._max_waiting:
-            raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self._max_waiting}.")
-        if len(self.waiting) + sampling.count > self._max_waiting:
+        if sampling.count > self.max_waiting:
+            raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self.max_waiting}.")
+        if len(self.waiting) + sampling.count > self.max_waiting:
             raise QueueFullError(
-                f"{len(self.waiting)} requests wait, and max_waiting is {self._max_waiting}: wait for one to end, or "
+                f"{len(self.waiting)} requests wait, and max_waiting is {self.max_waiting}: wait for one to end, or "
                 "make the engine with a larger max_waiting."
             )
         number = next(self._numbers)

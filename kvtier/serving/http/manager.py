@@ -59,6 +59,21 @@ class Limits:
     sessions: int = 10_000
 
 
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What the requests of a client have in common.
+
+    Attributes:
+        salt, conversation, tenant: as of `Engine.add_request`.
+        samples: whether tokens are drawn.
+    """
+
+    salt: str | None
+    conversation: str | None
+    tenant: str
+    samples: bool
+
+
 #: Settings that hold token ids, and those that are of sampling, with what leaves each out.
 _OF_TOKENS = (
     "bad_words_ids",
@@ -206,6 +221,10 @@ class EngineManager(BaseGenerateManager):
         """
         if self.draining:
             raise Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=1)
+        sequences, most = len(prompts) * asked.count, self.engine.max_waiting
+        if sequences > most:
+            text = f"{sequences} answers are asked for, and no more than {most} requests may wait here: ask for less."
+            raise Refusal(400, text, code="too_many_answers", param="n" if asked.count > 1 else "prompt")
         lengths = [self._length(len(ids), asked, default_tokens) for ids in prompts]
         answers = Answers(
             [Answer(self.tokenizer, asked.stop, parsers(ids)) for ids in prompts for _ in range(asked.count)],
@@ -218,7 +237,11 @@ class EngineManager(BaseGenerateManager):
         visit.opened.append(answers)
         self._names[answers] = []
         try:
-            await loop.run_in_executor(self._adder, self._add, loop, answers, prompts, lengths, asked, visit.caller)
+            terms = await loop.run_in_executor(self._adder, self._begin, prompts, asked, visit.caller)
+            # One by one: others are let in between, and nothing more is added for a client that has left.
+            for number in range(0, len(answers.answers), asked.count if terms.samples else 1):
+                ids, length = prompts[number // asked.count], lengths[number // asked.count]
+                await loop.run_in_executor(self._adder, self._add, loop, answers, number, ids, length, asked, terms)
         except asyncio.CancelledError:
             answers.cancel()
             raise
@@ -257,15 +280,8 @@ class EngineManager(BaseGenerateManager):
         usual = self.limits.default_tokens if default_tokens is None else default_tokens
         return usual if context is None else min(usual, context - prompt)
 
-    def _add(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        answers: Answers,
-        prompts: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        asked: Asked,
-        caller: Caller,
-    ) -> None:
+    def _begin(self, prompts: Sequence[Sequence[int]], asked: Asked, caller: Caller) -> _Terms:
+        """What the requests of a client have in common."""
         if not self.alive:
             raise Refusal(503, "The server's engine has ended: start it again.", code="engine_ended")
         salt = self._keys.salt(caller, asked.cache_salt)
@@ -273,31 +289,46 @@ class EngineManager(BaseGenerateManager):
         # Without sampling all answers are the same, and Transformers refuses several of them.
         samples = asked.settings.get("do_sample", bool(self.engine.model.generation_config.do_sample))
         _check_settings(asked.settings, samples, of.vocabulary_of(self.engine.model))
-        for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
-            options: dict[str, Any] = dict(asked.settings, max_new_tokens=length)
-            if asked.stop:
-                options["stopping_criteria"] = [answers.answers[i * asked.count].criterion(len(ids))]
-            if asked.presence or asked.frequency:
-                options["logits_processor"] = [Penalties(len(ids), asked.presence, asked.frequency)]
-            for j in range(1 if samples else asked.count):
-                name = f"http-{next(self._numbers)}"
-                count = asked.count if samples else 1
-                numbers = {name if not k else f"{name}#{k}": i * asked.count + j + k for k in range(count)}
-                if count > 1:
-                    options["num_return_sequences"] = count
-                self._names[answers] += numbers
-                self.engine.add_request(
-                    ids,
-                    request_id=name,
-                    seed=asked.seed,
-                    logprobs=asked.logprobs,
-                    top_logprobs=asked.top_logprobs,
-                    salt=salt,
-                    tenant=caller.tenant,
-                    conversation=None if j else conversation,
-                    listener=functools.partial(self._listen, loop, answers, numbers),
-                    **options,
-                )
+        return _Terms(salt, conversation, caller.tenant, bool(samples))
+
+    def _add(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        answers: Answers,
+        number: int,
+        ids: Sequence[int],
+        length: int,
+        asked: Asked,
+        terms: _Terms,
+    ) -> None:
+        """Add the request of an answer; where it samples, those to the same prompt are sequences of it.
+
+        Args:
+            number: of the answer.
+            ids, length: of its prompt, and tokens of it at the most.
+        """
+        options: dict[str, Any] = dict(asked.settings, max_new_tokens=length)
+        if asked.stop:
+            options["stopping_criteria"] = [answers.answers[number].criterion(len(ids))]
+        if asked.presence or asked.frequency:
+            options["logits_processor"] = [Penalties(len(ids), asked.presence, asked.frequency)]
+        name, count = f"http-{next(self._numbers)}", asked.count if terms.samples else 1
+        numbers = {name if not k else f"{name}#{k}": number + k for k in range(count)}
+        if count > 1:
+            options["num_return_sequences"] = count
+        self._names[answers] += numbers
+        self.engine.add_request(
+            ids,
+            request_id=name,
+            seed=asked.seed,
+            logprobs=asked.logprobs,
+            top_logprobs=asked.top_logprobs,
+            salt=terms.salt,
+            tenant=terms.tenant,
+            conversation=None if number % asked.count else terms.conversation,
+            listener=functools.partial(self._listen, loop, answers, numbers),
+            **options,
+        )
 
     def _session(self, asked: Asked, caller: Caller, salt: str | None) -> str | None:
         """The conversation of a session, by name."""
