@@ -431,6 +431,12 @@ def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _wrong(where, "give an object with a role and its content")
         check_content(where, message.get("content"))
+        for name in ("name", "reasoning_content"):
+            if not isinstance(message.get(name), str | None):
+                raise _wrong(where, f"{name} is a string")
+        for name in ("function_call", "audio"):  # of assistants, before there were tools, and without a text
+            if message.get(name) is not None:
+                raise _wrong(where, f"{name} is not supported")
         if message.get("content") is None and not message.get("tool_calls"):
             raise _wrong(where, "it has no content")
         _check_calls(where, message.get("tool_calls"))

@@ -108,7 +108,7 @@ class Handler(BaseHandler):
             Refusal: the template refuses the messages, or does not read what it is given.
         """
         tokenizer = self.served.tokenizer
-        plain = self.get_processor_inputs_from_messages(list(messages), Modality.LLM)
+        plain = [self._plain(message) for message in messages]
         try:
             template = template_of(tokenizer, asked.tools)
         except ValueError as error:
@@ -124,11 +124,26 @@ class Handler(BaseHandler):
             return self.ids_of(text)
         try:
             found = tokenizer.apply_chat_template(
-                plain, add_generation_prompt=True, tools=asked.tools, tokenize=True, return_dict=True, **asked.template
+                plain,
+                tools=asked.tools,
+                tokenize=True,
+                return_dict=True,
+                **({"add_generation_prompt": True} | asked.template),
             )
         except Exception as error:  # of the template, which may ask for anything
             raise _refused(error) from error
         return [int(x) for x in found["input_ids"]]
+
+    def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as templates read it. Transformers leaves out what a message says besides its calls of tools, who
+        has said it, and what the model thought."""
+        (plain,) = self.get_processor_inputs_from_messages([dict(message)], Modality.LLM)
+        if message.get("tool_calls"):
+            (said,) = self.get_processor_inputs_from_messages([{**message, "tool_calls": None}], Modality.LLM)
+            plain["content"] = said["content"]
+        own = {name: message[name] for name in ("name", "reasoning_content") if message.get(name) is not None}
+        found: dict[str, Any] = plain | own
+        return found
 
     def ids_of(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt.

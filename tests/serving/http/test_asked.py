@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from kvtier.serving.http.asked import asked_of, messages_of, prompts_of
 from kvtier.serving.http.refusals import Refusal
-from kvtier.serving.http.responses import check_head
+from kvtier.serving.http.responses import check_head, messages_from
 
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
 REFUSED: dict[str, list[Any]] = {
@@ -66,6 +66,8 @@ OF_CHAT: dict[str, list[Any]] = {
         "x",
         [5],
         [{"role": "user"}],
+        [{"role": "user", "content": "x", "name": 5}],
+        [{"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}],
         [{"role": "user", "content": [{"type": "image_url"}]}],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}],
     ],
@@ -84,6 +86,7 @@ OF_RESPONSES: dict[str, list[Any]] = {
     "truncation": ["auto"],
     "text": [{"format": {"type": "json_object"}}],
     "reasoning": [{"summary": "auto"}, 5],
+    "instructions": [5, ["x"]],
 }
 
 
@@ -112,6 +115,8 @@ def _read(kind: str, body: dict[str, Any]) -> None:
         messages_of(body)
     if kind == "completions":
         prompts_of(body)
+    if kind == "responses":
+        messages_from(body)
 
 
 def test_null_is_not_given() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvtier.hf.models.templates import names_read
-from kvtier.serving.http.asked import Asked
+from kvtier.serving.http import responses
+from kvtier.serving.http.asked import Asked, messages_of
 from kvtier.serving.http.handler import Handler
 from kvtier.serving.http.refusals import Refusal
 
@@ -32,6 +33,40 @@ def handler(trained: tuple[Any, Any]) -> Iterator[Any]:
     made = Handler.__new__(Handler)
     made.served = SimpleNamespace(tokenizer=tokenizer, model=trained[0])  # type: ignore[assignment]
     return made
+
+
+SAID = """{% for m in messages %}
+{{ m.role }} {{ m.name }}: {{ m.content }} ({{ m.reasoning_content }}) {{ m.tool_calls }}{{ '\\n' }}
+{%- endfor %}"""
+
+
+def test_all_that_a_message_says_is_there_for_the_template(handler: Any) -> None:
+    handler.served.tokenizer.chat_template = SAID
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "name": "Ada", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]},
+    ]
+    text = handler.served.tokenizer.decode(handler.prompt_of(messages_of({"messages": messages}), Asked()))
+    lines = text.splitlines()
+    assert lines[0].startswith("user Ada: hi (")
+    assert lines[1].startswith("assistant : I look. (Hm.) [")
+    assert "'arguments': {'a': 1}" in lines[1]
+    assert lines[2].startswith("assistant :  () [")
+
+
+def test_instructions_come_before_a_system_message_and_not_in_its_place() -> None:
+    items = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    found = responses.messages_from({"input": items, "instructions": "Be kind."})
+    assert [x["content"] for x in found] == ["Be kind.", "Be brief.", "hi"]
+    assert [x["content"] for x in responses.messages_from({"input": "hi", "instructions": None})] == ["hi"]
+
+
+def test_a_generation_prompt_may_be_left_out(handler: Any) -> None:
+    reads = "{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}"
+    assert text_of(handler, reads).endswith(">")
+    assert not text_of(handler, reads, add_generation_prompt=False).endswith(">")
 
 
 def text_of(handler: Any, template: Any, tools: Any = None, **kwargs: Any) -> str:
