@@ -275,10 +275,15 @@ class EngineManager(BaseGenerateManager):
                 f"This model's maximum context length is {context} tokens: the prompt has {prompt}{asks}.",
                 code="context_length_exceeded",
             )
-        if asked.max_tokens is not None:
-            return asked.max_tokens
         usual = self.limits.default_tokens if default_tokens is None else default_tokens
-        return usual if context is None else min(usual, context - prompt)
+        most = asked.max_tokens or (usual if context is None else min(usual, context - prompt))
+        least = asked.settings.get("min_new_tokens")
+        if isinstance(least, int) and least > most:
+            text = (
+                f"min_tokens: the answer may have {most} tokens, and {least} are to be there: give a larger max_tokens."
+            )
+            raise Refusal(400, text, code="invalid_value", param="min_tokens")
+        return most
 
     def _begin(self, prompts: Sequence[Sequence[int]], asked: Asked, caller: Caller) -> _Terms:
         """What the requests of a client have in common."""

@@ -192,6 +192,9 @@ def test_refusals_have_the_status_and_body_of_the_interface(running: Running) ->
     assert (status, error["code"]) == (400, "context_length_exceeded")
     status, error = asked(prompt="x " * 5000)
     assert (status, error["code"]) == (400, "context_length_exceeded")
+    for body in ({"max_tokens": 4}, {}):
+        status, error = asked(min_tokens=17, **body)
+        assert (status, error["param"]) == (400, "min_tokens")
     status, error = asked(prompt=[5000])
     assert (status, error["param"]) == (400, "prompt")
     status, error = asked(prompt="")
