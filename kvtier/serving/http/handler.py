@@ -137,9 +137,11 @@ class Handler(BaseHandler):
     def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message as templates read it. Transformers leaves out what a message says besides its calls of tools, who
         has said it, and what the model thought."""
-        (plain,) = self.get_processor_inputs_from_messages([dict(message)], Modality.LLM)
-        if message.get("tool_calls"):
-            (said,) = self.get_processor_inputs_from_messages([{**message, "tool_calls": None}], Modality.LLM)
+        given = {name: value for name, value in message.items() if name != "tool_calls"}
+        calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+        (plain,) = self.get_processor_inputs_from_messages([given | calls], Modality.LLM)
+        if calls:
+            (said,) = self.get_processor_inputs_from_messages([given], Modality.LLM)
             plain["content"] = said["content"]
         own = {name: message[name] for name in ("name", "reasoning_content") if message.get(name) is not None}
         found: dict[str, Any] = plain | own

@@ -47,6 +47,7 @@ def test_all_that_a_message_says_is_there_for_the_template(handler: Any) -> None
         {"role": "user", "name": "Ada", "content": [{"type": "text", "text": "hi"}]},
         {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]},
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "As OpenAI's client sends it back.", "tool_calls": None},
     ]
     text = handler.served.tokenizer.decode(handler.prompt_of(messages_of({"messages": messages}), Asked()))
     lines = text.splitlines()
@@ -54,6 +55,7 @@ def test_all_that_a_message_says_is_there_for_the_template(handler: Any) -> None
     assert lines[1].startswith("assistant : I look. (Hm.) [")
     assert "'arguments': {'a': 1}" in lines[1]
     assert lines[2].startswith("assistant :  () [")
+    assert lines[3].startswith("assistant : As OpenAI's client sends it back. ()")
 
 
 def test_instructions_come_before_a_system_message_and_not_in_its_place() -> None:
