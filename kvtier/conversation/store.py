@@ -535,19 +535,14 @@ class ConversationStore:
         return self._calls.varies
 
     @property
-    def saves(self) -> bool:
-        """Whether what is kept is saved."""
-        return self._disk_tier is not None and not self._disk_tier.stopped
+    def disk_tier(self) -> DiskTier | None:
+        """Saves what is kept, and loads it; None: nothing does, or not any more."""
+        return None if self._disk_tier is None or self._disk_tier.stopped else self._disk_tier
 
-    def save(self, entry: Entry) -> None:
-        """Save an entry in the background."""
-        if self._disk_tier is not None:
-            self._disk_tier.save(entry)
-
-    def check_weights(self) -> None:
-        """Drop everything if the model was changed."""
+    def check_weights(self) -> of.Depends:
+        """Drop everything if the model was changed. What it is now."""
         self._check_open()
-        self._check_weights()
+        return self._check_weights()
 
     def clear(self) -> None:
         """Drop all that is kept. What calls that are running have computed is not kept."""

@@ -203,6 +203,10 @@ class PackedForward(PlannedForward):
         """What is stored of the machine, or of the one that is emulated; None: nothing."""
         return next((x for device in self._held.devices() if (x := self.memory.rates.get(device.name))), None)
 
+    def token_bytes(self) -> int:
+        """Bytes of a token, all layers."""
+        return sum(layer.layout.nbytes // layer.layout.block_size for layer in self._layers().values())
+
     def overlaps(self) -> bool:
         """Whether copies go on while devices compute."""
         return all(device.engine.asynchronous for device in self._held.devices())

@@ -25,6 +25,8 @@ class Job:
         last_ran: seconds, when a step last worked on it.
         swapped: tokens whose keys and values are on the host while it waits: they need blocks, and no computing.
         tenant: whose it is; tenants that wait share the machine.
+        saved: tokens whose keys and values are on the disk, or soon will be: they come back from there where nothing in
+            memory has them any more.
     """
 
     number: int
@@ -39,6 +41,7 @@ class Job:
     last_ran: float = 0.0
     swapped: int = 0
     tenant: str = ""
+    saved: int = 0
 
     @property
     def left(self) -> int:

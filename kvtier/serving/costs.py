@@ -6,7 +6,9 @@ of this machine and this model (AdaptiveLLM, section 3.2, fits the same two pred
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvtier.planning.costs import Median, Rates
@@ -54,11 +56,14 @@ class Costs:
 
     Attributes:
         rate: tokens of prompts that are computed in a second.
+        loads: says what a store has learned of loading from its disk: seconds of a load and of a token; None: nothing
+            is loaded, or was so far.
     """
 
     def __init__(self, max_tokens: int, rates: Rates) -> None:
         self.rates = rates
         self.rate = 1000.0
+        self.loads: Callable[[], tuple[float, float] | None] = lambda: None
         self.machine(0, False)
         self._max_tokens = max_tokens
         self._steps: deque[tuple[tuple[float, float, float], float]] = deque(maxlen=_KEPT)
@@ -101,8 +106,11 @@ class Costs:
             if self._steps:
                 fixed, per_token, per_pair = least_relative([x for x, _ in self._steps], [x for _, x in self._steps])
             self._prices = Prices(fixed, per_token, per_pair, 0.0, 0.0, chunked=self._max_tokens, written_through=True)
+        load_fixed, load = self.loads() or (0.0, math.inf)
         return replace(
             self._prices,
+            load=load,
+            load_fixed=load_fixed,
             up=self.token_bytes / (self._up.rate or self.rates.up),
             down=self.token_bytes / (self._down.rate or self.rates.down),
             copy=self.rates.copy_overhead,

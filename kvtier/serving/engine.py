@@ -51,7 +51,7 @@ class Engine:
 
     Args:
         model: of Transformers, a decoder.
-        tokenizer: for stop strings.
+        tokenizer: for stop strings, which may begin in the prompt's last characters, as those of `generate` may.
         store: a `ConversationStore` of the model, whose memory, block size and host attention are then the engine's:
             requests begin with what its calls, and requests before, have left, and leave what they compute to it. None:
             the engine keeps that itself, until it is closed.
@@ -209,6 +209,11 @@ class Engine:
         return self._model
 
     @property
+    def max_waiting(self) -> int:
+        """Requests that may wait."""
+        return self._requests.max_waiting
+
+    @property
     def steps(self) -> int:
         """That were computed."""
         return self._steps.count
@@ -220,11 +225,16 @@ class Engine:
 
     @property
     def load(self) -> EngineLoad:
-        """What there is to do now, and how much of the memory that takes."""
-        requests, (total, held, _) = self._requests, self._runner.blocks()
-        with requests.lock:
-            counts = len(requests.running), len(requests.waiting)
-            return EngineLoad(*counts, held, total, self._costs.rate, self.steps, self.alive)
+        """What there is to do now, and how much of the memory that takes. At any time and without waiting: while a
+        step has the memory, blocks are as it found them when it began."""
+        lock, steps = self.memory.lock, self._steps
+        if lock.acquire(blocking=False):
+            try:
+                steps.blocks = self._runner.blocks()[:2]
+            finally:
+                lock.release()
+        (running, waiting), (total, held) = self._requests.counts, steps.blocks
+        return EngineLoad(running, waiting, held, total, self._costs.rate, self.steps, self.alive)
 
     # Requests
 
@@ -461,7 +471,7 @@ class Engine:
         if requests.closed:
             return
         self.stop()
-        with self._loop.stepping, requests.lock:
+        with self._loop.stepping, requests.lock, requests.change:
             requests.closed = True
             requests.end_all("cancelled")
         self._runner.close()

@@ -79,6 +79,10 @@ class Prefixes:
         store: that has it; None: it is the engine's own.
         costs: of steps.
         stateful: whether it is continued at copies of states only.
+
+    Attributes:
+        seen: what the model is, as far as it was looked at in this change of the requests; None: it was not. Whoever
+            begins a change sets that.
     """
 
     def __init__(
@@ -100,6 +104,8 @@ class Prefixes:
         self._kept = kept
         self._store = store
         self._weights = of.weights_version(model)
+        self.seen: of.Depends | None = None
+        costs.loads = self._loads
         # Prompts that are being computed or wait to be.
         self._coming: PrefixIndex[Request] = PrefixIndex()
         self._waits_for: dict[Request, Request] = {}
@@ -112,7 +118,24 @@ class Prefixes:
     def key(self, salt: Hashable) -> Hashable:
         """What keys and values depend on besides tokens, and who may share them. What a part of the model in training
         mode gives may differ each time: then it is nobody else's."""
-        return of.computed_as(self._model), object() if of.training(self._model) else salt
+        depends = self._look()
+        return depends.computed_as, object() if depends.training else salt
+
+    def _loads(self) -> tuple[float, float] | None:
+        """What loading from the store's disk takes, see `Costs`."""
+        tier = None if self._store is None else self._store.disk_tier
+        return None if tier is None else tier.learned(self._forward.token_bytes())
+
+    def _look(self) -> of.Depends:
+        """What the model is now. Drops everything if its weights are others than before. A walk over all modules takes
+        longer than most kernels: there is one in each change of the requests, whatever their number."""
+        if self.seen is None:
+            self.seen = of.depends(self._model) if self._store is None else self._store.check_weights()
+            if self.seen.weights != self._weights:
+                if self._store is None:
+                    self.clear()
+                self._weights = self.seen.weights
+        return self.seen
 
     # Coming
 
@@ -123,9 +146,8 @@ class Prefixes:
         Args:
             until: when it would be computed, if it were not loaded. It waits for no longer than that.
         """
-        self._check_weights()
-        ids = packed(request.ids)
         request.key = self.key(request.salt)
+        ids = packed(request.ids)
         self._look_up(request, ids)
         shared, other = self._coming.find(request.key, ids)
         if (
@@ -136,7 +158,7 @@ class Prefixes:
             self._waits_for[request] = other
             self._followers.setdefault(other, []).append(request)
         self._coming.add(request.key, ids, request)
-        if self._store is not None and self._store.saves:
+        if self._store is not None and self._store.disk_tier is not None:
             wake = self._store.wake(request.ids, salt=request.salt)
             if wake.reads:
                 self._wakes[request] = wake, until
@@ -201,7 +223,7 @@ class Prefixes:
         """Let a request that has no blocks begin with what is kept of it. The tokens that are there then."""
         if request.alone:
             return 0
-        self._check_weights()
+        self._look()
         request.epoch = self._kept.epoch
         ids = packed(request.ids)
         with self._memory.lock, self._memory.change:
@@ -282,7 +304,7 @@ class Prefixes:
         sequence = self._runner.kv(request.sequence)
         if not sequence.length:
             return
-        self._check_weights()
+        self._look()
         ids = packed(request.ids[: sequence.length])
         states = self._runner.states(request.sequence) if self._stateful else {}
         with contextlib.suppress(KVTierError):
@@ -294,8 +316,8 @@ class Prefixes:
                 request.conversation,
                 epoch=request.epoch,
             )
-            if entry is not None and self._store is not None:
-                self._store.save(entry)
+            if entry is not None and self._store is not None and (tier := self._store.disk_tier) is not None:
+                request.job.saved = tier.save(entry)
 
     def reset(self, requests: Iterable[Request]) -> None:
         """After an interrupt: no request is known, and what is the engine's own is dropped."""
@@ -310,16 +332,6 @@ class Prefixes:
                     self._kept.release([entry], request)
         if self._store is None:
             self.clear()
-
-    def _check_weights(self) -> None:
-        """Drop everything if the model was changed."""
-        if self._store is not None:
-            self._store.check_weights()
-            return
-        now = of.weights_version(self._model)
-        if now != self._weights:
-            self.clear()
-            self._weights = now
 
     def clear(self) -> None:
         """Drop all that is kept."""

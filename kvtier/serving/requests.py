@@ -7,6 +7,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ClosedError, ConfigError, QueueFullError
@@ -35,6 +36,24 @@ class _Books:
         """Nothing: the next step does."""
 
 
+class _PublishingChange(Change):
+    """A change that looks at the model again, and at whose end the numbers of requests are published."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, requests: Requests) -> None:
+        super().__init__(requests.books)
+        self._requests = requests
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._requests.begin_change()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._requests.publish()
+
+
 class Requests:
     """The requests of an engine: each waits, runs, or has ended. One that runs has a sequence of the runner.
 
@@ -56,6 +75,8 @@ class Requests:
         waiting, running: these by job. A sample whose prompt is not there yet is in neither.
         ended: outputs of those that have ended, as far as they are kept.
         shares: what tenants were served.
+        counts: of those that run and those that wait, as the last change left them. Read without the lock, which the
+            thread that runs steps takes again as soon as it gives it back.
         closed: no request comes any more.
     """
 
@@ -72,18 +93,28 @@ class Requests:
         self._prefixes = prefixes
         self._store = store
         self._costs = costs
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._clock = clock
         self._numbers = itertools.count()
         self.lock = threading.Condition()
         self.books = _Books()
-        self.change = Change(self.books)
+        self.change = _PublishingChange(self)
         self.named: dict[str, Request] = {}
         self.waiting: dict[Job, Request] = {}
         self.running: dict[Job, Request] = {}
         self.ended: dict[str, RequestOutput] = {}
         self.shares = Shares()
+        self.counts = (0, 0)
         self.closed = False
+
+    def begin_change(self) -> None:
+        """A change begins: the model may be another one than in the last change."""
+        if self._prefixes is not None:
+            self._prefixes.seen = None
+
+    def publish(self) -> None:
+        """A change is over: whoever asks how many requests there are hears of it."""
+        self.counts = len(self.running), len(self.waiting)
 
     def check_open(self) -> None:
         """Raise `ClosedError` where no request may come any more."""
@@ -108,11 +139,11 @@ class Requests:
         active = {each.job.tenant for each in self.named.values()}
         if terms.tenant not in active:
             self.shares.arrives(terms.tenant, active)
-        if sampling.count > self._max_waiting:
-            raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self._max_waiting}.")
-        if len(self.waiting) + sampling.count > self._max_waiting:
+        if sampling.count > self.max_waiting:
+            raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self.max_waiting}.")
+        if len(self.waiting) + sampling.count > self.max_waiting:
             raise QueueFullError(
-                f"{len(self.waiting)} requests wait, and max_waiting is {self._max_waiting}: wait for one to end, or "
+                f"{len(self.waiting)} requests wait, and max_waiting is {self.max_waiting}: wait for one to end, or "
                 "make the engine with a larger max_waiting."
             )
         number = next(self._numbers)
@@ -251,6 +282,7 @@ class Requests:
             self._has_ended(request)
         self.running.clear()
         self.waiting.clear()
+        self.publish()
         self.lock.notify_all()
 
     def end_cancelled(self) -> None:

@@ -48,6 +48,7 @@ class StepRunner:
     Attributes:
         count: of steps that were computed.
         max_tokens: see above.
+        blocks: that may be had and that are held, as far as they were counted last.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class StepRunner:
         self._copied = copied
         self.max_tokens = max_tokens
         self.count = 0
+        self.blocks = runner.blocks()[:2]
 
     def step(self) -> bool:
         """Compute one. Whether there was anything to do."""
@@ -136,6 +138,7 @@ class StepRunner:
         """What the scheduler decides on. Holds the lock."""
         requests = self._requests
         total, used, size = self._runner.blocks()
+        self.blocks = total, used
         for job, request in requests.running.items():
             job.blocks = self._runner.held(request.sequence)
         tiers = Tiers() if self._spill else self._runner.tiers()

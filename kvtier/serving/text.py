@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 #: Tokens after which a character is given up that has not come whole.
 _LONGEST_CHARACTER = 16
+#: The characters that byte-level vocabularies write bytes with (GPT-2): those that can be seen stand for themselves.
+_SEEN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTES = {chr(x): x for x in _SEEN} | {chr(256 + i): x for i, x in enumerate(sorted(set(range(256)) - set(_SEEN)))}
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStream:
@@ -21,7 +26,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._silent = frozenset(getattr(tokenizer, "all_special_ids", ())) if skip_special_tokens else frozenset()
+        self._silent = _silent(tokenizer) if skip_special_tokens else frozenset()
         self._tokens: list[int] = []  # the last of those that were said, and those that were not
         self._said = 0
 
@@ -84,6 +89,63 @@ class StopCutter:
         """What was held back, and is no stop string."""
         said, self._held = self._held, ""
         return said
+
+
+class StopsInAnswer:
+    """A stopping criterion: whether one of some strings is in the text of an answer. What the prompt ends with is no
+    part of that, unlike for `stop_strings` of `generate`.
+
+    It decodes the last tokens, and so needs no table of a vocabulary, whose size grows with the strings. A string that
+    many tokens without any text interrupt is left to the `StopCutter` that reads the whole answer.
+
+    Args:
+        tokenizer: of Transformers.
+        strings: none of them empty.
+        prompt: tokens of the prompt.
+        skip_special_tokens: whether they are left out of the text.
+    """
+
+    def __init__(
+        self, tokenizer: Any, strings: Sequence[str], prompt: int, *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._strings = tuple(strings)
+        self._prompt = prompt
+        self._skip = skip_special_tokens
+        self._silent = _silent(tokenizer) if skip_special_tokens else frozenset()
+        # A token has at least a byte; a few more are behind the string, or begin with half of a character.
+        self._last = max(len(x.encode()) for x in self._strings) + _LONGEST_CHARACTER
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> bool:
+        """Whether a sequence `[1, tokens]` ends."""
+        start = max(self._prompt, input_ids.shape[1] - self._last)
+        tokens = [token for token in input_ids[0, start:].tolist() if token not in self._silent]
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
+        return any(string in text for string in self._strings)
+
+
+def bytes_of(tokenizer: Any, token: int, text: str) -> bytes | None:
+    """The bytes of a token, which may be a part of a character; None: they are not known.
+
+    Args:
+        tokenizer: of Transformers.
+        text: that it decodes the token to.
+    """
+    if _BROKEN not in text:
+        return text.encode()
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    if fallback := _FALLBACK.fullmatch(name):
+        found = bytes([int(fallback[1], 16)])
+    elif _BYTES.keys() >= set(name):
+        found = bytes(_BYTES[x] for x in name)
+    else:
+        return None
+    return found if found.decode(errors="replace") == text else None
+
+
+def _silent(tokenizer: Any) -> frozenset[int]:
+    """Tokens that have no text where special tokens are left out."""
+    return frozenset(getattr(tokenizer, "all_special_ids", ()))
 
 
 def _overlap(text: str, string: str) -> int:

@@ -50,6 +50,31 @@ def test_the_cheaper_one_is_preempted_where_that_is_clear() -> None:
     assert Scheduler().plan(_load(*jobs, host=0, ways=Always(RECOMPUTE))).preempt[0] is jobs[2]
 
 
+def test_what_is_saved_comes_back_from_the_disk_where_that_is_quicker() -> None:
+    quick = Prices(0.01, 1e-2, 0.0, 1e-5, 1e-5, overlaps=False, load=1e-4, load_fixed=0.02)
+    assert quick.from_disk(100) == pytest.approx(0.03 + 0.001)
+    assert quick.from_disk(100, step=0.02) == pytest.approx(0.01 + 0.001)
+    assert quick.from_disk(0) == 0.0
+    job, other = _job(1, 160), _job(0, 16)
+    load = _load(other, job, host=0, ways=quick)
+    computed = quick.way(job, load, 0)[1]
+    job.saved = 96
+    way, price = quick.way(job, load, 0)
+    assert (way, price) == (RECOMPUTE, pytest.approx(quick.from_disk(96, 0.01) + quick.recompute(64, 1, 96)))
+    assert price < computed
+    slow = Prices(0.01, 1e-2, 0.0, 1e-5, 1e-5, overlaps=False, load=1.0)
+    assert slow.way(job, load, 0)[1] == computed
+    assert Prices(0.01, 1e-2, 0.0, 1e-5, 1e-5, overlaps=False).way(job, load, 0)[1] == computed, "no load was seen yet"
+
+
+def test_one_that_is_saved_is_preempted_rather_than_one_that_is_computed_again() -> None:
+    quick = Prices(0.01, 1e-2, 0.0, 1e-6, 1e-6, overlaps=False, load=1e-6)
+    jobs = [_job(0, 16), _job(1, 160), _job(2, 160)]
+    assert Scheduler().plan(_load(*jobs, host=0, ways=quick)).preempt[0] is jobs[2]
+    jobs[1].saved = 160
+    assert Scheduler().plan(_load(*jobs, host=0, ways=quick)).preempt[0] is jobs[1]
+
+
 def test_nobody_is_preempted_out_of_turn_for_less_than_two_steps() -> None:
     jobs = [_job(0, 16), _job(1, 16), _job(2, 16)]
     for price, chosen in ((0.019, jobs[2]), (0.021, jobs[1])):

@@ -131,6 +131,12 @@ class DiskTier:
                 here, _ = self._kept.find(key, ids)
         return _Longer(chunk, length, here) if chunk is not None and length > here else None
 
+    def learned(self, token_bytes: int) -> tuple[float, float] | None:
+        """Seconds that a load takes, and those of each token in it; None: nothing was loaded yet."""
+        with self._memory.lock, self._memory.change:
+            fixed, one = self._prices.seconds_to_load(0), self._prices.seconds_to_load(token_bytes)
+        return None if fixed is None or one is None else (fixed, one - fixed)
+
     def load(
         self, key: Hashable, ids: bytes, *, stateful: bool, rows: int = 1, go_on: Callable[[], bool] = lambda: True
     ) -> tuple[int, str]:
@@ -229,13 +235,15 @@ class DiskTier:
 
     # Save
 
-    def save(self, entry: Entry) -> None:
-        """Save an entry soon."""
+    def save(self, entry: Entry) -> int:
+        """Save an entry soon. Its tokens that are saved then."""
         name = _key(entry.key)
         with self._memory.lock, self._memory.change:
             length = entry.sequence.length
-            if name is not None and length and not self.disk.closed:
-                self._archive.submit(Saved(name, entry.ids[: length * WIDTH], entry.states.get(length), entry.key))
+            if name is None or not length or self.disk.closed:
+                return 0
+            self._archive.submit(Saved(name, entry.ids[: length * WIDTH], entry.states.get(length), entry.key))
+            return length
 
     def _open(self, saved: Saved) -> JournalledCache | None:
         """A cache with what is kept still of a sequence that is to be saved: of one with states, all or nothing."""

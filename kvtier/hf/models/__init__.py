@@ -7,6 +7,7 @@ generation.py  what `generate` is told, and what keys and values depend on
 written.py     `Numbers`: whether a tensor may have been written to
 weights.py     how many weights a config means
 loading.py     a model and its tokenizer, by name
+templates.py   a chat template, and the variables that it reads
 
 It imports nothing else of `hf`; of kvtier only what knows no caches, such as `errors` and `cpu`.
 """

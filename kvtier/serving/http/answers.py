@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtier.serving.http.refusals import Refusal, refusal_of
 from kvtier.serving.request import RequestOutput
-from kvtier.serving.text import StopCutter, TextStream
+from kvtier.serving.text import StopCutter, StopsInAnswer, TextStream
 
 
 @dataclass(slots=True)
@@ -66,7 +66,10 @@ class Answer:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), parser: Any = None) -> None:
-        self._text = TextStream(tokenizer, skip_special_tokens=parser is None)
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._skips = parser is None  # a parser reads special tokens
+        self._text = TextStream(tokenizer, skip_special_tokens=self._skips)
         self._cutter = StopCutter(stop)
         self._parser = parser
         self._logs: list[TokenLog] = []
@@ -75,6 +78,10 @@ class Answer:
         self.reason = ""
         self.error: BaseException | None = None
         self.called = False
+
+    def criterion(self, prompt: int) -> StopsInAnswer:
+        """What ends a sequence behind a prompt of so many tokens where this answer, which has stop strings, ends."""
+        return StopsInAnswer(self._tokenizer, self._stop, prompt, skip_special_tokens=self._skips)
 
     def feed(self, output: RequestOutput) -> list[Part]:
         """What is new in a request's output."""

@@ -60,11 +60,11 @@ def _add_routes(app: FastAPI, served: Served, manager: EngineManager) -> None:
         return JSONResponse(served.entry)
 
     async def health() -> JSONResponse:
-        status, found = await manager.read(health_of, manager)
+        status, found = health_of(manager)
         return JSONResponse(found, status_code=status)
 
     async def metrics() -> PlainTextResponse:
-        text = await manager.read(manager.text_of_metrics)
+        text = await manager.look(manager.text_of_metrics)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     routes = {"/v1/models": models, "/v1/models/{name:path}": model, "/health": health, "/metrics": metrics}
@@ -73,7 +73,7 @@ def _add_routes(app: FastAPI, served: Served, manager: EngineManager) -> None:
 
 
 def health_of(manager: EngineManager) -> tuple[int, dict[str, Any]]:
-    """A status of HTTP, and why."""
+    """A status of HTTP, and why. It waits for nobody: neither for prompts that are read nor for a step."""
     load = manager.engine.load
     state = "shutting down" if manager.draining else "ok" if load.alive else "the engine's thread has ended"
     return 200 if state == "ok" else 503, {

@@ -15,6 +15,8 @@ from kvtier.serving.http.refusals import Refusal
 #: Bounds of the interface.
 MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOGPROBS, MAX_PROMPTS = 128, 16, 20, 256
 _LONGEST_STOP, _LONGEST_NAME = 1024, 256
+#: Digits of a token id, and sequences of tokens that a setting has: each is looked at for each token of an answer.
+_LONGEST_ID, _MAX_SEQUENCES = 18, 1024
 #: The largest number that a field may be, and the temperature below which the likeliest token is taken: scores divided
 #: by less are no numbers any more.
 _LARGEST, _COLDEST = 1e300, 1e-5
@@ -262,7 +264,7 @@ def _generation_config(text: Any) -> dict[str, Any]:
     """The field of `transformers serve`: a GenerationConfig as a JSON string."""
     try:
         found = json.loads(text) if isinstance(text, str) else text
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _wrong("generation_config", f"it is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise _wrong("generation_config", "give a JSON object of settings of `generate`")
@@ -271,6 +273,9 @@ def _generation_config(text: Any) -> dict[str, Any]:
     barred = sorted(found.keys() & _BARRED)
     if barred:
         raise _wrong("generation_config", f"{barred[0]} cannot be set: there are n, stop and max_tokens")
+    for name in ("bad_words_ids", "sequence_bias"):
+        if isinstance(found.get(name), (list, dict)) and len(found[name]) > _MAX_SEQUENCES:
+            raise _wrong("generation_config", f"{name}: at most {_MAX_SEQUENCES} sequences of tokens")
     cold = found.get("temperature")
     if isinstance(cold, (int, float)) and not isinstance(cold, bool) and 0 < cold < _COLDEST:
         raise _wrong("generation_config", f"temperature: give at least {_COLDEST:g}, or do_sample: false")
@@ -295,12 +300,12 @@ _BARRED = frozenset(
 
 
 def _bias(value: Any) -> dict[tuple[int, ...], float]:
-    if not isinstance(value, dict) or len(value) > 1024:
-        raise _wrong("logit_bias", "give an object of token ids and numbers, at most 1024")
+    if not isinstance(value, dict) or len(value) > _MAX_SEQUENCES:
+        raise _wrong("logit_bias", f"give an object of token ids and numbers, at most {_MAX_SEQUENCES}")
     found = dict[tuple[int, ...], float]()
     for token, bias in value.items():
         number = not isinstance(bias, bool) and isinstance(bias, (int, float)) and -100 <= bias <= 100
-        if not str(token).isdecimal() or not number:
+        if not str(token).isdecimal() or len(token) > _LONGEST_ID or not number:
             raise _wrong("logit_bias", f"{_shown(token)}: {_shown(bias)} is no token id and number from -100 to 100")
         found[(int(token),)] = float(bias)
     return found
@@ -426,6 +431,12 @@ def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _wrong(where, "give an object with a role and its content")
         check_content(where, message.get("content"))
+        for name in ("name", "reasoning_content"):
+            if not isinstance(message.get(name), str | None):
+                raise _wrong(where, f"{name} is a string")
+        for name in ("function_call", "audio"):  # of assistants, before there were tools, and without a text
+            if message.get(name) is not None:
+                raise _wrong(where, f"{name} is not supported")
         if message.get("content") is None and not message.get("tool_calls"):
             raise _wrong(where, "it has no content")
         _check_calls(where, message.get("tool_calls"))
@@ -460,7 +471,7 @@ def _check_calls(where: str, calls: Any) -> None:
         arguments = function.get("arguments")
         try:
             parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
             raise _wrong(where, "arguments of a function are a JSON object")

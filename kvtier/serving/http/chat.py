@@ -98,13 +98,14 @@ class _Reply:
     def _logs(self, part: Part) -> list[dict[str, Any]]:
         found = []
         for log in part.logs:
-            named = Named.of(log, self._handler)
-            top = [_entry(text, value) for text, value in named.top]
-            found.append(_entry(named.text, named.logprob) | {"top_logprobs": top})
+            named = self._handler.named(log.token, log.logprob, log.top)
+            found.append(_entry(named) | {"top_logprobs": [_entry(each) for each in named.top]})
         return found
 
 
-def _entry(text: str, logprob: float) -> dict[str, Any]:
-    # A token may be a part of a character: then its bytes are not known from its text.
-    whole = "\N{REPLACEMENT CHARACTER}" not in text
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+def _entry(named: Named) -> dict[str, Any]:
+    return {
+        "token": named.text,
+        "logprob": named.logprob,
+        "bytes": None if named.bytes is None else list(named.bytes),
+    }

@@ -91,14 +91,24 @@ class _Reply:
         return {"index": number, "text": text, "finish_reason": reason, "logprobs": logs}
 
     def _logs(self, number: int, logs: Sequence[TokenLog]) -> dict[str, Any]:
-        named = [Named.of(log, self._handler) for log in logs]
+        named = [self._handler.named(log.token, log.logprob, log.top) for log in logs]
         offsets = []
         for each in named:
             offsets.append(self._offsets[number])
             self._offsets[number] += len(each.text)
         return {
-            "tokens": [each.text for each in named],
+            "tokens": [each.name for each in named],
             "token_logprobs": [each.logprob for each in named],
-            "top_logprobs": [dict(each.top) for each in named] if any(each.top for each in named) else None,
+            "top_logprobs": [_top(each) for each in named] if any(each.top for each in named) else None,
             "text_offset": offsets,
         }
+
+
+def _top(named: Named) -> dict[str, float]:
+    """Log-probabilities of the likeliest tokens by name, and of the one that was chosen, which may be none of them. Of
+    two that look the same, the second one is named by its id, as vLLM names tokens."""
+    found = {named.name: named.logprob}
+    for each in named.top:
+        if each.token != named.token:
+            found[f"token_id:{each.token}" if each.name in found else each.name] = each.logprob
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

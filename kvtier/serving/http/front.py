@@ -156,9 +156,12 @@ class Door:
 
 
 def _check_text(body: bytes) -> None:
-    """Refuse strings that are no text: half of a pair of surrogates has no bytes, so that nothing takes it."""
-    if not _SURROGATE.search(body):
-        return
+    """Refuse strings that are no text: half of a pair of surrogates has no bytes, so that nothing takes it. JSON is
+    read from UTF-8, UTF-16 and UTF-32, and Python takes such halves from all of these, escaped or not."""
+    with contextlib.suppress(UnicodeDecodeError):
+        body.decode()
+        if b"\0" not in body and not _SURROGATE.search(body):
+            return
     with contextlib.suppress(ValueError, RecursionError):  # no JSON: the app says so
         found = json.dumps(json.loads(body), ensure_ascii=False)
         try:

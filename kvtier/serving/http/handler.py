@@ -11,14 +11,18 @@ from fastapi.responses import StreamingResponse
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
-from kvtier.serving.http.answers import Answers, TokenLog, parser_of
+from kvtier.hf.models.templates import names_read, template_of
+from kvtier.serving.http.answers import Answers, parser_of
 from kvtier.serving.http.asked import Asked
 from kvtier.serving.http.keys import VISIT, Visit
 from kvtier.serving.http.manager import EngineManager
 from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.text import bytes_of
 
 #: The last event of a stream.
 DONE = "data: [DONE]\n\n"
+#: The smallest log-probability that is said.
+_LEAST_LOGPROB = -9999.0
 
 
 class Served(ModelManager):
@@ -104,9 +108,13 @@ class Handler(BaseHandler):
             Refusal: the template refuses the messages, or does not read what it is given.
         """
         tokenizer = self.served.tokenizer
-        plain = self.get_processor_inputs_from_messages(list(messages), Modality.LLM)
-        template = _template_of(tokenizer)
-        unread = [name for name in (*asked.template, *(("tools",) if asked.tools else ())) if name not in template]
+        plain = [self._plain(message) for message in messages]
+        try:
+            template = template_of(tokenizer, asked.tools)
+        except ValueError as error:
+            raise _refused(error) from error
+        read = names_read(template)
+        unread = [name for name in (*asked.template, *(("tools",) if asked.tools else ())) if name not in read]
         if unread:
             raise Refusal(
                 400, f"{unread[0]}: the model's chat template does not read it.", code="unsupported", param=unread[0]
@@ -116,13 +124,28 @@ class Handler(BaseHandler):
             return self.ids_of(text)
         try:
             found = tokenizer.apply_chat_template(
-                plain, add_generation_prompt=True, tools=asked.tools, tokenize=True, return_dict=True, **asked.template
+                plain,
+                tools=asked.tools,
+                tokenize=True,
+                return_dict=True,
+                **({"add_generation_prompt": True} | asked.template),
             )
         except Exception as error:  # of the template, which may ask for anything
-            raise Refusal(
-                400, f"The chat template refuses these messages: {error}", code="invalid_messages", param="messages"
-            ) from error
+            raise _refused(error) from error
         return [int(x) for x in found["input_ids"]]
+
+    def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as templates read it. Transformers leaves out what a message says besides its calls of tools, who
+        has said it, and what the model thought."""
+        given = {name: value for name, value in message.items() if name != "tool_calls"}
+        calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+        (plain,) = self.get_processor_inputs_from_messages([given | calls], Modality.LLM)
+        if calls:
+            (said,) = self.get_processor_inputs_from_messages([given], Modality.LLM)
+            plain["content"] = said["content"]
+        own = {name: message[name] for name in ("name", "reasoning_content") if message.get(name) is not None}
+        found: dict[str, Any] = plain | own
+        return found
 
     def ids_of(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt.
@@ -141,32 +164,40 @@ class Handler(BaseHandler):
         """Transformers' parser of what the model writes; None: it has none."""
         return parser_of(self.served.tokenizer, self.served.model, ids, asked.tools)
 
-    def token(self, token: int) -> str:
-        """What a token looks like."""
-        text: str = self.served.tokenizer.decode([token])
-        return text
+    def named(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> Named:
+        """What a token and those that were likely at its place look like."""
+        tokenizer = self.served.tokenizer
+        text: str = tokenizer.decode([token])
+        # JSON has no number for a probability of 0.
+        logprob = logprob if logprob > _LEAST_LOGPROB else _LEAST_LOGPROB
+        return Named(token, text, bytes_of(tokenizer, token, text), logprob, [self.named(*each) for each in top])
 
 
-def _template_of(tokenizer: Any) -> str:
-    """A tokenizer's chat template; "": it has none."""
-    found = getattr(tokenizer, "chat_template", None)
-    if isinstance(found, dict):
-        return "\n".join(map(str, found.values()))
-    return str(found or "")
+def _refused(error: Exception) -> Refusal:
+    return Refusal(400, f"The chat template refuses these messages: {error}", code="invalid_messages", param="messages")
 
 
 @dataclass(frozen=True)
 class Named:
-    """A token log with what its tokens look like."""
+    """A token and its log-probability; and the likeliest ones at its place.
 
+    Attributes:
+        token: its id.
+        text, bytes: that it stands for; None: of a part of a character, whose bytes are not known.
+    """
+
+    token: int
     text: str
+    bytes: bytes | None
     logprob: float
-    top: list[tuple[str, float]]
+    top: list[Named]
 
-    @classmethod
-    def of(cls, log: TokenLog, handler: Handler) -> Named:
-        """Look it up."""
-        return cls(handler.token(log.token), log.logprob, [(handler.token(x), value) for x, value in log.top])
+    @property
+    def name(self) -> str:
+        """The text, or as OpenAI writes parts of characters."""
+        if self.bytes is None or self.bytes == self.text.encode():
+            return self.text
+        return "bytes:" + "".join(f"\\x{x:02x}" for x in self.bytes)
 
 
 def usage_so_far(asked: Asked, answers: Answers) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from transformers.cli.serving.utils import BaseGenerateManager, GenerationState, _StreamError
 
+from kvtier.conversation.calls.reuse import StoreStats
 from kvtier.conversation.names import OtherSaltError
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, KVTierError
@@ -29,6 +30,7 @@ from kvtier.serving.http.keys import Caller, Keys, Visit
 from kvtier.serving.http.metrics import Metrics
 from kvtier.serving.http.refusals import Refusal, refusal_of
 from kvtier.serving.request import RequestOutput
+from kvtier.stats import CacheStats
 
 T = TypeVar("T")
 
@@ -36,6 +38,8 @@ T = TypeVar("T")
 SESSIONS = "serve/"
 #: Seconds that a client with a full queue is asked to wait, at the most.
 _LONGEST_RETRY = 30
+#: Seconds that metrics wait for the memory.
+_LONGEST_LOOK = 0.5
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,21 @@ class Limits:
     default_tokens: int
     ttl: float = math.inf
     sessions: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What the requests of a client have in common.
+
+    Attributes:
+        salt, conversation, tenant: as of `Engine.add_request`.
+        samples: whether tokens are drawn.
+    """
+
+    salt: str | None
+    conversation: str | None
+    tenant: str
+    samples: bool
 
 
 #: Settings that hold token ids, and those that are of sampling, with what leaves each out.
@@ -159,6 +178,8 @@ class EngineManager(BaseGenerateManager):
         # Templates and tokens; and what waits for the engine's lock. One thread: what is cancelled was added before.
         self._readers = concurrent.futures.ThreadPoolExecutor(2, "kvtier-read")
         self._adder = concurrent.futures.ThreadPoolExecutor(1, "kvtier-add")
+        # What shows how the server is: it waits for no prompt.
+        self._lookers = concurrent.futures.ThreadPoolExecutor(1, "kvtier-look")
         self._lock = threading.Lock()
         self._news: dict[tuple[Answers, int], RequestOutput] = {}
         self._names: dict[Answers, list[str]] = {}
@@ -166,12 +187,17 @@ class EngineManager(BaseGenerateManager):
         known = [] if store is None else store.names
         self._sessions = dict.fromkeys((x for x in known if x.startswith(SESSIONS)), now)
         self._now = time.monotonic
+        self._stats = engine.memory.stats, None if store is None else store.stats
 
     # Requests
 
     async def read(self, work: Callable[..., T], *args: Any) -> T:
         """Do what takes long for a long prompt, in a thread next to the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, work, *args)
+
+    async def look(self, work: Callable[..., T], *args: Any) -> T:
+        """Look how the server is, in a thread next to the event loop and to those that read prompts."""
+        return await asyncio.get_running_loop().run_in_executor(self._lookers, work, *args)
 
     async def generate(
         self,
@@ -195,6 +221,10 @@ class EngineManager(BaseGenerateManager):
         """
         if self.draining:
             raise Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=1)
+        sequences, most = len(prompts) * asked.count, self.engine.max_waiting
+        if sequences > most:
+            text = f"{sequences} answers are asked for, and no more than {most} requests may wait here: ask for less."
+            raise Refusal(400, text, code="too_many_answers", param="n" if asked.count > 1 else "prompt")
         lengths = [self._length(len(ids), asked, default_tokens) for ids in prompts]
         answers = Answers(
             [Answer(self.tokenizer, asked.stop, parsers(ids)) for ids in prompts for _ in range(asked.count)],
@@ -207,7 +237,11 @@ class EngineManager(BaseGenerateManager):
         visit.opened.append(answers)
         self._names[answers] = []
         try:
-            await loop.run_in_executor(self._adder, self._add, loop, answers, prompts, lengths, asked, visit.caller)
+            terms = await loop.run_in_executor(self._adder, self._begin, prompts, asked, visit.caller)
+            # One by one: others are let in between, and nothing more is added for a client that has left.
+            for number in range(0, len(answers.answers), asked.count if terms.samples else 1):
+                ids, length = prompts[number // asked.count], lengths[number // asked.count]
+                await loop.run_in_executor(self._adder, self._add, loop, answers, number, ids, length, asked, terms)
         except asyncio.CancelledError:
             answers.cancel()
             raise
@@ -241,20 +275,18 @@ class EngineManager(BaseGenerateManager):
                 f"This model's maximum context length is {context} tokens: the prompt has {prompt}{asks}.",
                 code="context_length_exceeded",
             )
-        if asked.max_tokens is not None:
-            return asked.max_tokens
         usual = self.limits.default_tokens if default_tokens is None else default_tokens
-        return usual if context is None else min(usual, context - prompt)
+        most = asked.max_tokens or (usual if context is None else min(usual, context - prompt))
+        least = asked.settings.get("min_new_tokens")
+        if isinstance(least, int) and least > most:
+            text = (
+                f"min_tokens: the answer may have {most} tokens, and {least} are to be there: give a larger max_tokens."
+            )
+            raise Refusal(400, text, code="invalid_value", param="min_tokens")
+        return most
 
-    def _add(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        answers: Answers,
-        prompts: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        asked: Asked,
-        caller: Caller,
-    ) -> None:
+    def _begin(self, prompts: Sequence[Sequence[int]], asked: Asked, caller: Caller) -> _Terms:
+        """What the requests of a client have in common."""
         if not self.alive:
             raise Refusal(503, "The server's engine has ended: start it again.", code="engine_ended")
         salt = self._keys.salt(caller, asked.cache_salt)
@@ -262,31 +294,46 @@ class EngineManager(BaseGenerateManager):
         # Without sampling all answers are the same, and Transformers refuses several of them.
         samples = asked.settings.get("do_sample", bool(self.engine.model.generation_config.do_sample))
         _check_settings(asked.settings, samples, of.vocabulary_of(self.engine.model))
-        for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
-            options: dict[str, Any] = dict(asked.settings, max_new_tokens=length)
-            if asked.stop:
-                options["stop_strings"] = asked.stop
-            if asked.presence or asked.frequency:
-                options["logits_processor"] = [Penalties(len(ids), asked.presence, asked.frequency)]
-            for j in range(1 if samples else asked.count):
-                name = f"http-{next(self._numbers)}"
-                count = asked.count if samples else 1
-                numbers = {name if not k else f"{name}#{k}": i * asked.count + j + k for k in range(count)}
-                if count > 1:
-                    options["num_return_sequences"] = count
-                self._names[answers] += numbers
-                self.engine.add_request(
-                    ids,
-                    request_id=name,
-                    seed=asked.seed,
-                    logprobs=asked.logprobs,
-                    top_logprobs=asked.top_logprobs,
-                    salt=salt,
-                    tenant=caller.tenant,
-                    conversation=None if j else conversation,
-                    listener=functools.partial(self._listen, loop, answers, numbers),
-                    **options,
-                )
+        return _Terms(salt, conversation, caller.tenant, bool(samples))
+
+    def _add(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        answers: Answers,
+        number: int,
+        ids: Sequence[int],
+        length: int,
+        asked: Asked,
+        terms: _Terms,
+    ) -> None:
+        """Add the request of an answer; where it samples, those to the same prompt are sequences of it.
+
+        Args:
+            number: of the answer.
+            ids, length: of its prompt, and tokens of it at the most.
+        """
+        options: dict[str, Any] = dict(asked.settings, max_new_tokens=length)
+        if asked.stop:
+            options["stopping_criteria"] = [answers.answers[number].criterion(len(ids))]
+        if asked.presence or asked.frequency:
+            options["logits_processor"] = [Penalties(len(ids), asked.presence, asked.frequency)]
+        name, count = f"http-{next(self._numbers)}", asked.count if terms.samples else 1
+        numbers = {name if not k else f"{name}#{k}": number + k for k in range(count)}
+        if count > 1:
+            options["num_return_sequences"] = count
+        self._names[answers] += numbers
+        self.engine.add_request(
+            ids,
+            request_id=name,
+            seed=asked.seed,
+            logprobs=asked.logprobs,
+            top_logprobs=asked.top_logprobs,
+            salt=terms.salt,
+            tenant=terms.tenant,
+            conversation=None if number % asked.count else terms.conversation,
+            listener=functools.partial(self._listen, loop, answers, numbers),
+            **options,
+        )
 
     def _session(self, asked: Asked, caller: Caller, salt: str | None) -> str | None:
         """The conversation of a session, by name."""
@@ -394,7 +441,7 @@ class EngineManager(BaseGenerateManager):
 
     def text_of_metrics(self) -> str:
         """In Prometheus' format."""
-        load, memory = self.engine.load, self.engine.memory.stats
+        load, (memory, kept) = self.engine.load, self._seen()
         gauges = {
             "num_requests_running": ("requests that are computed", load.running),
             "num_requests_waiting": ("requests that wait", load.waiting),
@@ -408,13 +455,23 @@ class EngineManager(BaseGenerateManager):
         for name, tier in (("device", memory.device), ("host", memory.host)):
             gauges[f"{name}_bytes"] = (f"of keys and values on the {name}", tier.bytes)
             gauges[f"{name}_budget_bytes"] = (f"that they may take on the {name}", tier.budget)
-        if self._store is not None:
-            kept = self._store.stats
+        if kept is not None:
             gauges["sessions"] = ("sessions that are known", len(self._sessions))
             gauges["kept_sequences"] = ("sequences that are kept in memory", kept.sequences)
             gauges["disk_bytes"] = ("that are saved", kept.saved_bytes)
             gauges["damaged"] = ("pieces on the disk that were damaged", kept.damaged)
         return self.metrics.text(gauges)
+
+    def _seen(self) -> tuple[CacheStats, StoreStats | None]:
+        """What the memory and the store hold. Where a step does not let go of the memory in time, what they held when
+        this was asked before."""
+        lock = self.engine.memory.lock
+        if lock.acquire(timeout=_LONGEST_LOOK):
+            try:
+                self._stats = self.engine.memory.stats, None if self._store is None else self._store.stats
+            finally:
+                lock.release()
+        return self._stats
 
     @property
     def alive(self) -> bool:
@@ -425,6 +482,7 @@ class EngineManager(BaseGenerateManager):
         """No more requests. Idempotent."""
         self.draining = True
         self._readers.shutdown(wait=True, cancel_futures=True)
+        self._lookers.shutdown(wait=True, cancel_futures=True)
         self._adder.shutdown(wait=True)
 
     # What Transformers' own handlers ask

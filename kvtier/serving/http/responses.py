@@ -26,7 +26,7 @@ class ResponsesHandler(Handler):
         """Answer a request. Raises `Refusal`."""
         asked = asked_of("responses", body)
         self.served.check(body.get("model"))
-        messages = _messages_of(body)
+        messages = messages_from(body)
         asked.tools = ResponseHandler._normalize_tools(asked.tools)
         ids = await self.manager.read(self.prompt_of, messages, asked)
         check_head(self._head(body, asked))
@@ -62,7 +62,7 @@ def check_head(head: dict[str, Any]) -> None:
         raise Refusal(400, text, code="invalid_value", param="tools") from error
 
 
-def _messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+def messages_from(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Items as messages of a chat. Raises `Refusal`."""
     items = body.get("input")
     if not isinstance(items, (str, list)) or not items:
@@ -70,11 +70,16 @@ def _messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     if isinstance(items, list) and not all(isinstance(item, dict) for item in items):
         raise Refusal(400, "input: items are objects.", code="invalid_value", param="input")
     try:
-        found = ResponseHandler._normalize_input(body)
+        found = ResponseHandler._normalize_input({"input": items})
     except HTTPException as error:
         raise Refusal(400, str(error.detail), code="invalid_value", param="input") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise Refusal(400, f"input: an item is malformed: {error!r}.", code="invalid_value", param="input") from error
+    instructions = body.get("instructions")
+    if not isinstance(instructions, str | None):
+        raise Refusal(400, "instructions: give a string.", code="invalid_value", param="instructions")
+    if instructions:  # before a system message of the input, and not in its place
+        found.insert(0, {"role": "system", "content": instructions})
     return messages_of({"messages": found})
 
 

@@ -14,8 +14,9 @@ from transformers import GenerationConfig
 
 from kvtier.serving.http.asked import asked_of, messages_of, prompts_of
 from kvtier.serving.http.refusals import Refusal
-from kvtier.serving.http.responses import check_head
+from kvtier.serving.http.responses import check_head, messages_from
 
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
 REFUSED: dict[str, list[Any]] = {
     "temperature": [10**400, -1, "hot", True, [], math.inf],
     "top_p": [0, 1.1, "x"],
@@ -26,7 +27,7 @@ REFUSED: dict[str, list[Any]] = {
     "stop": [5, [""], ["x"] * 17, [1], ""],
     "presence_penalty": [3, "x"],
     "frequency_penalty": [-3],
-    "logit_bias": [[], {"x": 1}, {"1": "x"}, {"1": 101}, {"-1": 1}],
+    "logit_bias": [[], {"x": 1}, {"1": "x"}, {"1": 101}, {"-1": 1}, {"1" * 5000: 1}],
     "max_tokens": [0, -1, "x", 1.5],
     "stream": ["yes", 1],
     "stream_options": [{"other": 1}, [], {"include_usage": True}],
@@ -45,6 +46,8 @@ REFUSED: dict[str, list[Any]] = {
         *({"priority": 10**6}, {"priority": "high"}, {"tenant": "b"}, {"salt": "x"}, {"logits_processor": ["x"]}),
         *({"generation_config": {}}, {"listener": 1}, {"_from_model_config": True}, {"pad_token_id": "x"}),
         {"do_sample": True, "temperature": 1e-38},
+        # Deeper than Python reads, and more than a step should look at.
+        *(DEEP, {"bad_words_ids": [[i, 1] for i in range(1025)]}, {"sequence_bias": [[[i], 1.0] for i in range(1025)]}),
     ],
     "no_such_field": [1],
 }
@@ -57,7 +60,17 @@ OF_CHAT: dict[str, list[Any]] = {
     "top_logprobs": [21, 3],
     "functions": [[{"name": "f"}]],
     "chat_template_kwargs": [5, {"tokenize": False}],
-    "messages": [None, [], "x", [5], [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url"}]}]],
+    "messages": [
+        None,
+        [],
+        "x",
+        [5],
+        [{"role": "user"}],
+        [{"role": "user", "content": "x", "name": 5}],
+        [{"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}],
+    ],
 }
 OF_COMPLETIONS: dict[str, list[Any]] = {
     "best_of": [5],
@@ -73,6 +86,7 @@ OF_RESPONSES: dict[str, list[Any]] = {
     "truncation": ["auto"],
     "text": [{"format": {"type": "json_object"}}],
     "reasoning": [{"summary": "auto"}, 5],
+    "instructions": [5, ["x"]],
 }
 
 
@@ -101,6 +115,8 @@ def _read(kind: str, body: dict[str, Any]) -> None:
         messages_of(body)
     if kind == "completions":
         prompts_of(body)
+    if kind == "responses":
+        messages_from(body)
 
 
 def test_null_is_not_given() -> None:
@@ -176,6 +192,9 @@ def test_refusals_have_the_status_and_body_of_the_interface(running: Running) ->
     assert (status, error["code"]) == (400, "context_length_exceeded")
     status, error = asked(prompt="x " * 5000)
     assert (status, error["code"]) == (400, "context_length_exceeded")
+    for body in ({"max_tokens": 4}, {}):
+        status, error = asked(min_tokens=17, **body)
+        assert (status, error["param"]) == (400, "min_tokens")
     status, error = asked(prompt=[5000])
     assert (status, error["param"]) == (400, "prompt")
     status, error = asked(prompt="")
@@ -220,6 +239,21 @@ HALF = "\ud800"
 def test_half_of_a_surrogate_pair_is_no_text(running: Running, path: str, body: dict[str, Any]) -> None:
     status, found, _ = post(running, path, json.dumps(body).encode())
     assert (status, found["error"]["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"prompt": "x\xed\xa0\x80"}',
+        '{"prompt": "x\\ud800"}'.encode("utf-16"),
+        '{"prompt": "x\\ud800"}'.encode("utf-16-le"),
+        '{"prompt": "x\ud800"}'.encode("utf-32-be", "surrogatepass"),
+    ],
+)
+def test_half_of_a_pair_is_no_text_in_any_encoding_of_json(running: Running, data: bytes) -> None:
+    status, found, _ = post(running, "/completions", data)
+    assert (status, found["error"]["code"]) == (400, "invalid_json")
+    assert post(running, "/completions", '{"prompt": "x🙂", "max_tokens": 1}'.encode("utf-16"))[0] == 200
 
 
 def test_a_whole_pair_of_surrogates_is_text(running: Running) -> None:

@@ -1,0 +1,37 @@
+"""What a chat template reads, so that what it does not read is refused and not ignored."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError, meta
+from transformers.utils import chat_template_utils
+
+
+def template_of(tokenizer: Any, tools: Sequence[Any] | None) -> str:
+    """The chat template that a tokenizer renders with these tools; "": it has none.
+
+    Raises:
+        ValueError: it has several, and none of them is the default.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    found: str = tokenizer.get_chat_template(tools=tools)
+    return found
+
+
+@functools.lru_cache(16)
+def names_read(template: str) -> frozenset[str]:
+    """The variables that a template reads: not those that it only sets, nor words of its text and comments.
+
+    Of one that cannot be parsed these are all its words. Transformers, whose environment with its own tags parses it
+    here, then says what is wrong with it.
+    """
+    try:
+        environment = chat_template_utils._compile_jinja_template(template).environment
+        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    except (TemplateError, ImportError, AttributeError, TypeError):
+        return frozenset(re.findall(r"[^\W\d]\w*", template))

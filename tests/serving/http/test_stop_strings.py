@@ -1,0 +1,73 @@
+"""A stop string that begins in the prompt: it ends an engine's sequence, as `generate`'s, and no server's answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from servers import NAME, Running, by_generate
+
+from kvtier import Engine
+from kvtier.serving.text import StopsInAnswer
+
+PROMPT = "def first(items):\n    return"
+
+
+@pytest.fixture(scope="module")
+def across(trained: tuple[Any, Any]) -> str:
+    """The prompt's last characters, and the first ones of its answer."""
+    return PROMPT[-3:] + by_generate(trained, PROMPT, 1)
+
+
+def test_an_engine_stops_where_generate_does(trained: tuple[Any, Any], across: str) -> None:
+    model, tokenizer = trained
+    ids = tokenizer(PROMPT)["input_ids"]
+    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "stop_strings": across}
+    expected = model.generate(torch.tensor([ids]), tokenizer=tokenizer, **asked)[0, len(ids) :].tolist()
+    assert len(expected) == 1
+    with Engine(model, tokenizer, host_budget="16MiB") as engine:
+        (output,) = engine.generate_batch([ids], **asked).values()
+    assert (output.generated_tokens, output.finish_reason) == (expected, "stop")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_only_generated_text_stops_the_answer_to_a_client(
+    running: Running, trained: tuple[Any, Any], across: str, n: int
+) -> None:
+    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "n": n}
+    done = running.client().completions.create(**asked, stop=across)
+    whole = by_generate(trained, PROMPT, 8)
+    assert [(x.text, x.finish_reason) for x in done.choices] == [(whole, "length")] * n
+    stopped = running.client().completions.create(**asked, stop=whole[3:5])
+    assert [(x.text, x.finish_reason) for x in stopped.choices] == [(whole[: whole.index(whole[3:5])], "stop")] * n
+    parts = list(running.client().completions.create(**asked, stop=across, stream=True))
+    assert "".join(part.choices[0].text for part in parts if not part.choices[0].index) == whole
+
+
+def test_stop_strings_of_clients_take_no_table_of_the_vocabulary(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its width is the sum of all places that a token may have in them: gigabytes, for strings of one letter."""
+
+    def table(*args: Any) -> Any:
+        raise RuntimeError("a table of the vocabulary")
+
+    monkeypatch.setattr("kvtier.hf.engine.sampling.StopStringCriteria", table)
+    stop = ["a" * (1024 - i) for i in range(15)] + ["漢"]
+    done = running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=4, temperature=0, stop=stop)
+    assert done.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("text", ["a naïve café", "東京 🙂🙃 x", "x" * 60 + "é"])
+def test_a_sequence_ends_with_the_token_that_completes_a_stop_string(trained: tuple[Any, Any], text: str) -> None:
+    tokenizer = trained[1]
+    prompt, answer = tokenizer(text[:-1])["input_ids"], tokenizer(f"{text}.")["input_ids"]
+    ends = StopsInAnswer(tokenizer, ["no such", text], len(prompt))
+    special = tokenizer.all_special_ids[:1]
+    ids, found = list(prompt), list[bool]()
+    for token in answer[:2] + special + answer[2:]:
+        ids.append(token)
+        found.append(ends(torch.tensor([ids]), None))
+    complete = next(i for i in range(len(answer)) if text in tokenizer.decode(answer[: i + 1])) + len(special)
+    assert found.index(True) == complete

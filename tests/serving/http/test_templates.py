@@ -1,0 +1,116 @@
+"""What a chat template reads is honoured; what it only mentions, or sets itself, is refused and not ignored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.hf.models.templates import names_read
+from kvtier.serving.http import responses
+from kvtier.serving.http.asked import Asked, messages_of
+from kvtier.serving.http.handler import Handler
+from kvtier.serving.http.refusals import Refusal
+
+#: As Llama 3.1 and Qwen 3 have them.
+SETS_DEFAULTS = """
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- if enable_thinking is not defined %}{%- set enable_thinking = true %}{%- endif %}
+{%- macro shown(x) %}{{ x }}{{ language }}{%- endmacro %}
+{%- for m in messages %}{% generation %}{{ shown(m.content) }}{% if enable_thinking %}?{% endif %}{% endgeneration %}
+{%- if loop.index > 9 %}{% break %}{% endif %}{%- endfor %}{{ tools }}"""
+MENTIONS = """{# tools go here #}{% set temperature = 1 %}{% for m in messages %}style: {{ m.tools }}{{ 'effort' }}
+{{- temperature }}{% endfor %}"""
+
+
+@pytest.fixture
+def handler(trained: tuple[Any, Any]) -> Iterator[Any]:
+    """Of a tokenizer whose template a test may set."""
+    tokenizer = copy.copy(trained[1])
+    made = Handler.__new__(Handler)
+    made.served = SimpleNamespace(tokenizer=tokenizer, model=trained[0])  # type: ignore[assignment]
+    return made
+
+
+SAID = """{% for m in messages %}
+{{ m.role }} {{ m.name }}: {{ m.content }} ({{ m.reasoning_content }}) {{ m.tool_calls }}{{ '\\n' }}
+{%- endfor %}"""
+
+
+def test_all_that_a_message_says_is_there_for_the_template(handler: Any) -> None:
+    handler.served.tokenizer.chat_template = SAID
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "name": "Ada", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "As OpenAI's client sends it back.", "tool_calls": None},
+    ]
+    text = handler.served.tokenizer.decode(handler.prompt_of(messages_of({"messages": messages}), Asked()))
+    lines = text.splitlines()
+    assert lines[0].startswith("user Ada: hi (")
+    assert lines[1].startswith("assistant : I look. (Hm.) [")
+    assert "'arguments': {'a': 1}" in lines[1]
+    assert lines[2].startswith("assistant :  () [")
+    assert lines[3].startswith("assistant : As OpenAI's client sends it back. ()")
+
+
+def test_instructions_come_before_a_system_message_and_not_in_its_place() -> None:
+    items = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    found = responses.messages_from({"input": items, "instructions": "Be kind."})
+    assert [x["content"] for x in found] == ["Be kind.", "Be brief.", "hi"]
+    assert [x["content"] for x in responses.messages_from({"input": "hi", "instructions": None})] == ["hi"]
+
+
+def test_a_generation_prompt_may_be_left_out(handler: Any) -> None:
+    reads = "{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}"
+    assert text_of(handler, reads).endswith(">")
+    assert not text_of(handler, reads, add_generation_prompt=False).endswith(">")
+
+
+def text_of(handler: Any, template: Any, tools: Any = None, **kwargs: Any) -> str:
+    handler.served.tokenizer.chat_template = template
+    asked = Asked(tools=tools, template=kwargs)
+    return handler.served.tokenizer.decode(handler.prompt_of([{"role": "user", "content": "hi"}], asked))
+
+
+def refused(handler: Any, template: Any, tools: Any = None, **kwargs: Any) -> Refusal:
+    with pytest.raises(Refusal) as error:
+        text_of(handler, template, tools, **kwargs)
+    assert error.value.status == 400
+    return error.value
+
+
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+
+
+def test_variables_that_a_template_reads_are_given_to_it(handler: Any) -> None:
+    assert "hi?" in text_of(handler, SETS_DEFAULTS)
+    assert "hi?" not in text_of(handler, SETS_DEFAULTS, enable_thinking=False)
+    assert "hiEnglish" in text_of(handler, SETS_DEFAULTS, language="English")
+    assert "look_up" in text_of(handler, SETS_DEFAULTS, TOOLS)
+    assert names_read(SETS_DEFAULTS) == {"tools", "enable_thinking", "language", "messages"}
+
+
+@pytest.mark.parametrize("name", ["temperature", "style", "effort", "m", "e"])
+def test_what_a_template_only_mentions_is_refused(handler: Any, name: str) -> None:
+    assert refused(handler, MENTIONS, **{name: "x"}).param == name
+
+
+def test_tools_are_read_by_the_template_that_is_rendered(handler: Any) -> None:
+    assert refused(handler, MENTIONS, TOOLS).param == "tools"
+    reads = "{{ tools }}{{ messages[0].content }}"
+    assert refused(handler, {"default": MENTIONS, "rag": reads}, TOOLS).param == "tools"
+    both = {"default": MENTIONS, "tool_use": reads}
+    assert "look_up" in text_of(handler, both, TOOLS)
+    assert refused(handler, both, effort=1).param == "effort"
+
+
+def test_a_template_that_cannot_be_used_says_so(handler: Any) -> None:
+    broken = "{{ tools }}{% if x"
+    assert "chat template refuses" in str(refused(handler, broken, TOOLS))
+    assert refused(handler, broken, effort=1).param == "effort"
+    assert "no default" in str(refused(handler, {"a": MENTIONS, "b": MENTIONS}))

@@ -1,0 +1,102 @@
+"""What an engine has to do can be asked for at any time: a step that holds its locks keeps nobody waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from families import build_model
+
+from kvtier import Engine
+from kvtier.serving.request import EngineLoad
+
+PROMPT = list(range(1, 12))
+OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+
+
+@contextlib.contextmanager
+def held(model: Any, *locks: Any) -> Iterator[threading.Event]:
+    """A forward that holds these locks until the block ends. The event is set when it does."""
+    there, go_on = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            there.set()
+            assert go_on.wait(30)
+
+    handle = model.register_forward_pre_hook(hold)
+
+    try:
+        yield there
+    finally:
+        handle.remove()
+        go_on.set()
+
+
+def load_of(engine: Engine) -> EngineLoad:
+    """In a thread of its own: the test fails where it waits."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(lambda: engine.load).result(2)
+    finally:
+        pool.shutdown(wait=False)
+
+
+@pytest.mark.parametrize("kind", ["memory", "requests", "both"])
+def test_a_load_is_told_while_a_forward_is_held(kind: str) -> None:
+    model = build_model("llama", "sdpa")
+    with Engine(model, host_budget="8MiB", block_size=4, max_running=1) as engine:
+        locks = {"memory": [engine.memory.lock], "requests": [engine._requests.lock]}
+        locks["both"] = locks["requests"] + locks["memory"]
+        first = engine.add_request(PROMPT, **OPTIONS)
+        engine.wait(first, 30)
+        with held(model, *locks[kind]) as forward:
+            second = engine.add_request([*PROMPT, 5], **OPTIONS)
+            assert forward.wait(30)
+            load = load_of(engine)
+            assert (load.running, load.waiting, load.alive, load.steps) == (1, 0, True, engine.steps)
+            assert 0 <= load.blocks <= load.total_blocks
+            assert load.total_blocks > 0
+        assert engine.wait(second, 30).error is None
+
+
+def test_loads_agree_while_requests_come_and_go() -> None:
+    model = build_model("llama", "sdpa")
+    with Engine(model, host_budget="8MiB", block_size=4, max_running=2) as engine:
+        names = [engine.add_request([i, *PROMPT], max_new_tokens=12, do_sample=False) for i in range(1, 9)]
+        seen, end = list[EngineLoad](), time.monotonic() + 30
+        while not all(engine.output(name).is_finished() for name in names):
+            seen.append(engine.load)
+            assert time.monotonic() < end
+        assert all(load.running <= 2 and load.running + load.waiting <= 8 for load in seen)
+        # Nobody is lost on the way from those who wait to those who run: they only become fewer.
+        left = [load.running + load.waiting for load in seen]
+        assert left == sorted(left, reverse=True)
+        load = engine.load
+        assert (load.running, load.waiting, load.blocks) == (0, 0, 0)
+
+
+def test_a_load_is_up_to_date_where_no_step_is_under_way() -> None:
+    model = build_model("llama", "sdpa")
+    engine = Engine(model, host_budget="8MiB", block_size=4)
+    try:
+        names = [engine.add_request(PROMPT, **OPTIONS) for _ in range(3)]
+        assert (engine.load.running, engine.load.waiting) == (0, 3)
+        engine.cancel(names[0])
+        engine.step()
+        running = engine.load
+        assert running.running + running.waiting == 2
+        assert running.blocks > 0
+        while engine.step():
+            pass
+        load = engine.load
+        assert (load.running, load.waiting, load.blocks) == (0, 0, 0)
+    finally:
+        engine.close()
