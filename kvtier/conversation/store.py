@@ -16,7 +16,7 @@ import torch
 
 from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
 from kvtier.conversation.calls.call import Calls
-from kvtier.conversation.calls.encoder import EncoderOutputs, reuse_of
+from kvtier.conversation.calls.encoder import EncoderReuse
 from kvtier.conversation.calls.prefix_reuse import PrefixReuse
 from kvtier.conversation.calls.reuse import RowReuse, StoreStats
 from kvtier.conversation.conversation import Conversation
@@ -129,7 +129,8 @@ class ConversationStore:
         self._weights = of.weights_version(model)
         self._last = threading.local()
         self._calls = Calls(model)
-        self._encoder = EncoderOutputs(model, self._calls, parse_bytes("state_budget", state_budget))
+        states = parse_bytes("state_budget", state_budget)
+        self._encoder = EncoderReuse(model, self._calls, memory, self._kept, states)
         self._count = self._prompt_tokens = self._cached_tokens = 0
         # Calls under way, and the thread of each.
         self._active: dict[object, int] = {}
@@ -212,7 +213,7 @@ class ConversationStore:
             call, why = self._calls.read(ids, kwargs, salt, depends)
             self._last.computed_as = depends.computed_as
             if call is None and self.model.config.is_encoder_decoder:
-                return self._report(*self._encoded(ids, kwargs, salt, depends, epoch))
+                return self._report(*self._encoder.generate(ids, kwargs, salt, depends, epoch))
             if call is None:
                 with self._naming_who_is_pinned():
                     return self._plain(ids, kwargs, why)
@@ -255,28 +256,6 @@ class ConversationStore:
                 cache = TieredKVCache(self.model.config, memory=self.memory, **self._options)
                 kwargs[CACHE] = stack.enter_context(cache)
             return self._report(self.model.generate(ids, **kwargs), reuse)
-
-    def _encoded(
-        self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends, epoch: int
-    ) -> tuple[Any, tuple[RowReuse, ...]]:
-        """A call of an encoder-decoder: what the encoder gave for the same inputs before is used again."""
-        inputs, mask, why = self._encoder.inputs(ids, kwargs, salt, depends)
-        if inputs is None or mask is None:
-            rows, tokens = (*ids.shape, 0)[:2] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (1, 0)
-            return self.model.generate(ids, **kwargs), (RowReuse(tokens, 0, tokens, why),) * rows
-        with self.memory.lock, self.memory.change:
-            found = self._encoder.find(inputs)
-        if found is None:
-            why = "no call before had the same inputs"
-            outputs = self._encoder.encode(ids, mask)
-            if of.depends(self.model) == depends:
-                with self.memory.lock, self.memory.change:
-                    if self._kept.epoch == epoch:
-                        self._encoder.keep(inputs, outputs)
-        else:
-            outputs = of.encoder_output(found.clone())
-        kwargs |= {"attention_mask": mask, "encoder_outputs": outputs}
-        return self.model.generate(ids, **kwargs), reuse_of(mask, why)
 
     def _report(self, out: Any, reuse: tuple[RowReuse, ...]) -> Any:
         self._last.reuse = reuse
@@ -561,6 +540,7 @@ class ConversationStore:
     def stats(self) -> StoreStats:
         """What is kept and what that was good for, now."""
         disk = None if self._disk_tier is None else self._disk_tier.disk
+        parts = (self._reuse, self._encoder, self._waker, *(() if disk is None else (disk,)))
         with self.memory.lock, self.memory.change:
             return StoreStats(
                 self._count,
@@ -571,7 +551,7 @@ class ConversationStore:
                 self._kept.state_bytes + self._encoder.nbytes,
                 self._kept.dropped,
                 *((0, 0) if disk is None else (disk.nbytes + disk.rest, disk.damaged)),
-                self._reuse.problem or self._waker.problem or ("" if disk is None else disk.problem),
+                next(filter(None, (x.problem for x in parts)), ""),
             )
 
     def close(self) -> None:
