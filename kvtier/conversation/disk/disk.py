@@ -72,7 +72,7 @@ class Disk:
             first where room is needed, pinned or not.
 
     Attributes:
-        others: keys that begin otherwise, when the folder was opened.
+        others: keys that begin otherwise, when the folder was opened, and the bytes of the files of each.
 
     Raises:
         ConfigError: the folder is of another model or version, or is something else.
@@ -98,7 +98,7 @@ class Disk:
         self._writing = threading.Lock()
         self._chunks = Chunks()
         self._order = Order(self._chunks)
-        self.others = set[str]()
+        self.others = dict[str, int]()
         self._prefix = prefix
         # A number is not used again as long as the folder is open, whatever becomes of its file.
         self._next = 1
@@ -135,7 +135,7 @@ class Disk:
                     self._chunks.add(row, parent)
                     used[number] = last
                     if not row.key.startswith(self._prefix):
-                        self.others.add(row.key)
+                        self.others[row.key] = self.others.get(row.key, 0) + row.nbytes
                         self._order.others.add(number)
             if bad:
                 with self._manifest.transaction():

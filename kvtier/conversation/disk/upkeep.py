@@ -99,6 +99,20 @@ class Upkeep:
         self._unlink(gone)
         return files + len(gone), nbytes + sum(found.rows[n].nbytes for n in gone)
 
+    def drop_computed_by(self, version: str) -> tuple[int, int]:
+        """Remove the keys and values that a version of a model's code has computed: see `Contents.computed_by`. What
+        conversations are stays. Returns files and bytes.
+
+        Raises:
+            ConfigError: there are none, or they could not be removed.
+        """
+        found = self.contents()
+        gone = found.chunks_of(version)
+        with self._telling(), self._manifest.transaction():
+            self._remove(found, gone)
+        self._unlink(gone)
+        return len(gone), sum(found.rows[n].nbytes for n in gone)
+
     def repair(self) -> int:
         """Forget every chunk that is not what was written, with what continues it; of every such conversation what
         follows the damage; and what stores have set aside of these. Returns how many. What cannot be read now stays.
