@@ -478,7 +478,7 @@ class ConversationStore:
                 sum(x.sequence.length for x in self._kept.entries.values()),
                 self._kept.state_bytes + self._encoder.nbytes,
                 self._kept.dropped,
-                *((0, 0) if disk is None else (disk.nbytes + disk.rest, disk.damaged)),
+                *((0, 0) if disk is None else (disk.room.nbytes + disk.room.rest, disk.damaged)),
                 next(filter(None, (x.problem for x in parts)), ""),
             )
 

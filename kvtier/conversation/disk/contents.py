@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.files import Damaged, read_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, file_of
 from kvtier.conversation.disk.keys import computed_by, has_salt
@@ -67,6 +68,7 @@ class Contents:
         Raises:
             ConfigError: it cannot be read.
         """
+        rows = ConversationRows(manifest)
         try:
             with manifest.reading():
                 found = cls(manifest.file.parent, manifest.about())
@@ -80,12 +82,12 @@ class Contents:
                 for number, row in reversed(found.rows.items()):
                     if row.parent is not None:
                         found.used[row.parent] = max(found.used[row.parent], found.used[number])
-                for each in manifest.conversations():
+                for each in rows.all():
                     if each is None:
                         found.damage.append(Damage(None, "a conversation is not what was written"))
                     else:
                         found.conversations[each[0]] = each[1]
-                for _ in range(manifest.aside()):
+                for _ in range(rows.aside()):
                     found.damage.append(Damage(None, "a conversation was damaged, and what was saved is kept aside"))
         except (sqlite3.Error, ValueError, RecursionError) as error:
             raise ConfigError(f"{manifest.file} cannot be read: {error}.") from error

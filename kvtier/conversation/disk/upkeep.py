@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from kvtier.conversation.disk.contents import Contents, check_there, compare, stop_of
+from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.files import LARGEST, Damaged, read_tensors, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder, sync_names
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
@@ -83,7 +84,7 @@ class Upkeep:
         if name not in self.contents().conversations:
             raise ConfigError(f"{self._folder.path} has no conversation {name!r}.")
         with self._telling():
-            self._manifest.drop_conversation(name)
+            ConversationRows(self._manifest).drop(name)
 
     def collect(self) -> tuple[int, int]:
         """Remove what no conversation refers to, and files that no row names. Returns files and bytes.
@@ -129,7 +130,7 @@ class Upkeep:
         below = list(dict.fromkeys(below))
         with self._telling(), self._manifest.transaction():
             self._remove(found, [*rows, *below])
-            self._manifest.drop_damaged_conversations()
+            ConversationRows(self._manifest).drop_damaged()
         self._unlink([*rows, *below])
         return len(below) + len(found.damage)
 

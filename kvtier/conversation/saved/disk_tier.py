@@ -279,7 +279,7 @@ def _tell_others(disk: Disk) -> None:
         names = ", ".join("an unknown version of transformers" if x == UNKNOWN else x for x in versions)
         short = " ".join(shlex.quote(x.removeprefix("transformers ")) for x in versions)
         size = format_size(sum(disk.others.values()))
-        until = "" if disk.budget is None else " until the disk budget needs the room"
+        until = "" if disk.room.budget is None else " until the disk budget needs the room"
         disk.problem = (
             f"{disk.path} has keys and values that were computed by {names}. This is {of.COMPUTED_BY}, whose models "
             "may compute others: they are computed again where they are needed. Conversations, their ids and messages, "

@@ -147,9 +147,9 @@ def test_what_others_have_computed_goes_first_where_room_is_needed_pinned_or_not
     disk = Disk(tmp_path, None, OF)
     for ids, key in ((new, "new, None)"), (old, "old, None)")):  # what is used last is the other version's
         assert save(disk, ids, key)
-    nbytes = disk.nbytes
+    nbytes = disk.room.nbytes
     disk.close()
-    disk = Disk(tmp_path, nbytes + disk.rest + 10_000, OF, "new")
+    disk = Disk(tmp_path, nbytes + disk.room.rest + 10_000, OF, "new")
     assert disk.others.keys() == {"old, None)"}
     disk.rank("pinned", None, packed(old), Rank(pinned=True), 0.0)
     assert disk.expire() == 0
