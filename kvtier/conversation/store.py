@@ -200,20 +200,23 @@ class ConversationStore:
             if value is not None:
                 raise ConfigError(f"{name}: the store brings its own cache. Leave it out, or call model.generate.")
         ids = kwargs.pop("input_ids", None) if inputs is None else inputs
-        with self._in_use():
+        with self.in_use():
             depends = self._check_weights()
             epoch = self._kept.epoch
             call, why = self._calls.read(ids, kwargs, salt, depends)
-            self._last.computed_as = depends.computed_as
-            if call is None and self.model.config.is_encoder_decoder:
-                return self._begun.add(*self._encoder.generate(ids, kwargs, salt, depends, epoch))
             with naming_who_is_pinned(self.memory, self._kept.ranks):
-                if call is None:
-                    return self._begun.add(*self._plain(ids, kwargs, why))
-                call.name, call.epoch = turn_of, epoch
-                for row in call.rows:
-                    self._waker.turn(call.key, row)
-                return self._begun.add(*self._reuse.generate(call, kwargs))
+                if call is not None:
+                    call.name, call.epoch = turn_of, epoch
+                    for row in call.rows:
+                        self._waker.turn(call.key, row)
+                    out, rows = self._reuse.generate(call, kwargs)
+                elif self.model.config.is_encoder_decoder:
+                    out, rows = self._encoder.generate(ids, kwargs, salt, depends, epoch)
+                else:
+                    out, rows = self._plain(ids, kwargs, why)
+            # At the end, for a streamer's calls within have their own.
+            self._last.computed_as = depends.computed_as
+            return self._begun.add(out, rows)
 
     @property
     def reuse(self) -> tuple[RowReuse, ...]:
@@ -378,7 +381,12 @@ class ConversationStore:
     # Life
 
     @contextlib.contextmanager
-    def _in_use(self) -> Iterator[None]:
+    def in_use(self) -> Iterator[None]:
+        """Nobody closes it within, but this thread.
+
+        Raises:
+            ClosedError: it was closed.
+        """
         call = object()
         try:
             with self.memory.lock, self.memory.change:
@@ -421,7 +429,7 @@ class ConversationStore:
         """
         self._check_open()
         check_count("sequences", sequences, 0)
-        with self._in_use():
+        with self.in_use():
             now = self._check_weights().computed_as
             try:
                 return verify(self.model, self.memory, self._kept, self.caches.new, now, sequences)
@@ -502,6 +510,9 @@ class ConversationStore:
                     )
                 self.closed = True
         # What follows may be done twice: whatever cuts it short, the next `close` goes on.
+        self._waker.close()  # before what it brings would have no owner
+        if self._disk_tier is not None and not self._disk_tier.disk.closed:
+            self._disk_tier.flush()  # of calls that have ended since
         self._hook.remove()
         self._encoder.clear()
         self.caches.close()
@@ -509,7 +520,6 @@ class ConversationStore:
             with self.memory.lock, self.memory.change:
                 self._kept.parked.close()
             self._finalizer.detach()
-        self._waker.close()
         if self._disk_tier is not None:
             self._disk_tier.close()
         if self._own:
