@@ -227,10 +227,11 @@ class Conversation:
             ConfigError: there is one by that name, or it is what no conversation can be named.
         """
         self._check_open()
-        made = self.store.open(name, salt=self.salt, new=True)
-        made.ids, made.messages, made._ends = list(self.ids), list(self.messages), dict(self._ends)
-        self.store.changed(made)
-        return made
+        with self.store.in_use():  # until it is saved
+            made = self.store.open(name, salt=self.salt, new=True)
+            made.ids, made.messages, made._ends = list(self.ids), list(self.messages), dict(self._ends)
+            self.store.changed(made)
+            return made
 
     def rewind(self, *, tokens: int | None = None, turns: int | None = None) -> None:
         """Forget the end: so many tokens, or, of a chat, so many messages of the user with all that followed. The
@@ -246,11 +247,12 @@ class Conversation:
             raise ConfigError("rewind needs tokens= or turns=.")
         self._enter(sys._getframe())
         try:
-            if tokens is not None:
-                self._rewind_tokens(tokens)
-            elif turns is not None:
-                self._rewind_turns(turns)
-            self.store.changed(self)
+            with self.store.in_use():  # until that is saved
+                if tokens is not None:
+                    self._rewind_tokens(tokens)
+                elif turns is not None:
+                    self._rewind_turns(turns)
+                self.store.changed(self)
         finally:
             self._inside.clear()
 

@@ -506,7 +506,7 @@ class ConversationStore:
             with self.memory.lock, self.memory.change:
                 if self._others_generate:
                     raise ConcurrentUseError(
-                        "Another thread is generating with this ConversationStore. Wait for its end."
+                        "Another thread is generating with this ConversationStore, or saves a turn. Wait for its end."
                     )
                 self.closed = True
         # What follows may be done twice: whatever cuts it short, the next `close` goes on.

@@ -189,13 +189,15 @@ def in_another_thread(does: Callable[[], object]) -> BaseException | None:
     return found[0]
 
 
-@pytest.mark.parametrize("what", ["send", "generate"])
-def test_a_store_is_not_closed_before_a_turn_that_has_its_answer_is_saved(
+@pytest.mark.parametrize("what", ["send", "generate", "rewind", "fork"])
+def test_a_store_is_not_closed_before_what_a_conversation_is_now_is_saved(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, refused = tiny_model("llama"), list[BaseException | None]()
     with store_of(model, directory=tmp_path) as store:
         chat, changed = store.open("a"), store.changed
+        if what in ("rewind", "fork"):
+            chat.generate(**ones(some_ids(20)), **GREEDY)
 
         def closed_before(*args: Any, **options: Any) -> None:
             refused.append(in_another_thread(store.close))
@@ -205,13 +207,17 @@ def test_a_store_is_not_closed_before_a_turn_that_has_its_answer_is_saved(
             patch.setattr(store, "changed", closed_before)
             if what == "send":
                 chat.send("Who are you?", tokenizer=Tokenizer(), **GREEDY)
-            else:
+            elif what == "generate":
                 chat.generate(**ones(some_ids(20)), **GREEDY)
-        ids, messages = chat.ids, chat.messages
+            elif what == "rewind":
+                chat.rewind(tokens=5)
+            else:
+                chat = chat.fork("b")
+        ids, messages, name = chat.ids, chat.messages, chat.name
         assert ids
         assert [type(x) for x in refused] == [ConcurrentUseError]
     with store_of(model, directory=tmp_path) as store:
-        assert (store.open("a").ids, store.open("a").messages) == (ids, messages)
+        assert (store.open(name).ids, store.open(name).messages) == (ids, messages)
 
 
 def test_what_a_call_has_computed_while_a_store_closes_is_saved(
