@@ -73,6 +73,8 @@ from kvtier.planning.resuming.loading import LoadOrCompute
 from kvtier.testing import with_doubles
 from kvtier.transfer.engine import Transfer
 
+#: Salts of which nothing is woken.
+NOBODY = ("of nobody who is woken",)
 #: Kinds of faults of which a world has some, or none.
 FAULTS = ("pressure", "transfers", "interrupts", "disk", "rot", "kills", "power", "flips")
 #: Tokens of a history that is not made longer.
@@ -944,7 +946,7 @@ class World:
         self.depth += 1
         try:
             if what == self.turn:
-                self.turn(("of nobody who is woken",))
+                self.turn(NOBODY)
             else:
                 what()
         except Exception as error:  # the thread that wakes goes on after one
@@ -1100,7 +1102,10 @@ class World:
         before, self.interruptible = self.interruptible, False
         self.depth += 1
         try:
-            what()
+            if what == self.turn and self.store._waker._loading is not None:
+                self.turn(NOBODY)  # a turn waits for what is read for it: in one thread it would wait for ever
+            else:
+                what()
         finally:
             self.depth -= 1
             self.interruptible = before
