@@ -115,7 +115,7 @@ def measure(bench: Bench, turns: int) -> None:
             }
             chunk = disk.write("k", packed([1] * end), begin, chunk, tensors, "")
             assert chunk is not None, disk.problem
-        nbytes, files = disk.nbytes, disk.chunks
+        nbytes, files = disk.room.nbytes, disk.chunks
         disk.close()
         for n in range(2 if bench.settings.quick else ROUNDS):
             bench.progress(f"{NAME}: {turns} turns, process {n + 1}")

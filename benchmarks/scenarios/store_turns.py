@@ -59,7 +59,7 @@ def seconds(generate: Callable[..., torch.Tensor], ids: torch.Tensor, **options:
 def fill(store: kvtier.ConversationStore, ids: torch.Tensor, draw: torch.Generator) -> None:
     """Keep a history without computing it."""
     config, tokens = store.model.config, ids.shape[1]
-    with store._new_cache() as cache:
+    with store.caches.new() as cache:
         for at in range(0, tokens, PORTION):
             shape = 1, config.num_key_value_heads, min(PORTION, tokens - at), config.head_dim
             for i in range(config.num_hidden_layers):

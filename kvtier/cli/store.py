@@ -9,6 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvtier.config import format_size, parse_bytes
+from kvtier.conversation.disk.keys import UNKNOWN
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ examples:
   kvtier store verify chats          # exit status 1 where something is damaged
   kvtier store rm chats alice --gc
   kvtier store compact chats
+  kvtier store drop chats 5.17.0     # what that version of Transformers has computed
 
-ls, show, verify and gc --dry-run only read, also while a store has the directory open.
+ls, show, verify, and gc and drop with --dry-run only read, also while a store has the directory open.
 """
 
 
@@ -55,6 +57,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     which.add_argument("--largest", default="64MiB", help="bytes of a merged file, at the most (64MiB)")
     which = verb("gc", gc, "remove what no conversation refers to, also what `generate` kept without one")
     which.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    which = verb("drop", drop, "remove keys and values that other versions of Transformers have computed")
+    which.add_argument("versions", metavar="VERSION", nargs="+", help="as `ls` shows them: 5.17.0, or unknown")
+    which.add_argument("--dry-run", action="store_true", help="say what would be removed")
     which = verb("rm", rm, "forget a conversation")
     which.add_argument("name", metavar="NAME", help="of the conversation")
     which.add_argument("--yes", action="store_true", help="do not ask")
@@ -71,7 +76,8 @@ def ls(args: argparse.Namespace) -> int:
     found = contents(args.directory)
     rows, rest = conversations(found), unreferred_bytes(found)
     if args.json:
-        totals = {"files": len(found.rows), "bytes": found.nbytes, "unreferred_bytes": rest}
+        totals: dict[str, Any] = {"files": len(found.rows), "bytes": found.nbytes, "unreferred_bytes": rest}
+        totals["computed_by"] = {version: size for version, _, size in versions(found)}
         print(json.dumps({"model": found.about, "conversations": rows, **totals, "damaged": len(found.damage)}))
         return 0
     wide = max([len("name"), *(len(plain(row["name"])) for row in rows)])
@@ -84,6 +90,8 @@ def ls(args: argparse.Namespace) -> int:
         f"{format_size(found.nbytes)} in {count(len(found.rows), 'file')}, {format_size(rest)} that no conversation "
         "refers to"
     )
+    for version, files, size in versions(found):
+        print(f"computed by {_named(version)}: {format_size(size)} in {count(files, 'file')}")
     if found.damage:
         print(f"{len(found.damage)} damaged: `kvtier store verify` tells what", file=sys.stderr)
     return 0
@@ -104,6 +112,12 @@ def conversations(found: Contents) -> list[dict[str, Any]]:
         }
         for name, state in found.conversations.items()
     ]
+
+
+def versions(found: Contents) -> list[tuple[str, int, int]]:
+    """What has computed the keys and values, and the files and bytes of each."""
+    by = sorted(found.computed_by().items())
+    return [(version, len(numbers), sum(found.rows[n].nbytes for n in numbers)) for version, numbers in by]
 
 
 def unreferred_bytes(found: Contents) -> int:
@@ -192,6 +206,33 @@ def gc(args: argparse.Namespace) -> int:
     with _upkeep(args) as upkeep:
         _collect(upkeep)
     return 0
+
+
+def drop(args: argparse.Namespace) -> int:
+    """Remove what versions of Transformers have computed. Returns the exit status."""
+    if args.dry_run:
+        from kvtier.conversation.disk.contents import contents
+
+        found = contents(args.directory)
+        for version in map(_version, args.versions):
+            gone = found.chunks_of(version)
+            nbytes = sum(found.rows[n].nbytes for n in gone)
+            print(f"{_named(version)}: {count(len(gone), 'file')} would be removed, {format_size(nbytes)}")
+        return 0
+    with _upkeep(args) as upkeep:
+        for version in map(_version, args.versions):
+            files, nbytes = upkeep.drop_computed_by(version)
+            print(f"{_named(version)}: {count(files, 'file')} removed, {format_size(nbytes)}")
+    return 0
+
+
+def _version(given: str) -> str:
+    """A version as folders have it; users leave the package out."""
+    return given if given == UNKNOWN or given.startswith("transformers ") else f"transformers {given}"
+
+
+def _named(version: str) -> str:
+    return "an unknown version" if version == UNKNOWN else plain(version)
 
 
 def rm(args: argparse.Namespace) -> int:

@@ -39,6 +39,9 @@ class Store(Protocol):
     def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """As `model.generate`."""
 
+    def in_use(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody closes it within, but this thread."""
+
     def going_on(self, chat: Conversation) -> contextlib.AbstractContextManager[None]:
         """This thread's calls within are a conversation's."""
 
@@ -107,9 +110,11 @@ class Conversation:
         self._check_open()
         self._enter(sys._getframe())
         try:
-            out = self._generate(inputs, kwargs)
-            self.store.changed(self, generated=True)
-            return out
+            with self.store.in_use():  # until what it is now is saved
+                out, ids = self._generate(inputs, kwargs)
+                self._now(ids)
+                self.store.changed(self, generated=True)
+                return out
         finally:
             self._inside.clear()
 
@@ -129,7 +134,12 @@ class Conversation:
                 )
             self._inside[0] = me  # that call was interrupted, before it could say that it ends
 
-    def _generate(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> Any:
+    def _now(self, ids: list[int]) -> None:
+        """Its history is this, by this thread's last call."""
+        self.ids, self.reuse, self.used = ids, self.store.reuse[0], time.time()
+
+    def _generate(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> tuple[Any, list[int]]:
+        """What the store gives, and the history with it."""
         ids = kwargs.get("input_ids") if inputs is None else inputs
         if isinstance(ids, torch.Tensor) and ids.shape[:1] != (1,):
             raise ConfigError(
@@ -141,14 +151,12 @@ class Conversation:
         with self.store.going_on(self):
             out = self.store.generate(inputs, salt=self.salt, **kwargs)
         rows = out if isinstance(out, torch.Tensor) else out.sequences
-        self.reuse = self.store.reuse[0]
-        if rows.shape[0] == 1:
-            pad = 0
-            if isinstance(ids, torch.Tensor) and not self.store.model.config.is_encoder_decoder:
-                pad = ids.shape[1] - self.reuse.prompt  # no part of the history: nothing is kept, or found, by it
-            self.ids = rows[0, pad:].tolist()
-        self.used = time.time()
-        return out
+        if rows.shape[0] != 1:
+            return out, self.ids
+        pad = 0
+        if isinstance(ids, torch.Tensor) and not self.store.model.config.is_encoder_decoder:
+            pad = ids.shape[1] - self.store.reuse[0].prompt  # no part of the history: nothing is kept, or found, by it
+        return out, rows[0, pad:].tolist()
 
     def went_on(self, ids: Sequence[int]) -> None:
         """Its history is this now: an engine has generated with it."""
@@ -186,13 +194,15 @@ class Conversation:
             messages.append({"role": "system", "content": system})
         messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
         ids = torch.tensor([self._prompt(tokenizer, messages)], device=of.device_of(self.store.model))
-        out = self._generate(ids, dict(attention_mask=torch.ones_like(ids), **kwargs))
-        rows = out if isinstance(out, torch.Tensor) else out.sequences
-        answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
-        self._ends[len(self.messages)] = len(self.ids)
-        self.store.changed(self, generated=True)
-        return answer
+        with self.store.in_use():  # until what was said is saved
+            out, history = self._generate(ids, dict(attention_mask=torch.ones_like(ids), **kwargs))
+            rows = out if isinstance(out, torch.Tensor) else out.sequences
+            answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
+            self._now(history)  # when nothing can fail any more: it is as it was, or has the whole turn
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+            self._ends[len(self.messages)] = len(self.ids)
+            self.store.changed(self, generated=True)
+            return answer
 
     def regenerate(self, *, tokenizer: Any, **kwargs: Any) -> str:
         """Another answer to the last message.
@@ -217,10 +227,11 @@ class Conversation:
             ConfigError: there is one by that name, or it is what no conversation can be named.
         """
         self._check_open()
-        made = self.store.open(name, salt=self.salt, new=True)
-        made.ids, made.messages, made._ends = list(self.ids), list(self.messages), dict(self._ends)
-        self.store.changed(made)
-        return made
+        with self.store.in_use():  # until it is saved
+            made = self.store.open(name, salt=self.salt, new=True)
+            made.ids, made.messages, made._ends = list(self.ids), list(self.messages), dict(self._ends)
+            self.store.changed(made)
+            return made
 
     def rewind(self, *, tokens: int | None = None, turns: int | None = None) -> None:
         """Forget the end: so many tokens, or, of a chat, so many messages of the user with all that followed. The
@@ -236,11 +247,12 @@ class Conversation:
             raise ConfigError("rewind needs tokens= or turns=.")
         self._enter(sys._getframe())
         try:
-            if tokens is not None:
-                self._rewind_tokens(tokens)
-            elif turns is not None:
-                self._rewind_turns(turns)
-            self.store.changed(self)
+            with self.store.in_use():  # until that is saved
+                if tokens is not None:
+                    self._rewind_tokens(tokens)
+                elif turns is not None:
+                    self._rewind_turns(turns)
+                self.store.changed(self)
         finally:
             self._inside.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import threading
 
 import torch
 
@@ -41,14 +42,38 @@ def check_salt(salt: object) -> None:
         ) from None
 
 
-def check_count(name: str, count: object) -> None:
-    """Whether an argument of this name is how many there are of something.
+def check_count(name: str, count: object, least: int | None = None) -> None:
+    """Whether an argument of this name is how many there are of something, and no fewer than there may be.
 
     Raises:
         ConfigError: it is none.
     """
-    if type(count) is not int:
-        raise ConfigError(f"{name}={reprlib.repr(count)}: give how many, a whole number.")
+    if type(count) is not int or (least is not None and count < least):
+        least_is = "" if least is None else f" from {least} on"
+        raise ConfigError(f"{name}={reprlib.repr(count)}: give how many, a whole number{least_is}.")
+
+
+def check_span(start: object, stop: object, tokens: int) -> None:
+    """Whether these are some tokens of a sequence that has so many.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    if type(start) is not int or type(stop) is not int:
+        raise ConfigError(f"start={start!r}, stop={stop!r}: give two positions, whole numbers.")
+    if not 0 <= start < stop <= tokens:
+        raise ConfigError(f"start={start}, stop={stop}: the sequence has {tokens} tokens.")
+
+
+def check_seconds(name: str, seconds: object) -> None:
+    """Whether an argument of this name is how long to wait, or None: without end.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and 0 <= seconds < threading.TIMEOUT_MAX):  # type: ignore[operator]
+        raise ConfigError(f"{name}={seconds!r}: give seconds, or None.")
 
 
 def token_ids(ids: object) -> bytes:

@@ -5,37 +5,35 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import random
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
+from kvtier.config import Size, checks_names, parse_bytes
+from kvtier.conversation.caches import Caches
 from kvtier.conversation.calls.call import Calls
-from kvtier.conversation.calls.encoder import EncoderOutputs, reuse_of
+from kvtier.conversation.calls.encoder import EncoderReuse
 from kvtier.conversation.calls.prefix_reuse import PrefixReuse
-from kvtier.conversation.calls.reuse import RowReuse, StoreStats
+from kvtier.conversation.calls.reuse import Begun, RowReuse, StoreStats
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.disk import Disk
-from kvtier.conversation.given import check_name, check_salt, token_ids
+from kvtier.conversation.given import check_count, check_name, check_salt, check_seconds, check_span, token_ids
 from kvtier.conversation.index import WIDTH, packed
-from kvtier.conversation.journal import JournalledCache, note_forward
+from kvtier.conversation.journal import note_forward
 from kvtier.conversation.kept.kept import Entry, Kept
-from kvtier.conversation.kept.ranks import rank_of
+from kvtier.conversation.kept.ranks import naming_who_is_pinned, rank_of
 from kvtier.conversation.kept.verify import verify
 from kvtier.conversation.names import Conversations
 from kvtier.conversation.saved.disk_tier import DiskTier, prefix
 from kvtier.conversation.saved.wake import Wake, Waker
-from kvtier.conversation.states import copied, has_states
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError, StoreInUseError
 from kvtier.eviction.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
 from kvtier.eviction.rank import DEFAULT
-from kvtier.hf.cache.cache import TieredKVCache
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.names import ARGUMENTS, CACHE
 from kvtier.memory.tiered import TieredMemory
@@ -115,22 +113,20 @@ class ConversationStore:
             )
         self.model = model
         self.memory = memory
-        self._options: dict[str, Any] = {"block_size": block_size, "host_attention": host_attention}
-        #: Those that are not garbage yet.
-        self._caches: weakref.WeakSet[JournalledCache] = weakref.WeakSet()
-        self._new_cache = functools.partial(_new_cache, self._caches, model.config, memory=memory, **self._options)
-        self._new_cache().close()  # options that are wrong are an error here
+        #: For an engine on this store, too.
+        self.caches = Caches(model.config, memory, block_size, host_attention)
         if loading not in ("auto", "always"):
             raise ConfigError(f"loading={loading!r}: give 'auto' or 'always'.")
-        self._kept = Kept(memory, self._new_cache, policy_of(eviction), parse_bytes("state_budget", state_budget))
+        self._kept = Kept(memory, self.caches.new, policy_of(eviction), parse_bytes("state_budget", state_budget))
         # Who drops a store on a memory of others gives back what it held, once nothing of it is being saved.
         self._finalizer = weakref.finalize(self._kept, memory.abandon, self._kept.parked.close)
         self._finalizer.atexit = False
         self._weights = of.weights_version(model)
         self._last = threading.local()
         self._calls = Calls(model)
-        self._encoder = EncoderOutputs(model, self._calls, parse_bytes("state_budget", state_budget))
-        self._count = self._prompt_tokens = self._cached_tokens = 0
+        states = parse_bytes("state_budget", state_budget)
+        self._encoder = EncoderReuse(model, self._calls, memory, self._kept, states)
+        self._begun = Begun(memory)
         # Calls under way, and the thread of each.
         self._active: dict[object, int] = {}
         #: Engines that serve from it.
@@ -142,7 +138,7 @@ class ConversationStore:
             disk = Disk(directory, limit, of.fingerprint(model), prefix())
             device = functools.partial(of.device_of, model)
             try:
-                self._disk_tier = DiskTier(disk, memory, self._kept, self._new_cache, device, loading)
+                self._disk_tier = DiskTier(disk, memory, self._kept, self.caches.new, device, loading)
                 self._conversations = Conversations(self, memory, disk, self._kept.ranks)
                 for name in self._conversations.ranked:
                     chat = self._conversations.find(name)
@@ -157,10 +153,8 @@ class ConversationStore:
             raise ConfigError("disk_budget is given without a directory.")
         else:
             self._conversations = Conversations(self, memory, None, self._kept.ranks)
-        self._reuse = PrefixReuse(model, self._calls, memory, self._kept, self._new_cache, self._disk_tier)
-        self._waker = Waker(
-            memory, self._kept, self._disk_tier, functools.partial(_stateful, self._new_cache), weakref.ref(self)
-        )
+        self._reuse = PrefixReuse(model, self._calls, memory, self._kept, self.caches.new, self._disk_tier)
+        self._waker = Waker(memory, self._kept, self._disk_tier, self.caches.stateful, weakref.ref(self))
         self._hook = of.inner(model).register_forward_pre_hook(note_forward, with_kwargs=True)
 
     def _ranked_before(self, chat: Conversation) -> None:
@@ -206,89 +200,37 @@ class ConversationStore:
             if value is not None:
                 raise ConfigError(f"{name}: the store brings its own cache. Leave it out, or call model.generate.")
         ids = kwargs.pop("input_ids", None) if inputs is None else inputs
-        with self._in_use():
+        with self.in_use():
             depends = self._check_weights()
             epoch = self._kept.epoch
             call, why = self._calls.read(ids, kwargs, salt, depends)
+            with naming_who_is_pinned(self.memory, self._kept.ranks):
+                if call is not None:
+                    call.name, call.epoch = turn_of, epoch
+                    for row in call.rows:
+                        self._waker.turn(call.key, row)
+                    out, rows = self._reuse.generate(call, kwargs)
+                elif self.model.config.is_encoder_decoder:
+                    out, rows = self._encoder.generate(ids, kwargs, salt, depends, epoch)
+                else:
+                    out, rows = self._plain(ids, kwargs, why)
+            # At the end, for a streamer's calls within have their own.
             self._last.computed_as = depends.computed_as
-            if call is None and self.model.config.is_encoder_decoder:
-                return self._report(*self._encoded(ids, kwargs, salt, depends, epoch))
-            if call is None:
-                with self._naming_who_is_pinned():
-                    return self._plain(ids, kwargs, why)
-            call.name, call.epoch = turn_of, epoch
-            for row in call.rows:
-                self._waker.turn(call.key, row)
-            with self._naming_who_is_pinned():
-                return self._report(*self._reuse.generate(call, kwargs))
+            return self._begun.add(out, rows)
 
     @property
     def reuse(self) -> tuple[RowReuse, ...]:
         """What each row of this thread's last call began with."""
-        return getattr(self._last, "reuse", ())
+        return self._begun.last
 
-    @contextlib.contextmanager
-    def _naming_who_is_pinned(self) -> Iterator[None]:
-        try:
-            yield
-        except BudgetError as error:
-            with self.memory.lock, self.memory.change:
-                names = self._kept.ranks.pinned
-            if not names or error.pinned:
-                raise
-            some = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            raise BudgetError(
-                f"{error} What is kept of conversations that are pinned stays, and is part of this: {some}.",
-                tier=error.tier,
-                needed=error.needed,
-                budget=error.budget,
-                pinned=names,
-            ) from error
-
-    def _plain(self, ids: Any, kwargs: dict[str, Any], why: str) -> Any:
+    def _plain(self, ids: Any, kwargs: dict[str, Any], why: str) -> tuple[Any, tuple[RowReuse, ...]]:
         """A call that re-uses nothing."""
         rows = ids.shape[0] if isinstance(ids, torch.Tensor) and ids.dim() else 1
         tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
-        reuse = tuple(RowReuse(tokens, 0, tokens, why) for _ in range(rows))
         with contextlib.ExitStack() as stack:
             if of.setting("use_cache", self.model, kwargs) is not False:
-                cache = TieredKVCache(self.model.config, memory=self.memory, **self._options)
-                kwargs[CACHE] = stack.enter_context(cache)
-            return self._report(self.model.generate(ids, **kwargs), reuse)
-
-    def _encoded(
-        self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends, epoch: int
-    ) -> tuple[Any, tuple[RowReuse, ...]]:
-        """A call of an encoder-decoder: what the encoder gave for the same inputs before is used again."""
-        inputs, mask, why = self._encoder.inputs(ids, kwargs, salt, depends)
-        if inputs is None or mask is None:
-            rows, tokens = (*ids.shape, 0)[:2] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (1, 0)
+                kwargs[CACHE] = stack.enter_context(self.caches.plain())
             return self.model.generate(ids, **kwargs), (RowReuse(tokens, 0, tokens, why),) * rows
-        with self.memory.lock, self.memory.change:
-            found = self._encoder.find(inputs)
-        if found is None:
-            why = "no call before had the same inputs"
-            outputs = self._encoder.encode(ids, mask)
-            if of.depends(self.model) == depends:
-                with self.memory.lock, self.memory.change:
-                    if self._kept.epoch == epoch:
-                        self._encoder.keep(inputs, outputs)
-        else:
-            outputs = of.encoder_output(found.clone())
-        kwargs |= {"attention_mask": mask, "encoder_outputs": outputs}
-        return self.model.generate(ids, **kwargs), reuse_of(mask, why)
-
-    def _report(self, out: Any, reuse: tuple[RowReuse, ...]) -> Any:
-        self._last.reuse = reuse
-        with self.memory.lock, self.memory.change:
-            self._count += 1
-            self._prompt_tokens += sum(row.prompt for row in reuse)
-            self._cached_tokens += sum(row.cached for row in reuse)
-        if not isinstance(out, torch.Tensor):
-            out.reuse = reuse
-            if CACHE in out:
-                setattr(out, CACHE, None)  # it is closed: what it held is kept here
-        return out
 
     def flush(self) -> None:
         """Return when all that is kept is saved, or cannot be; `stats.problem` says why."""
@@ -412,11 +354,8 @@ class ConversationStore:
         """
         self._check_open()
         check_salt(salt)
-        if type(start) is not int or type(stop) is not int:
-            raise ConfigError(f"start={start!r}, stop={stop!r}: give two positions, whole numbers.")
         row = token_ids(ids)
-        if not 0 <= start < stop <= len(row) // WIDTH:
-            raise ConfigError(f"start={start}, stop={stop}: the sequence has {len(row) // WIDTH} tokens.")
+        check_span(start, stop, len(row) // WIDTH)
         with self.memory.lock, self.memory.change:
             self.memory.collect()
             self._kept.cut_out((of.computed_as(self.model), salt), row, start, stop)
@@ -436,18 +375,18 @@ class ConversationStore:
         """
         self._check_open()
         check_salt(salt)
-        if timeout is not None and (
-            isinstance(timeout, bool)
-            or not isinstance(timeout, (int, float))
-            or not 0 <= timeout < threading.TIMEOUT_MAX
-        ):
-            raise ConfigError(f"timeout={timeout!r}: give seconds, or None.")
+        check_seconds("timeout", timeout)
         return self._waker.submit((of.computed_as(self.model), salt), token_ids(ids), timeout)
 
     # Life
 
     @contextlib.contextmanager
-    def _in_use(self) -> Iterator[None]:
+    def in_use(self) -> Iterator[None]:
+        """Nobody closes it within, but this thread.
+
+        Raises:
+            ClosedError: it was closed.
+        """
         call = object()
         try:
             with self.memory.lock, self.memory.change:
@@ -489,45 +428,21 @@ class ConversationStore:
             ConfigError: a number that is none.
         """
         self._check_open()
-        if type(sequences) is not int or sequences < 0:
-            raise ConfigError(f"sequences={sequences!r}: give how many to compute again, a whole number from 0 on.")
-        compared = 0
-        with self._in_use():
+        check_count("sequences", sequences, 0)
+        with self.in_use():
             now = self._check_weights().computed_as
-            with self.memory.lock, self.memory.change:
-                entries = [x for x in self._kept.entries.values() if x.key[0] == now and not x.sequence.start]  # type: ignore[index]
-            for entry in random.sample(entries, min(sequences, len(entries))):
-                compared += self._verify(entry)
-        return compared
-
-    def _verify(self, entry: Entry) -> int:
-        with self._new_cache() as cache:
             try:
-                length = cache._forward.follow(self._kept.parked, [entry.sequence], 1 << 60)
-                return verify(self.model, cache, entry.ids, length)
+                return verify(self.model, self.memory, self._kept, self.caches.new, now, sequences)
             except CorruptionError as error:
                 self._reuse.problem = str(error)
-                with self.memory.lock, self.memory.change:
-                    self._kept.drop_corrupt([entry])
                 raise
 
     # For an engine on this store
 
     @property
-    def options(self) -> CacheOptions:
-        """Of its caches."""
-        return CacheOptions.parse(self._options["block_size"], self._options["host_attention"])
-
-    @property
     def kept(self) -> Kept:
         """What is kept in memory."""
         return self._kept
-
-    @functools.cached_property
-    def state_layers(self) -> dict[int, type]:
-        """The layers of which states are copied, for they keep more or less than all keys and values: their types."""
-        with self._new_cache() as cache:
-            return {i: type(layer) for i, layer in copied(cache.layers).items()}
 
     @property
     def positions_vary(self) -> bool:
@@ -556,17 +471,18 @@ class ConversationStore:
     def stats(self) -> StoreStats:
         """What is kept and what that was good for, now."""
         disk = None if self._disk_tier is None else self._disk_tier.disk
+        parts = (self._reuse, self._encoder, self._waker, *(() if disk is None else (disk,)))
         with self.memory.lock, self.memory.change:
             return StoreStats(
-                self._count,
-                self._prompt_tokens,
-                self._cached_tokens,
+                self._begun.calls,
+                self._begun.prompt_tokens,
+                self._begun.cached_tokens,
                 len(self._kept.entries),
                 sum(x.sequence.length for x in self._kept.entries.values()),
                 self._kept.state_bytes + self._encoder.nbytes,
                 self._kept.dropped,
-                *((0, 0) if disk is None else (disk.nbytes + disk.rest, disk.damaged)),
-                self._reuse.problem or self._waker.problem or ("" if disk is None else disk.problem),
+                *((0, 0) if disk is None else (disk.room.nbytes + disk.room.rest, disk.damaged)),
+                next(filter(None, (x.problem for x in parts)), ""),
             )
 
     def close(self) -> None:
@@ -585,19 +501,20 @@ class ConversationStore:
             with self.memory.lock, self.memory.change:
                 if self._others_generate:
                     raise ConcurrentUseError(
-                        "Another thread is generating with this ConversationStore. Wait for its end."
+                        "Another thread is generating with this ConversationStore, or saves a turn. Wait for its end."
                     )
                 self.closed = True
         # What follows may be done twice: whatever cuts it short, the next `close` goes on.
+        self._waker.close()  # before what it brings would have no owner
+        if self._disk_tier is not None and not self._disk_tier.disk.closed:
+            self._disk_tier.flush()  # of calls that have ended since
         self._hook.remove()
         self._encoder.clear()
-        for cache in list(self._caches):
-            cache.close()  # of a call that was interrupted
+        self.caches.close()
         if self._finalizer.alive:
             with self.memory.lock, self.memory.change:
                 self._kept.parked.close()
             self._finalizer.detach()
-        self._waker.close()
         if self._disk_tier is not None:
             self._disk_tier.close()
         if self._own:
@@ -625,14 +542,3 @@ class ConversationStore:
         self.memory.check_integrity()
         with self.memory.lock, self.memory.change:
             self._kept.check_integrity()
-
-
-def _new_cache(caches: weakref.WeakSet[JournalledCache], *args: Any, **options: Any) -> JournalledCache:
-    made = JournalledCache(*args, **options)
-    caches.add(made)
-    return made
-
-
-def _stateful(new_cache: Callable[[], JournalledCache]) -> bool:
-    with new_cache() as cache:
-        return has_states(cache.layers)

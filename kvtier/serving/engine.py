@@ -105,7 +105,7 @@ class Engine:
         state_budget: Size = "1GiB",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        options = CacheOptions.parse(block_size, host_attention) if store is None else store.options
+        options = CacheOptions.parse(block_size, host_attention) if store is None else store.caches.options
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
             ("max_running", max_running),

@@ -55,7 +55,12 @@ def prefixes_of(
     if not isinstance(runner, (PackedRunner, RaggedRunner)):
         return None
     states = runner.state_layers if isinstance(runner, RaggedRunner) else {}
-    if store is not None and store.state_layers == states and not store.positions_vary and not of.keeps_both(states):
+    if (
+        store is not None
+        and store.caches.state_layers == states
+        and not store.positions_vary
+        and not of.keeps_both(states)
+    ):
         return Prefixes(model, runner, store.kept, store, costs, stateful=bool(states))
     if states and not state_budget:
         return None

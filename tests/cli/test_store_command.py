@@ -14,8 +14,10 @@ import torch
 
 from kvtier.cli.main import main
 from kvtier.cli.store import plain
+from kvtier.config import format_size
 from kvtier.conversation.disk.contents import contents
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.disk.keys import key_of
 from kvtier.conversation.index import packed
 
 Run = Callable[..., tuple[int, str, str]]
@@ -50,7 +52,8 @@ def test_conversations_are_listed_with_what_they_share(run: Run, tmp_path: Path)
     saved(tmp_path, alice=[1, 2, 3, 4], bob=[1, 2, 5, 6], loose=[7, 8])
     status, out, _ = run("ls", tmp_path)
     assert status == 0
-    head, alice, bob, _, total = out.splitlines()
+    head, alice, bob, _, total, by = out.splitlines()
+    assert by.startswith("computed by an unknown version: ")
     assert head.split() == ["name", "turns", "tokens", "bytes", "shared"]
     assert (alice.split()[:3], bob.split()[:3]) == (["alice", "1", "4"], ["bob", "1", "4"])
     assert total.startswith("2 conversations of SomeModel, ")
@@ -103,6 +106,36 @@ def test_what_nobody_refers_to_is_counted_and_then_removed(run: Run, tmp_path: P
     assert "2 files" in done
     assert len(contents(tmp_path).rows) == 2
     assert "0 files removed" in run("gc", tmp_path)[1]
+
+
+def test_what_another_version_has_computed_is_listed_and_removed_by_its_name(run: Run, tmp_path: Path) -> None:
+    disk = Disk(tmp_path, None, {"model": "SomeModel", "config": "c", "weights": "w"})
+    for version in ("5.17.0", "5.24.0"):
+        key, parent = key_of(f"transformers {version}", (None,), "salt"), None
+        for start in (0, 2):
+            part = {"k.0": torch.zeros(1, 2, 8), "v.0": torch.zeros(1, 2, 8)}
+            parent = disk.write(key, packed([1, 2, 3, 4][: start + 2]), start, parent, part, "")
+    disk.save_conversation("alice", {"ids": [1, 2, 3, 4], "messages": [], "salt": "salt"})
+    disk.close()
+    each = next(tmp_path.glob("*.safetensors")).stat().st_size
+    assert f"computed by transformers 5.17.0: {format_size(2 * each)} in 2 files" in run("ls", tmp_path)[1]
+    by = json.loads(run("ls", tmp_path, "--json")[1])["computed_by"]
+    assert by == {"transformers 5.17.0": 2 * each, "transformers 5.24.0": 2 * each}
+    assert "0 files removed" in run("gc", tmp_path)[1], "a conversation refers to both"
+    for options in ((), ("--dry-run",)):
+        status, _, error = run("drop", tmp_path, "5.20.0", *options)
+        assert status == 2
+        assert "computed by 'transformers 5.20.0', but by transformers 5.17.0, transformers 5.24.0" in error
+    _, told, _ = run("drop", tmp_path, "5.17.0", "--dry-run")
+    assert len(contents(tmp_path).rows) == 4
+    status, done, _ = run("drop", tmp_path, "5.17.0")
+    assert (status, done) == (0, told.replace("would be removed", "removed"))
+    assert "transformers 5.17.0: 2 files removed" in done
+    found = contents(tmp_path)
+    assert found.computed_by() == {"transformers 5.24.0": [3, 4]}
+    assert list(found.conversations) == ["alice"]
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert run("verify", tmp_path)[0] == 0
 
 
 def test_files_are_merged(run: Run, tmp_path: Path) -> None:

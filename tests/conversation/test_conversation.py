@@ -173,6 +173,100 @@ def test_a_name_that_is_taken_again_is_that_of_the_new_conversation(tmp_path: Pa
         assert store.open("a").ids == history
 
 
+def in_another_thread(does: Callable[[], object]) -> BaseException | None:
+    """What it raises."""
+    found: list[BaseException | None] = [None]
+
+    def run() -> None:
+        try:
+            does()
+        except BaseException as error:
+            found[0] = error
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("what", ["send", "generate", "rewind", "fork"])
+def test_a_store_is_not_closed_before_what_a_conversation_is_now_is_saved(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, refused = tiny_model("llama"), list[BaseException | None]()
+    with store_of(model, directory=tmp_path) as store:
+        chat, changed = store.open("a"), store.changed
+        if what in ("rewind", "fork"):
+            chat.generate(**ones(some_ids(20)), **GREEDY)
+
+        def closed_before(*args: Any, **options: Any) -> None:
+            refused.append(in_another_thread(store.close))
+            changed(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "changed", closed_before)
+            if what == "send":
+                chat.send("Who are you?", tokenizer=Tokenizer(), **GREEDY)
+            elif what == "generate":
+                chat.generate(**ones(some_ids(20)), **GREEDY)
+            elif what == "rewind":
+                chat.rewind(tokens=5)
+            else:
+                chat = chat.fork("b")
+        ids, messages, name = chat.ids, chat.messages, chat.name
+        assert ids
+        assert [type(x) for x in refused] == [ConcurrentUseError]
+    with store_of(model, directory=tmp_path) as store:
+        assert (store.open(name).ids, store.open(name).messages) == (ids, messages)
+
+
+def test_what_a_call_has_computed_while_a_store_closes_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny_model("llama"), some_ids(40)
+    store = store_of(model, directory=tmp_path)
+    flush = store.flush
+
+    def called_behind() -> None:
+        flush()
+        assert in_another_thread(lambda: store.generate(**ones(ids), **GREEDY)) is None
+
+    monkeypatch.setattr(store, "flush", called_behind)
+    store.close()
+    with store_of(model, directory=tmp_path) as store:
+        store.generate(**ones(ids), **GREEDY)
+        assert store.reuse[0].loaded == 39
+
+
+def test_an_answer_that_cannot_be_decoded_leaves_the_conversation_as_it_was() -> None:
+    class Fails(Tokenizer):
+        def decode(self, ids: torch.Tensor, **_: Any) -> str:
+            raise ValueError("no such token")
+
+    with store_of(tiny_model("llama")) as store:
+        chat = store.open("a")
+        chat.send("Who are you?", tokenizer=Tokenizer(), **GREEDY)
+        before = list(chat.ids), list(chat.messages), chat.reuse, chat.used
+        with pytest.raises(ValueError, match="no such token"):
+            chat.send("Really?", tokenizer=Fails(), **GREEDY)
+        assert (chat.ids, chat.messages, chat.reuse, chat.used) == before
+
+
+def test_a_call_within_another_one_that_computes_otherwise_leaves_the_rank_where_it_is() -> None:
+    """A streamer asks the same store under autocast: keys of another dtype, and not what the conversation says."""
+    model, ids = tiny_model("llama"), some_ids(40)
+
+    def asks() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            store.generate(**ones(some_ids(20, seed=5)), **GREEDY)
+
+    with store_of(model) as store:
+        chat = store.open("a", pinned=True)
+        chat.generate(**ones(ids), **within(asks))
+        kept = {x.sequence.length: x.sequence.pinned for x in store.kept.entries.values()}
+        assert kept == {45: 45, 25: 0}
+
+
 # What is saved
 
 

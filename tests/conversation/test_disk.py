@@ -149,7 +149,7 @@ def test_a_conversation_that_cannot_be_read_now_is_an_error_and_stays(tmp_path: 
         store.open("alice").send("Hello.", tokenizer=tokenizer, **GREEDY)
     with store_of(model, directory=tmp_path) as store:
         assert store._disk_tier is not None
-        database = store._disk_tier.disk._manifest._db
+        database = store._disk_tier.disk._manifest.db
         database.set_progress_handler(lambda: 1, 1)  # whatever is asked, it is interrupted
         with pytest.raises(ConfigError, match="cannot be read: interrupted"):
             store.open("alice")

@@ -57,7 +57,7 @@ def test_of_what_is_saved_a_name_stays_in_memory(tmp_path: Path) -> None:
     count, ids = 1000, list(range(1000, 1100))
     with store_of(tiny_model("llama"), directory=tmp_path) as store:
         assert store._disk_tier is not None
-        store._disk_tier.disk._manifest._db.execute("PRAGMA synchronous=OFF")
+        store._disk_tier.disk._manifest.db.execute("PRAGMA synchronous=OFF")
         others(store)
         before = objects()
         tracemalloc.start()
@@ -146,7 +146,7 @@ def test_a_conversation_that_the_disk_did_not_take_stays_in_memory(
 ) -> None:
     with store_of(tiny_model("llama"), directory=tmp_path) as store:
         assert store._disk_tier is not None
-        database = store._disk_tier.disk._manifest._db
+        database = store._disk_tier.disk._manifest.db
         database.set_progress_handler(lambda: 1, 1)  # whatever is asked, it is interrupted
         store.open("a").ids = [1, 2]
         others(store)
@@ -230,7 +230,7 @@ def test_threads_that_open_and_drop_one_conversation_get_one(tmp_path: Path, mon
     wrong = list[object]()
     with store_of(tiny_model("llama"), directory=tmp_path) as store:
         assert store._disk_tier is not None
-        store._disk_tier.disk._manifest._db.execute("PRAGMA synchronous=OFF")
+        store._disk_tier.disk._manifest.db.execute("PRAGMA synchronous=OFF")
         store.open("a").went_on([1, 2])
         begin = threading.Barrier(4)
 

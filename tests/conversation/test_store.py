@@ -385,7 +385,7 @@ def test_a_cache_that_was_dropped_under_the_lock_does_not_stop_a_store_from_clos
     model = tiny_model("llama")
     store = store_of(model)
     store.generate(**ones(some_ids(40)), **GREEDY)
-    cache = store._new_cache()
+    cache = store.caches.new()
     (entry,) = store._kept.entries.values()
     cache._forward.follow(store._kept.parked, [entry.sequence], 10)
     with store.memory.lock:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import transformers
-from world import run, worlds
+from world import World, run, worlds
 
 #: Worlds of one run, and tests that share them.
 WORLDS, SHARES = int(os.environ.get("KVTIER_TEST_WORLDS", "2000")), 10
@@ -48,6 +49,29 @@ def test_in_every_world_tokens_are_right_and_all_drains(share: int) -> None:
         faults = ("killed", "rot", "flip", "a transfer fails", "interrupted", "raised", "not opened", "resize", "give")
         for what in (*faults, "saved one", "upkeep", "verify", "train", "adapter", "guest", "chat"):
             assert did.get(what), f"in no world: {what}"
+
+
+@pytest.mark.usefixtures("one_thread", "on_the_host")
+def test_what_is_left_of_a_world_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    earlier, later = (threading.Thread(target=end.wait, name=name) for name in ("earlier", "later"))
+    handle = os.open(os.devnull, os.O_RDONLY)
+    earlier.start()
+
+    def ends(*_: object) -> None:
+        end.set()
+        earlier.join()
+        os.close(handle)
+        end.clear()
+
+    with worlds():
+        monkeypatch.setattr(World, "run", ends)
+        run(0)
+        monkeypatch.setattr(World, "run", lambda *_: later.start())
+        with pytest.raises(AssertionError, match=r"threads are left: .*later"):
+            run(0)
+        end.set()
+        later.join()
 
 
 @pytest.mark.skipif(OLDEST, reason="it is in one version what it is in another")

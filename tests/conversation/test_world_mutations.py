@@ -20,6 +20,7 @@ from kvtier.conversation.calls.prefix_reuse import PrefixReuse
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files import files, folder, straight
+from kvtier.conversation.disk.room import Room
 from kvtier.conversation.disk.upkeep import Upkeep
 from kvtier.conversation.index import PrefixIndex
 from kvtier.conversation.journal import JournalledCache
@@ -151,9 +152,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a row is written before the name of its file is on the disk": edit(
         files, "write_tensors", "sync_names(file.parent)", "pass"
     ),
-    "a disk budget is none": both(
-        edit(Disk, "_make_room", "if self.budget is None:", "if True:"), gone(Disk, "leaves", True)
-    ),
+    "a disk budget is none": both(gone(Room, "fits", True), gone(Room, "leaves", "")),
     "a flush does not wait": gone(Archive, "flush"),
     "the lock of a folder stays": edit(folder, "_release", "os.close(handle)", "pass"),
     "a conversation that goes on is not saved": gone(ConversationStore, "changed"),

@@ -1,4 +1,4 @@
-"""`EncoderOutputs`: what an encoder gave for its inputs, for calls with the same ones."""
+"""`EncoderReuse`: one call of an encoder-decoder; what its encoder gives is kept, for calls with the same inputs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import torch
 
 from kvtier.conversation.calls.call import Calls
 from kvtier.conversation.calls.reuse import RowReuse
+from kvtier.conversation.kept.kept import Kept
 from kvtier.hf.models import generation as of
+from kvtier.memory.tiered import TieredMemory
 
 #: What a call may have besides: it changes nothing of what the encoder gives.
 _OF_THE_DECODER = frozenset(("decoder_input_ids", "decoder_attention_mask"))
+#: What copying may fail with; where the device has no memory, torch raises a RuntimeError.
+_NOT_COPIED = (MemoryError, RuntimeError)
 
 
 class _Inputs(NamedTuple):
@@ -26,9 +30,9 @@ class _Inputs(NamedTuple):
     mask: bytes
 
 
-class EncoderOutputs:
-    """Keeps the last outputs of an encoder within a budget; what was used longest ago goes first. The caller holds the
-    memory's lock for all but `encode`.
+class EncoderReuse:
+    """Generates with an encoder-decoder. The last outputs of its encoder are kept within a budget; what was used
+    longest ago goes first.
 
     Every entry is set and taken out by one operation, so that an interrupt leaves none that is half there; the bytes
     are counted when they are asked for.
@@ -36,25 +40,57 @@ class EncoderOutputs:
     Args:
         model: of Transformers, an encoder-decoder or not.
         calls: reads its calls.
+        memory, kept: of the store.
         budget: bytes of all outputs.
+
+    Attributes:
+        problem: why something was not kept last.
     """
 
-    def __init__(self, model: Any, calls: Calls, budget: int) -> None:
+    def __init__(self, model: Any, calls: Calls, memory: TieredMemory, kept: Kept, budget: int) -> None:
+        self.problem = ""
         self._model = model
         self._calls = calls
+        self._memory = memory
+        self._kept = kept
         self._budget = budget
-        self._kept: OrderedDict[_Inputs, torch.Tensor] = OrderedDict()
+        # Changed and copied under the memory's lock: whoever takes an output out may change it.
+        self._outputs: OrderedDict[_Inputs, torch.Tensor] = OrderedDict()
 
     @property
     def nbytes(self) -> int:
-        """Of all outputs that are kept."""
-        return sum(x.nbytes for x in self._kept.values())
+        """Of all outputs that are kept. The caller holds the memory's lock."""
+        return sum(x.nbytes for x in self._outputs.values())
 
     def clear(self) -> None:
-        """Keep nothing."""
-        self._kept.clear()
+        """Keep nothing. The caller holds the memory's lock, if calls may be under way."""
+        self._outputs.clear()
 
-    def inputs(
+    def generate(
+        self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends, epoch: int
+    ) -> tuple[Any, tuple[RowReuse, ...]]:
+        """What `model.generate` gives, and what each row began with.
+
+        Args:
+            depends: what the model is now.
+            epoch: of what is kept, when the call began; see `Kept`.
+        """
+        inputs, mask, why = self._inputs(ids, kwargs, salt, depends)
+        if inputs is None or mask is None:
+            rows, tokens = (*ids.shape, 0)[:2] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (1, 0)
+            return self._model.generate(ids, **kwargs), (RowReuse(tokens, 0, tokens, why),) * rows
+        found = self._find(inputs)
+        if found is None:
+            why = "no call before had the same inputs"
+            outputs = self._encode(ids, mask)
+            if of.depends(self._model) == depends:
+                self._keep(inputs, outputs, epoch)
+        else:
+            outputs = of.encoder_output(found)
+        kwargs |= {"attention_mask": mask, "encoder_outputs": outputs}
+        return self._model.generate(ids, **kwargs), _reuse_of(mask, why)
+
+    def _inputs(
         self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends
     ) -> tuple[_Inputs | None, torch.Tensor | None, str]:
         """What a call gives to the encoder, and its mask; None, and why that is of no use to others."""
@@ -77,27 +113,45 @@ class EncoderOutputs:
         key = depends.computed_as, salt, tuple(ids.shape)
         return _Inputs(*key, *(x.to("cpu", torch.int64).numpy().tobytes() for x in (ids, mask))), mask, ""
 
-    def find(self, inputs: _Inputs) -> torch.Tensor | None:
-        """What the encoder gave for these; its user gets a copy."""
-        found = self._kept.get(inputs)
-        if found is not None:
-            self._kept.move_to_end(inputs)
-        return found
+    def _find(self, inputs: _Inputs) -> torch.Tensor | None:
+        """What the encoder gave for these, for one call: a copy, or, where that does not fit, what was kept."""
+        with self._memory.lock, self._memory.change:
+            found = self._outputs.get(inputs)
+            if found is None:
+                return None
+            try:
+                copy = found.clone()
+            except _NOT_COPIED as error:
+                self.problem = _not_kept(error)
+                del self._outputs[inputs]
+                return found
+            self._outputs.move_to_end(inputs)
+            return copy
 
-    def encode(self, ids: torch.Tensor, mask: torch.Tensor) -> Any:
+    def _encode(self, ids: torch.Tensor, mask: torch.Tensor) -> Any:
         """Let the encoder compute, as `generate` does."""
         with torch.no_grad():
             return self._model.get_encoder()(input_ids=ids, attention_mask=mask, return_dict=True)
 
-    def keep(self, inputs: _Inputs, outputs: Any) -> None:
-        """Keep what the encoder gave, if that is one tensor and there is room."""
+    def _keep(self, inputs: _Inputs, outputs: Any, epoch: int) -> None:
+        """Keep what the encoder gave, if that is one tensor, there is room, and nothing was dropped meanwhile."""
         if set(outputs.keys()) != {"last_hidden_state"} or outputs[0].nbytes > self._budget:
             return
-        while self._kept and self.nbytes + outputs[0].nbytes > self._budget:
-            self._kept.popitem(last=False)
-        self._kept[inputs] = outputs[0].detach().clone()
+        with self._memory.lock, self._memory.change:
+            if self._kept.epoch != epoch:
+                return
+            while self._outputs and self.nbytes + outputs[0].nbytes > self._budget:
+                self._outputs.popitem(last=False)
+            try:
+                self._outputs[inputs] = outputs[0].detach().clone()
+            except _NOT_COPIED as error:
+                self.problem = _not_kept(error)
 
 
-def reuse_of(mask: torch.Tensor, why: str) -> tuple[RowReuse, ...]:
+def _not_kept(error: Exception) -> str:
+    return f"what an encoder gave is not kept: {error or repr(error)}"
+
+
+def _reuse_of(mask: torch.Tensor, why: str) -> tuple[RowReuse, ...]:
     """What each row of a call began with: all of the encoder's tokens, or, where there is a reason, none."""
     return tuple(RowReuse(n, 0 if why else n, n if why else 0, why) for n in mask.ne(0).sum(1).tolist())

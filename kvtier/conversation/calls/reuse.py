@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvtier.hf.models.names import CACHE
+from kvtier.memory.tiered import TieredMemory
 
 
 @dataclass(frozen=True)
@@ -49,3 +56,38 @@ class StoreStats:
     saved_bytes: int = 0
     damaged: int = 0
     problem: str = ""
+
+
+class Begun:
+    """What the calls of a store began with: of each thread the last one, and all of them counted.
+
+    Args:
+        memory: of the store.
+
+    Attributes:
+        calls, prompt_tokens, cached_tokens: see `StoreStats`.
+    """
+
+    def __init__(self, memory: TieredMemory) -> None:
+        self.calls = self.prompt_tokens = self.cached_tokens = 0
+        self._memory = memory
+        self._here = threading.local()
+
+    @property
+    def last(self) -> tuple[RowReuse, ...]:
+        """What each row of this thread's last call began with."""
+        return getattr(self._here, "rows", ())
+
+    def add(self, out: Any, rows: tuple[RowReuse, ...]) -> Any:
+        """A call of this thread has ended. What it gives: what `generate` gave, and, if that is a dict, what its rows
+        began with."""
+        self._here.rows = rows
+        with self._memory.lock, self._memory.change:
+            self.calls += 1
+            self.prompt_tokens += sum(row.prompt for row in rows)
+            self.cached_tokens += sum(row.cached for row in rows)
+        if not isinstance(out, torch.Tensor):
+            out.reuse = rows
+            if CACHE in out:
+                setattr(out, CACHE, None)  # it is closed: what it held is kept by the store
+        return out

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from kvtier.conversation.disk.keys import has_salt
 from kvtier.conversation.disk.manifest import Row
 from kvtier.conversation.index import WIDTH, PrefixIndex
 
@@ -106,9 +107,9 @@ class Chunks:
 
     def under(self, salt: object, ids: bytes) -> set[int]:
         """The numbers of the chunks that the tokens of a sequence are in, under every key that has this salt."""
-        found, end = set[int](), f", {salt!r})"
+        found = set[int]()
         for key in self._index.all_keys():
-            if isinstance(key, str) and key.endswith(end):  # the repr of a tuple, and the salt is its end
+            if isinstance(key, str) and has_salt(key, salt):
                 length, longest = self._index.find(key, ids)
                 if longest is not None:
                     found.update(x.number for x in longest.chain() if x.start < length)

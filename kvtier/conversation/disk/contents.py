@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.files import Damaged, read_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, file_of
+from kvtier.conversation.disk.keys import computed_by, has_salt
 from kvtier.conversation.disk.manifest import Manifest, Row
 from kvtier.conversation.index import WIDTH, PrefixIndex, packed
 from kvtier.errors import ConfigError
@@ -66,6 +68,7 @@ class Contents:
         Raises:
             ConfigError: it cannot be read.
         """
+        rows = ConversationRows(manifest)
         try:
             with manifest.reading():
                 found = cls(manifest.file.parent, manifest.about())
@@ -79,12 +82,12 @@ class Contents:
                 for number, row in reversed(found.rows.items()):
                     if row.parent is not None:
                         found.used[row.parent] = max(found.used[row.parent], found.used[number])
-                for each in manifest.conversations():
+                for each in rows.all():
                     if each is None:
                         found.damage.append(Damage(None, "a conversation is not what was written"))
                     else:
                         found.conversations[each[0]] = each[1]
-                for _ in range(manifest.aside()):
+                for _ in range(rows.aside()):
                     found.damage.append(Damage(None, "a conversation was damaged, and what was saved is kept aside"))
         except (sqlite3.Error, ValueError, RecursionError) as error:
             raise ConfigError(f"{manifest.file} cannot be read: {error}.") from error
@@ -94,6 +97,28 @@ class Contents:
     def nbytes(self) -> int:
         """Of all files."""
         return sum(row.nbytes for row in self.rows.values())
+
+    def computed_by(self) -> dict[str, list[int]]:
+        """The chunks that each version of a model's code has computed."""
+        found: dict[str, list[int]] = {}
+        for number, row in self.rows.items():
+            found.setdefault(computed_by(row.key), []).append(number)
+        return found
+
+    def chunks_of(self, version: str) -> list[int]:
+        """The chunks that one of these has computed.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        found = self.computed_by()
+        if version not in found:
+            raise ConfigError(
+                f"{self.path} has no keys and values that were computed by {version!r}, but by {', '.join(found)}."
+                if found
+                else f"{self.path} has no keys and values."
+            )
+        return found[version]
 
     def chain(self, number: int) -> list[int]:
         """The chunks of a sequence, the first one first."""
@@ -119,9 +144,9 @@ class Contents:
         found: dict[str, set[int]] = {}
         for name, state in self.conversations.items():
             mine = found[name] = set[int]()
-            ids, end = ids_of(state), f", {state.get('salt')!r})"
+            ids, salt = ids_of(state), state.get("salt")
             for key in keys:
-                if key.endswith(end):  # it is the repr of a tuple, and the salt is its end
+                if has_salt(key, salt):
                     length, longest = index.find(key, ids)
                     if longest is not None:
                         mine.update(n for n in self.chain(longest) if self.rows[n].start < length)

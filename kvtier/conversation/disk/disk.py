@@ -17,17 +17,17 @@ import functools
 import gc
 import itertools
 import json
-import os
 import sqlite3
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from kvtier.conversation.disk.chunks import ROW, Chunk, Chunks, fits
+from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.ahead import read_ahead
 from kvtier.conversation.disk.files.files import Buffer, Damaged, read_tensors, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
@@ -35,14 +35,14 @@ from kvtier.conversation.disk.files.straight import Blocks, read_straight, seems
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
 from kvtier.conversation.disk.order import Order, Ranked
 from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.disk.room import FAILURES, Room
 from kvtier.conversation.index import WIDTH
 from kvtier.errors import BudgetError, ClosedError, ConfigError
 from kvtier.eviction.rank import DEFAULT, Rank
 
 #: Bytes that the header of a file takes for each tensor, at the most, besides its name.
 _HEADER = 256
-#: What a file or the manifest says where it cannot be changed or read now.
-_FAILURES = (OSError, sqlite3.Error, MemoryError)
+_GROWN = "what conversations are has grown meanwhile"
 
 
 class Part(NamedTuple):
@@ -72,7 +72,8 @@ class Disk:
             first where room is needed, pinned or not.
 
     Attributes:
-        others: keys that begin otherwise, when the folder was opened.
+        room: what it takes, and its budget.
+        others: keys that begin otherwise, when the folder was opened, and the bytes of the files of each.
 
     Raises:
         ConfigError: the folder is of another model or version, or is something else.
@@ -87,31 +88,28 @@ class Disk:
     ) -> None:
         self._folder = Folder(directory)
         self.path = self._folder.path
-        self.budget = budget
         #: Files and rows that were not what was written, and what kept a sequence from being saved or loaded last.
         self.damaged, self.problem = 0, ""
-        #: Bytes that the manifest takes besides what is counted there of the rows of chunks: conversations, mostly.
-        self.rest = 0
         self.closed = False
         self._lock = threading.RLock()
         # Taken before that one, by whoever writes a file. Nobody who looks for something waits for a file.
         self._writing = threading.Lock()
         self._chunks = Chunks()
         self._order = Order(self._chunks)
-        self.others = set[str]()
+        self.others = dict[str, int]()
         self._prefix = prefix
         # A number is not used again as long as the folder is open, whatever becomes of its file.
         self._next = 1
-        # Files that could not be removed, and what each takes.
-        self._stray: dict[Path, int] = {}
         # Conversations that are not, or perhaps not, removed from the manifest yet.
         self._forgotten = set[str]()
         try:
             self._manifest = Manifest(self.path / MANIFEST, fingerprint)
+            self._conversations = ConversationRows(self._manifest)
+            self.room = Room(budget, self._folder, self._manifest, self._chunks, self._order, self._lock)
             try:
                 with _uncollected():
                     self._load()
-                self._count()
+                self.room.count()
             except BaseException:
                 self._manifest.close()
                 raise
@@ -135,7 +133,7 @@ class Disk:
                     self._chunks.add(row, parent)
                     used[number] = last
                     if not row.key.startswith(self._prefix):
-                        self.others.add(row.key)
+                        self.others[row.key] = self.others.get(row.key, 0) + row.nbytes
                         self._order.others.add(number)
             if bad:
                 with self._manifest.transaction():
@@ -149,7 +147,8 @@ class Disk:
         for number in numbers.difference(self._chunks.numbers):
             rest.append(self._folder.file(number))
         for file in rest:
-            self._unlink(file)
+            self.room.discard(file)
+        self._sweep()
         self._chunks.order(used)
 
     # Find, read, write
@@ -212,11 +211,13 @@ class Disk:
             raise
         except Damaged as error:
             with self._lock:
-                if each in self._chunks and not self.closed:  # or it made room meanwhile
+                is_there = each in self._chunks and not self.closed  # or it made room meanwhile
+                if is_there:
                     self.problem = str(error)
                     self.damaged += 1
-                    self.forget(each)
-        except _FAILURES as error:
+            if is_there:
+                self.forget(each)
+        except FAILURES as error:
             self.problem = f"{error}: what is saved of a sequence was not read, and is computed"
 
     def _seems_cached(self, chunk: Chunk) -> bool:
@@ -236,66 +237,62 @@ class Disk:
         `problem` says why; nothing that was saved before is lost, but for what the budget makes go."""
         while parent is not None and parent.start >= start:
             parent = parent.parent  # what has the tokens before it
-        own = ids[start * WIDTH :]
         with self._writing:
-            with self._lock:
-                self._check_open()
-                file = self._begin_file(ids, start, parent, tensors, said)
-            if file is None:
-                return None
+            self.problem = self.room.sweep(whole=True) or self.problem  # what could not be removed before leaves room
             try:
-                written, sums = write_tensors(self._folder.file(file), tensors, said)
-            except _FAILURES as error:
-                with self._lock:
-                    self._not_written(file, f"{error}: a sequence was not saved")
-                return None
-            with self._lock:
-                problem = self._refused(ids, start, parent)  # what it continues may have been forgotten meanwhile
-                if problem:
-                    self._not_written(file, problem)
-                    return None
+                return self._write(key, ids, start, parent, tensors, said)
+            finally:
+                self.room.end()
+
+    def _write(
+        self, key: str, ids: bytes, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor], said: str
+    ) -> Chunk | None:
+        own = ids[start * WIDTH :]
+        most = sum(x.nbytes + len(name) + _HEADER for name, x in tensors.items()) + len(json.dumps(said)) + _HEADER
+        with self._lock:
+            self._check_open()
+            why = self._refused(ids, start, parent) or self.room.begin(most + ROW + len(own), parent, self.clock)
+            number, self._next = self._next, self._next + 1
+        if why:
+            self.problem = why
+            return None
+        why = self.room.sweep(whole=True)
+        if not self.room.fits(most + ROW + len(own)):
+            self.problem = f"{why or _GROWN}: there is no room, and a sequence was not saved"
+            return None
+        try:
+            written, sums = write_tensors(self._folder.file(number), tensors, said)
+        except FAILURES as error:
+            self._not_written(number, f"{error}: a sequence was not saved")
+            return None
+        with self._lock:
+            why = self._refused(ids, start, parent)  # what it continues may have been forgotten meanwhile
+            if not why and not self.room.fits(written + ROW + len(own)):
+                why = f"{_GROWN}, and a sequence was not saved"
+            if not why:
                 try:
                     above = None if parent is None else (parent.number, parent.digest)
-                    row = Row.of(file, key, above, start, own, written, sums)
+                    row = Row.of(number, key, above, start, own, written, sums)
                     with self._manifest.transaction():
                         self._manifest.add(row, self._chunks.uses + 1)
                         self._manifest.use(self._chunks.unsaved)
-                except _FAILURES as error:
-                    self._not_written(file, f"{error}: a sequence was not saved")
-                    return None
-                self._chunks.unsaved.clear()
-                chunk = self._chunks.add(row, parent)
-                self._chunks.use(chunk)
-                return chunk
-
-    def _begin_file(
-        self, ids: bytes, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor], said: str
-    ) -> int | None:
-        """Make room for a file. Its number; None where it is not to be written."""
-        problem = self._refused(ids, start, parent)
-        most = sum(x.nbytes + len(name) + _HEADER for name, x in tensors.items()) + len(json.dumps(said)) + _HEADER
-        if problem:
-            self.problem = problem
-        elif self._make_room(most + ROW + len(ids) - start * WIDTH, parent):
-            number, self._next = self._next, self._next + 1
-            return number
+                except FAILURES as error:
+                    why = f"{error}: a sequence was not saved"
+                else:
+                    self._chunks.unsaved.clear()
+                    chunk = self._chunks.add(row, parent)
+                    self._chunks.use(chunk)
+                    return chunk
+        self._not_written(number, why)
         return None
 
     def _not_written(self, number: int, problem: str) -> None:
         self.problem = problem
-        self._unlink(self._folder.file(number))
+        self.room.discard(self._folder.file(number))
+        self._sweep()
 
-    def leaves(self, nbytes: int, parent: Chunk | None) -> bool:
-        """Whether so many bytes behind a chunk are within the budget, all else aside; `problem` says that they are
-        not."""
-        with self._lock:
-            kept = 0 if parent is None else sum(x.kept for x in parent.chain())
-            if self.budget is None or nbytes + kept + sum(self._stray.values()) + self.rest <= self.budget:
-                return True
-            self.problem = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves"
-            if self.rest:
-                self.problem += f", of which {self.rest} are taken by what conversations are"
-            return False
+    def _sweep(self) -> None:
+        self.problem = self.room.sweep() or self.problem
 
     def _refused(self, ids: bytes, start: int, parent: Chunk | None) -> str:
         """Why a sequence is not saved; "": it is."""
@@ -321,91 +318,10 @@ class Disk:
                 try:
                     with self._manifest.transaction():
                         self._manifest.remove([x.number for x in gone])
-                except _FAILURES as error:
+                except FAILURES as error:
                     self.problem = str(error)  # without their files the rows are of no use either
-            self._remove(gone)
-
-    def _remove(self, gone: Sequence[Chunk]) -> None:
-        """Remove chunks that have no rows any more; parents first."""
-        for chunk in reversed(gone):
-            self._chunks.remove(chunk)
-            self._unlink(self._folder.file(chunk.number), chunk.nbytes)
-
-    def _unlink(self, file: Path, nbytes: int = 0) -> None:
-        """Remove a file, or do so later: what it takes is counted as long as it is there; `nbytes`, where the system
-        does not say."""
-        try:
-            if not self._folder.there():
-                raise FileNotFoundError(f"{self.path} is not the folder that was opened, or cannot be looked at now")
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(file)
-        except OSError as error:
-            self.problem = f"{file.name} is not removed: {error}"
-            if file not in self._stray:
-                with contextlib.suppress(OSError):
-                    nbytes = os.lstat(file).st_size
-                self._stray[file] = nbytes
-        else:
-            self._stray.pop(file, None)
-
-    def _make_room(self, nbytes: int, keep: Chunk | None) -> bool:
-        """Remove what was used longest ago and nobody continues, until so many bytes fit; nothing, where that cannot
-        be. Ranks go before that: see `going`."""
-        if self.budget is None:
-            return True
-        for file in list(self._stray):
-            self._unlink(file)
-        self._count()
-        if self.nbytes + self.rest + nbytes <= self.budget:
-            return True  # to look where the tokens of all ranked conversations are takes time
-        if not self.leaves(nbytes, keep):
-            return False
-        if keep is not None:
-            self._chunks.use(keep)  # so that it goes last
-        rest = self.rest
-        gone, left = self._order.first(self.nbytes, self.budget - rest - nbytes, keep, self.clock)
-        if left + rest + nbytes > self.budget:
-            pinned = ", ".join(map(repr, self._order.pinned[:8]))
-            self.problem = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves, with {pinned} pinned"
-            return False
-        if not self._let_go(gone):
-            self.problem += ": nothing made room, and a sequence was not saved"
-            return False
-        if self.nbytes + rest + nbytes > self.budget:  # of some, the files could not be removed
-            self.problem += ": there is no room, and a sequence was not saved"
-            return False
-        return True
-
-    def _give_way(self) -> None:
-        """What conversations are has grown. It cannot be computed again, so that keys and values make room."""
-        self._count()
-        if self.budget is None or self.nbytes + self.rest <= self.budget:
-            return
-        gone, _ = self._order.first(self.nbytes, self.budget - self.rest, None, self.clock)
-        self._let_go(gone)
-        if self.nbytes + self.rest > self.budget:
-            self.problem = (
-                f"what conversations are takes {self.rest} bytes, more than the disk budget of {self.budget} leaves, "
-                "and no keys and values are saved"
-            )
-
-    def _count(self) -> None:
-        """Count what the manifest takes."""
-        with contextlib.suppress(*_FAILURES):
-            self.rest = max(self._manifest.nbytes - self._chunks.row_bytes, 0)
-
-    def _let_go(self, gone: Sequence[Chunk]) -> bool:
-        """Remove chunks, what continues a chunk before it. Whether they are gone."""
-        if gone:
-            try:
-                with self._manifest.transaction():
-                    self._manifest.remove([x.number for x in gone])
-            except _FAILURES as error:
-                self.problem = str(error)
-                return False
-            self._manifest.give_back()
-            self._remove(gone[::-1])
-        return True
+            self.room.drop(gone[::-1])
+        self._sweep()
 
     # Ranks
 
@@ -425,13 +341,16 @@ class Disk:
         """Remove what has not been used for its time to live, but for what others continue. Returns the chunks."""
         with self._lock:
             gone = self._order.expired(self.clock)
-            return len(gone) if self._let_go(gone) else 0
+            why = self.room.let_go(gone)
+        self.problem = why or self.problem
+        self._sweep()
+        return 0 if why else len(gone)
 
     # Prices
 
     def prices(self, machine: str) -> Any:
         """What loading and computing took on a machine, as `save_prices` was given it; None: nobody knows."""
-        with self._lock, contextlib.suppress(*_FAILURES, ValueError, RecursionError):
+        with self._lock, contextlib.suppress(*FAILURES, ValueError, RecursionError):
             return self._manifest.prices(machine)
         return None
 
@@ -456,10 +375,11 @@ class Disk:
             if self._folder.is_inherited:
                 self.problem = self._inherited
                 return False
-            self._manifest.save_conversation(name, state, name in self._order, written)
+            self._conversations.save(name, state, name in self._order, written)
             is_saved = True
             self._forgotten.discard(name)
-            self._give_way()
+            self.problem = self.room.give_way(self.clock) or self.problem
+        self._sweep()
         return is_saved
 
     def drop_conversation(self, name: str) -> None:
@@ -476,9 +396,9 @@ class Disk:
             return
         for name in list(self._forgotten):
             with self._telling(f"conversation {name!r} was not removed"):
-                self._manifest.drop_conversation(name)
+                self._conversations.drop(name)
                 self._forgotten.discard(name)
-        self._count()
+        self.room.count()
 
     def names(self) -> dict[str, bool]:
         """Of all conversations that are saved: whether each has a rank of its own. What they are is not read, for that
@@ -492,7 +412,7 @@ class Disk:
             raise ConfigError(f"The conversations in {self.path} cannot be read: {self._inherited}")
         try:
             with self._lock:
-                for each in self._manifest.names():
+                for each in self._conversations.names():
                     if each is None:
                         self.damaged += 1
                     else:
@@ -521,9 +441,9 @@ class Disk:
         try:
             with self._lock:
                 self._check_open()
-                found = self._manifest.conversation(name, written)
+                found = self._conversations.read(name, written)
                 if found is None:
-                    found = self._manifest.mend(name)
+                    found = self._conversations.mend(name)
                     self.damaged += 1
                     what = "nothing of it is left" if found is None else "what precedes the damage is left"
                     self.problem = f"conversation {name!r} is damaged: {what}, and what was saved is kept aside"
@@ -542,16 +462,10 @@ class Disk:
         """Go on where something fails that no call waits for, and say so."""
         try:
             yield
-        except (*_FAILURES, TypeError, ValueError, RecursionError) as error:
+        except (*FAILURES, TypeError, ValueError, RecursionError) as error:
             self.problem = f"{error}: {what}"
 
     # Life
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files, of what is kept of each, and of files that could not be removed."""
-        with self._lock:
-            return self._chunks.nbytes + sum(self._stray.values())
 
     @property
     def chunks(self) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from kvtier.conversation.disk.contents import Contents, check_there, compare, stop_of
+from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.files import LARGEST, Damaged, read_tensors, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder, sync_names
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
@@ -83,7 +84,7 @@ class Upkeep:
         if name not in self.contents().conversations:
             raise ConfigError(f"{self._folder.path} has no conversation {name!r}.")
         with self._telling():
-            self._manifest.drop_conversation(name)
+            ConversationRows(self._manifest).drop(name)
 
     def collect(self) -> tuple[int, int]:
         """Remove what no conversation refers to, and files that no row names. Returns files and bytes.
@@ -98,6 +99,20 @@ class Upkeep:
             self._remove(found, gone)
         self._unlink(gone)
         return files + len(gone), nbytes + sum(found.rows[n].nbytes for n in gone)
+
+    def drop_computed_by(self, version: str) -> tuple[int, int]:
+        """Remove the keys and values that a version of a model's code has computed: see `Contents.computed_by`. What
+        conversations are stays. Returns files and bytes.
+
+        Raises:
+            ConfigError: there are none, or they could not be removed.
+        """
+        found = self.contents()
+        gone = found.chunks_of(version)
+        with self._telling(), self._manifest.transaction():
+            self._remove(found, gone)
+        self._unlink(gone)
+        return len(gone), sum(found.rows[n].nbytes for n in gone)
 
     def repair(self) -> int:
         """Forget every chunk that is not what was written, with what continues it; of every such conversation what
@@ -115,7 +130,7 @@ class Upkeep:
         below = list(dict.fromkeys(below))
         with self._telling(), self._manifest.transaction():
             self._remove(found, [*rows, *below])
-            self._manifest.drop_damaged_conversations()
+            ConversationRows(self._manifest).drop_damaged()
         self._unlink([*rows, *below])
         return len(below) + len(found.damage)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.conversation.index import WIDTH, PrefixIndex
 from kvtier.conversation.kept.retention import Retention
-from kvtier.errors import ConfigError
+from kvtier.errors import BudgetError, ConfigError
 from kvtier.eviction.rank import DEFAULT, Rank
+from kvtier.memory.tiered import TieredMemory
 from kvtier.tables.parked.sequence import ParkedSequence
 from kvtier.tables.parked.sequences import ParkedSequences
 
@@ -234,3 +236,23 @@ class Ranks:
             mine = [self._ranked[name] for name in self._on.get(sequence, ())]
             assert sequence.pinned == max((x.has[sequence] for x in mine if x.rank.pinned), default=0), "pinned wrong"
             assert sequence.pinned <= sequence.length
+
+
+@contextlib.contextmanager
+def naming_who_is_pinned(memory: TieredMemory, ranks: Ranks) -> Iterator[None]:
+    """Say of what is refused within which conversations are pinned: what is kept of these takes room, and stays."""
+    try:
+        yield
+    except BudgetError as error:
+        with memory.lock, memory.change:
+            names = ranks.pinned
+        if not names or error.pinned:
+            raise
+        some = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        raise BudgetError(
+            f"{error} What is kept of conversations that are pinned stays, and is part of this: {some}.",
+            tier=error.tier,
+            needed=error.needed,
+            budget=error.budget,
+            pinned=names,
+        ) from error

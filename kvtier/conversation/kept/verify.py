@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 
 from kvtier.conversation.index import unpacked
 from kvtier.conversation.journal import JournalledCache
+from kvtier.conversation.kept.kept import Kept
 from kvtier.errors import CorruptionError
 from kvtier.hf.models import generation as of
+from kvtier.memory.tiered import TieredMemory
 
 #: Tokens that are compared together.
 _TOKENS = 64
@@ -42,7 +45,43 @@ def difference(kept: Mapping[int, Pair], computed: Mapping[int, Pair]) -> str:
     return ""
 
 
-def verify(model: Any, cache: JournalledCache, ids: bytes, length: int) -> int:
+def verify(
+    model: Any,
+    memory: TieredMemory,
+    kept: Kept,
+    new_cache: Callable[[], JournalledCache],
+    computed_as: Hashable,
+    sequences: int,
+) -> int:
+    """Compute some sequences that are kept again, chosen at random, and compare.
+
+    Args:
+        memory, kept, new_cache: of the store.
+        computed_as: what keys and values depend on now, besides tokens.
+        sequences: how many, at the most.
+
+    Returns:
+        The tokens that were compared.
+
+    Raises:
+        CorruptionError: some differ by more than rounding. That sequence is not kept any more.
+    """
+    with memory.lock, memory.change:
+        entries = [x for x in kept.entries.values() if x.key[0] == computed_as and not x.sequence.start]  # type: ignore[index]
+    compared = 0
+    for entry in random.sample(entries, min(sequences, len(entries))):
+        with new_cache() as cache:
+            try:
+                length = cache._forward.follow(kept.parked, [entry.sequence], 1 << 60)
+                compared += compare(model, cache, entry.ids, length)
+            except CorruptionError:
+                with memory.lock, memory.change:
+                    kept.drop_corrupt([entry])
+                raise
+    return compared
+
+
+def compare(model: Any, cache: JournalledCache, ids: bytes, length: int) -> int:
     """Compute the tokens of a cache of one row again, and compare.
 
     Args:

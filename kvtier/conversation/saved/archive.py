@@ -146,7 +146,9 @@ class Archive:
         """Save tokens from one on as a chain of chunks, or nothing of them where the budget leaves no room for all."""
         tokens = stop - start
         nbytes = sum(x.nbytes for x in tensors.values())
-        if not self.disk.leaves(nbytes, parent):
+        why = self.disk.room.leaves(nbytes, parent)
+        if why:
+            self.disk.problem = why
             return
         portion = max(LARGEST * tokens // max(nbytes, 1), 1)
         for at in range(0, tokens, portion):

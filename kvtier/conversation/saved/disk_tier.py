@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable
@@ -12,8 +12,10 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
+from kvtier.config import format_size
 from kvtier.conversation.disk.chunks import Chunk
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.disk.keys import UNKNOWN, computed_by, key_of, prefix_of
 from kvtier.conversation.index import WIDTH
 from kvtier.conversation.journal import JournalledCache, Took
 from kvtier.conversation.kept.kept import Entry, Kept
@@ -28,8 +30,6 @@ from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.resuming.loading import LoadOrCompute
 from kvtier.planning.resuming.prefix import SavedPrefix
 
-#: In a key, as `_key` makes them.
-_COMPUTED_BY = re.compile(r"\(\('(transformers [^']*)', ")
 _SOONER = "what is saved is expected to be computed sooner than loaded"
 
 
@@ -272,25 +272,29 @@ class DiskTier:
 def prefix() -> str:
     """What the keys begin with, on the disk, of what this process computes. A model's code is Transformers', and other
     versions of it may compute other keys and values of the same weights."""
-    return f"(({of.COMPUTED_BY!r}, "
+    return prefix_of(of.COMPUTED_BY)
 
 
 def _key(key: Hashable) -> str | None:
     """A key as the disk has it; None: what is under it is not saved, for other processes cannot know its salt."""
     computed_as, salt = cast(tuple[tuple[Any, ...], Any], key)
     is_known = salt is None or type(salt) in (str, int, bytes)
-    return repr(((of.COMPUTED_BY, *computed_as), salt)) if is_known else None
+    return key_of(of.COMPUTED_BY, computed_as, salt) if is_known else None
 
 
 def _tell_others(disk: Disk) -> None:
-    """Say that a folder has what another version of Transformers has computed, if it has."""
-    found = {
-        each[1] if (each := _COMPUTED_BY.match(key)) else "an unknown version of transformers" for key in disk.others
-    }
-    if found:
+    """Say that a folder has what another version of Transformers has computed, if it has, and how it is removed: users
+    may go back to that version, so nothing removes it for them but a disk budget."""
+    if disk.others:
+        versions = sorted(set(map(computed_by, disk.others)))
+        names = ", ".join("an unknown version of transformers" if x == UNKNOWN else x for x in versions)
+        short = " ".join(shlex.quote(x.removeprefix("transformers ")) for x in versions)
+        size = format_size(sum(disk.others.values()))
+        until = "" if disk.room.budget is None else " until the disk budget needs the room"
         disk.problem = (
-            f"{disk.path} has keys and values that were computed by {', '.join(sorted(found))}. This is "
-            f"{of.COMPUTED_BY}, whose models may compute others: they are computed again where they are needed. "
-            "Conversations, their ids and messages, are what they were."
+            f"{disk.path} has keys and values that were computed by {names}. This is {of.COMPUTED_BY}, whose models "
+            "may compute others: they are computed again where they are needed. Conversations, their ids and messages, "
+            f"are what they were. What the others have computed takes {size}, and stays{until}; "
+            f"once no store has the folder open, `kvtier store drop {shlex.quote(str(disk.path))} {short}` removes it."
         )
         warnings.warn(disk.problem, RuntimeWarning, stacklevel=4)

@@ -124,6 +124,7 @@ class Waker:
         self._keeper = keeper
         self._lock = threading.Lock()
         self._queue: deque[Wake] = deque()
+        self._closed = False
         self._thread: threading.Thread | None = None
         # That reads from the disk now. Changed under the memory's lock.
         self._loading: Wake | None = None
@@ -145,6 +146,10 @@ class Waker:
             self._end(wake)
             return wake
         with self._lock:
+            if self._closed:
+                wake.why = "the store was closed"
+                self._end(wake)
+                return wake
             self._queue.append(wake)
             if self.background and (self._thread is None or not self._thread.is_alive()):
                 # Listed first: what is interrupted here leaves no thread that nobody knows.
@@ -185,7 +190,9 @@ class Waker:
             thread.join()
 
     def close(self) -> None:
-        """The same, for good."""
+        """The same, for good: what is submitted from now on ends at once."""
+        with self._lock:
+            self._closed = True
         self.stop()
         self._finalizer()
 

@@ -296,7 +296,7 @@ def test_an_interrupt_while_rows_change_leaves_no_keys_under_other_ids(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama")
-    with store_of(model) as store, store._new_cache() as cache:
+    with store_of(model) as store, store.caches.new() as cache:
         ids = some_ids(12, rows=2)
         cache.begin(ids[:, :0])
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,3 +135,36 @@ def test_what_was_given_cannot_be_changed_by_its_user(encoded: Encoded) -> None:
     encoded.store.generate(**inputs, **GREEDY)
     hook.remove()
     assert encoded.ask(inputs) == 0
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("no memory"), MemoryError()]
+)
+def test_where_a_copy_does_not_fit_a_call_goes_on_and_says_what_is_not_kept(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, inputs = Encoded("bart"), ones(some_ids(20))
+    with encoded.store as store:
+        fails(error, monkeypatch)
+        assert encoded.ask(inputs) == 1
+        assert store.stats.state_bytes == 0
+        assert "what an encoder gave is not kept" in store.stats.problem
+        monkeypatch.undo()
+        assert [encoded.ask(inputs), encoded.ask(inputs)] == [1, 0]
+        fails(error, monkeypatch)
+        assert encoded.ask(inputs) == 0, "the call has what was kept itself"
+        assert store.stats.state_bytes == 0, "which its user may change"
+        monkeypatch.undo()
+        assert [encoded.ask(inputs), encoded.ask(inputs)] == [1, 0]
+
+
+def fails(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is as large as what the encoder gives cannot be copied here, but for what the model itself copies."""
+    clone = torch.Tensor.clone
+
+    def clones(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if sys._getframe(1).f_globals["__name__"] == "kvtier.conversation.calls.encoder":
+            raise error
+        return clone(x, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "clone", clones)

@@ -121,7 +121,7 @@ def test_whichever_call_fails_what_was_saved_is_there(
     assert all([save(with_all, x) for x in (B, A, A2)])
     with_all.save_conversation("gone", {})
     # Without B there is room for the new turn.
-    budget = with_all.nbytes + 4000 - 1 if evicts else None
+    budget = with_all.room.nbytes + 4000 - 1 if evicts else None
     with_all.close()
     if evicts:
         probe = disk_of(shutil.copytree(source, tmp_path / "probe"), budget)
@@ -149,7 +149,7 @@ def test_whichever_call_fails_what_was_saved_is_there(
         again.check_integrity()
         again.close()
         files = files_of(folder)
-        assert files <= (again.budget or files)
+        assert files <= (again.room.budget or files)
         assert files == sum(x.nbytes for x in again._chunks)
         shutil.rmtree(folder)
         if left[0] >= 0:
@@ -210,7 +210,7 @@ def test_a_file_and_its_name_are_on_the_disk_before_its_row_and_a_row_is_gone_be
     disk = disk_of(tmp_path, 4000)
     done.clear()
     others = ("UPDATE", "PRAGMA")  # when chunks were used, and how many pages there are
-    disk._manifest._db.set_trace_callback(lambda x: done.append(x.split()[0]) if x.split()[0] not in others else None)
+    disk._manifest.db.set_trace_callback(lambda x: done.append(x.split()[0]) if x.split()[0] not in others else None)
     assert save(disk, A)
     new, old = "000000000002.safetensors", "000000000001.safetensors"
     assert done == [
@@ -218,8 +218,8 @@ def test_a_file_and_its_name_are_on_the_disk_before_its_row_and_a_row_is_gone_be
         *(f"fsync {new}.new", f"replace {new}.new", f"fsync {tmp_path.name}"),
         *("BEGIN", "INSERT", "COMMIT"),
     ]
-    (synchronous,) = disk._manifest._db.execute("PRAGMA synchronous").fetchone()
-    (journal,) = disk._manifest._db.execute("PRAGMA journal_mode").fetchone()
+    (synchronous,) = disk._manifest.db.execute("PRAGMA synchronous").fetchone()
+    (journal,) = disk._manifest.db.execute("PRAGMA journal_mode").fetchone()
     assert (synchronous, journal) == (2, "wal"), "a commit is not on the disk when it returns"
     disk.close()
 

@@ -23,12 +23,13 @@ from disks import OF, content, disk_of, load, save, states_of
 
 from kvtier import ConfigError, StoreInUseError
 from kvtier.conversation.disk import disk as disks_module
-from kvtier.conversation.disk import manifest as manifest_module
 from kvtier.conversation.disk.chunks import Chunks
 from kvtier.conversation.disk.contents import contents
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
+from kvtier.conversation.disk.manifest import VERSION
+from kvtier.conversation.disk.pieces import digest
 from kvtier.conversation.disk.upkeep import Upkeep
 from kvtier.conversation.index import packed
 from kvtier.eviction.rank import Rank
@@ -67,9 +68,9 @@ def test_what_is_found_and_read_is_what_a_list_of_all_sequences_has(
         ids += [rng.randrange(3) for _ in range(rng.randint(0, 30))]
         if what < 0.5:
             known.append(ids)
-            before = disk.nbytes
+            before = disk.room.nbytes
             assert save(disk, ids, key), disk.problem
-            gone |= disk.nbytes < before
+            gone |= disk.room.nbytes < before
             saved.of.append((key, ids))
         elif what < 0.9:
             there = load(disk, ids, key)
@@ -86,7 +87,7 @@ def test_what_is_found_and_read_is_what_a_list_of_all_sequences_has(
         disk.check_integrity()
         files = {x.name: x.stat().st_size for x in tmp_path.glob("*.safetensors*")}
         assert files == {f"{x.number:012}.safetensors": x.nbytes for x in disk._chunks}
-        assert disk.nbytes <= (budget or disk.nbytes)
+        assert disk.room.nbytes <= (budget or disk.room.nbytes)
     assert (disk.damaged, disk.problem) == (0, "")
     assert gone or not budget, "nothing had to make room"
     for key, ids in saved.of:
@@ -100,7 +101,7 @@ def test_what_was_used_longest_ago_goes_first_whatever_the_clock_and_the_numbers
         assert save(disk, [n] * 40)
     for _ in range(50):
         assert load(disk, [0] * 40)
-    room = disk.nbytes
+    room = disk.room.nbytes
     disk.close()
     disk = disk_of(tmp_path, room + 700)
     assert save(disk, [6] * 40)
@@ -207,19 +208,19 @@ def test_what_conversations_are_is_within_the_budget_and_keys_and_values_give_wa
     disk = disk_of(tmp_path, budget)
     text = {"messages": [{"role": "user", "content": "x" * 50_000}]}
     for n in range(14):
-        assert disk.nbytes + disk.rest <= budget or disk.problem
+        assert disk.room.nbytes + disk.room.rest <= budget or disk.problem
         before = disk.chunks
         disk.save_conversation(f"{n}", text)
         went += disk.chunks < before
         save(disk, [n] * 100)
         disk.check_integrity()
-        assert disk.rest + disk.nbytes <= budget or not disk.chunks
+        assert disk.room.rest + disk.room.nbytes <= budget or not disk.chunks
         problems.append(disk.problem)
     assert went, "nothing had to give way"
     assert not any(problems[:9])
     assert "what conversations are" in problems[-1]
     assert all(disk.conversation(f"{n}") == text for n in range(14))
-    assert 14 * 48_000 <= disk.rest < 14 * 50_000 * 1.1
+    assert 14 * 48_000 <= disk.room.rest < 14 * 50_000 * 1.1
     # What is forgotten leaves room again, and is given back to the file system.
     for n in range(13):
         disk.drop_conversation(f"{n}")
@@ -229,7 +230,7 @@ def test_what_conversations_are_is_within_the_budget_and_keys_and_values_give_wa
     disk.close()
     assert (tmp_path / MANIFEST).stat().st_size < 250_000
     disk = disk_of(tmp_path, budget)
-    assert 40_000 < disk.rest < 60_000
+    assert 40_000 < disk.room.rest < 60_000
     disk.close()
 
 
@@ -245,9 +246,9 @@ def test_a_folder_whose_manifest_gives_nothing_back_does_so_when_it_is_compacted
     db.close()
     disk = disk_of(tmp_path, 2**19)
     disk.save_conversation("a", {"messages": ["x" * 300_000]})
-    assert disk.rest > 290_000
+    assert disk.room.rest > 290_000
     disk.drop_conversation("a")
-    assert disk.rest == 0, "pages that are free count"
+    assert disk.room.rest == 0, "pages that are free count"
     disk.close()
     with Upkeep(tmp_path) as upkeep:
         upkeep.compact()
@@ -350,7 +351,7 @@ def test_a_row_that_says_anything_else_is_not_used(change: str, tmp_path: Path) 
     disk = disk_of(tmp_path)
     assert (disk.damaged, disk.chunks) == (1, 3)
     assert (load(disk, [1] * 45), load(disk, [2] * 20)) == (30, 20)
-    assert disk.nbytes < 10**6
+    assert disk.room.nbytes < 10**6
     disk.close()
 
 
@@ -768,9 +769,9 @@ def test_a_conversation_whose_name_is_damaged_is_not_overwritten(tmp_path: Path)
     disk.save_conversation("a", {"ids": [1, 2]})
     disk.save_conversation("c", {"ids": [3]})
     assert states_of(disk) == {"a": {"ids": [1, 2]}, "c": {"ids": [3]}}
-    assert disk._manifest.aside() == 1
+    assert disk._conversations.aside() == 1
     disk.drop_conversation("c")
-    assert disk._manifest.aside() == 0, "what is forgotten is kept"
+    assert disk._conversations.aside() == 0, "what is forgotten is kept"
     disk.close()
 
 
@@ -822,7 +823,7 @@ def test_a_save_writes_as_much_of_the_manifest_however_long_its_chain_is(tmp_pat
         ids += [turn] * 8
         load(disk, ids[:-8])
         if turn in (20, 300):
-            disk._manifest._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            disk._manifest.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         assert save(disk, ids)
         if turn in (20, 300):
             written[turn] = log.stat().st_size
@@ -875,7 +876,7 @@ def test_a_folder_of_before_there_were_pieces_is_taken_as_it_is(tmp_path: Path) 
     with sqlite3.connect(tmp_path / MANIFEST) as db:
         db.execute("DROP TABLE pieces")
         db.execute("UPDATE about SET value = '3' WHERE name = 'version'")
-        row = (name, 0, manifest_module.digest_of(name, "0"), state, manifest_module.digest_of(name, state))
+        row = (name, 0, digest(name, "0"), state, digest(name, state))
         db.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?)", row)
     db.close()
     assert contents(tmp_path).conversations == {"old": json.loads(state)}
@@ -886,7 +887,7 @@ def test_a_folder_of_before_there_were_pieces_is_taken_as_it_is(tmp_path: Path) 
     disk = disk_of(tmp_path)
     assert states_of(disk) == {"old": {"ids": [1, 2, 3, 4]}}
     disk.close()
-    assert contents(tmp_path).about["version"] == str(manifest_module.VERSION)
+    assert contents(tmp_path).about["version"] == str(VERSION)
 
 
 def test_folders_that_are_opened_and_closed_leave_nothing(tmp_path: Path) -> None:
@@ -923,7 +924,7 @@ def test_a_file_that_could_not_be_removed_keeps_its_number_and_is_counted(
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", failing)
         disk = disk_of(tmp_path, 10**6)
-        assert disk.nbytes == 1000
+        assert disk.room.nbytes == 1000
         assert "not removed" in disk.problem
     assert save(disk, [1, 2, 3])
     assert save(disk, [4, 5, 6])  # makes room, and removes what could not be removed
@@ -981,9 +982,9 @@ def test_what_is_known_of_a_conversation_is_not_written_again(tmp_path: Path) ->
     disk = disk_of(tmp_path)
     for name in "ab":
         disk.save_conversation(name, {"ids": [1]})
-    changes = disk._manifest._db.total_changes
+    changes = disk._manifest.db.total_changes
     disk.save_conversation("a", {"ids": [1]})
-    assert disk._manifest._db.total_changes == changes
+    assert disk._manifest.db.total_changes == changes
     disk.save_conversation("a", {"ids": [1, 2]})
     disk.rank("a", None, packed([1, 2]), Rank(priority=2), 0.0)
     disk.save_conversation("a", {"ids": [1, 2]})

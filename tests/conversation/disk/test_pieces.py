@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from disks import disk_of, states_of
 
-from kvtier.conversation.disk import manifest as manifest_module
-from kvtier.conversation.disk import pieces
+from kvtier.conversation.disk import conversations, pieces
 from kvtier.conversation.disk.contents import contents
 from kvtier.conversation.disk.files.folder import MANIFEST
 from kvtier.conversation.disk.pieces import Written
@@ -92,7 +91,7 @@ def test_a_save_serialises_digests_and_reads_what_was_added(
 
     monkeypatch.setattr(pieces.json, "dumps", counted(dumps, lambda _, text: len(text)))
     monkeypatch.setattr(pieces, "digest", counted(digest, lambda args, _: len(args[1])))
-    monkeypatch.setattr(manifest_module, "digest_of", counted(digest, lambda args, _: len(args[1])))
+    monkeypatch.setattr(conversations, "digest_of", counted(digest, lambda args, _: len(args[1])))
     monkeypatch.setattr(pieces, "_rows", counted(rows, lambda _, found: sum(len(x[2]) for x in found)))
     for turn in range(1, 20):
         ids = [*ids, *range(128)]
@@ -145,7 +144,7 @@ def test_what_is_changed_in_place_is_saved_though_the_rest_is_known(tmp_path: Pa
 def test_a_save_whose_commit_fails_is_not_built_upon(tmp_path: Path) -> None:
     disk, written = disk_of(tmp_path), Written()
     disk.save_conversation("a", {"ids": [1, 2]}, written)
-    database = disk._manifest._db
+    database = disk._manifest.db
     database.set_progress_handler(lambda: 1, 1)  # whatever is asked, it is interrupted
     disk.save_conversation("a", {"ids": [1, 2, 3]}, written)
     database.set_progress_handler(None, 1)
@@ -186,7 +185,7 @@ def test_a_turn_of_a_long_conversation_writes_what_it_adds(tmp_path: Path) -> No
     assert max(written) < 120_000
     assert sum(written) / len(written) < 30_000
     assert disk.conversation("a") == {"ids": ids, "messages": messages, "used": 99}
-    rows = disk._manifest._db.execute("SELECT count(*) FROM pieces").fetchone()[0]
+    rows = disk._manifest.db.execute("SELECT count(*) FROM pieces").fetchone()[0]
     assert rows < 16, "the turns of a long conversation are read in a row each"
     disk.close()
 
@@ -197,7 +196,7 @@ def whole_lists(db: sqlite3.Connection, name: bytes) -> dict[str, str]:
     texts: dict[str, str] = {}
     for field, text in db.execute(select, (name,)):
         texts[field] = texts.get(field, field) + text
-    return {field: manifest_module.digest_of(name, text).hex() for field, text in texts.items()}
+    return {field: pieces.digest(name, text).hex() for field, text in texts.items()}
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -209,7 +208,7 @@ def test_a_folder_that_has_digests_of_whole_lists_too_is_taken_as_it_is(damaged:
     with sqlite3.connect(tmp_path / MANIFEST) as db:
         ((name, text),) = db.execute("SELECT name, state FROM conversations").fetchall()
         text = json.dumps({**json.loads(text), "pieces": whole_lists(db, name)})
-        row = text, manifest_module.digest_of(name, text)
+        row = text, pieces.digest(name, text)
         db.execute("UPDATE conversations SET state = ?, digest = ?", row)
         db.execute("UPDATE about SET value = '4' WHERE name = 'version'")
         if damaged:
@@ -242,7 +241,7 @@ def test_a_folder_of_before_pieces_had_digests_is_taken_as_it_is(tmp_path: Path)
             state = json.loads(text)
             state["pieces"] = whole_lists(db, name)
             del state["digests"]
-            row = json.dumps(state), manifest_module.digest_of(name, json.dumps(state)), name
+            row = json.dumps(state), pieces.digest(name, json.dumps(state)), name
             db.execute("UPDATE conversations SET state = ?, digest = ? WHERE name = ?", row)
         db.execute("UPDATE pieces SET text = '[1, 2, 4]' WHERE field = 'ids' AND name = CAST('b' AS BLOB)")
     db.close()

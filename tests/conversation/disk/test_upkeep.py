@@ -140,7 +140,7 @@ def test_a_merged_file_is_not_larger_than_is_asked_for(tmp_path: Path) -> None:
             ids = [*ids, n % 5]
             save(disk, ids)
         disk.save_conversation("a", {"ids": ids, "messages": [], "salt": None})
-        each = disk.nbytes // 20
+        each = disk.room.nbytes // 20
     with Upkeep(tmp_path) as upkeep:
         assert upkeep.compact(largest=each * 4).merged
     assert all(row.nbytes <= each * 4 for row in contents(tmp_path).rows.values())
@@ -279,7 +279,7 @@ def test_nobody_puts_a_folder_in_order_that_is_open_and_anybody_may_read_it(tmp_
         with pytest.raises(StoreInUseError):
             Upkeep(tmp_path)
         assert len(contents(tmp_path).rows) == 1
-        assert verify(tmp_path) == (1, disk.nbytes - 512 - 24, [])
+        assert verify(tmp_path) == (1, disk.room.nbytes - 512 - 24, [])
         save(disk, [1, 2, 3, 4])
         assert len(contents(tmp_path).rows) == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sqlite3
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from families import tiny_model
 from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
 
 from kvtier import ConversationStore
+from kvtier.cli.main import main
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.folder import MANIFEST
 from kvtier.conversation.disk.manifest import Row
@@ -81,6 +83,24 @@ def test_what_another_version_has_computed_is_computed_again_and_histories_stay(
         store.generate(**ones(torch.tensor([[*ids, 5]])), **GREEDY)
         assert store.reuse[0].loaded >= len(ids) - 1
         assert store.stats.damaged == 0
+    # Nothing of it is left when the user drops it, by the command that the warning gives.
+    monkeypatch.undo()
+    with pytest.warns(RuntimeWarning, match="and stays; once no store has the folder open, `kvtier store drop") as told:
+        store = store_of(model, directory=tmp_path)
+    before = store.stats.saved_bytes
+    store.close()
+    command = re.search("`kvtier (store drop .*)`", str(told[0].message))
+    assert command is not None
+    assert main(shlex.split(command[1])) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store = store_of(model, directory=tmp_path)
+    with store:
+        assert store.stats.saved_bytes < before
+        assert store.stats.problem == ""
+        assert store.open("alice").messages == messages
+        store.generate(**ones(torch.tensor([[*chat.ids, 5]])), **GREEDY)
+        assert store.reuse[0].loaded >= len(ids), "this version's own stay"
 
 
 def test_of_a_folder_that_does_not_say_which_version_nothing_is_used(model: Any, tmp_path: Path) -> None:
@@ -97,7 +117,8 @@ def test_of_a_folder_that_does_not_say_which_version_nothing_is_used(model: Any,
             assert row.key == "((None,), None)"
             db.execute("UPDATE chunks SET key = ?, digest = ? WHERE number = ?", (row.key, row.digest, number))
     db.close()
-    with pytest.warns(RuntimeWarning, match=said("an unknown version of transformers")):
+    unknown = said("an unknown version of transformers") + ".* unknown` removes it"
+    with pytest.warns(RuntimeWarning, match=unknown):
         store: ConversationStore = store_of(model, directory=tmp_path)
     with store:
         assert torch.equal(store.generate(**ones(ids), **GREEDY), fresh(model, ones(ids)))
@@ -126,10 +147,10 @@ def test_what_others_have_computed_goes_first_where_room_is_needed_pinned_or_not
     disk = Disk(tmp_path, None, OF)
     for ids, key in ((new, "new, None)"), (old, "old, None)")):  # what is used last is the other version's
         assert save(disk, ids, key)
-    nbytes = disk.nbytes
+    nbytes = disk.room.nbytes
     disk.close()
-    disk = Disk(tmp_path, nbytes + disk.rest + 10_000, OF, "new")
-    assert disk.others == {"old, None)"}
+    disk = Disk(tmp_path, nbytes + disk.room.rest + 10_000, OF, "new")
+    assert disk.others.keys() == {"old, None)"}
     disk.rank("pinned", None, packed(old), Rank(pinned=True), 0.0)
     assert disk.expire() == 0
     assert load(disk, old, "old, None)") == 400, "they stay as long as nobody needs the room"

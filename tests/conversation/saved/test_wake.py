@@ -18,7 +18,8 @@ from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 from kvtier import BudgetError, ConfigError, TieredKVCache, TieredMemory
 from kvtier.conversation.index import packed
 from kvtier.conversation.saved.archive import Archive
-from kvtier.conversation.saved.wake import Waker
+from kvtier.conversation.saved.wake import Wake, Waker
+from kvtier.hf.models import generation
 from kvtier.memory.blocks.block import State
 
 DEVICE = 60_000
@@ -259,6 +260,33 @@ def test_a_store_ends_in_the_midst_of_a_wake(how: str, tmp_path: Path, monkeypat
     assert not memory.conceding
     memory.close()
     assert not [x for x in threading.enumerate() if x.name == "kvtier-waking"]
+
+
+@pytest.mark.parametrize("when", ["while", "after"])
+def test_a_wake_that_races_the_end_of_its_store_leaves_nothing(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids, wakes = tiny_model("llama"), some_ids(40), list[Wake]()
+    with TieredMemory(host_budget="64MiB") as memory:
+        options: dict[str, Any] = {"memory": memory, "host_budget": None, "directory": tmp_path}
+        with store_of(model, **options) as store:
+            store.generate(**ones(ids), **GREEDY)
+        store = store_of(model, **options)
+        key, row = (generation.computed_as(model), None), packed(ids[0].tolist())
+
+        def asks() -> None:
+            wakes.append(store._waker.submit(key, row))
+            assert wakes[0].wait(60)
+
+        if when == "while":
+            close = store.caches.close
+            monkeypatch.setattr(store.caches, "close", lambda: (close(), store._kept.parked.close(), asks()))
+        store.close()
+        if when == "after":
+            asks()
+        assert (wakes[0].loaded, wakes[0].why) == (0, "the store was closed")
+        memory.check_integrity()
+        assert memory.stats.host.used_blocks == 0
 
 
 def test_wakes_and_turns_of_many_threads_have_the_tokens_of_a_new_cache(tmp_path: Path) -> None:

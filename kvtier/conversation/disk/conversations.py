@@ -1,0 +1,250 @@
+"""`ConversationRows`: what conversations are, in the database of a folder. Each is a row, and pieces of its lists.
+
+What is damaged is not used: of a conversation what precedes the damage is left, and what was saved is set aside, for it
+cannot be computed again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from kvtier.conversation.disk.manifest import Manifest
+from kvtier.conversation.disk.pieces import GROWING, Listed, Written, read_list, save_list
+from kvtier.conversation.disk.pieces import digest as digest_of
+
+# What is there already is not written again: nobody waits for a disk then. And it keeps its place in the order.
+_SAVE_CONVERSATION = (
+    "INSERT INTO conversations VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET ranked = excluded.ranked, "
+    "mark = excluded.mark, state = excluded.state, digest = excluded.digest WHERE (ranked, mark, state, digest) "
+    "IS NOT (excluded.ranked, excluded.mark, excluded.state, excluded.digest)"
+)
+
+
+class _Read(NamedTuple):
+    """What is saved of a conversation.
+
+    Attributes:
+        state: what it is: of a list that is damaged, what precedes the damage.
+        lists: what is saved of its lists.
+        cut: the lists whose ends are lost.
+        damaged: whether some piece is not what was written.
+    """
+
+    state: dict[str, Any]
+    lists: dict[str, Listed]
+    cut: set[str]
+    damaged: bool
+
+
+class ConversationRows:
+    """The conversations of a folder. Not for several threads at once.
+
+    Args:
+        manifest: of the folder.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._db = manifest.db
+
+    def save(self, name: str, state: Mapping[str, Any], ranked: bool, written: Written | None = None) -> None:
+        """Save what a conversation is, in place of what it was, and whether it has a rank of its own. Of the lists that
+        grow at their end, what was added is written.
+
+        Args:
+            written: what is saved of it, and what is when this returns; without it, all that is saved is read.
+
+        Raises:
+            sqlite3.Error: it was not saved. TypeError, ValueError, RecursionError: JSON does not take it.
+        """
+        packed, written = _name(name), Written() if written is None else written
+        # Until the end nobody knows what is saved: a commit that fails may have been done.
+        was, written.digest = written.digest, None
+        lists, written.lists = written.lists, {}
+        with self._manifest.transaction():
+            select = "SELECT name, ranked, mark, digest FROM conversations WHERE name = ?"
+            *there, now = self._db.execute(select, (packed,)).fetchone() or (None, None)
+            if there[0] is not None and not _marked(*there) and not self._is_of(packed):  # it is not listed
+                self._set_aside(packed)
+            known = lists if was is not None and was == now else {}
+            digest, lists = self._write(packed, state, ranked, known)
+        written.digest, written.lists = digest, lists
+
+    def _write(
+        self, name: bytes, state: Mapping[str, Any], ranked: bool, known: Mapping[str, Listed]
+    ) -> tuple[bytes, dict[str, Listed]]:
+        """Returns the digest of the row, and what is saved of the lists."""
+        lists = {x: state[x] for x in GROWING if isinstance(state.get(x), list)}
+        saved = {x: save_list(self._db, name, x, values, known.get(x)) for x, values in lists.items()}
+        digests = {x: [piece.digest for piece in listed.pieces] for x, listed in saved.items()}
+        text = json.dumps({x: value for x, value in state.items() if x not in lists} | {"digests": digests})
+        row = (name, int(ranked), digest_of(name, f"{int(ranked)}"), text, digest_of(name, text))
+        self._db.execute(_SAVE_CONVERSATION, row)
+        return row[-1], saved
+
+    def _said(self, name: Any, state: Any, digest: Any) -> _Read | None:
+        """What a row and its pieces say; None: the row is not what was written."""
+        if type(name) is not bytes or type(state) is not str or digest_of(name, state) != digest:
+            return None
+        found: dict[str, Any] = json.loads(state)
+        digests, wholes = found.pop("digests", {}), found.pop("pieces", {})
+        read = _Read(found, {}, set(), False)
+        for field in wholes | digests:
+            items, listed, is_whole, is_damaged = read_list(
+                self._db, name, field, digests.get(field), wholes.get(field)
+            )
+            found[field], read.lists[field] = items, listed
+            if not is_whole:
+                read.cut.add(field)
+            read = read._replace(damaged=read.damaged or is_damaged)
+        return read
+
+    def _state(self, name: Any, state: Any, digest: Any, written: Written | None = None) -> dict[str, Any] | None:
+        """What a row and its pieces say; None: that is not what was written."""
+        read = self._said(name, state, digest)
+        if read is None or read.damaged:
+            return None
+        if written is not None:
+            written.digest, written.lists = digest, read.lists
+        return read.state
+
+    def mend(self, name: str) -> dict[str, Any] | None:
+        """Set a conversation that is damaged aside, as it is, and save in its place what of it is whole: of each list
+        what precedes the first piece that is damaged. What that is; None: nothing, or there is no such conversation.
+
+        Raises:
+            sqlite3.Error, ValueError, RecursionError: it was not set aside, and is what it was.
+        """
+        packed = _name(name)
+        with self._manifest.transaction():
+            select = "SELECT ranked, state, digest FROM conversations WHERE name = ?"
+            for ranked, state, digest in self._db.execute(select, (packed,)).fetchall():
+                left = self._left(packed, state, digest)
+                self._set_aside(packed)
+                for table in ("conversations", "pieces"):
+                    self._db.execute(f"DELETE FROM {table} WHERE name = ?", (packed,))
+                if left is not None:
+                    self._write(packed, left, ranked != 0, {})
+                return left
+        return None
+
+    def _set_aside(self, name: bytes) -> None:
+        (number,) = self._db.execute("SELECT coalesce(max(number), 0) + 1 FROM aside").fetchone()
+        for source in ("NULL, NULL, NULL, state FROM conversations", "field, start, stop, text FROM pieces"):
+            self._db.execute(f"INSERT INTO aside SELECT ?, name, {source} WHERE name = ?", (number, name))
+
+    def _left(self, name: Any, state: Any, digest: Any) -> dict[str, Any] | None:
+        """What is whole of a conversation; None: nothing."""
+        read = self._said(name, state, digest)
+        if read is None:
+            return None
+        return _whole_turns(read.state) if "messages" in read.cut else read.state
+
+    def aside(self) -> int:
+        """How many conversations were set aside.
+
+        Raises:
+            sqlite3.Error: the database is damaged.
+        """
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'aside'").fetchone():
+            return 0  # it is only read, and of before
+        return int(self._db.execute("SELECT count(DISTINCT number) FROM aside").fetchone()[0])
+
+    def drop(self, name: str) -> None:
+        """Forget a conversation, and what was set aside of it.
+
+        Raises:
+            sqlite3.Error: it is there still.
+        """
+        with self._manifest.transaction():
+            for table in ("conversations", "pieces", "aside"):
+                self._db.execute(f"DELETE FROM {table} WHERE name = ?", (_name(name),))
+        self._manifest.give_back()
+
+    def drop_damaged(self) -> None:
+        """Forget what is not what was written of conversations, and what was set aside.
+
+        Raises:
+            sqlite3.Error: they are there still.
+        """
+        rows = self._db.execute("SELECT rowid, * FROM conversations").fetchall()
+        for number, name, ranked, mark, state, digest in rows:
+            if _marked(name, ranked, mark) and self._state(name, state, digest) is not None:
+                continue
+            left = self._left(name, state, digest)
+            self._db.execute("DELETE FROM conversations WHERE rowid = ?", (number,))
+            if left is not None:
+                self._db.execute("DELETE FROM pieces WHERE name = ?", (name,))
+                self._write(name, left, ranked != 0, {})
+        self._db.execute("DELETE FROM pieces WHERE name NOT IN (SELECT name FROM conversations)")
+        self._db.execute("DELETE FROM aside")
+
+    def names(self) -> Iterator[tuple[str, bool] | None]:
+        """Of all conversations, in the order of their making, and whether each has a rank of its own; None for one that
+        is damaged. What they are is not read, unless that is damaged: then it may have a rank.
+
+        Raises:
+            sqlite3.Error: the database is damaged.
+        """
+        for name, ranked, mark in self._db.execute("SELECT name, ranked, mark FROM conversations ORDER BY rowid"):
+            marked = _marked(name, ranked, mark)
+            if marked or self._is_of(name):
+                yield name.decode("utf-8", "surrogatepass"), bool(ranked) or not marked
+            else:
+                yield None
+
+    def _is_of(self, name: Any) -> bool:
+        """Whether the state that a name has was written under it."""
+        select = "SELECT state, digest FROM conversations WHERE name = ?"
+        found = self._db.execute(select, (name,)).fetchone() if type(name) is bytes else None
+        return found is not None and type(found[0]) is str and digest_of(name, found[0]) == found[1]
+
+    def read(self, name: str, written: Written | None = None) -> dict[str, Any] | None:
+        """The state of a conversation; None: there is none, or it is not what was written.
+
+        Args:
+            written: what is saved of it, from now on.
+
+        Raises:
+            sqlite3.Error, ValueError: the database is damaged.
+        """
+        packed = _name(name)
+        for state, digest in self._db.execute("SELECT state, digest FROM conversations WHERE name = ?", (packed,)):
+            return self._state(packed, state, digest, written)
+        return None
+
+    def all(self) -> Iterator[tuple[str, dict[str, Any]] | None]:
+        """All that are saved: the name and the state of each; None for one that is damaged.
+
+        Raises:
+            sqlite3.Error, ValueError: the database is damaged.
+        """
+        for name, state, digest in self._db.execute("SELECT name, state, digest FROM conversations ORDER BY rowid"):
+            found = self._state(name, state, digest)
+            yield None if found is None else (name.decode("utf-8", "surrogatepass"), found)
+
+
+def _whole_turns(state: dict[str, Any]) -> dict[str, Any]:
+    """A conversation whose last messages are lost, up to the end of a turn: what is said next follows an answer."""
+    messages, ends = state["messages"], dict(state.get("ends", ()))
+    turns = [n for n in ends if n <= len(messages)]
+    users = [i for i, x in enumerate(messages) if isinstance(x, dict) and x.get("role") == "user"]
+    until = max(turns, default=users[-1] if users else 0)
+    found = state | {"messages": messages[:until]}
+    if "ends" in state:
+        found["ends"] = [[n, tokens] for n, tokens in ends.items() if n <= until]
+    if until in ends and "ids" in state:
+        found["ids"] = state["ids"][: ends[until]]
+    return found
+
+
+def _marked(name: Any, ranked: Any, mark: Any) -> bool:
+    """Whether a name, and that its conversation has a rank or not, are what was written."""
+    return type(name) is bytes and type(ranked) is int and digest_of(name, f"{ranked}") == mark
+
+
+def _name(name: str) -> bytes:
+    """Any string of Python's, also one that is no Unicode."""
+    return name.encode("utf-8", "surrogatepass")

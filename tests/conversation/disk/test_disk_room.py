@@ -1,0 +1,138 @@
+"""The bytes of a folder: the budget holds whatever comes between, and nobody waits for files that are written or go."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disks import disk_of, load, save
+from families import tiny_model
+from test_store import GREEDY, fresh, ones, some_ids, store_of
+
+from kvtier.conversation.disk import disk as disks_module
+from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.index import packed
+from kvtier.eviction.rank import Rank
+
+OLD, NEW = [1] * 400, [2] * 400
+
+
+def hangs(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> tuple[threading.Event, threading.Event]:
+    """A call that does not return, where it is for a chunk's file: it has begun, and it may end."""
+    begun, ends, call = threading.Event(), threading.Event(), getattr(module, name)
+
+    def hanging(file: Any, *args: Any, **options: Any) -> Any:
+        if str(file).endswith(".safetensors"):
+            begun.set()
+            assert ends.wait(60)
+        return call(file, *args, **options)
+
+    monkeypatch.setattr(module, name, hanging)
+    return begun, ends
+
+
+def full(folder: Path, more: int = 0) -> Disk:
+    """A folder with room for `OLD` or `NEW`, and so many bytes more; it has `OLD`."""
+    disk = disk_of(folder)
+    assert save(disk, OLD)
+    budget = disk.room.nbytes + disk.room.rest + 4000 + more
+    disk.close()
+    return disk_of(folder, budget)
+
+
+def all_return(calls: list[Callable[[], Any]]) -> None:
+    """None of these waits for what hangs. (The bound is generous: what hangs does not end.)"""
+    pool = ThreadPoolExecutor(1)
+    try:
+        for call in calls:
+            pool.submit(call).result(30)
+    finally:
+        pool.shutdown(wait=False)
+
+
+@pytest.mark.parametrize("what", ["unlink", "write_tensors"])
+def test_nobody_waits_for_a_file_that_goes_or_is_written(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = full(tmp_path)
+    begun, ends = hangs(monkeypatch, os if what == "unlink" else disks_module, what)
+    saving = threading.Thread(target=save, args=(disk, NEW))
+    saving.start()
+    try:
+        assert begun.wait(60)
+        all_return(
+            [
+                lambda: disk.find("k", packed(OLD)),
+                lambda: disk.save_conversation("forked", {"ids": [1, 2]}),
+                lambda: disk.conversation("forked"),
+                lambda: disk.rank("forked", None, packed([1, 2]), Rank(priority=1), 0.0),
+                lambda: disk.drop_conversation("forked"),
+                lambda: disk.names(),
+            ]
+        )
+        if what == "unlink":
+            assert disk.room.nbytes > 4000, "a file that is there counts"
+    finally:
+        ends.set()
+        saving.join()
+    assert (load(disk, NEW), load(disk, OLD)) == (400, 0), disk.problem
+    disk.check_integrity()
+    disk.close()
+
+
+@pytest.mark.parametrize("more", [0, 20_000])
+def test_what_grows_while_a_file_is_written_is_within_the_budget_with_it(
+    more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, write = full(tmp_path, more), disks_module.write_tensors
+    messages = [{"role": "user", "content": "x" * 15_000}]
+
+    def grows(*args: Any) -> Any:
+        found = write(*args)
+        assert disk.save_conversation("long", {"messages": messages})
+        return found
+
+    monkeypatch.setattr(disks_module, "write_tensors", grows)
+    assert save(disk, NEW) == (more > 0)
+    assert disk.room.nbytes + disk.room.rest <= (disk.room.budget or 0)
+    assert disk.conversation("long") == {"messages": messages}
+    assert more or "grown meanwhile, and a sequence was not saved" in disk.problem
+    assert {int(x.name[:12]) for x in tmp_path.glob("*.safetensors")} == set(disk._chunks.numbers)
+    disk.check_integrity()
+    disk.close()
+
+
+def test_conversations_are_opened_forked_rewound_and_parked_while_their_keys_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny_model("llama"), some_ids(30)
+    with store_of(model, directory=tmp_path) as store:
+        chat = store.open("alice")
+        begun, ends = hangs(monkeypatch, disks_module, "write_tensors")
+        out = chat.generate(**ones(ids), **GREEDY)
+        try:
+            assert begun.wait(60)
+            all_return(
+                [
+                    lambda: chat.fork("bob"),
+                    lambda: chat.rewind(tokens=3),
+                    lambda: chat.set_rank(priority=2),
+                    lambda: chat.park(),
+                    lambda: chat.wake(wait=True),
+                    lambda: store.open("bob").close(),
+                    lambda: store.open("carol").generate(**ones(out), **GREEDY),
+                ]
+            )
+        finally:
+            ends.set()
+        assert store.names == ["alice", "carol"]
+    with store_of(model, directory=tmp_path) as store:
+        chat = store.open("alice")
+        assert chat.ids == out[0, :-3].tolist()
+        inputs = ones(out[:, :-3])
+        assert fresh(model, inputs).equal(chat.generate(**inputs, **GREEDY))
