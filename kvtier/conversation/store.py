@@ -24,7 +24,7 @@ from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.given import check_count, check_name, check_salt, check_seconds, check_span, token_ids
 from kvtier.conversation.index import WIDTH, packed
 from kvtier.conversation.journal import note_forward
-from kvtier.conversation.kept.kept import Entry, Kept
+from kvtier.conversation.kept.kept import Kept
 from kvtier.conversation.kept.ranks import naming_who_is_pinned, rank_of
 from kvtier.conversation.kept.verify import verify
 from kvtier.conversation.names import Conversations
