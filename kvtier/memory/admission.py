@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from kvtier.errors import KVTierError
 from kvtier.memory.access.readers import Readers
 from kvtier.memory.owner import Owner
 from kvtier.memory.storage import shortage
-from kvtier.memory.storage.slabs import SlabAllocator
+from kvtier.memory.storage.slabs import Limits, SlabAllocator
 from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.memory.tiers.host import HostTier, Parked
 from kvtier.planning.admission import Claim, demand
@@ -108,6 +110,7 @@ class Admission:
 
         Raises:
             BudgetError: what the owners hold does not fit; names the smallest that works. Nothing was changed.
+            CorruptionError, TransferError: a block that was to move cannot. The budgets are as they were.
         """
         before = {slabs: slabs.limits for slabs in limits}
         try:
@@ -125,9 +128,8 @@ class Admission:
             for slabs, limit in limits.items():
                 self._vacate(slabs, limit, host)
                 slabs.resize(limit)  # at once: waiting for readers lets other threads in
-        except BaseException:
-            for slabs, limits_before in before.items():
-                slabs.limits = limits_before
+        except BaseException as error:
+            self._restore(before, host, moves=isinstance(error, Exception))
             raise
         finally:
             for slabs in limits:
@@ -135,6 +137,19 @@ class Admission:
             self._readers.resume()
         for slabs, limit in limits.items():
             slabs.resize(limit)
+
+    def _restore(self, before: Mapping[SlabAllocator, Limits], host: HostTier | None, *, moves: bool) -> None:
+        """Give the budgets back that there were. What has moved to a tier that was to gain room goes back; what does
+        not come back, for a block is corrupt, say, or nothing may be moved now, has a budget that holds it."""
+        for slabs, was in before.items():
+            slabs.resize(max(slabs.budget.limit, was.limit))
+            slabs.budget.goal = was.limit
+        for slabs, was in before.items():
+            if moves:
+                with contextlib.suppress(KVTierError):
+                    self._vacate(slabs, was.limit, host)
+            used = slabs.budget.used
+            slabs.limits = was if used <= was.limit else Limits(used, max(used, was.given))
 
     def _vacate(self, slabs: SlabAllocator, limit: int, host: HostTier | None) -> None:
         """Give memory back until no more than `limit` bytes are taken."""

@@ -359,6 +359,7 @@ class TieredMemory:
         Raises:
             ConfigError: malformed.
             BudgetError: what the caches hold does not fit; names the smallest that works. Nothing was changed.
+            CorruptionError, TransferError: a block that was to move cannot. The budgets are as they were.
         """
         options = self.options.with_budgets(device_budget, host_budget)
         if host_budget is not None:

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtier import BudgetError, ClosedError, ConfigError, Policy, TieredKVCache, TieredMemory
+from kvtier import BudgetError, ClosedError, ConfigError, Policy, TieredKVCache, TieredMemory, TransferError
 from kvtier.memory.storage.layout import BlockLayout
 from kvtier.memory.tiers.device import ComputeDevice
+from kvtier.memory.tiers.eviction import Eviction
+from kvtier.memory.tiers.fetching import Fetching
 from kvtier.testing import throttled, with_doubles
 
 LAYERS, HEADS, DIM, BLOCK_SIZE = 2, 2, 8, 4
@@ -131,6 +133,35 @@ def test_both_budgets_change_together_where_one_alone_could_not() -> None:
     driven.cache.resize(device_budget=20 * BLOCK, host_budget=60 * BLOCK)
     driven.check()
     driven.cache.resize(device_budget=60 * BLOCK, host_budget=4 * BLOCK)
+    driven.check()
+
+
+@pytest.mark.parametrize(("falls", "moved"), [("host", 0), ("host", 1), ("host", 5), ("device", 0), ("device", 1)])
+def test_where_a_block_cannot_move_what_has_moved_goes_back_and_no_budget_is_exceeded(
+    falls: str, moved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_host = {"device_budget": 30 * BLOCK, "host_budget": 60 * BLOCK}
+    on_device = {"device_budget": 60 * BLOCK, "host_budget": 4 * BLOCK}
+    before, after = (on_host, on_device) if falls == "host" else (on_device, on_host)
+    driven = Driven(**before)
+    driven.step(90)
+    budgets = driven.cache.stats.device.budget, driven.cache.stats.host.budget
+    left, owner, name = moved, *((Fetching, "promote") if falls == "host" else (Eviction, "evict_from"))
+    move = getattr(owner, name)
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise TransferError("a block is not copied")
+        return move(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, fails)
+    with pytest.raises(TransferError, match="is not copied"):
+        driven.cache.resize(**after)
+    assert (driven.cache.stats.device.budget, driven.cache.stats.host.budget) == budgets
+    driven.check()
+    driven.cache.resize(**after)
     driven.check()
 
 
