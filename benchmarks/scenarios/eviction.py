@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.harness import Bench
 from benchmarks.records import RESULTS, number, table
 from benchmarks.targets import Target, table_of
-from kvtier.eviction.names import FIXED, POLICIES
+from kvtier.eviction.policies.names import FIXED, POLICIES
 from kvtier.eviction.replay.offline import best_possible
 from kvtier.eviction.replay.one_tier import replay
 from kvtier.eviction.replay.tiers import Machine, Replayed, Tier, replay_tiers

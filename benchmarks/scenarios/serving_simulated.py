@@ -26,11 +26,11 @@ from benchmarks.targets import Target, table_of
 from kvtier.planning.hardware.machines import MACHINES, Machine, ModelSize
 from kvtier.scheduling.fair import Fair
 from kvtier.scheduling.fcfs import FirstComeFirstServed
-from kvtier.scheduling.hosted import Hosted
-from kvtier.scheduling.loads import conversations, lognormal, mooncake, poisson, uniform
 from kvtier.scheduling.scheduler import Scheduler
-from kvtier.scheduling.simulate import Profile, Simulation, percentile, simulate
-from kvtier.scheduling.trials import MODELS, against_the_better
+from kvtier.scheduling.simulation.hosted import Hosted
+from kvtier.scheduling.simulation.loads import conversations, lognormal, mooncake, poisson, uniform
+from kvtier.scheduling.simulation.simulate import Profile, Simulation, percentile, simulate
+from kvtier.scheduling.simulation.trials import MODELS, against_the_better
 
 SUMMARY = "the engine's schedulers in simulation, in ratio with papers; preemption by price (--trace PATH)"
 CASES = ("trials", "fair", "adaptivellm", "pensieve", "neo")

@@ -11,10 +11,10 @@ from kvtier.cli.plan import positive, tokens
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.planning.hardware.machines import MACHINES, machine
-from kvtier.scheduling.loads import azure, conversations, lognormal, mooncake, poisson
 from kvtier.scheduling.names import scheduler_of
-from kvtier.scheduling.simulate import Outcome, Profile, Request, simulate
-from kvtier.scheduling.trials import MODELS
+from kvtier.scheduling.simulation.loads import azure, conversations, lognormal, mooncake, poisson
+from kvtier.scheduling.simulation.simulate import Outcome, Profile, Request, simulate
+from kvtier.scheduling.simulation.trials import MODELS
 
 #: The most tokens of a generated request.
 _MOST = 8192

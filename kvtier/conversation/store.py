@@ -31,7 +31,7 @@ from kvtier.conversation.names import Conversations
 from kvtier.conversation.saved.disk_tier import DiskTier, prefix
 from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError, StoreInUseError
-from kvtier.eviction.names import policy_of
+from kvtier.eviction.policies.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
 from kvtier.eviction.rank import DEFAULT
 from kvtier.hf.models import generation as of

@@ -7,8 +7,5 @@ fair.py       the longest wait for the least work first
 names.py      schedulers by name
 prices.py     how a job that gives up its blocks comes back, swapped or recomputed, and what that costs
 shares.py     what tenants were served
-loads.py      requests of traces and of random loads
-simulate.py   a model of an engine on a virtual clock, with these schedulers
-hosted.py     the same where sequences decode on the host when the device has no room
-trials.py     random loads on random machines: the way back by price against either way always
+simulation/   a model of an engine on a virtual clock, with these schedulers
 """

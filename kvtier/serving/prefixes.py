@@ -24,7 +24,7 @@ from kvtier.conversation.kept.kept import SPACING, Entry, Kept
 from kvtier.conversation.saved.wake import Wake
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ConfigError, CorruptionError, KVTierError, TransferError
-from kvtier.eviction.names import policy_of
+from kvtier.eviction.policies.names import policy_of
 from kvtier.hf.models import generation as of
 from kvtier.scheduling.job import Job
 from kvtier.serving.costs import Costs

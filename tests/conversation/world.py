@@ -59,7 +59,7 @@ from kvtier.conversation.saved.disk_tier import _key as disk_key
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.cpu.native import Future
-from kvtier.eviction.names import POLICIES as EVICTIONS
+from kvtier.eviction.policies.names import POLICIES as EVICTIONS
 from kvtier.eviction.rank import DEFAULT, Rank
 from kvtier.hf.models import generation
 from kvtier.hf.models.generation import computed_as

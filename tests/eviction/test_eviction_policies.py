@@ -10,8 +10,8 @@ import pytest
 from eviction_models import MODELS
 
 from kvtier import ConfigError
-from kvtier.eviction.arc import ARC
-from kvtier.eviction.names import FIXED, POLICIES, policy_of
+from kvtier.eviction.policies.arc import ARC
+from kvtier.eviction.policies.names import FIXED, POLICIES, policy_of
 from kvtier.eviction.tree import PrefixTree
 
 #: Events of one walk. KVTIER_TEST_OPERATIONS asks for more.

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from kvtier import ConfigError
-from kvtier.eviction.adaptive import Adaptive, hashed
-from kvtier.eviction.lfu import LFU
-from kvtier.eviction.lru import LRU
-from kvtier.eviction.names import CANDIDATES, FIXED, POLICIES
+from kvtier.eviction.policies.adaptive import Adaptive, hashed
+from kvtier.eviction.policies.lfu import LFU
+from kvtier.eviction.policies.lru import LRU
+from kvtier.eviction.policies.names import CANDIDATES, FIXED, POLICIES
 from kvtier.eviction.replay.offline import best_possible
 from kvtier.eviction.replay.one_tier import Hits, replay, replay_one
 from kvtier.eviction.replay.traces import Request, agents

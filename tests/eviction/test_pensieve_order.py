@@ -7,7 +7,7 @@ import random
 import pytest
 from eviction_models import PensieveModel
 
-from kvtier.eviction.pensieve import Pensieve
+from kvtier.eviction.policies.pensieve import Pensieve
 from kvtier.eviction.tree import PrefixTree
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvtier import ConfigError
-from kvtier.eviction.lru import LRU
-from kvtier.eviction.names import POLICIES
+from kvtier.eviction.policies.lru import LRU
+from kvtier.eviction.policies.names import POLICIES
 from kvtier.eviction.replay.offline import best_possible
 from kvtier.eviction.replay.one_tier import replay
 from kvtier.eviction.replay.traces import Request, agents, azure, mooncake

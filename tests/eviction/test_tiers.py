@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kvtier import ConfigError
-from kvtier.eviction.lru import LRU
-from kvtier.eviction.names import POLICIES
+from kvtier.eviction.policies.lru import LRU
+from kvtier.eviction.policies.names import POLICIES
 from kvtier.eviction.replay.tiers import Level, Machine, Replayed, Tier, _Replay, replay_tiers
 from kvtier.eviction.replay.traces import Request
 

@@ -10,9 +10,9 @@ import pytest
 
 from kvtier.planning.hardware.machines import Machine, ModelSize
 from kvtier.scheduling.fcfs import FirstComeFirstServed
-from kvtier.scheduling.hosted import Hosted
-from kvtier.scheduling.loads import poisson, uniform
-from kvtier.scheduling.simulate import Profile, Simulation, simulate
+from kvtier.scheduling.simulation.hosted import Hosted
+from kvtier.scheduling.simulation.loads import poisson, uniform
+from kvtier.scheduling.simulation.simulate import Profile, Simulation, simulate
 
 SMALL = ModelSize(32, 4096, 32, 128, 32, 6_740_000_000, 6_600_000_000, embedding=131_000_000)
 

@@ -9,7 +9,7 @@ import pytest
 from kvtier.scheduling.job import Job, Load, Ways
 from kvtier.scheduling.prices import RECOMPUTE, SWAP, Always, Prices
 from kvtier.scheduling.scheduler import Scheduler
-from kvtier.scheduling.trials import against_the_better
+from kvtier.scheduling.simulation.trials import against_the_better
 
 PRICES = Prices(fixed=0.01, per_token=1e-4, per_pair=0.0, up=1e-3, down=1e-3, overlaps=False)
 

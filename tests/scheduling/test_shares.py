@@ -11,7 +11,7 @@ from kvtier.scheduling.fair import Fair
 from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.scheduling.shares import MOST, Shares
-from kvtier.scheduling.simulate import Profile, Request, Simulation, simulate
+from kvtier.scheduling.simulation.simulate import Profile, Request, Simulation, simulate
 
 
 def _mean_wait(requests: list[Request], profile: Profile, scheduler: Scheduler, tenant: str) -> float:

@@ -14,9 +14,9 @@ from kvtier.planning.hardware.machines import COPY, LAUNCHES, OF_DEVICE_MEMORY, 
 from kvtier.scheduling.fair import Fair
 from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.job import Load, Step
-from kvtier.scheduling.loads import azure, conversations, lognormal, mooncake, poisson
 from kvtier.scheduling.scheduler import Scheduler
-from kvtier.scheduling.simulate import Profile, Request, Simulation, simulate
+from kvtier.scheduling.simulation.loads import azure, conversations, lognormal, mooncake, poisson
+from kvtier.scheduling.simulation.simulate import Profile, Request, Simulation, simulate
 
 SCHEDULERS: list[Callable[[], Scheduler]] = [FirstComeFirstServed, Fair]
 

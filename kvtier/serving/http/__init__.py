@@ -3,8 +3,7 @@
 front.py        the door, around the app: who is asking, sizes, clients that leave, clients that do not read
 app.py          Transformers' app with our handlers, and what else it has
 asked.py        a body -> what is asked: every field is honoured or refused
-handler.py      what the handlers share: the model that is served, prompts, streams
-chat.py, completions.py, responses.py    the handlers: what is asked -> prompts; parts of answers -> the wire
+handlers/       what is asked -> prompts; parts of answers -> the wire
 answers.py      requests of the engine -> parts of an answer
 manager.py      what Transformers' app asks for generation; requests to the engine, tokens back
 keys.py         API keys, and the salt of each

@@ -11,12 +11,12 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.server import build_server
 
-from kvtier.serving.http.chat import ChatHandler
-from kvtier.serving.http.completions import CompletionHandler
-from kvtier.serving.http.handler import Served
+from kvtier.serving.http.handlers.chat import ChatHandler
+from kvtier.serving.http.handlers.completions import CompletionHandler
+from kvtier.serving.http.handlers.handler import Served
+from kvtier.serving.http.handlers.responses import ResponsesHandler
 from kvtier.serving.http.manager import EngineManager, State
 from kvtier.serving.http.refusals import Refusal
-from kvtier.serving.http.responses import ResponsesHandler
 
 #: Routes of Transformers' app that are kept. Its others are of models that come and go, of audio, or are ours.
 _KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/load_model", "/openapi.json", "/docs")

@@ -19,7 +19,7 @@ from kvtier.errors import ConfigError
 from kvtier.serving.engine import Engine
 from kvtier.serving.http.app import build
 from kvtier.serving.http.front import Door
-from kvtier.serving.http.handler import Served
+from kvtier.serving.http.handlers.handler import Served
 from kvtier.serving.http.keys import Keys, secret_of
 from kvtier.serving.http.manager import EngineManager, Limits
 from kvtier.serving.http.metrics import Metrics

@@ -16,10 +16,10 @@ from kvtier import ConfigError
 from kvtier.conversation.index import packed
 from kvtier.conversation.kept import retention
 from kvtier.conversation.kept.retention import Retention
-from kvtier.eviction.adaptive import SHADOW_BLOCKS, Adaptive
-from kvtier.eviction.lru import LRU
-from kvtier.eviction.names import CANDIDATES, FIXED, POLICIES, adaptive
-from kvtier.eviction.pensieve import Pensieve
+from kvtier.eviction.policies.adaptive import SHADOW_BLOCKS, Adaptive
+from kvtier.eviction.policies.lru import LRU
+from kvtier.eviction.policies.names import CANDIDATES, FIXED, POLICIES, adaptive
+from kvtier.eviction.policies.pensieve import Pensieve
 from kvtier.eviction.rank import Rank
 
 

@@ -13,8 +13,8 @@ from servers import NAME, Running, Start
 from transformers import GenerationConfig
 
 from kvtier.serving.http.asked import asked_of, messages_of, prompts_of
+from kvtier.serving.http.handlers.responses import check_head, messages_from
 from kvtier.serving.http.refusals import Refusal
-from kvtier.serving.http.responses import check_head, messages_from
 
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
 REFUSED: dict[str, list[Any]] = {

@@ -12,9 +12,9 @@ import torch
 from servers import NAME, Running
 
 from kvtier.serving.http.answers import TokenLog
-from kvtier.serving.http.chat import _Reply as ChatReply
-from kvtier.serving.http.completions import _Reply
-from kvtier.serving.http.handler import Handler
+from kvtier.serving.http.handlers.chat import _Reply as ChatReply
+from kvtier.serving.http.handlers.completions import _Reply
+from kvtier.serving.http.handlers.handler import Handler
 
 SMILE = "🙂"
 

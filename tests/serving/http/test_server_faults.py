@@ -388,7 +388,7 @@ def test_the_handlers_of_transformers_work_on_the_same_manager(running: Running,
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
 
     from kvtier.serving.http.app import build
-    from kvtier.serving.http.handler import Served
+    from kvtier.serving.http.handlers.handler import Served
     from kvtier.serving.http.manager import State
 
     served = Served(NAME, *trained, 0, 4096)

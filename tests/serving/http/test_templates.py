@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvtier.hf.models.templates import names_read
-from kvtier.serving.http import responses
 from kvtier.serving.http.asked import Asked, messages_of
-from kvtier.serving.http.handler import Handler
+from kvtier.serving.http.handlers import responses
+from kvtier.serving.http.handlers.handler import Handler
 from kvtier.serving.http.refusals import Refusal
 
 #: As Llama 3.1 and Qwen 3 have them.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from kvtier.planning.hardware.machines import MACHINES, ModelSize
 from kvtier.scheduling.fcfs import FirstComeFirstServed
-from kvtier.scheduling.loads import lognormal, poisson
-from kvtier.scheduling.simulate import Profile, Request, simulate
+from kvtier.scheduling.simulation.loads import lognormal, poisson
+from kvtier.scheduling.simulation.simulate import Profile, Request, simulate
 
 #: Sizes of models as they are published; parameters in round numbers.
 MODELS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.eviction.arc import Ghosts
+from kvtier.eviction.policies.arc import Ghosts
 from kvtier.eviction.policy import EvictionPolicy, Key, LeafHeap, Node, prefer
 
 

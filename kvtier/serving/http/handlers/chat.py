@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from kvtier.serving.http.answers import Answers, Part
 from kvtier.serving.http.asked import Asked, asked_of, messages_of
-from kvtier.serving.http.handler import DONE, Handler, Named, sse, streamed, usage_so_far
+from kvtier.serving.http.handlers.handler import DONE, Handler, Named, sse, streamed, usage_so_far
 from kvtier.serving.http.refusals import Refusal
 
 

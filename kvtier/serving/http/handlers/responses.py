@@ -15,7 +15,7 @@ from transformers.cli.serving.response import ResponseHandler, _ResponseStreamBu
 
 from kvtier.serving.http.answers import Answers, Part
 from kvtier.serving.http.asked import Asked, asked_of, messages_of
-from kvtier.serving.http.handler import Handler, streamed
+from kvtier.serving.http.handlers.handler import Handler, streamed
 from kvtier.serving.http.refusals import Refusal
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtier.errors import ConfigError
-from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.arc import ARC
-from kvtier.eviction.lfu import LFU
-from kvtier.eviction.lru import LRU
-from kvtier.eviction.pensieve import Pensieve
+from kvtier.eviction.policies.adaptive import Adaptive
+from kvtier.eviction.policies.arc import ARC
+from kvtier.eviction.policies.lfu import LFU
+from kvtier.eviction.policies.lru import LRU
+from kvtier.eviction.policies.pensieve import Pensieve
+from kvtier.eviction.policies.s3fifo import S3FIFO
+from kvtier.eviction.policies.second_use import SecondUse
 from kvtier.eviction.policy import EvictionPolicy
-from kvtier.eviction.s3fifo import S3FIFO
-from kvtier.eviction.second_use import SecondUse
 
 #: Those that order blocks one way, whatever the load is.
 FIXED: dict[str, Callable[[], EvictionPolicy]] = {

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from kvtier.serving.http.answers import Answers, Part, TokenLog
 from kvtier.serving.http.asked import Asked, asked_of, prompts_of
-from kvtier.serving.http.handler import DONE, Handler, Named, sse, streamed, usage_so_far
+from kvtier.serving.http.handlers.handler import DONE, Handler, Named, sse, streamed, usage_so_far
 from kvtier.serving.http.refusals import Refusal
 
 #: Tokens of an answer that names no limit: OpenAI's.
