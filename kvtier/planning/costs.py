@@ -137,7 +137,6 @@ class Prediction:
         link: in which the link is busy.
         fetched_bytes, host_bytes: fetched, and attended to on the host.
         device: of device attention.
-        layers: that it is of.
         copies: layers for which anything is fetched.
         busy: share of host attention during which the link is busy.
         waits: for layers that are alike, how many, the bytes that the host attends to in each, and the seconds of
@@ -154,7 +153,6 @@ class Prediction:
     fetched_bytes: int
     host_bytes: int
     device: float = 0.0
-    layers: int = 0
     copies: int = 0
     busy: float = 0.0
     waits: tuple[tuple[int, float, float], ...] = ()
@@ -295,8 +293,7 @@ class CostModel:
         seconds = max(base + exposed, link)
         waited = tuple(waits)
         return Prediction(
-            *(share, seconds, base, exposed, link, fetched, hosted, device, layers, copies, busy, waited),
-            error=self._errors.value,
+            share, seconds, base, exposed, link, fetched, hosted, device, copies, busy, waited, self._errors.value
         )
 
     def observe(
@@ -451,8 +448,7 @@ class CostModel:
             if self.linear is None:
                 return {}  # nobody knows yet for how much of host attention the link was busy
             layers = sum([count for count, _, _ in prediction.waits])
-            linear = self.linear * part / layers
-            on_link = record.seconds_up * part / prediction.copies
+            linear, on_link = self.linear * part / layers, record.seconds_up * part / prediction.copies
             attending = record.host_bytes * part / layers / self.rates.host
             busy = min(max(on_link - linear, 0.0) / attending, 1.0)
             if record.stall_seconds > STALLED * record.seconds:

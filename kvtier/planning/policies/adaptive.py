@@ -52,7 +52,8 @@ CACHES = 1024
 
 @dataclass(slots=True)
 class _Seen:
-    """What a choice gave: seconds of a step as a multiple of the prediction."""
+    """What a choice gave: seconds of a step as a multiple of the prediction. Of a probe that was given up, the steps
+    that it had are enough."""
 
     ratio: Median = field(default_factory=lambda: Median(SEEN))
     at: int = 0
@@ -195,7 +196,8 @@ class Adaptive(FixedShare):
             rates = self._stored.get(device, self.rates)
             latest = next((x for each in (mine, *reversed(self._caches.values())) for x in _on(device, each)), None)
             if latest is not None:  # it is the same link
-                rates = replace(rates, up=latest.model.rates.up, down=latest.model.rates.down)
+                link = latest.model.rates
+                rates = replace(rates, up=link.up, down=link.down, copy_overhead=link.copy_overhead)
             known = _Cache(CostModel(rates))
         self._caches[cache], mine[kind] = mine, known  # the latest last
         return known
@@ -340,10 +342,11 @@ class Adaptive(FixedShare):
         """Try a share that fetches twice as much, unless that is predicted to cost much: copies of two sizes tell what
         each takes besides its bytes."""
         known.compared = True
-        now, fetched = self._expected(known, groups, known.choice), self._predict(known, groups, known.choice)
+        now = self._expected(known, groups, known.choice)
+        fetched = self._predict(known, groups, known.choice).fetched_bytes
         for other in range(known.choice + 1, CHOICES):
             predicted = self._predict(known, groups, other)
-            if predicted.fetched_bytes >= 2 * fetched.fetched_bytes:
+            if predicted.fetched_bytes >= 2 * fetched > 0:
                 if predicted.seconds > now * (1 + MOST_HYSTERESIS):
                     break
                 known.interval = PROBE // 2
