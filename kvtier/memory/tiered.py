@@ -488,16 +488,19 @@ class TieredMemory:
     def stats(self) -> CacheStats:
         """Bytes and blocks per tier, and what was done for all caches: a snapshot."""
         with self.lock:
-            return self.snapshot(self.totals())
+            return self.snapshot(self._sum())
 
     def totals(self) -> Counters:
         """What was done for all caches, those that are closed included."""
         with self.lock:
-            total = Counters()
-            total.add(self._totals)
-            for owner in self._owners.values():
-                total.add(owner.counters)
-            return total
+            return self._sum()
+
+    def _sum(self) -> Counters:
+        total = Counters()
+        total.add(self._totals)
+        for owner in self._owners.values():
+            total.add(owner.counters)
+        return total
 
     def snapshot(self, counters: Counters, resident_bytes: int = 0) -> CacheStats:
         """A snapshot of the tiers with these counters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import time
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
 from kvtier.conversation.store import ConversationStore
-from kvtier.errors import BudgetError, ConfigError, QueueFullError, UnsupportedError
+from kvtier.errors import BudgetError, ConcurrentUseError, ConfigError, QueueFullError, UnsupportedError
 from kvtier.hf.engine.sampling import Sampling
 from kvtier.hf.models import generation as of
 from kvtier.memory import measured
@@ -226,11 +227,13 @@ class Engine:
     @property
     def load(self) -> EngineLoad:
         """What there is to do now, and how much of the memory that takes. At any time and without waiting: while a
-        step has the memory, blocks are as it found them when it began."""
+        step has the memory, blocks are as it found them when it began. So they are in the middle of a change of the
+        memory, and behind one that was interrupted."""
         lock, steps = self.memory.lock, self._steps
         if lock.acquire(blocking=False):
             try:
-                steps.blocks = self._runner.blocks()[:2]
+                with contextlib.suppress(ConcurrentUseError):
+                    steps.blocks = self._runner.blocks()[:2]
             finally:
                 lock.release()
         (running, waiting), (total, held) = self._requests.counts, steps.blocks

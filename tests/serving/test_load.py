@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from families import build_model
 
-from kvtier import Engine
+from kvtier import Engine, Policy, TieredMemory
+from kvtier.planning.policy import Candidate, Victims
 from kvtier.serving.request import EngineLoad
 
 PROMPT = list(range(1, 12))
@@ -100,3 +101,27 @@ def test_a_load_is_up_to_date_where_no_step_is_under_way() -> None:
         assert (load.running, load.waiting, load.blocks) == (0, 0, 0)
     finally:
         engine.close()
+
+
+def test_a_load_is_told_in_the_middle_of_a_change_and_behind_one_that_was_interrupted() -> None:
+    class Asks(Policy):
+        def victims(self, candidates: Sequence[Candidate], blocks: int) -> Iterable[Victims]:
+            told.append(engine.load)
+            return super().victims(candidates, blocks)
+
+    told, model = list[EngineLoad](), build_model("llama", "sdpa")
+    memory = TieredMemory(device_budget="24KiB", host_budget="8MiB", policy=Asks())
+    engine = Engine(model, memory=memory, block_size=4)
+    name = engine.add_request(PROMPT * 4, max_new_tokens=30, do_sample=False)
+    while engine.step():
+        pass
+    assert engine.output(name).error is None
+    assert told, "the policy was never asked"
+    assert all(each.running == 1 for each in told)
+    change = memory.change
+    change._inside[threading.get_ident()] = None  # an interrupt came between two lines of it
+    assert engine.load.running == 0
+    engine.generate_batch([PROMPT], max_new_tokens=2, do_sample=False)
+    engine.check_integrity()
+    engine.close()
+    memory.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import urllib.request
 from typing import Any
 
@@ -49,6 +50,9 @@ def test_health_and_metrics_are_told_while_a_forward_holds_the_memory(start: Sta
             handle.remove()
             go_on.set()
         asking.join(30)
+        ended = time.monotonic() + 30  # it is counted just behind its last token
+        while sample(seen(running, "/metrics"), "num_requests_running") and time.monotonic() < ended:
+            time.sleep(0.01)
         assert sample(seen(running, "/metrics"), "num_requests_running") == 0
 
 

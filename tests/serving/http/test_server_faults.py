@@ -23,7 +23,7 @@ import pytest
 from servers import NAME, Running, Start, by_generate
 
 from kvtier import ConfigError
-from kvtier.conversation.disk.manifest import Manifest
+from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.serving.http.keys import Keys
 
 CLIENTS = int(os.environ.get("KVTIER_TEST_CLIENTS", "30"))
@@ -301,7 +301,7 @@ def test_a_session_that_cannot_be_read_now_is_not_forgotten(
 
     with start(directory=str(tmp_path)) as running:
         with monkeypatch.context() as patch:
-            patch.setattr(Manifest, "conversation", fails)
+            patch.setattr(ConversationRows, "read", fails)
             with pytest.raises(openai.BadRequestError, match="try again"):
                 running.client().completions.create(**asked)
         assert running.server.manager._store.names == ["serve//alice"]
