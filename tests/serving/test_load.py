@@ -107,14 +107,16 @@ def test_a_load_is_told_in_the_middle_of_a_change_and_behind_one_that_was_interr
     class Asks(Policy):
         def victims(self, candidates: Sequence[Candidate], blocks: int) -> Iterable[Victims]:
             try:
-                told.append(engine.load)
+                told.extend(each.load for each in engines)  # none, while the engine is made
             except Exception as error:  # the engine would try the step again
                 failed.append(error)
             return super().victims(candidates, blocks)
 
+    engines = list[Engine]()
     told, failed, model = list[EngineLoad](), list[Exception](), build_model("llama", "sdpa")
     memory = TieredMemory(device_budget="24KiB", host_budget="8MiB", policy=Asks())
     engine = Engine(model, memory=memory, block_size=4)
+    engines.append(engine)
     name = engine.add_request(PROMPT * 4, max_new_tokens=30, do_sample=False)
     while engine.step():
         pass
