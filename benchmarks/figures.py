@@ -27,8 +27,8 @@ from benchmarks.records import RESULTS, ROOT, number, read, size
 #: family of the processor, as names do now: a new run on that machine writes another file, which is to be named here.
 KIND = "cpu-amd-epyc-2c"
 _SCENARIOS = {
-    "cpu-amd-epyc-family-26-2c": ("host", "hotpath", "overlap", "simulated", "store_load"),
-    "cpu-intel-r-xeon-r-processor-family-6-2c": ("planner", "saving", "store_turns"),
+    "cpu-amd-epyc-family-26-2c": ("host", "hotpath", "overlap", "store_load"),
+    "cpu-intel-r-xeon-r-processor-family-6-2c": ("planner", "saving", "simulated", "store_turns"),
 }
 KINDS = {scenario: kind for kind, scenarios in _SCENARIOS.items() for scenario in scenarios}
 PLOTS = ROOT / "docs" / "figures"
