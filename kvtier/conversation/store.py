@@ -18,7 +18,7 @@ from kvtier.conversation.caches import Caches
 from kvtier.conversation.calls.call import Calls
 from kvtier.conversation.calls.encoder import EncoderReuse
 from kvtier.conversation.calls.prefix_reuse import PrefixReuse
-from kvtier.conversation.calls.reuse import Begun, RowReuse, StoreStats
+from kvtier.conversation.calls.reuse import ReuseCounts, RowReuse, StoreStats
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.given import check_count, check_name, check_salt, check_seconds, check_span, token_ids
@@ -126,7 +126,7 @@ class ConversationStore:
         self._calls = Calls(model)
         states = parse_bytes("state_budget", state_budget)
         self._encoder = EncoderReuse(model, self._calls, memory, self._kept, states)
-        self._begun = Begun(memory)
+        self._reused = ReuseCounts(memory)
         # Calls under way, and the thread of each.
         self._active: dict[object, int] = {}
         #: Engines that serve from it.
@@ -216,12 +216,12 @@ class ConversationStore:
                     out, rows = self._plain(ids, kwargs, why)
             # At the end, for a streamer's calls within have their own.
             self._last.computed_as = depends.computed_as
-            return self._begun.add(out, rows)
+            return self._reused.add(out, rows)
 
     @property
     def reuse(self) -> tuple[RowReuse, ...]:
         """What each row of this thread's last call began with."""
-        return self._begun.last
+        return self._reused.last
 
     def _plain(self, ids: Any, kwargs: dict[str, Any], why: str) -> tuple[Any, tuple[RowReuse, ...]]:
         """A call that re-uses nothing."""
@@ -474,9 +474,9 @@ class ConversationStore:
         parts = (self._reuse, self._encoder, self._waker, *(() if disk is None else (disk,)))
         with self.memory.lock, self.memory.change:
             return StoreStats(
-                self._begun.calls,
-                self._begun.prompt_tokens,
-                self._begun.cached_tokens,
+                self._reused.calls,
+                self._reused.prompt_tokens,
+                self._reused.cached_tokens,
                 len(self._kept.entries),
                 sum(x.sequence.length for x in self._kept.entries.values()),
                 self._kept.state_bytes + self._encoder.nbytes,

@@ -110,7 +110,8 @@ class Admission:
 
         Raises:
             BudgetError: what the owners hold does not fit; names the smallest that works. Nothing was changed.
-            CorruptionError, TransferError: a block that was to move cannot. The budgets are as they were.
+            CorruptionError, TransferError: a block that was to move cannot. The budgets are as they were, or as a
+                note of the error says.
         """
         before = {slabs: slabs.limits for slabs in limits}
         try:
@@ -129,7 +130,7 @@ class Admission:
                 self._vacate(slabs, limit, host)
                 slabs.resize(limit)  # at once: waiting for readers lets other threads in
         except BaseException as error:
-            self._restore(before, host, moves=isinstance(error, Exception))
+            self._restore(before, host, error)
             raise
         finally:
             for slabs in limits:
@@ -138,18 +139,26 @@ class Admission:
         for slabs, limit in limits.items():
             slabs.resize(limit)
 
-    def _restore(self, before: Mapping[SlabAllocator, Limits], host: HostTier | None, *, moves: bool) -> None:
-        """Give the budgets back that there were. What has moved to a tier that was to gain room goes back; what does
-        not come back, for a block is corrupt, say, or nothing may be moved now, has a budget that holds it."""
+    def _restore(self, before: Mapping[SlabAllocator, Limits], host: HostTier | None, error: BaseException) -> None:
+        """Give the budgets back that there were. What has moved to a tier that was to gain room goes back. What does
+        not come back, for a block is corrupt, or nothing is moved behind an interrupt, has a budget that holds it, and
+        the error says so."""
         for slabs, was in before.items():
             slabs.resize(max(slabs.budget.limit, was.limit))
             slabs.budget.goal = was.limit
         for slabs, was in before.items():
-            if moves:
+            if isinstance(error, Exception):
                 with contextlib.suppress(KVTierError):
                     self._vacate(slabs, was.limit, host)
-            used = slabs.budget.used
-            slabs.limits = was if used <= was.limit else Limits(used, max(used, was.given))
+            used, tier = slabs.budget.used, slabs.budget.tier
+            if used <= was.limit:
+                slabs.limits = was
+                continue
+            slabs.limits = Limits(used, max(used, was.given))
+            error.add_note(
+                f"The {tier} budget is {used} bytes now, not the {was.limit} that it was: blocks that have moved there "
+                f"do not go back. `resize(host_budget=..., device_budget=...)` gives another one."
+            )
 
     def _vacate(self, slabs: SlabAllocator, limit: int, host: HostTier | None) -> None:
         """Give memory back until no more than `limit` bytes are taken."""

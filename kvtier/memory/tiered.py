@@ -359,7 +359,8 @@ class TieredMemory:
         Raises:
             ConfigError: malformed.
             BudgetError: what the caches hold does not fit; names the smallest that works. Nothing was changed.
-            CorruptionError, TransferError: a block that was to move cannot. The budgets are as they were.
+            CorruptionError, TransferError: a block that was to move cannot. The budgets are as they were, or as a
+                note of the error says.
         """
         options = self.options.with_budgets(device_budget, host_budget)
         if host_budget is not None:

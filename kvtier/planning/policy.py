@@ -172,10 +172,12 @@ class Policy:
         return 2 * sealed if used_bytes >= self.write_through * device_bytes else 0
 
     def load_from(self, learned: LoadOrCompute, saved: SavedPrefix) -> int:
-        """From which token on what a store has saved is loaded from the disk, when a conversation goes on.
+        """From which token on what a store has saved is loaded from the disk, when a conversation goes on. Not asked by
+        a store that loads all (`loading="always"`). Which is sooner is AdaptiveLLM's question (section 3.4).
 
         Args:
-            learned: what loading and computing took so far, in this process and earlier ones; the default asks it.
+            learned: seconds that loading bytes and computing tokens took so far, in this process and earlier ones; the
+                default asks it.
             saved: a prefix, of which more is on the disk than in memory.
 
         Returns:

@@ -165,6 +165,37 @@ def test_where_a_block_cannot_move_what_has_moved_goes_back_and_no_budget_is_exc
     driven.check()
 
 
+@pytest.mark.parametrize("error", [TransferError, KeyboardInterrupt])
+def test_what_cannot_go_back_has_a_budget_that_holds_it_and_the_error_says_so(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven = Driven(device_budget=30 * BLOCK, host_budget=60 * BLOCK)
+    driven.step(90)
+    left, move = 2, Fetching.promote
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise error("a block is not copied")
+        return move(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fetching, "promote", fails)
+        if error is TransferError:
+            patch.setattr(Eviction, "evict_from", fails)
+        with pytest.raises(error) as caught:
+            driven.cache.resize(device_budget=60 * BLOCK, host_budget=4 * BLOCK)
+    stats = driven.cache.stats
+    assert stats.device.bytes <= stats.device.budget <= 60 * BLOCK
+    assert stats.device.budget > 30 * BLOCK, "nothing has moved"
+    assert f"The device budget is {stats.device.budget} bytes now" in caught.value.__notes__[0]
+    if error is TransferError:
+        driven.check()
+        driven.cache.resize(device_budget=30 * BLOCK, host_budget=60 * BLOCK)
+        driven.check()
+
+
 def test_room_that_is_not_to_be_had_is_refused_and_blocks_do_not_go_up_and_down_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

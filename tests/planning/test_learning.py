@@ -192,6 +192,7 @@ def test_what_a_copy_takes_besides_its_bytes_is_learned_from_copies_of_two_sizes
     for share in [0.05] * 12 + [0.15] * 12:
         record = step_of(true, share)
         learned(model, replace(record, seconds_up=record.seconds_up * max(rng.gauss(1, noise), 0.5)), share)
+    # Of copies of 0.5 and 1.4 ms, twelve of each: three times the noise of one is the standard error of what is found.
     assert model.rates.copy_overhead == pytest.approx(100e-6, rel=0.02 + 7 * noise)
     assert model.rates.up == pytest.approx(true.up, rel=0.02 + 7 * noise)
 

@@ -58,7 +58,7 @@ class StoreStats:
     problem: str = ""
 
 
-class Begun:
+class ReuseCounts:
     """What the calls of a store began with: of each thread the last one, and all of them counted.
 
     Args:
