@@ -30,7 +30,7 @@ from kvtier.config import parse_number, parse_rate
 from kvtier.errors import ConfigError
 from kvtier.memory.blocks.block import State
 from kvtier.memory.tiered import EngineFactory, TieredMemory
-from kvtier.planning.costs import FASTEST, Rates
+from kvtier.planning.rates import FASTEST, Rates
 from kvtier.tables.table import distinct
 from kvtier.transfer.doubles import FailingTransfers, HeldTransfers
 from kvtier.transfer.engine import Transfer, TransferEngine

@@ -29,7 +29,9 @@ from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.scheduling.simulation.hosted import Hosted
 from kvtier.scheduling.simulation.loads import conversations, lognormal, mooncake, poisson, uniform
-from kvtier.scheduling.simulation.simulate import Profile, Simulation, percentile, simulate
+from kvtier.scheduling.simulation.outcome import percentile
+from kvtier.scheduling.simulation.profile import Profile
+from kvtier.scheduling.simulation.simulate import Simulation, simulate
 from kvtier.scheduling.simulation.trials import MODELS, against_the_better
 
 SUMMARY = "the engine's schedulers in simulation, in ratio with papers; preemption by price (--trace PATH)"

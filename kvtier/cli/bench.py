@@ -13,7 +13,9 @@ from kvtier.errors import ConfigError
 from kvtier.planning.hardware.machines import MACHINES, machine
 from kvtier.scheduling.names import scheduler_of
 from kvtier.scheduling.simulation.loads import azure, conversations, lognormal, mooncake, poisson
-from kvtier.scheduling.simulation.simulate import Outcome, Profile, Request, simulate
+from kvtier.scheduling.simulation.outcome import Outcome, Request
+from kvtier.scheduling.simulation.profile import Profile
+from kvtier.scheduling.simulation.simulate import simulate
 from kvtier.scheduling.simulation.trials import MODELS
 
 #: The most tokens of a generated request.

@@ -22,7 +22,7 @@ from kvtier.memory.storage.shortage import too_small
 from kvtier.memory.tiered import TieredMemory
 from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.admission import Claim
-from kvtier.planning.costs import Rates
+from kvtier.planning.rates import Rates
 from kvtier.planning.step import StepRecord
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.packed import PackedLayerKV

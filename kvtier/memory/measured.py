@@ -18,10 +18,10 @@ from kvtier.cpu import native
 from kvtier.errors import ConfigError
 from kvtier.kernels import launch
 from kvtier.memory.storage.layout import BlockLayout
-from kvtier.planning.costs import Rates
 from kvtier.planning.hardware import machines
 from kvtier.planning.hardware.machines import ModelSize
 from kvtier.planning.hardware.profile import HardwareProfile
+from kvtier.planning.rates import Rates
 
 #: Of copies, whatever they move.
 LINK = "link rates"

@@ -31,9 +31,9 @@ from kvtier.memory.storage.slabs import SlabAllocator
 from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.memory.tiers.host import HostTier, Parked
 from kvtier.planning.admission import Claim
-from kvtier.planning.costs import Rates
 from kvtier.planning.policies.names import policy_of
 from kvtier.planning.policy import Policy
+from kvtier.planning.rates import Rates
 from kvtier.stats import NO_TIER, CacheStats, Counters, TierStats
 from kvtier.transfer.cuda import CudaTransfers
 from kvtier.transfer.engine import InlineTransfers, TransferEngine

@@ -2,7 +2,9 @@
 
 step.py         what a policy sees of a step before (`StepState`), decides (`StepPlan`) and gets after (`StepRecord`)
 policy.py       `Policy`: what is fetched and when, what stays, what is evicted and written back
-costs.py        seconds predicted from rates, and rates learned
+rates.py        `Rates` of a machine, and the median by which they are learned
+costs.py        `CostModel`: seconds of a step predicted from rates, and rates learned from steps
+groups.py       layers that are alike
 fit.py          least squares
 admission.py    what a step needs, in bytes: for admission and for the error
 sizing.py       sizes of slabs, workspaces and chunks

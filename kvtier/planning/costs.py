@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvtier.errors import ConfigError
-from kvtier.planning.step import LayerState, StepRecord
+from kvtier.planning.fit import line_of
+from kvtier.planning.groups import Group, height_after
+from kvtier.planning.rates import FASTEST, WINDOW, Median, Rates
+from kvtier.planning.step import StepRecord
 
-#: Steps over which a rate is the median. A change is believed once it fills half of them; a shorter burst is not.
-WINDOW = 15
-#: The same for the linear part, which is the slower to follow: what differs between two choices is then told of each by
-#: its own record, and is not taken for a change of all.
+#: Steps over which the linear part is the median. It follows slowly: what differs between two choices is then told of
+#: each by its own record, and is not taken for a change of all.
 LINEAR = 63
 #: A rate that changes by such a share between two steps is another rate, not noise.
 JUMP = 0.15
@@ -30,98 +29,8 @@ SIGNIFICANT = 3.0
 LEAST_MOVING = 1 / 8
 #: Copies that differ so much in bytes tell what a copy takes besides; looked at after so many steps that fetch.
 DIFFERENT, OFTEN = 1.5, 4
-#: Bytes per second that nothing reaches.
-FASTEST = 1e15
 #: A step that moved other bytes than planned, by such a part of what is spilled, says little: blocks are still moving.
 MOVING = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """How fast a machine is. The defaults are estimates: a PCIe 4.0 x16 link, a server's memory, an A100's.
-
-    Attributes:
-        up, down: of the link, bytes per second to the device and from it.
-        host: of attention on the host, bytes of KV per second.
-        device: of attention on the device, bytes of KV per second.
-        copy_overhead: seconds that one layer's fetch takes besides.
-        host_overhead: seconds that one layer's host attention takes besides: query down, threads woken, result up.
-        shared: share of the host's rate that is lost while the link is busy.
-        measured: whether these were measured on this machine.
-    """
-
-    up: float = 22e9
-    down: float = 22e9
-    host: float = 60e9
-    device: float = 1.2e12
-    copy_overhead: float = 10e-6
-    host_overhead: float = 60e-6
-    shared: float = 0.2
-    measured: bool = False
-
-    def __post_init__(self) -> None:
-        # Compared as a whole first: rates are replaced at each step that shows others.
-        speeds, overheads = (self.up, self.down, self.host, self.device), (self.copy_overhead, self.host_overhead)
-        try:
-            right = min(speeds) > 0 and sum(speeds) < math.inf and min(overheads) >= 0 and sum(overheads) < math.inf
-            right = right and 0 <= self.shared < 1
-        except TypeError:
-            right = False
-        if not right:
-            raise ConfigError(
-                f"{self}: give up, down, host and device in bytes per second, more than 0; copy_overhead and "
-                "host_overhead in seconds; and shared from 0 to less than 1."
-            )
-
-
-class Median:
-    """The median of the last values. It follows a lasting change after half a window, and ignores a shorter one."""
-
-    __slots__ = ("_sorted", "_values", "value")
-
-    def __init__(self, window: int = WINDOW) -> None:
-        self._values: deque[float] = deque(maxlen=window)
-        self._sorted: list[float] = []
-        self.value: float | None = None
-
-    def add(self, value: float) -> None:
-        """One more value, in place of the oldest."""
-        values, found = self._values, self._sorted
-        if len(values) == values.maxlen:
-            del found[bisect_left(found, values[0])]
-        values.append(value)
-        insort(found, value)  # several are taken at each step: not sorted each time
-        self.value = _middle(found)
-
-    def scale(self, factor: float) -> None:
-        """Each of the values is so many times what it was."""
-        self._values = deque([x * factor for x in self._values], self._values.maxlen)
-        self._sorted = sorted(self._values)
-        self.value = _middle(self._sorted) if self._sorted else None
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @property
-    def mean(self) -> float:
-        """The mean of the last values, of which there is at least one."""
-        return sum(self._values) / len(self._values)
-
-    @property
-    def error(self) -> float:
-        """The standard error of the median, from the median distance to it; 0.0 for equal values, and for none."""
-        if self.value is None:
-            return 0.0
-        # Of a normal distribution: 1.4826 makes its standard deviation of that distance, 1.2533 a median's error of a
-        # mean's.
-        distance = _middle(sorted([abs(x - self.value) for x in self._values]))
-        return 1.2533 * 1.4826 * distance / math.sqrt(len(self._values))
-
-
-def _middle(found: Sequence[float]) -> float:
-    """The median of sorted values."""
-    half = len(found) // 2
-    return found[half] if len(found) % 2 else (found[half - 1] + found[half]) / 2
 
 
 @dataclass(slots=True)
@@ -360,11 +269,11 @@ class CostModel:
         larger = sum([nbytes >= DIFFERENT * small for nbytes in sizes])
         if not OF_EACH <= larger <= len(sizes) - OF_EACH:
             return {}
-        overhead, per_byte = _line(self._copies)
+        overhead, per_byte = line_of(self._copies)
         # Once more without what was disturbed.
         kept = [x for x in self._copies if abs(overhead + per_byte * x[1] - x[0]) <= JUMP * x[0]]
         if OF_EACH <= len(kept) < len(sizes):
-            overhead, per_byte = _line(kept)
+            overhead, per_byte = line_of(kept)
         overhead = min(overhead, MOST_OVERHEAD)
         if per_byte <= 0 or abs(overhead - known) < JUMP * max(overhead, known):
             return {}
@@ -476,55 +385,3 @@ class CostModel:
         found = {} if self._lost.value is None else {"shared": self._lost.value}
         known = (self._alone.value, self._known, self._overlapped.value)
         return found | {"host": next(x for x in known if x is not None)}
-
-
-def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """An overhead, at least 0, and seconds per byte, from seconds and bytes: the least squares of relative errors. In a
-    step, where `fit.least_relative` takes too long."""
-    ones = sizes = squares = products = sized = 0.0
-    for seconds, nbytes in points:
-        one, size = 1 / seconds, nbytes / seconds
-        ones += one
-        sizes += size
-        squares += one * one
-        products += one * size
-        sized += size * size
-    determinant = squares * sized - products * products
-    overhead = (ones * sized - products * sizes) / determinant if determinant > 0 else 0.0
-    if overhead <= 0:
-        return 0.0, sizes / sized
-    return overhead, (squares * sizes - products * ones) / determinant
-
-
-#: Layers that are alike, and how many.
-Group = tuple[LayerState, int]
-
-
-def alike(layers: Sequence[LayerState]) -> list[Group]:
-    """Layers with the same numbers, counted: a model has few kinds, so that a prediction does not grow with layers."""
-    found: dict[tuple[int, int, int, bool], list[LayerState]] = {}
-    for x in layers:
-        found.setdefault((x.block_bytes, x.resident, x.spilled, x.host_attention), []).append(x)
-    return [(some[0], len(some)) for some in found.values()]
-
-
-def height_after(heights: Sequence[tuple[float, int]], total: float) -> float:
-    """The height to which the highest are lowered, so that `total` is taken from all together; 0.0 where they have no
-    more than that.
-
-    Args:
-        heights: at least 0, and how many there are of each.
-        total: at least 0.
-    """
-    number, taken, least = 0, 0.0, 0.0
-    for height, count in sorted(heights, reverse=True) if len(heights) > 1 else heights:
-        more = (least - height) * number  # to lower those before it to this one
-        if more > total - taken:
-            break
-        taken, number, least = taken + more, number + count, height
-    return max(least - (total - taken) / number, 0.0) if number else 0.0
-
-
-def fetched_blocks(layer: LayerState, share: float) -> int:
-    """Whole blocks that a share of a layer's spilled ones is."""
-    return int(layer.spilled * share + 0.5) if layer.host_attention else layer.spilled

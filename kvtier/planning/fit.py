@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 Point = TypeVar("Point")
@@ -127,3 +127,21 @@ def _solve(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> list[fl
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def line_of(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """An overhead, at least 0, and seconds per byte, from seconds and bytes: the least squares of relative errors. In a
+    step, where `least_relative` takes too long."""
+    ones = sizes = squares = products = sized = 0.0
+    for seconds, nbytes in points:
+        one, size = 1 / seconds, nbytes / seconds
+        ones += one
+        sizes += size
+        squares += one * one
+        products += one * size
+        sized += size * size
+    determinant = squares * sized - products * products
+    overhead = (ones * sized - products * sizes) / determinant if determinant > 0 else 0.0
+    if overhead <= 0:
+        return 0.0, sizes / sized
+    return overhead, (squares * sizes - products * ones) / determinant

@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from kvtier.config import parse_count, parse_share
 from kvtier.errors import ConfigError
-from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
+from kvtier.planning.costs import CostModel, Decision, Prediction
+from kvtier.planning.rates import Rates
 from kvtier.planning.resuming.loading import LoadOrCompute
 from kvtier.planning.resuming.prefix import SavedPrefix
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState, whole

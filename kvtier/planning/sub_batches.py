@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvtier.planning.costs import Median
+from kvtier.planning.rates import Median
 
 #: Numbers of rows with blocks on the host that are looked at, and ways to divide so many.
 WAYS = 8

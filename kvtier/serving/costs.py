@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvtier.planning.costs import Median, Rates
 from kvtier.planning.fit import least_relative
+from kvtier.planning.rates import Median, Rates
 from kvtier.scheduling.job import Job, Load
 from kvtier.scheduling.prices import Prices
 from kvtier.stats import Counters

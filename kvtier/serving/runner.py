@@ -22,7 +22,7 @@ from kvtier.hf.engine.ragged import RaggedCache, state_layers
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.names import CACHE
 from kvtier.memory.tiered import TieredMemory
-from kvtier.planning.costs import Rates
+from kvtier.planning.rates import Rates
 from kvtier.serving.sub_batches import SubBatches
 from kvtier.serving.turns import Turns
 

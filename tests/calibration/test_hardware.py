@@ -22,10 +22,10 @@ from kvtier.errors import ConfigError
 from kvtier.kernels import launch
 from kvtier.memory import measured
 from kvtier.memory.storage.layout import BlockLayout
-from kvtier.planning.costs import Rates
 from kvtier.planning.hardware.predictors import PrefillSize
 from kvtier.planning.hardware.profile import HardwareProfile
 from kvtier.planning.policies.adaptive import Adaptive
+from kvtier.planning.rates import Rates
 
 CPU = torch.device("cpu")
 CONFIG = LlamaConfig(

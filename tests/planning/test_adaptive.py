@@ -12,11 +12,13 @@ from dataclasses import replace
 import pytest
 
 from kvtier import ConfigError, Policy, TieredKVCache
-from kvtier.planning.costs import FASTEST, CostModel, Median, Rates, alike
+from kvtier.planning.costs import CostModel
+from kvtier.planning.groups import alike
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.names import POLICIES, policy_of
 from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.policy import Candidate, Victims
+from kvtier.planning.rates import FASTEST, Median, Rates
 from kvtier.planning.simulation.bound import lower_bound
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.simulation.trials import Trial, compare

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from kvtier import ConfigError
-from kvtier.planning.costs import Rates
 from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.policy import Candidate, Victims
+from kvtier.planning.rates import Rates
 from kvtier.planning.simulation.bound import lower_bound
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from kvtier.planning.costs import CostModel, alike
+from kvtier.planning.costs import CostModel
+from kvtier.planning.groups import alike
 from kvtier.planning.hardware.machines import MACHINES
 from kvtier.planning.hardware.profile import HardwareProfile
 from kvtier.planning.policies.shares import FixedShare, all_attend, room_for

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.planning.costs import Rates
 from kvtier.planning.hardware import machines
 from kvtier.planning.hardware.machines import MACHINES, ModelSize, machine_like
 from kvtier.planning.hardware.predictors import Curve, HostAttention, Linear, Prefill
 from kvtier.planning.hardware.profile import PARTS, HardwareProfile
 from kvtier.planning.policies.adaptive import Adaptive
+from kvtier.planning.rates import Rates
 from kvtier.planning.step import LayerState, StepState
 
 # Llama 3.1 8B.

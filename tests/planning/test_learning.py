@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.planning.costs import CostModel, Prediction, Rates, alike
+from kvtier.planning.costs import CostModel, Prediction
+from kvtier.planning.groups import alike
 from kvtier.planning.policies.adaptive import CACHES, MEMORY, PROBE, Adaptive
 from kvtier.planning.policy import Policy
+from kvtier.planning.rates import Rates
 from kvtier.planning.simulation.simulate import Machine, Simulation
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 from tests.planning.test_adaptive import LOAD, RATES

@@ -20,11 +20,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier import ConfigError, Policy, TieredKVCache
 from kvtier.cli.main import main
-from kvtier.planning.costs import Rates
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.names import POLICIES as NAMED
 from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.policy import Candidate, Victims
+from kvtier.planning.rates import Rates
 from kvtier.planning.reports.log import Logged, LoggedCandidate, logged_policy, replay
 from kvtier.planning.resuming.loading import LoadOrCompute
 from kvtier.planning.resuming.prefix import SavedPrefix

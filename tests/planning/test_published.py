@@ -13,11 +13,11 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvtier import ConfigError, Policy, TieredKVCache
 from kvtier.memory.blocks.block import State
-from kvtier.planning.costs import Rates
 from kvtier.planning.policies.names import POLICIES
 from kvtier.planning.policies.neo import WholeSequences
 from kvtier.planning.policies.pie import CACHES, WholeLayers
 from kvtier.planning.policy import Victims
+from kvtier.planning.rates import Rates
 from kvtier.planning.reports.log import LoggedCandidate
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.planning.costs import Rates
 from kvtier.planning.hardware.predictors import Prefill
+from kvtier.planning.rates import Rates
 from kvtier.planning.resuming.prefix import ESTIMATED, Busy, PrefixRun, Prices, Resume, fixed_part
 from kvtier.planning.resuming.resume import _Search, always, decide
 from kvtier.planning.resuming.simulate import Truth, always_load, always_recompute, drawn, resumed

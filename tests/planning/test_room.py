@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.planning.costs import CostModel, Rates, alike, height_after
+from kvtier.planning.costs import CostModel
+from kvtier.planning.groups import alike, height_after
 from kvtier.planning.policies.adaptive import CAUTION, Adaptive
 from kvtier.planning.policies.shares import DEPTH, FixedShare, room_for
 from kvtier.planning.policy import level
+from kvtier.planning.rates import Rates
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.simulation.trials import Trial
 from kvtier.planning.step import LayerState, StepRecord

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.planning.costs import Rates
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.rotation import Expansion, rotate
+from kvtier.planning.rates import Rates
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 
 

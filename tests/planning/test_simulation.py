@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvtier import ConfigError, Policy
-from kvtier.planning.costs import Rates
 from kvtier.planning.policies.names import POLICIES, policy_of
 from kvtier.planning.policies.pie import WholeLayers
 from kvtier.planning.policies.shares import FixedShare
+from kvtier.planning.rates import Rates
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.simulation.trials import Trial
 

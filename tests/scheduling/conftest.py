@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.planning.hardware.machines import Machine, ModelSize
-from kvtier.scheduling.simulation.simulate import Profile
+from kvtier.scheduling.simulation.profile import Profile
 
 #: One layer, one byte of KV per token and head pair; a GFLOP of arithmetic takes about a second.
 SMALL = ModelSize(layers=1, hidden=4, heads=2, head_dim=2, kv_heads=1, parameters=500, active=500, itemsize=2)

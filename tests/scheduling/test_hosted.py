@@ -12,7 +12,8 @@ from kvtier.planning.hardware.machines import Machine, ModelSize
 from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.simulation.hosted import Hosted
 from kvtier.scheduling.simulation.loads import poisson, uniform
-from kvtier.scheduling.simulation.simulate import Profile, Simulation, simulate
+from kvtier.scheduling.simulation.profile import Profile
+from kvtier.scheduling.simulation.simulate import Simulation, simulate
 
 SMALL = ModelSize(32, 4096, 32, 128, 32, 6_740_000_000, 6_600_000_000, embedding=131_000_000)
 

@@ -11,7 +11,9 @@ from kvtier.scheduling.fair import Fair
 from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.scheduling.shares import MOST, Shares
-from kvtier.scheduling.simulation.simulate import Profile, Request, Simulation, simulate
+from kvtier.scheduling.simulation.outcome import Request
+from kvtier.scheduling.simulation.profile import Profile
+from kvtier.scheduling.simulation.simulate import Simulation, simulate
 
 
 def _mean_wait(requests: list[Request], profile: Profile, scheduler: Scheduler, tenant: str) -> float:

@@ -16,7 +16,9 @@ from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.job import Load, Step
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.scheduling.simulation.loads import azure, conversations, lognormal, mooncake, poisson
-from kvtier.scheduling.simulation.simulate import Profile, Request, Simulation, simulate
+from kvtier.scheduling.simulation.outcome import Request
+from kvtier.scheduling.simulation.profile import Profile
+from kvtier.scheduling.simulation.simulate import Simulation, simulate
 
 SCHEDULERS: list[Callable[[], Scheduler]] = [FirstComeFirstServed, Fair]
 

@@ -9,7 +9,7 @@ from families import tiny_model
 from workloads import _bytes_of_a_block, by_generate
 
 from kvtier import Engine, TieredMemory
-from kvtier.planning.costs import Rates
+from kvtier.planning.rates import Rates
 from kvtier.scheduling.job import Job, Load
 from kvtier.scheduling.prices import RECOMPUTE, SWAP
 from kvtier.serving.costs import Costs

@@ -18,7 +18,7 @@ import kvtier
 from kvtier import Policy, TieredKVCache
 from kvtier.errors import ConfigError
 from kvtier.memory import measured
-from kvtier.planning.costs import Rates
+from kvtier.planning.rates import Rates
 from kvtier.planning.reports.trace import busy_seconds, read_trace
 from kvtier.planning.step import StepRecord
 from kvtier.testing import Throttled, emulated_device, throttled, with_doubles

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.planning.costs import FASTEST, Rates
 from kvtier.planning.hardware import machines
 from kvtier.planning.hardware.machines import ModelSize
 from kvtier.planning.hardware.predictors import Curve, HostAttention, Linear, Prefill
+from kvtier.planning.rates import FASTEST, Rates
 
 #: Of the JSON. A profile of another format is not read.
 FORMAT = 1

@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvtier.planning.costs import WINDOW, CostModel, Decision, Group, Median, Prediction, Rates, alike
+from kvtier.planning.costs import CostModel, Decision, Prediction
+from kvtier.planning.groups import Group, alike
 from kvtier.planning.policies.shares import FixedShare, room_for
 from kvtier.planning.policy import WRITE_THROUGH, Policy
+from kvtier.planning.rates import WINDOW, Median, Rates
 from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepPlan, StepRecord, StepState
 
 #: Shares of the spilled blocks that are considered: so many, evenly from none to all.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvtier.planning.costs import Median
 from kvtier.planning.policies.rotation import Rotation
 from kvtier.planning.policy import WRITE_THROUGH, Candidate, Policy, Victims
+from kvtier.planning.rates import Median
 from kvtier.planning.step import LayerPlan, StepPlan, StepRecord, StepState
 
 #: Caches whose phase is kept, the latest ones.

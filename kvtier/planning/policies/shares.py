@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.config import parse_share
-from kvtier.planning.costs import Group, fetched_blocks
+from kvtier.planning.groups import Group, fetched_blocks
 from kvtier.planning.policy import WRITE_THROUGH, Policy, level
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.config import format_size
-from kvtier.planning.costs import CostModel, Group, Prediction, Rates, alike
+from kvtier.planning.costs import CostModel, Prediction
+from kvtier.planning.groups import Group, alike
 from kvtier.planning.policies.shares import FixedShare, room_for, room_of
 from kvtier.planning.policy import Policy, level
+from kvtier.planning.rates import Rates
 from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepRecord, StepState
 
 #: Shares of the spilled blocks that are considered where the policy chooses one.

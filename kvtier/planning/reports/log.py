@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from kvtier.errors import ConfigError
-from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
+from kvtier.planning.costs import CostModel, Decision, Prediction
 from kvtier.planning.policies.names import name_of, policy_of
 from kvtier.planning.policy import Candidate, Policy, Victims, checked_victims
+from kvtier.planning.rates import Rates
 from kvtier.planning.resuming.loading import LoadOrCompute
 from kvtier.planning.resuming.prefix import SavedPrefix
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState, checked, whole

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvtier.errors import ConfigError
-from kvtier.planning.costs import Rates
+from kvtier.planning.rates import Rates
 from kvtier.planning.step import whole
 
 #: Where a run of blocks is.

@@ -13,13 +13,13 @@ from kvtier.config import format_size
 from kvtier.errors import ConfigError
 from kvtier.planning import admission
 from kvtier.planning.admission import Claim
-from kvtier.planning.costs import Rates
 from kvtier.planning.hardware.machines import ModelSize
 from kvtier.planning.hardware.predictors import Curve
 from kvtier.planning.hardware.profile import HardwareProfile
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.shares import all_attend, all_fetch
 from kvtier.planning.policy import Policy
+from kvtier.planning.rates import Rates
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 
 #: Tokens of a block.

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from kvtier.config import parse_count, parse_number, parse_share
 from kvtier.errors import ConfigError
-from kvtier.planning.costs import Rates
 from kvtier.planning.policies.names import policy_of
 from kvtier.planning.policy import Policy
+from kvtier.planning.rates import Rates
 from kvtier.planning.reports.trace import Event, plan_args, step_args, write_trace
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 
@@ -105,7 +105,7 @@ class Machine:
     def __post_init__(self) -> None:
         parse_number("noise", self.noise, "standard deviations, as a share")
         if not isinstance(self.rates, Rates):
-            raise ConfigError(f"rates={self.rates!r}: give kvtier.planning.costs.Rates(...).")
+            raise ConfigError(f"rates={self.rates!r}: give kvtier.planning.rates.Rates(...).")
         if not callable(self.traffic):
             raise ConfigError(f"traffic={self.traffic!r}: give a function of the step that returns a share.")
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from kvtier.planning.costs import Rates
 from kvtier.planning.policies.shares import FixedShare, all_attend, all_fetch
 from kvtier.planning.policy import Policy
+from kvtier.planning.rates import Rates
 from kvtier.planning.simulation.bound import lower_bound
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 

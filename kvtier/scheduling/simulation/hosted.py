@@ -15,7 +15,9 @@ from typing import Any
 from kvtier.planning.hardware.machines import COPY, OF_DEVICE_MEMORY, OF_HOST_MEMORY, ROUND_TRIP
 from kvtier.planning.sub_batches import Choice, Rates, Row, choose, stage
 from kvtier.scheduling.scheduler import Scheduler
-from kvtier.scheduling.simulation.simulate import Profile, Request, Simulation, Working
+from kvtier.scheduling.simulation.outcome import Request
+from kvtier.scheduling.simulation.profile import Profile
+from kvtier.scheduling.simulation.simulate import Simulation, Working
 
 #: Of the device's blocks, what stays free when a sequence comes back to it.
 AMPLE = 32

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.scheduling.simulation.simulate import Request
+from kvtier.scheduling.simulation.outcome import Request
 
 #: Tokens of a block of Mooncake's trace.
 MOONCAKE_BLOCK = 512

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from kvtier.planning.hardware.machines import MACHINES, ModelSize
 from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.simulation.loads import lognormal, poisson
-from kvtier.scheduling.simulation.simulate import Profile, Request, simulate
+from kvtier.scheduling.simulation.outcome import Request
+from kvtier.scheduling.simulation.profile import Profile
+from kvtier.scheduling.simulation.simulate import simulate
 
 #: Sizes of models as they are published; parameters in round numbers.
 MODELS = {

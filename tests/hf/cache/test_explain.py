@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, FalconH1Config, LlamaConfig, Qwen
 import kvtier
 from kvtier import Explanation, Policy, TieredKVCache
 from kvtier.memory import measured
-from kvtier.planning.costs import CostModel, Decision, Prediction, Rates
+from kvtier.planning.costs import CostModel, Decision, Prediction
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.names import POLICIES
+from kvtier.planning.rates import Rates
 from kvtier.planning.reports.log import Logged
 from kvtier.planning.step import MAX_DECODE_TOKENS, LayerPlan, StepPlan, StepState
 from kvtier.testing import held, with_doubles

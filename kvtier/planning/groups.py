@@ -1,0 +1,40 @@
+"""Layers that are alike: a model has few kinds, so that what is said of each kind does not grow with layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.planning.step import LayerState
+
+#: Layers that are alike, and how many.
+Group = tuple[LayerState, int]
+
+
+def alike(layers: Sequence[LayerState]) -> list[Group]:
+    """Layers with the same numbers, counted: a model has few kinds, so that a prediction does not grow with layers."""
+    found: dict[tuple[int, int, int, bool], list[LayerState]] = {}
+    for x in layers:
+        found.setdefault((x.block_bytes, x.resident, x.spilled, x.host_attention), []).append(x)
+    return [(some[0], len(some)) for some in found.values()]
+
+
+def height_after(heights: Sequence[tuple[float, int]], total: float) -> float:
+    """The height to which the highest are lowered, so that `total` is taken from all together; 0.0 where they have no
+    more than that.
+
+    Args:
+        heights: at least 0, and how many there are of each.
+        total: at least 0.
+    """
+    number, taken, least = 0, 0.0, 0.0
+    for height, count in sorted(heights, reverse=True) if len(heights) > 1 else heights:
+        more = (least - height) * number  # to lower those before it to this one
+        if more > total - taken:
+            break
+        taken, number, least = taken + more, number + count, height
+    return max(least - (total - taken) / number, 0.0) if number else 0.0
+
+
+def fetched_blocks(layer: LayerState, share: float) -> int:
+    """Whole blocks that a share of a layer's spilled ones is."""
+    return int(layer.spilled * share + 0.5) if layer.host_attention else layer.spilled
