@@ -7,7 +7,7 @@ import json
 import math
 from pathlib import Path
 
-from kvtier.cli.plan import positive, tokens
+from kvtier.cli.arguments import positive, tokens
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.planning.hardware.machines import MACHINES, machine

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from kvtier import profile
-from kvtier.cli.plan import read_config
+from kvtier.cli.config import read_config
 from kvtier.errors import ConfigError
 
 _ABOUT = """\

@@ -9,7 +9,9 @@ import select
 import sys
 from collections.abc import Sequence
 
-from kvtier.cli import bench, calibrate, chat, env, plan, replay, serve, store
+from kvtier.cli import bench, calibrate, env, replay, serve, store
+from kvtier.cli.chat import command as chat
+from kvtier.cli.plan import command as plan
 from kvtier.errors import KVTierError
 
 

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvtier.cli.chat import check_budgets
-from kvtier.cli.plan import positive, read_config
+from kvtier.cli.arguments import positive
+from kvtier.cli.chat.command import check_budgets
+from kvtier.cli.config import read_config
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.serving.http.keys import Keys

@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from kvtier import ConversationStore
-from kvtier.cli import chat as command
-from kvtier.cli import screen
+from kvtier.cli.chat import command, screen
+from kvtier.cli.chat.screen import Answer, Stop
 from kvtier.cli.main import main
-from kvtier.cli.screen import Answer, Stop
 from kvtier.conversation.disk.contents import contents
 
 ROOT = Path(__file__).resolve().parents[2]

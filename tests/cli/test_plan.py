@@ -33,8 +33,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
 from kvtier import ConfigError
+from kvtier.cli.config import completed_config, read_config
 from kvtier.cli.main import main
-from kvtier.cli.plan import _millions, completed_config, read_config
+from kvtier.cli.plan.report import millions
 from kvtier.hf.models import config as model_config
 from kvtier.hf.models import weights
 from kvtier.hf.models.weights import count_weights
@@ -814,7 +815,7 @@ def test_what_a_config_does_not_say_is_no_limit(config: Path, capsys: pytest.Cap
     ("weights", "said"), [(8_030_000_000, "8.03 billion"), (3_540_000, "3.54 million"), (999, "999")]
 )
 def test_weights_are_counted_in_words(weights: int, said: str) -> None:
-    assert _millions(weights) == said
+    assert millions(weights) == said
 
 
 @pytest.mark.parametrize("name", ["./nope", "a/b/c", "~/nope", "nope.json"])

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli import remote
-from kvtier.cli.lines import Loop
-from kvtier.cli.plan import positive, read_config
-from kvtier.cli.screen import Answer, Stop, say
+from kvtier.cli.arguments import positive
+from kvtier.cli.chat import remote
+from kvtier.cli.chat.lines import Loop
+from kvtier.cli.chat.screen import Answer, Stop, say
+from kvtier.cli.config import read_config
 from kvtier.cli.store import count, ls, plain
 from kvtier.config import format_size, parse_bytes, parse_size
 from kvtier.errors import ConfigError

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.cli.screen import say
+from kvtier.cli.chat.screen import say
 from kvtier.cli.store import plain
 from kvtier.errors import KVTierError
 

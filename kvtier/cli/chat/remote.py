@@ -12,8 +12,8 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvtier.cli.lines import Loop
-from kvtier.cli.screen import say
+from kvtier.cli.chat.lines import Loop
+from kvtier.cli.chat.screen import say
 from kvtier.cli.store import plain
 from kvtier.errors import ConfigError
 
