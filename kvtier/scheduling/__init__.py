@@ -7,5 +7,6 @@ fair.py       the longest wait for the least work first
 names.py      schedulers by name
 prices.py     how a job that gives up its blocks comes back, swapped or recomputed, and what that costs
 shares.py     what tenants were served
+log.py        what a scheduler was asked and what it answered, and its replay
 simulation/   a model of an engine on a virtual clock, with these schedulers
 """

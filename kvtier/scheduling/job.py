@@ -58,6 +58,9 @@ class Ways(Protocol):
     def step(self, load: Load) -> float:
         """Seconds of a step in which every running job gets a token."""
 
+    def now(self) -> Ways:
+        """The same as it is now, where it is still learned."""
+
 
 @dataclass(slots=True)
 class Load:

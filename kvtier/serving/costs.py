@@ -129,3 +129,7 @@ class Costs:
     def step(self, load: Load) -> float:
         """See `Ways`."""
         return self.prices().step(load)
+
+    def now(self) -> Prices:
+        """See `Ways`."""
+        return self.prices()

@@ -25,7 +25,8 @@ from kvtier.planning.policies.names import POLICIES as NAMED
 from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.rates import Rates
-from kvtier.planning.reports.log import Logged, LoggedCandidate, logged_policy, replay
+from kvtier.planning.reports.log import Logged, LoggedCandidate, replay
+from kvtier.planning.reports.log_file import header
 from kvtier.planning.resuming.loading import LoadOrCompute
 from kvtier.planning.resuming.prefix import SavedPrefix
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
@@ -194,7 +195,7 @@ def test_two_logs_do_not_write_into_one_file(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     before = path.read_text()
     for same in (path, tmp_path / "link", tmp_path / "." / "decisions.jsonl"):
-        with pytest.raises(ConfigError, match="another Logged"):
+        with pytest.raises(ConfigError, match="another decision log"):
             Logged("default", same)
     assert path.read_text() == before
     first.close()
@@ -208,7 +209,7 @@ def test_a_log_says_whose_decisions_it_has_and_is_replayed_by_that_policy(name: 
     policy = Logged(name, path)
     Simulation(policy, Machine(Rates()), Load(4, 1e-3, 2**16, 16, 640, 2, 2**23)).run(30)
     policy.close()
-    assert logged_policy(path) == name
+    assert header(path)["policy"] == name
     assert main(["replay", str(path)]) == 0
     if name in ("all-fetch", "pie"):
         assert main(["replay", str(path), "--policy", "default"]) == 1

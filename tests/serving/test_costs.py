@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from families import tiny_model
@@ -11,6 +12,7 @@ from workloads import _bytes_of_a_block, by_generate
 from kvtier import Engine, TieredMemory
 from kvtier.planning.rates import Rates
 from kvtier.scheduling.job import Job, Load
+from kvtier.scheduling.log import LoggedScheduler, replay
 from kvtier.scheduling.prices import RECOMPUTE, SWAP
 from kvtier.serving.costs import Costs
 from kvtier.stats import Counters
@@ -72,13 +74,15 @@ def test_copies_of_little_say_nothing_of_the_link_until_they_are_much() -> None:
 
 
 @pytest.mark.parametrize(("link", "way"), [(4e9, "swap"), (2e5, "recompute")], ids=["fast", "slow"])
-def test_an_engine_prices_the_way_back_by_its_own_link(link: float, way: str) -> None:
-    """A prompt of 20 tokens takes some 10 ms, 30 KB over the link 8 us or 0.15 s."""
+def test_an_engine_prices_the_way_back_by_its_own_link(link: float, way: str, tmp_path: Path) -> None:
+    """A prompt of 20 tokens takes some 10 ms, 30 KB over the link 8 us or 0.15 s. All of it is decided again from its
+    log."""
     model, machine, size = tiny_model("llama"), throttled(link, host=1e9), 4
     one = _bytes_of_a_block("llama", size)
     memory = TieredMemory(device_budget=13 * one, host_budget=200 * one)
     with_doubles(memory, machine)
-    engine = Engine(model, memory=memory, block_size=size, spill=False, sub_batches=False)
+    scheduler = LoggedScheduler("fair", tmp_path / "schedule.jsonl")
+    engine = Engine(model, memory=memory, block_size=size, spill=False, sub_batches=False, scheduler=scheduler)
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(1, 120) for _ in range(20)) for _ in range(6)]
     with emulated_device(model, machine, linear=1e-3, device_rate=1e9):
@@ -93,6 +97,10 @@ def test_an_engine_prices_the_way_back_by_its_own_link(link: float, way: str) ->
     assert swapped == (preempted if way == "swap" else 0)
     engine.close()
     memory.close()
+    scheduler.close()
+    found = replay(tmp_path / "schedule.jsonl", "fair")
+    assert found.differences == []
+    assert found.decisions > 6
 
 
 def test_before_the_first_step_there_is_an_answer() -> None:
