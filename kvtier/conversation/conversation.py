@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -67,6 +67,20 @@ class Store(Protocol):
         """A conversation has another rank."""
 
 
+class _History(NamedTuple):
+    """What was said. All of it is replaced in one step: who forks or saves it meanwhile has no half of a turn, and
+    neither has it after an interrupt.
+
+    Attributes:
+        ids, messages: see `Conversation`.
+        ends: tokens of the history after so many messages: what a rewound chat still refers to.
+    """
+
+    ids: list[int]
+    messages: list[Message]
+    ends: Mapping[int, int]
+
+
 class Conversation:
     """The token ids, and the messages, of one conversation. Its keys and values are the store's, found by these ids:
     what is edited, forked or rewound needs nothing else.
@@ -86,18 +100,33 @@ class Conversation:
         self.store = store
         self.name = name
         self.salt: Any = salt
-        self.ids: list[int] = []
-        self.messages: list[Message] = []
+        self._history = _History([], [], {})
         self.reuse: RowReuse | None = None
         self.closed = False
         self.rank = DEFAULT
         self.used = time.time()
         self.written = Written()
-        # Tokens of the history after so many messages: what a rewound chat still refers to.
-        self._ends: dict[int, int] = {}
         # Under 0, the thread that generates and its frame: taken and signed in one step, so that an interrupt leaves
         # nobody else's.
         self._inside: dict[int, tuple[int, FrameType]] = {}
+
+    @property
+    def ids(self) -> list[int]:
+        """See the class."""
+        return self._history.ids
+
+    @ids.setter
+    def ids(self, ids: list[int]) -> None:
+        self._history = self._history._replace(ids=ids)
+
+    @property
+    def messages(self) -> list[Message]:
+        """See the class."""
+        return self._history.messages
+
+    @messages.setter
+    def messages(self, messages: list[Message]) -> None:
+        self._history = self._history._replace(messages=messages)
 
     def generate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """As `ConversationStore.generate`, of one row: the whole history, or an edited one.
@@ -112,7 +141,7 @@ class Conversation:
         try:
             with self.store.in_use():  # until what it is now is saved
                 out, ids = self._generate(inputs, kwargs)
-                self._now(ids)
+                self._now(self._history._replace(ids=ids))
                 self.store.changed(self, generated=True)
                 return out
         finally:
@@ -134,9 +163,9 @@ class Conversation:
                 )
             self._inside[0] = me  # that call was interrupted, before it could say that it ends
 
-    def _now(self, ids: list[int]) -> None:
+    def _now(self, history: _History) -> None:
         """Its history is this, by this thread's last call."""
-        self.ids, self.reuse, self.used = ids, self.store.reuse[0], time.time()
+        self._history, self.reuse, self.used = history, self.store.reuse[0], time.time()
 
     def _generate(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> tuple[Any, list[int]]:
         """What the store gives, and the history with it."""
@@ -195,12 +224,12 @@ class Conversation:
         messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
         ids = torch.tensor([self._prompt(tokenizer, messages)], device=of.device_of(self.store.model))
         with self.store.in_use():  # until what was said is saved
-            out, history = self._generate(ids, dict(attention_mask=torch.ones_like(ids), **kwargs))
+            out, said = self._generate(ids, dict(attention_mask=torch.ones_like(ids), **kwargs))
             rows = out if isinstance(out, torch.Tensor) else out.sequences
             answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
-            self._now(history)  # when nothing can fail any more: it is as it was, or has the whole turn
-            self.messages = [*messages, {"role": "assistant", "content": answer}]
-            self._ends[len(self.messages)] = len(self.ids)
+            messages.append({"role": "assistant", "content": answer})
+            # When nothing can fail any more: it is as it was, or has the whole turn.
+            self._now(_History(said, messages, {**self._history.ends, len(messages): len(said)}))
             self.store.changed(self, generated=True)
             return answer
 
@@ -229,7 +258,8 @@ class Conversation:
         self._check_open()
         with self.store.in_use():  # until it is saved
             made = self.store.open(name, salt=self.salt, new=True)
-            made.ids, made.messages, made._ends = list(self.ids), list(self.messages), dict(self._ends)
+            ids, messages, ends = self._history
+            made._history = _History(list(ids), list(messages), ends)
             self.store.changed(made)
             return made
 
@@ -270,9 +300,10 @@ class Conversation:
         if not 0 <= turns <= len(at):
             raise ConfigError(f"turns={turns}: the conversation has {len(at)}.")
         if turns:
-            self.messages = self.messages[: at[-turns]]
-            self._ends = {n: tokens for n, tokens in self._ends.items() if n <= len(self.messages)}
-            self.ids = self.ids[: self._ends.get(len(self.messages), 0)]
+            ids, messages, ends = self._history
+            messages = messages[: at[-turns]]
+            ends = {n: tokens for n, tokens in ends.items() if n <= len(messages)}
+            self._history = _History(ids[: ends.get(len(messages), 0)], messages, ends)
 
     # What it is worth
 
@@ -384,7 +415,8 @@ class Conversation:
 
     def state(self) -> dict[str, Any]:
         """What it is, as JSON takes it."""
-        state = {"ids": self.ids, "messages": self.messages, "salt": self.salt, "ends": list(self._ends.items())}
+        ids, messages, ends = self._history
+        state = {"ids": ids, "messages": messages, "salt": self.salt, "ends": list(ends.items())}
         rank = self.rank
         if rank != DEFAULT:
             state |= {"pinned": rank.pinned, "priority": rank.priority}
@@ -403,7 +435,7 @@ class Conversation:
             made.messages = messages
         ends = state.get("ends")
         if isinstance(ends, list) and all(isinstance(x, list) and [type(y) for y in x] == [int, int] for x in ends):
-            made._ends = dict(ends)
+            made._history = made._history._replace(ends=dict(ends))
         made.rank = saved_rank(state)
         used = state.get("used")
         if isinstance(used, (int, float)) and used < made.used:  # clocks are set back

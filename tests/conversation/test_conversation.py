@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -280,3 +282,23 @@ def test_a_conversation_whose_salt_no_later_process_knows_is_not_saved(salt: Any
             store.open("a", salt=salt).generate(**ones(some_ids(40)), **GREEDY)
             store.flush()
             assert not store.stats.problem
+
+
+def test_a_fork_at_any_line_of_a_turn_has_the_whole_turn_or_nothing_of_it() -> None:
+    with store_of(tiny_model("llama")) as store:
+        chat, forks = store.open("a"), list[tuple[int, int]]()
+
+        def forking(frame: FrameType, event: str, _: Any) -> Any:
+            if frame.f_code not in (Conversation._send.__code__, Conversation._now.__code__):
+                return None
+            if event == "line":
+                fork = chat.fork(f"fork {len(forks)}")
+                forks.append((len(fork.ids), len(fork.messages)))
+            return forking
+
+        sys.settrace(forking)
+        try:
+            chat.send("Who are you?", tokenizer=Tokenizer(), **GREEDY)
+        finally:
+            sys.settrace(None)
+        assert set(forks) == {(0, 0), (len(chat.ids), 2)}

@@ -158,7 +158,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a conversation that goes on is not saved": gone(ConversationStore, "changed"),
     "a conversation that is closed is not forgotten": gone(Disk, "drop_conversation"),
     "a rewound conversation keeps its end": edit(
-        Conversation, "_rewind_turns", "self.ids = self.ids[: self._ends", "[][: self._ends"
+        Conversation, "_rewind_turns", "ids[: ends.get(len(messages), 0)]", "ids"
     ),
     "chunks are merged in another order": edit(
         Upkeep, "_replace", "[part[name] for part in parts]", "[part[name] for part in parts[::-1]]"

@@ -186,7 +186,7 @@ class Chat:
     @classmethod
     def of(cls, there: Conversation) -> Chat:
         """As a store has it."""
-        return cls(there.salt, list(there.ids), list(there.messages), ends=dict(there._ends), rank=there.rank)
+        return cls(there.salt, list(there.ids), list(there.messages), ends=dict(there._history.ends), rank=there.rank)
 
     def note(self) -> None:
         """It has changed."""
@@ -477,7 +477,7 @@ class World:
                 assert now in chat.before or now == ([], []) or now == (chat.ids, chat.messages), (
                     "a chat that never was"
                 )
-                chat.ids, chat.messages, chat.ends = list(there.ids), list(there.messages), dict(there._ends)
+                chat.ids, chat.messages, chat.ends = list(there.ids), list(there.messages), dict(there._history.ends)
                 chat.rank = there.rank
             else:
                 assert now == (chat.ids, chat.messages), (now, chat)
