@@ -367,6 +367,7 @@ class Engine:
 
     def _tokens_of(self, request: Request, timeout: float | None) -> Iterator[int]:
         given, lock = 0, self._requests.lock
+        self._loop.check_outside()
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             with lock:
@@ -417,6 +418,7 @@ class Engine:
         Returns:
             The outputs by name, in the order of `inputs`. Those that failed have an `error`.
         """
+        self._loop.check_outside()
         terms = RequestOptions(**{name: options.pop(name) for name in RequestOptions.names() & options.keys()})
         seed = options.pop("seed", None)
         found: dict[str, RequestOutput] = {}

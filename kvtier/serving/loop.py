@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+from types import FrameType
 
 from kvtier.errors import ConcurrentUseError
 from kvtier.memory.tiered import TieredMemory
@@ -43,8 +45,9 @@ class Loop:
         """Compute one step, in the caller's thread. Whether there was anything to do.
 
         Raises:
-            ConcurrentUseError: another thread is at a step.
+            ConcurrentUseError: another thread is at a step, or this one is: a listener or a criterion asks.
         """
+        self.check_outside()
         if not self.stepping.acquire(blocking=False):
             raise ConcurrentUseError("Another thread runs this engine's steps.")
         try:
@@ -69,7 +72,12 @@ class Loop:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the step that it is at. Requests stay where they are."""
+        """End the thread after the step that it is at. Requests stay where they are.
+
+        Raises:
+            ConcurrentUseError: a listener or a criterion asks, for which the step waits.
+        """
+        self.check_outside()
         lock = self._requests.lock
         with lock:
             thread, self._stopping = self._thread, True
@@ -79,6 +87,17 @@ class Loop:
         with lock:
             self._thread = None
             lock.notify_all()
+
+    def check_outside(self) -> None:
+        """Raise `ConcurrentUseError` in the midst of a step of this thread's. What was interrupted is on no stack."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is StepRunner.step.__code__ and frame.f_locals["self"] is self._steps:
+                raise ConcurrentUseError(
+                    "What a step calls, a listener or a stopping criterion, asks for another step, or for the end of "
+                    "the engine: it may add requests and cancel them. Let another thread do the rest."
+                )
+            frame = frame.f_back
 
     def _run(self) -> None:
         requests = self._requests

@@ -88,6 +88,8 @@ class Prefixes:
     Attributes:
         seen: what the model is, as far as it was looked at in this change of the requests; None: it was not. Whoever
             begins a change sets that.
+        changes: times that a step found it to be another one than before: with other adapters, say. (Those of weights
+            are counted by `Kept.epoch`.)
     """
 
     def __init__(
@@ -110,6 +112,9 @@ class Prefixes:
         self._store = store
         self._weights = of.weights_version(model)
         self.seen: of.Depends | None = None
+        self.changes = 0
+        depends = of.depends(model)
+        self._computes = depends.computed_as, depends.training
         costs.loads = self._loads
         # Prompts that are being computed or wait to be.
         self._coming: PrefixIndex[Request] = PrefixIndex()
@@ -141,6 +146,14 @@ class Prefixes:
                     self.clear()
                 self._weights = self.seen.weights
         return self.seen
+
+    def _look_and_count(self) -> None:
+        """The same, in the thread that runs the steps: others may be in an autocast of their own."""
+        depends = self._look()
+        computes = depends.computed_as, depends.training
+        if computes != self._computes:
+            self._computes = computes
+            self.changes += 1
 
     # Coming
 
@@ -228,8 +241,9 @@ class Prefixes:
         """Let a request that has no blocks begin with what is kept of it. The tokens that are there then."""
         if request.alone:
             return 0
-        self._look()
-        request.epoch = self._kept.epoch
+        self._look_and_count()
+        # The model may be another one than when the request came.
+        request.key, request.changes, request.epoch = self.key(request.salt), self.changes, self._kept.epoch
         ids = packed(request.ids)
         with self._memory.lock, self._memory.change:
             self._memory.collect()
@@ -309,7 +323,9 @@ class Prefixes:
         sequence = self._runner.kv(request.sequence)
         if not sequence.length:
             return
-        self._look()
+        self._look_and_count()
+        if request.changes != self.changes:  # other adapters, say, have computed a part of it
+            return
         ids = packed(request.ids[: sequence.length])
         states = self._runner.states(request.sequence) if self._stateful else {}
         with contextlib.suppress(KVTierError):

@@ -115,7 +115,7 @@ class Request:
         salt, key: who may share what it computes, and all else that this depends on.
         conversation, chat: that it is a turn of, by name and as it was when it came; None: of none.
         alone: there was no room for it and for what is kept of it: it begins with nothing, and nothing of it is kept.
-        epoch: of what is kept, when it got the sequence that it has; see `Kept`.
+        epoch, changes: of what is kept, see `Kept`, and of the model, see `Prefixes`, when it got its sequence.
         lost: times that a failure has cost what was computed.
         cancelled: it is to end at the next step.
         samples: other sequences of its prompt, which begin when that is computed.
@@ -137,7 +137,7 @@ class Request:
         self.ids = list(output.prompt_ids)
         self.sequence: Any = None
         self.alone = False
-        self.epoch = 0
+        self.epoch = self.changes = 0
         self.lost = 0
         self.cancelled = False
         self.samples: list[Request] = []

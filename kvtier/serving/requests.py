@@ -7,12 +7,13 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ClosedError, ConfigError, QueueFullError
 from kvtier.hf.engine.sampling import Sampling
-from kvtier.memory.access.change import Change
+from kvtier.memory.access.change import Change, undone
+from kvtier.memory.access.lock import held_twice, new_lock
 from kvtier.scheduling.job import Job
 from kvtier.scheduling.prices import RECOMPUTE, SWAP
 from kvtier.scheduling.shares import Shares
@@ -37,7 +38,8 @@ class _Books:
 
 
 class _PublishingChange(Change):
-    """A change that looks at the model again, and at whose end the numbers of requests are published."""
+    """A change that looks at the model again, and at whose end the numbers of requests are published. What a listener
+    adds or cancels is part of the change in the midst of which it is told."""
 
     __slots__ = ("_requests",)
 
@@ -46,12 +48,21 @@ class _PublishingChange(Change):
         self._requests = requests
 
     def __enter__(self) -> None:
-        super().__enter__()
+        if not (threading.get_ident() in self._inside and self._within):
+            super().__enter__()
         self._requests.begin_change()
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not self._within:
+            super().__exit__(kind, error, trace)
+        elif error is not None and not undone(error):
+            self._requests.books.interrupted = True
         self._requests.publish()
+
+    @property
+    def _within(self) -> bool:
+        """Whether this thread is in the midst of another change, and no interrupt has ended that: it has the lock."""
+        return held_twice(self._requests.re_entrant)
 
 
 class Requests:
@@ -69,6 +80,7 @@ class Requests:
 
     Attributes:
         lock: notified when a request has come, has got a token, or has ended.
+        re_entrant: what it locks.
         change: marks changes, so that one that an interrupt cuts short is known to be.
         books: whether one was.
         named: those that have not ended, by name.
@@ -96,7 +108,8 @@ class Requests:
         self.max_waiting = max_waiting
         self._clock = clock
         self._numbers = itertools.count()
-        self.lock = threading.Condition()
+        self.re_entrant = new_lock()
+        self.lock = threading.Condition(cast(Any, self.re_entrant))
         self.books = _Books()
         self.change = _PublishingChange(self)
         self.named: dict[str, Request] = {}
@@ -156,7 +169,6 @@ class Requests:
             chat = self._store.open(terms.conversation, salt=terms.salt)
         made = []
         for i, each in enumerate(names):
-            self.ended.pop(each, None)
             output = RequestOutput(each, list(prompt), arrived=now)
             output.logprobs = [] if terms.logprobs or terms.top_logprobs else None
             output.top_logprobs = [] if terms.top_logprobs else None
@@ -166,8 +178,10 @@ class Requests:
             made.append(Request(output, own, job, terms))
             made[-1].conversation = None if i else terms.conversation
             made[-1].chat = None if i else chat
-            self.named[each] = made[-1]
         made[0].samples = made[1:]
+        for request in made:
+            self.ended.pop(request.name, None)
+            self.named[request.name] = request
         self.wait(made[0])
         self.lock.notify_all()
         return made
@@ -219,6 +233,7 @@ class Requests:
                 self.wait(sample)
                 continue
             sample.sequence, sample.epoch = sequence, request.epoch
+            sample.key, sample.changes = request.key, request.changes
             sample.job.running, sample.job.cached = True, request.job.cached
             self.running[sample.job] = sample
             forked.append(sample)
@@ -265,7 +280,7 @@ class Requests:
         for sample in samples:  # nobody computes their prompt any more
             if reason == "error":
                 self.end(sample, reason, error)
-            else:
+            elif not sample.done.is_set():
                 self.wait(sample)
         self.lock.notify_all()
 

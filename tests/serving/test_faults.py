@@ -361,3 +361,40 @@ def test_memory_is_bounded_over_many_tiny_requests() -> None:
     later = sizes[len(sizes) // 2 :]
     assert max(later) - later[0] < 8 << 20
     assert sizes_of_python[-1] < 1.05 * sizes_of_python[len(sizes) // 2]
+
+
+def test_a_sequence_that_was_cancelled_before_its_prompt_was_there_ends_once() -> None:
+    engine = Engine(tiny_model("llama"), host_budget="8MiB", max_batch_tokens=8)
+    name = engine.add_request(list(range(40)), max_new_tokens=3, do_sample=True, num_return_sequences=3)
+    for each in (f"{name}#1", name):
+        engine.step()
+        engine.cancel(each)
+    for _ in range(40):
+        if not engine.step():
+            break
+    else:
+        raise AssertionError("it never ends")
+    assert [engine.output(each).finish_reason for each in (name, f"{name}#1", f"{name}#2")] == [
+        "cancelled",
+        "cancelled",
+        "length",
+    ]
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", 1 << 64, -(1 << 63) - 1])
+def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
+    engine = Engine(tiny_model("llama"), host_budget="8MiB")
+    with pytest.raises(ConfigError, match="seed="):
+        engine.add_request([1, 2], max_new_tokens=3, do_sample=True, seed=seed)
+    engine.close()
+
+
+def test_sequences_of_a_prompt_have_seeds_behind_the_largest_one() -> None:
+    engine, options = Engine(tiny_model("llama"), host_budget="8MiB"), {"max_new_tokens": 5, "do_sample": True}
+    name = engine.add_request([1, 2], **options, seed=(1 << 64) - 1, num_return_sequences=2)
+    again = engine.add_request([1, 2], **options, seed=0)
+    while engine.step():
+        pass
+    assert engine.output(f"{name}#1").generated_tokens == engine.output(again).generated_tokens
+    engine.close()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from families import tiny_model
 
-from kvtier import Engine
+from kvtier import ConcurrentUseError, Engine
+from kvtier.serving.request import RequestOutput
 
 PROMPT = [5, 9, 2, 7, 11, 3]
 
@@ -85,4 +87,48 @@ def test_the_load_is_what_there_is_to_do() -> None:
     while engine.step():
         pass
     assert (engine.load.running, engine.load.waiting) == (0, 0)
+    engine.close()
+
+
+def test_a_listener_adds_and_cancels_in_the_midst_of_a_step() -> None:
+    engine, added = Engine(tiny_model("llama"), host_budget="100MB"), list[str]()
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": -1}
+
+    def hears(output: RequestOutput) -> None:
+        if len(output.generated_tokens) == 2 and not output.is_finished():
+            added.append(engine.add_request(PROMPT[:4], **options))
+            engine.cancel(output.request_id)
+
+    def resets() -> None:
+        raise AssertionError("no interrupt came")
+
+    engine._runner.reset = resets  # type: ignore[method-assign]
+    engine.add_request(PROMPT, **options, listener=hears)
+    other = engine.add_request(PROMPT[::-1], **options)
+    while engine.step():
+        pass
+    engine.check_integrity()
+    assert engine.output(other).finish_reason == "length"
+    assert [engine.output(name).finish_reason for name in added] == ["length"]
+    engine.close()
+
+
+@pytest.mark.parametrize("what", ["step", "stop", "close", "wait", "generate_batch"])
+@pytest.mark.parametrize("started", [False, True])
+def test_a_listener_cannot_wait_for_its_own_step(what: str, started: bool) -> None:
+    engine, heard = Engine(tiny_model("llama"), host_budget="100MB"), list[type]()
+    other = engine.add_request(PROMPT[::-1], max_new_tokens=6)
+    arguments: dict[str, list[Any]] = {"wait": [other], "generate_batch": [[PROMPT]]}
+
+    def hears(output: RequestOutput) -> None:
+        try:
+            getattr(engine, what)(*arguments.get(what, []))
+        except Exception as error:
+            heard.append(type(error))
+
+    engine.add_request(PROMPT, max_new_tokens=1, listener=hears)
+    if started:
+        engine.start()
+    assert engine.wait(other, timeout=60).finish_reason
+    assert heard == [ConcurrentUseError]
     engine.close()

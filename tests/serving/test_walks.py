@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -88,3 +88,101 @@ def test_what_a_model_in_training_mode_has_computed_is_nobody_elses(made: tuple[
     assert [run(engine, PROMPT).cached_tokens for _ in range(2)] == [0, 0]
     model.eval()
     assert run(engine, PROMPT).cached_tokens > 0
+
+
+class Added(torch.nn.Module):
+    """A module with two adapters, as adapter libraries have them."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.active_adapters = ["a"]
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base_layer(x) * (1 if self.active_adapters == ["a"] else 3)
+
+
+@pytest.fixture
+def switch(made: tuple[Any, Engine]) -> Callable[[str], None]:
+    """Lets the model have one of two adapters."""
+    model, _ = made
+    modules = []
+    for layer in model.model.layers:
+        layer.self_attn.k_proj = Added(layer.self_attn.k_proj)
+        modules.append(layer.self_attn.k_proj)
+
+    def to(name: str) -> None:
+        for module in modules:
+            module.active_adapters = [name]
+
+    return to
+
+
+def expected(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)[0, len(prompt) :].tolist()
+
+
+def test_a_request_begins_with_what_the_adapter_has_computed_that_computes_the_rest(
+    made: tuple[Any, Engine], switch: Callable[[str], None]
+) -> None:
+    model, engine = made
+    run(engine, PROMPT)
+    switch("b")
+    right = expected(model, PROMPT)
+    switch("a")
+    assert expected(model, PROMPT) != right
+    name = engine.add_request(PROMPT, **OPTIONS)
+    switch("b")
+    while engine.step():
+        pass
+    assert engine.output(name).cached_tokens == 0
+    assert engine.output(name).generated_tokens == right
+    assert run(engine, PROMPT).cached_tokens == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["until it ends", "for a while"])
+def test_what_two_adapters_have_computed_is_of_neither(
+    back: bool, made: tuple[Any, Engine], switch: Callable[[str], None]
+) -> None:
+    _, engine = made
+    name = engine.add_request(PROMPT, max_new_tokens=6, do_sample=False)
+    engine.step()
+    switch("b")
+    if back:
+        engine.add_request(PROMPT[::-1], **OPTIONS)
+    engine.step()
+    if back:
+        switch("a")
+    while engine.step():
+        pass
+    longer = PROMPT + engine.output(name).generated_tokens
+    for adapter, cached in (("a", len(PROMPT)), ("b", 0)):
+        switch(adapter)
+        assert run(engine, longer).cached_tokens <= cached
+
+
+def test_what_an_autocast_elsewhere_computes_is_not_what_a_step_computes(made: tuple[Any, Engine]) -> None:
+    _, engine = made
+    first = engine.add_request(PROMPT, **OPTIONS)
+    engine.step()
+    with torch.autocast("cpu", torch.bfloat16):
+        engine.add_request(PROMPT[::-1], **OPTIONS)
+    while engine.step():
+        pass
+    assert run(engine, PROMPT + engine.output(first).generated_tokens).cached_tokens == len(PROMPT) + 2
+    assert run(engine, PROMPT[::-1]).cached_tokens == len(PROMPT) - 1
+
+
+def test_each_sequence_of_a_prompt_can_be_gone_on_with(made: tuple[Any, Engine]) -> None:
+    _, engine = made
+    name = engine.add_request(PROMPT, max_new_tokens=5, do_sample=True, seed=1, num_return_sequences=3, salt="ab")
+    while engine.step():
+        pass
+    for each in (name, f"{name}#1", f"{name}#2"):
+        longer = PROMPT + engine.output(each).generated_tokens
+        again = engine.add_request(longer, **OPTIONS, salt="ab")
+        while engine.step():
+            pass
+        assert engine.output(again).cached_tokens == len(longer) - 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,6 +43,8 @@ _OTHER_WAYS: dict[str, tuple[Any, ...]] = {
     "output_scores": (None, False),
     "output_logits": (None, False),
 }
+#: Those that torch takes.
+_LEAST_SEED, _LARGEST_SEED = -(1 << 63), (1 << 64) - 1
 #: Caches that give other tokens than a model's own.
 _LOSSY = ("quantized",)
 
@@ -59,6 +63,14 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         GenerationConfig(**settings)
     except Exception as error:  # whatever it does with what it is handed
         raise ConfigError(f"{type(error).__name__}: {error}.") from None
+
+
+def _checked(seed: Any) -> int | None:
+    """A seed, if torch takes it. Raises `ConfigError`."""
+    with contextlib.suppress(TypeError):
+        if seed is None or _LEAST_SEED <= operator.index(seed) <= _LARGEST_SEED:
+            return None if seed is None else operator.index(seed)
+    raise ConfigError(f"seed={seed!r:.80}: give a whole number from {_LEAST_SEED} to {_LARGEST_SEED}, or None.")
 
 
 class Sampling:
@@ -145,7 +157,7 @@ class Sampling:
             strings = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings)
             self._criteria.append(StopStringCriteria(tokenizer, strings))
         self._until = None if config.max_time is None else time.monotonic() + config.max_time
-        self._seed = seed
+        self._seed = _checked(seed)
         self.generator: torch.Generator | None = None
         self.group = self._group()
         if self.samples:
@@ -164,7 +176,7 @@ class Sampling:
         if self._seed is None:
             self.generator.seed()
         else:
-            self.generator.manual_seed(self._seed + number)
+            self.generator.manual_seed((self._seed + number) % (_LARGEST_SEED + 1))  # of negative ones torch takes that
 
     def drawn(self, length: int) -> torch.Tensor:
         """The random number in [0, 1) for the token behind so many. Asked again, as after a step that failed, it is the
