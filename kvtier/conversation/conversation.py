@@ -40,7 +40,7 @@ class Store(Protocol):
         """As `model.generate`."""
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
-        """Nobody closes it within, but this thread."""
+        """Nobody closes it within."""
 
     def going_on(self, chat: Conversation) -> contextlib.AbstractContextManager[None]:
         """This thread's calls within are a conversation's."""
@@ -156,7 +156,7 @@ class Conversation:
                 f"Another thread is generating with conversation {self.name!r}. Wait for its end, or `fork` it."
             )
         if other is not me:
-            if _is_running(other[1]):
+            if is_running(other[1]):
                 raise ConcurrentUseError(
                     f"This thread is generating with conversation {self.name!r} already: what is called from within "
                     "that, as a streamer or a stopping criterion is, may go on with a `fork` only."
@@ -465,7 +465,7 @@ class Conversation:
         return f"Conversation({self.name!r}, {len(self.ids)} tokens, {len(self.messages)} messages)"
 
 
-def _is_running(call: FrameType) -> bool:
+def is_running(call: FrameType) -> bool:
     """Whether this thread is in the midst of a call. One that was interrupted is on no stack, wherever that was."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame is not call:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -19,7 +21,7 @@ from kvtier.conversation.calls.call import Calls
 from kvtier.conversation.calls.encoder import EncoderReuse
 from kvtier.conversation.calls.prefix_reuse import PrefixReuse
 from kvtier.conversation.calls.reuse import ReuseCounts, RowReuse, StoreStats
-from kvtier.conversation.conversation import Conversation
+from kvtier.conversation.conversation import Conversation, is_running
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.given import check_count, check_name, check_salt, check_seconds, check_span, token_ids
 from kvtier.conversation.index import WIDTH, packed
@@ -127,8 +129,8 @@ class ConversationStore:
         states = parse_bytes("state_budget", state_budget)
         self._encoder = EncoderReuse(model, self._calls, memory, self._kept, states)
         self._reused = ReuseCounts(memory)
-        # Calls under way, and the thread of each.
-        self._active: dict[object, int] = {}
+        # Calls under way, the thread of each, and its frame.
+        self._active: dict[object, tuple[int, FrameType]] = {}
         #: Engines that serve from it.
         self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self._disk_tier: DiskTier | None = None
@@ -382,7 +384,7 @@ class ConversationStore:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Nobody closes it within, but this thread.
+        """Nobody closes it within.
 
         Raises:
             ClosedError: it was closed.
@@ -391,7 +393,7 @@ class ConversationStore:
         try:
             with self.memory.lock, self.memory.change:
                 self._check_open()
-                self._active[call] = threading.get_ident()
+                self._active[call] = threading.get_ident(), sys._getframe(2)  # behind this one and that of `with`
             yield
         finally:
             with self.memory.lock, self.memory.change:
@@ -489,19 +491,20 @@ class ConversationStore:
         """Drop all that is kept and leave the model as it was. Idempotent.
 
         Raises:
-            ConcurrentUseError: another thread is generating.
+            ConcurrentUseError: another thread is generating, or this one is: what it calls cannot close it.
             StoreInUseError: an `Engine` uses it. Nothing was changed.
         """
         if not self.closed:
             if any(not engine.closed for engine in self.engines):
                 raise StoreInUseError("An Engine uses this ConversationStore: close that first. Nothing was changed.")
             self._waker.stop()
-            if not self._others_generate:
+            if not self._in_call:
                 self.flush()
             with self.memory.lock, self.memory.change:
-                if self._others_generate:
+                if self._in_call:
                     raise ConcurrentUseError(
-                        "Another thread is generating with this ConversationStore, or saves a turn. Wait for its end."
+                        "Another thread is generating with this ConversationStore, or saves a turn, or this one is, and "
+                        "a streamer or a stopping criterion closes it. Wait for its end."
                     )
                 self.closed = True
         # What follows may be done twice: whatever cuts it short, the next `close` goes on.
@@ -521,10 +524,10 @@ class ConversationStore:
             self.memory.close()
 
     @property
-    def _others_generate(self) -> bool:
-        """Whether another thread is in a call; one of this thread that is listed still was interrupted."""
+    def _in_call(self) -> bool:
+        """Whether another thread is in a call, or this one in one that was not interrupted."""
         me = threading.get_ident()
-        return any(thread != me for thread in list(self._active.values()))
+        return any(thread != me or is_running(call) for thread, call in list(self._active.values()))
 
     def __enter__(self) -> ConversationStore:
         self._check_open()

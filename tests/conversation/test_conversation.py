@@ -302,3 +302,22 @@ def test_a_fork_at_any_line_of_a_turn_has_the_whole_turn_or_nothing_of_it() -> N
         finally:
             sys.settrace(None)
         assert set(forks) == {(0, 0), (len(chat.ids), 2)}
+
+
+@pytest.mark.parametrize("how", ["generate", "send"])
+def test_what_a_call_calls_cannot_close_its_store(how: str, tmp_path: Path) -> None:
+    refused = list[type]()
+
+    def closes() -> None:
+        with pytest.raises(ConcurrentUseError, match="closes it") as error:
+            store.close()
+        refused.append(error.type)
+
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        if how == "generate":
+            store.generate(**ones(some_ids(20)), **within(closes))
+        else:
+            store.open("a").send("Who are you?", tokenizer=Tokenizer(), **within(closes))
+        assert refused
+        assert store.generate(**ones(some_ids(9)), **GREEDY) is not None
+    assert store.closed

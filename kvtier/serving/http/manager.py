@@ -64,12 +64,13 @@ class _Terms:
     """What the requests of a client have in common.
 
     Attributes:
-        salt, conversation, tenant: as of `Engine.add_request`.
+        salt, tenant: as of `Engine.add_request`.
+        session: that they are a turn of; None: of none.
         samples: whether tokens are drawn.
     """
 
     salt: str | None
-    conversation: str | None
+    session: str | None
     tenant: str
     samples: bool
 
@@ -290,11 +291,11 @@ class EngineManager(BaseGenerateManager):
         if not self.alive:
             raise Refusal(503, "The server's engine has ended: start it again.", code="engine_ended")
         salt = self._keys.salt(caller, asked.cache_salt)
-        conversation = self._session(asked, caller, salt) if len(prompts) == 1 else None
+        session = asked.session or caller.session if len(prompts) == 1 and self._store is not None else None
         # Without sampling all answers are the same, and Transformers refuses several of them.
         samples = asked.settings.get("do_sample", bool(self.engine.model.generation_config.do_sample))
         _check_settings(asked.settings, samples, of.vocabulary_of(self.engine.model))
-        return _Terms(salt, conversation, caller.tenant, bool(samples))
+        return _Terms(salt, session, caller.tenant, bool(samples))
 
     def _add(
         self,
@@ -330,23 +331,23 @@ class EngineManager(BaseGenerateManager):
             top_logprobs=asked.top_logprobs,
             salt=terms.salt,
             tenant=terms.tenant,
-            conversation=None if number % asked.count else terms.conversation,
+            conversation=None if number % asked.count else self._conversation(terms),
             listener=functools.partial(self._listen, loop, answers, numbers),
             **options,
         )
 
-    def _session(self, asked: Asked, caller: Caller, salt: str | None) -> str | None:
-        """The conversation of a session, by name."""
-        session = asked.session or caller.session
-        if session is None or self._store is None:
+    def _conversation(self, terms: _Terms) -> str | None:
+        """The conversation of a session, by name. Others open the same one, with a salt of their own, between any two
+        calls in that thread, and not between this and what the engine does with it."""
+        if terms.session is None or self._store is None:
             return None
         # One name each, whatever characters a tenant's has.
-        name = f"{SESSIONS}{urllib.parse.quote(caller.tenant, safe=' ')}/{session}"
+        name = f"{SESSIONS}{urllib.parse.quote(terms.tenant, safe=' ')}/{terms.session}"
         try:
-            chat = self._store.open(name, salt=salt)
+            chat = self._store.open(name, salt=terms.salt)
         except OtherSaltError:  # what was saved under the other one is not found any more: it begins from nothing
             self._forget(name)
-            chat = self._store.open(name, salt=salt)
+            chat = self._store.open(name, salt=terms.salt)
         if chat.ttl != self.limits.ttl:
             chat.ttl = self.limits.ttl
         self._sessions.pop(name, None)

@@ -289,6 +289,21 @@ def test_a_session_of_another_salt_begins_anew(start: Start, tmp_path: Any) -> N
             assert cached(cache_salt="other") > 20
 
 
+def test_two_salts_of_a_session_that_come_together_are_both_answered(start: Start) -> None:
+    with start() as running, ThreadPoolExecutor(2) as clients:
+        adder, gate = running.server.manager._adder, threading.Event()
+        adder.submit(gate.wait)
+        asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 2, "user": "session"}
+        answers = [
+            clients.submit(running.client().completions.create, **asked, extra_body={"cache_salt": salt})
+            for salt in ("a", "b")
+        ]
+        while adder._work_queue.qsize() < 2:
+            time.sleep(0.01)
+        gate.set()
+        assert [answer.result().choices[0].finish_reason for answer in answers] == ["length", "length"]
+
+
 def test_a_session_that_cannot_be_read_now_is_not_forgotten(
     start: Start, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
