@@ -503,8 +503,8 @@ class ConversationStore:
             with self.memory.lock, self.memory.change:
                 if self._in_call:
                     raise ConcurrentUseError(
-                        "Another thread is generating with this ConversationStore, or saves a turn, or this one is, and "
-                        "a streamer or a stopping criterion closes it. Wait for its end."
+                        "Another thread is generating with this ConversationStore, or saves a turn, or this one is, "
+                        "and a streamer or a stopping criterion closes it. Wait for its end."
                     )
                 self.closed = True
         # What follows may be done twice: whatever cuts it short, the next `close` goes on.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_model
-from transformers import GenerationConfig
+from transformers import GenerationConfig, SynthIDTextWatermarkingConfig
 from workloads import gaps_of, stream_of_tokens
 
 from kvtier import Engine, UnsupportedError
@@ -236,3 +236,17 @@ def test_a_request_ends_when_its_time_is_over() -> None:
         assert 0 < len(output.generated_tokens) < 10_000
     finally:
         engine.close()
+
+
+def test_each_sequence_of_a_prompt_has_a_watermark_of_its_own() -> None:
+    """Its processor keeps what it has seen of a sequence."""
+    config = SynthIDTextWatermarkingConfig(keys=[7, 11, 13, 17], ngram_len=3)
+    engine = Engine(tiny_model("llama"), host_budget="8MiB")
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "watermarking_config": config}
+    name = engine.add_request([5, 9, 2], **options, seed=1, num_return_sequences=2)
+    alone = [engine.add_request([5, 9, 2], **options, seed=seed) for seed in (1, 2)]
+    while engine.step():
+        pass
+    for each, right in zip((name, f"{name}#1"), alone, strict=True):
+        assert engine.output(each).generated_tokens == engine.output(right).generated_tokens
+    engine.close()

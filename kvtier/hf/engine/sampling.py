@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
+    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -166,6 +167,11 @@ class Sampling:
     def again(self, number: int) -> Sampling:
         """The same for another sequence of the prompt, with random numbers of its own."""
         made = copy.copy(self)
+        # The state of one is of the sequence that it has seen so far.
+        made._processors = LogitsProcessorList(
+            copy.deepcopy(each) if isinstance(each, SynthIDTextWatermarkLogitsProcessor) else each
+            for each in self._processors
+        )
         if self.samples:
             made._seeded(number)
         return made
