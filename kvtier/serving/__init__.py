@@ -1,10 +1,6 @@
 """Many requests on one memory: the queue, the loop, and what runs a model for them.
 
 request.py  `Request`: ids, state and events of one request; `RequestOutput`, what its user gets
-runner.py   `Runner`: what runs a step, `PackedRunner` all tokens in one forward, `SingleRunner` each sequence alone
-turns.py    `Turns`: forwards in one thread that pause for each other, as greenlets
-sub_batches.py  `SubBatches`: which rows of a step are computed, and by how many forwards
-choice.py   which of them a model is run by, found out by trying
 prefixes.py `Prefixes`: what earlier requests have computed, for later ones to begin with
 costs.py    `Costs`: what steps take, and so what preemption costs
 requests.py `Requests`: which request waits, runs or has ended
@@ -12,5 +8,6 @@ step.py     `StepRunner`: a step, from the scheduler's plan to the tokens
 loop.py     `Loop`: steps in a thread of its own, or in whoever asks for one
 engine.py   `Engine`, which puts them together
 text.py     tokens to text as they come, and stop strings in it
+runners/    what runs the model: all tokens in one forward, or each sequence alone; and which one serves it
 http/       the engine behind OpenAI's HTTP interface
 """

@@ -19,15 +19,15 @@ from kvtier.memory.tiered import TieredMemory
 from kvtier.scheduling.names import scheduler_of
 from kvtier.scheduling.prices import RECOMPUTE, SWAP, Always
 from kvtier.scheduling.scheduler import Scheduler
-from kvtier.serving.choice import choose_runner
 from kvtier.serving.costs import Costs
 from kvtier.serving.loop import Loop
 from kvtier.serving.prefixes import prefixes_of
 from kvtier.serving.request import EngineLoad, Listener, Request, RequestOptions, RequestOutput, prompt_of
 from kvtier.serving.requests import Requests
-from kvtier.serving.runner import PackedRunner
+from kvtier.serving.runners.choice import choose_runner
+from kvtier.serving.runners.packed import PackedRunner
+from kvtier.serving.runners.sub_batches import why_not as why_no_turns
 from kvtier.serving.step import StepRunner
-from kvtier.serving.sub_batches import why_not as why_no_turns
 
 _LOG = logging.getLogger("kvtier.serving")
 

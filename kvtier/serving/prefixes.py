@@ -29,7 +29,8 @@ from kvtier.hf.models import generation as of
 from kvtier.scheduling.job import Job
 from kvtier.serving.costs import Costs
 from kvtier.serving.request import Request
-from kvtier.serving.runner import PackedRunner, RaggedRunner
+from kvtier.serving.runners.packed import PackedRunner
+from kvtier.serving.runners.ragged import RaggedRunner
 
 #: Tokens that a prompt must share with one that is being computed to wait for it.
 WORTH_WAITING = 64

@@ -20,7 +20,7 @@ from kvtier.scheduling.shares import Shares
 from kvtier.serving.costs import Costs
 from kvtier.serving.prefixes import Prefixes
 from kvtier.serving.request import Request, RequestOptions, RequestOutput
-from kvtier.serving.runner import Runner
+from kvtier.serving.runners.runner import Runner
 
 _LOG = logging.getLogger("kvtier.serving")
 

@@ -17,7 +17,7 @@ from kvtier.serving.costs import Costs
 from kvtier.serving.prefixes import Prefixes
 from kvtier.serving.request import Request
 from kvtier.serving.requests import Requests
-from kvtier.serving.runner import Runner, Tiers, Work
+from kvtier.serving.runners.runner import Runner, Tiers, Work
 from kvtier.stats import Counters
 
 _LOG = logging.getLogger("kvtier.serving")

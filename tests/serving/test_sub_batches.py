@@ -28,8 +28,8 @@ from kvtier.forward.packed import PackedForward
 from kvtier.memory.blocks.block import State
 from kvtier.planning.reports.trace import busy_seconds, read_trace
 from kvtier.serving import turns
-from kvtier.serving.runner import PackedRunner
-from kvtier.serving.sub_batches import SubBatches
+from kvtier.serving.runners.packed import PackedRunner
+from kvtier.serving.runners.sub_batches import SubBatches
 from kvtier.testing import emulated_device, held, throttled, with_doubles
 
 pytest.importorskip("greenlet")

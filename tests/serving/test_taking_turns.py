@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtier.serving import turns
-from kvtier.serving.turns import Turns
+from kvtier.serving.runners.turns import Turns
 
 pytest.importorskip("greenlet")
 CPU = torch.device("cpu")

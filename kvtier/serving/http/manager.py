@@ -11,12 +11,11 @@ import math
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-from transformers.cli.serving.utils import BaseGenerateManager, GenerationState, _StreamError
+from transformers.cli.serving.utils import BaseGenerateManager, _StreamError
 
 from kvtier.conversation.calls.reuse import StoreStats
 from kvtier.conversation.names import OtherSaltError
@@ -29,6 +28,7 @@ from kvtier.serving.http.asked import Asked
 from kvtier.serving.http.keys import Caller, Keys, Visit
 from kvtier.serving.http.metrics import Metrics
 from kvtier.serving.http.refusals import Refusal, refusal_of
+from kvtier.serving.http.settings import Penalties, asked_of, check_settings
 from kvtier.serving.request import RequestOutput
 from kvtier.stats import CacheStats
 
@@ -73,77 +73,6 @@ class _Terms:
     session: str | None
     tenant: str
     samples: bool
-
-
-#: Settings that hold token ids, and those that are of sampling, with what leaves each out.
-_OF_TOKENS = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "sequence_bias",
-    "suppress_tokens",
-)
-_OF_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "epsilon_cutoff": (None, 0, 0.0),
-    "eta_cutoff": (None, 0, 0.0),
-    "min_p": (None, 0, 0.0),
-    "temperature": (None, 1, 1.0),
-    "top_h": (None,),
-    "top_k": (None, 0),
-    "top_p": (None, 1, 1.0),
-    "typical_p": (None, 1, 1.0),
-}
-
-
-def _check_settings(settings: Mapping[str, Any], samples: bool, vocabulary: int | None) -> None:
-    """Refuse what no step could do, or what would change nothing. Raises `Refusal`."""
-    for name in _OF_TOKENS:
-        if vocabulary is None:
-            break
-        wrong = next((x for x in _ids_in(settings.get(name)) if not 0 <= x < vocabulary), None)
-        if wrong is not None:
-            name = "logit_bias" if name == "sequence_bias" else name
-            text = f"{name}: token ids are from 0 to {vocabulary - 1}, and {wrong} is none."
-            raise Refusal(400, text, code="invalid_value", param=name)
-    if samples:
-        return
-    for name, plain in _OF_SAMPLING.items():
-        if name in settings and settings[name] not in plain:
-            text = f"{name}: it is of sampling, and this request does not sample: give do_sample, or a temperature."
-            raise Refusal(400, text, code="invalid_value", param=name)
-
-
-def _ids_in(value: Any) -> Iterator[int]:
-    """Token ids in a setting: a number, or lists of them, with or without what each is worth."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        yield value
-    elif isinstance(value, dict):
-        for ids in value:
-            yield from _ids_in(ids)
-    elif isinstance(value, (list, tuple)):
-        pair = len(value) == 2 and isinstance(value[0], (list, tuple)) and isinstance(value[1], (int, float))
-        for each in value[:1] if pair else value:
-            yield from _ids_in(each)
-
-
-class Penalties:
-    """A processor of scores: tokens that the answer has lose what OpenAI's `presence_penalty` and `frequency_penalty`
-    say, once each and for each time.
-
-    Args:
-        prompt: tokens of the prompt, which count for nothing.
-    """
-
-    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
-        self._prompt = prompt
-        self._presence = presence
-        self._frequency = frequency
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[1, vocabulary]` behind ids `[1, tokens]`."""
-        counts = torch.bincount(input_ids[0, self._prompt :], minlength=scores.shape[-1]).to(scores)
-        return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
 class EngineManager(BaseGenerateManager):
@@ -294,7 +223,7 @@ class EngineManager(BaseGenerateManager):
         session = asked.session or caller.session if len(prompts) == 1 and self._store is not None else None
         # Without sampling all answers are the same, and Transformers refuses several of them.
         samples = asked.settings.get("do_sample", bool(self.engine.model.generation_config.do_sample))
-        _check_settings(asked.settings, samples, of.vocabulary_of(self.engine.model))
+        check_settings(asked.settings, samples, of.vocabulary_of(self.engine.model))
         return _Terms(salt, session, caller.tenant, bool(samples))
 
     def _add(
@@ -498,7 +427,7 @@ class EngineManager(BaseGenerateManager):
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], Any]:
         """See `BaseGenerateManager`."""
-        asked = _asked_of(gen_config)
+        asked = asked_of(gen_config)
         streamer, queue = _Streamer(), asyncio.Queue[Any]()
 
         async def follow() -> None:
@@ -522,7 +451,7 @@ class EngineManager(BaseGenerateManager):
     ) -> tuple[str, int, list[int]]:
         """See `BaseGenerateManager`."""
         ids = inputs["input_ids"]
-        answers = await self.generate([ids], _asked_of(gen_config), Visit())
+        answers = await self.generate([ids], asked_of(gen_config), Visit())
         await answers.all()
         tokens = answers.outputs[0].generated_tokens[: answers.answers[0].tokens]
         return processor.decode(tokens, skip_special_tokens=True), len(ids), list(tokens)
@@ -545,44 +474,3 @@ def _reasoning(text: str) -> Any:
     from transformers.cli.serving.utils import ReasoningText
 
     return ReasoningText(text)
-
-
-def _asked_of(config: Any) -> Asked:
-    """A generation config as Transformers' handlers build it."""
-    settings = config.to_diff_dict()
-    for name in ("transformers_version", "use_cache", "max_new_tokens", "stop_strings", "max_length"):
-        settings.pop(name, None)
-    stop = config.stop_strings or []
-    settings = {name: value for name, value in settings.items() if value is not None}
-    if not config.do_sample:  # defaults of the model's own, which ask for nothing
-        settings = {name: value for name, value in settings.items() if name not in _OF_SAMPLING}
-    return Asked(
-        max_tokens=config.max_new_tokens, settings=settings, stop=[stop] if isinstance(stop, str) else list(stop)
-    )
-
-
-class State(GenerationState):
-    """All requests go to one engine.
-
-    Args:
-        manager: of it.
-    """
-
-    def __init__(self, manager: EngineManager) -> None:
-        super().__init__(continuous_batching=True)
-        self._manager = manager
-
-    def use_continuous_batching(self, model: Any, modality: Any) -> bool:
-        """They do."""
-        return True
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> EngineManager:
-        """See `GenerationState`."""
-        return self._manager
-
-    def is_cb_alive(self) -> bool:
-        """Whether the engine's thread runs."""
-        return self._manager.alive
-
-    def shutdown(self) -> None:
-        """The server ends its engine itself."""

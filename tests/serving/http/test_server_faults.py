@@ -404,7 +404,7 @@ def test_the_handlers_of_transformers_work_on_the_same_manager(running: Running,
 
     from kvtier.serving.http.app import build
     from kvtier.serving.http.handlers.handler import Served
-    from kvtier.serving.http.manager import State
+    from kvtier.serving.http.state import State
 
     served = Served(NAME, *trained, 0, 4096)
     manager = running.server.manager

@@ -13,7 +13,7 @@ from kvtier.forward.sub_batch import MAX_SHORT, PackedSequence
 from kvtier.memory.blocks.block import State
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.sub_batches import Choice, Learned, Row, choose
-from kvtier.serving import turns
+from kvtier.serving.runners import turns
 
 #: Layers of which it is looked at where their blocks are; the others are taken to be like these.
 _LOOKED_AT = 4

@@ -21,7 +21,10 @@ from kvtier.errors import BudgetError, ConfigError, UnsupportedError
 from kvtier.hf.attention.enable import Enabled, enable_for
 from kvtier.hf.models import generation as of
 from kvtier.memory.tiered import TieredMemory
-from kvtier.serving.runner import PackedRunner, RaggedRunner, Runner, SingleRunner, Work
+from kvtier.serving.runners.packed import PackedRunner
+from kvtier.serving.runners.ragged import RaggedRunner
+from kvtier.serving.runners.runner import Runner, Work
+from kvtier.serving.runners.single import SingleRunner
 
 _LOG = logging.getLogger("kvtier.serving")
 

@@ -1,0 +1,138 @@
+"""`SingleRunner`: each sequence in forwards of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvtier.config import CacheOptions
+from kvtier.hf.cache.cache import TieredKVCache
+from kvtier.hf.models import generation as of
+from kvtier.memory.tiered import TieredMemory
+from kvtier.serving.runners.runner import NO_LIMIT, Runner, Work
+
+
+class SingleRunner(Runner):
+    """Each sequence in forwards of its own, as `generate` runs them, with a cache of its own.
+
+    Args:
+        model, memory, options: as of `PackedRunner`.
+        cached: whether a sequence has a cache. Without one, each step computes all of its tokens.
+    """
+
+    chunked = False
+
+    def __init__(self, model: Any, memory: TieredMemory, options: CacheOptions, *, cached: bool = True) -> None:
+        self.name = "single" if cached else "uncached"
+        self._model = model
+        self._cached = cached
+        self._memory = memory
+        self._options = options
+        self._config = of.inner(model).config
+        self._live: dict[_Alone, None] = {}
+
+    def add(self) -> _Alone:
+        """See `Runner`."""
+        made = _Alone(self._new_cache() if self._cached else None)
+        self._live[made] = None
+        return made
+
+    def _new_cache(self) -> TieredKVCache:
+        options = self._options
+        return _Cache(
+            self._config,
+            memory=self._memory,
+            block_size=options.block_size or "auto",
+            host_attention=options.host_attention,
+        )
+
+    def fork(self, sequence: Any) -> None:
+        """See `Runner`."""
+        return
+
+    def remove(self, sequence: Any) -> None:
+        """See `Runner`."""
+        if self._live.pop(sequence, self) is None:
+            sequence.close()
+
+    def forwards(self, work: Sequence[Work]) -> list[list[int]]:
+        """See `Runner`."""
+        return [[i] for i in range(len(work))]
+
+    def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
+        """See `Runner`."""
+        (each,) = work
+        sequence = each.sequence
+        assert each.wanted, "a prompt in parts"
+        try:
+            scores, sequence.cache = of.next_scores(self._model, each.ids, sequence.cache)
+        except BaseException:
+            # Whatever is there of it: the sequence begins again.
+            sequence.begin_again()
+            raise
+        sequence.tokens = len(each.ids)
+        return [scores]
+
+    def blocks(self) -> tuple[int, int, int]:
+        """See `Runner`. Layers of other kinds take what they take: only the memory itself can refuse."""
+        return NO_LIMIT, 0, self._options.block_size or 1
+
+    def check_fits(self, length: int) -> None:
+        """See `Runner`: not known before it is tried."""
+
+    def cached(self, sequence: Any) -> int:
+        """See `Runner`."""
+        return sequence.tokens
+
+    def held(self, sequence: Any) -> int:
+        """See `Runner`."""
+        return 0
+
+    def reset(self) -> None:
+        """See `Runner`."""
+        for each in list(self._live):
+            each.close()
+        self._live.clear()
+
+    def close(self) -> None:
+        """See `Runner`."""
+        self.reset()
+
+    def check_integrity(self) -> None:
+        """See `Runner`."""
+        self._memory.check_integrity()
+
+
+class _Cache(TieredKVCache):
+    """Of one sequence, which may end before it was computed."""
+
+    _tells_unused = False
+
+
+class _Alone:
+    """A sequence with a cache of its own.
+
+    Attributes:
+        ours: that is tiered; None: it has none.
+        cache: that the model goes on with: some models replace the one that they are given.
+        tokens: that it holds.
+    """
+
+    def __init__(self, ours: TieredKVCache | None) -> None:
+        self.ours = ours
+        self.cache: Any = ours
+        self.tokens = 0
+
+    def begin_again(self) -> None:
+        """It holds no token."""
+        if self.ours is not None:
+            self.ours.reset()
+        self.cache, self.tokens = self.ours, 0
+
+    def close(self) -> None:
+        """It ends."""
+        if self.ours is not None:
+            self.ours.close()
+        self.cache = None
