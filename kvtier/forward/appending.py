@@ -235,7 +235,7 @@ class AppendingForward(PlannedForward):
             raise too_small(
                 *refused,
                 f"{tokens} tokens for layer {layer.index}, besides what it holds until then, need",
-                self.memory.others,
+                self.memory.others(self._held.owner),
             )
         self._rooms[layer.device] = self._held.owner.claims[layer.device].room
 
@@ -352,7 +352,7 @@ class AppendingForward(PlannedForward):
             raise too_small(
                 *refused,
                 f"{what}, up to max_tokens={self.options.max_tokens}, needs" if ahead else f"{what} needs",
-                self.memory.others,
+                self.memory.others(self._held.owner),
             )
         room = owner.claims[device].room
         self._rooms[device] = room

@@ -377,7 +377,9 @@ class PackedForward(PlannedForward):
         if refused is not None:
             tokens = sum(each.tokens for each in segments)
             raise too_small(
-                *refused, f"A step of {tokens} tokens of {len(segments)} sequences needs", self.memory.others
+                *refused,
+                f"A step of {tokens} tokens of {len(segments)} sequences needs",
+                self.memory.others(self._held.owner),
             )
         self._rooms[device] = owner.claims[device].room
 
@@ -436,7 +438,9 @@ class PackedForward(PlannedForward):
                     self._held.owner, device, functools.partial(self._claim_of_one, device, length)
                 )
                 if refused is not None:
-                    raise too_small(*refused, f"A sequence of {length} tokens needs", self.memory.others)
+                    raise too_small(
+                        *refused, f"A sequence of {length} tokens needs", self.memory.others(self._held.owner)
+                    )
                 claims.pop(device)
                 if before is not None:
                     claims[device] = before

@@ -167,10 +167,9 @@ class TieredMemory:
         """All that were let in. The caller holds the lock."""
         return list(self._owners.values())
 
-    @property
-    def others(self) -> int | None:
-        """Who was let in besides one; None: a cache made this memory for itself. The caller holds the lock."""
-        return None if self.private else max(len(self._owners) - 1, 0)
+    def others(self, owner: Owner) -> int | None:
+        """Who claims room besides an owner; None: a cache made this memory for itself. The caller holds the lock."""
+        return None if self.private else sum(bool(x.claims) for x in self._owners.values() if x is not owner)
 
     def leave(self, owner: Owner) -> None:
         """An owner whose sets are empty gives back everything else. The caller holds the lock."""

@@ -13,13 +13,11 @@ def too_small(slabs: SlabAllocator, needed: int, what: str, others: int | None =
     Args:
         slabs, needed: as `TieredMemory.admit` answers.
         what: subject and verb of what needs so much.
-        others: caches, stores and engines that share the memory besides; None: a cache made it for itself.
+        others: caches, stores and engines that claim room of the memory besides; None: a cache made it for itself.
     """
     budget = slabs.budget
-    if others is None:
-        remedy = f"Give {budget.tier}_budget={needed} or more, as an option or by `resize`."
-    else:
-        remedy = f"Give the memory more: `memory.resize({budget.tier}_budget={needed})`."
+    by = "resize" if others is None else "memory.resize"
+    remedy = f"Give {budget.tier}_budget={needed} or more, as an option or by `{by}`."
     if others:
         who = "another one" if others == 1 else f"{others} others"
         what = f"Besides what {who} may use of this memory, {_low(what)}"

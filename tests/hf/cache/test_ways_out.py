@@ -28,7 +28,7 @@ def test_a_shared_memory_that_is_too_small_says_who_else_is_there_and_what_helps
         model(prompt, past_key_values=caches[0])
         with pytest.raises(BudgetError, match="Besides what another one may use") as refused:
             model(prompt, past_key_values=caches[1])
-        asked = re.search(r"memory\.resize\(host_budget=(\d+)\)", str(refused.value))
+        asked = re.search(r"host_budget=(\d+) or more, as an option or by `memory\.resize`", str(refused.value))
         assert asked is not None
         assert int(asked[1]) == refused.value.needed
         memory.resize(host_budget=int(asked[1]) - 1)
@@ -36,6 +36,30 @@ def test_a_shared_memory_that_is_too_small_says_who_else_is_there_and_what_helps
             model(prompt, past_key_values=caches[1])
         memory.resize(host_budget=int(asked[1]))
         model(prompt, past_key_values=caches[1])
+
+
+def test_who_claims_nothing_of_a_shared_memory_is_not_blamed() -> None:
+    model = build_model("llama", "sdpa")
+    memory = TieredMemory(host_budget=60_000)
+    others = [TieredKVCache(model.config, memory=memory, block_size=4) for _ in range(2)]
+    cache = TieredKVCache(model.config, memory=memory, block_size=4)
+    with torch.no_grad():
+        for other in others:
+            model(prompt_ids(rows=1, length=4), past_key_values=other)
+            other.reset()
+        with pytest.raises(BudgetError) as refused:
+            model(prompt_ids(rows=1, length=400), past_key_values=cache)
+    assert "Besides" not in str(refused.value)
+    assert "shares" not in str(refused.value)
+
+
+def test_a_store_with_a_memory_of_its_own_is_told_of_its_options() -> None:
+    with (
+        kvtier.ConversationStore(build_model("llama", "sdpa"), host_budget=1000) as store,
+        pytest.raises(BudgetError, match=r"host_budget=\d+ or more, as an option") as refused,
+    ):
+        store.generate(prompt_ids(rows=1, length=60), max_new_tokens=2, **OPTIONS)
+    assert "Besides" not in str(refused.value)
 
 
 def test_a_cache_that_is_alone_is_told_of_its_own_options() -> None:
