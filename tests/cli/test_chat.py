@@ -214,7 +214,17 @@ def test_what_fails_in_an_answer_is_said_and_the_next_one_comes(
     assert "RuntimeError: out of luck" in talk.err
     assert "interrupted: the conversation is as it was" in talk.err
     assert history(tmp_path)[0] == "z"
-    assert talk.status == 0
+    assert talk.status == 2
+
+
+def test_a_pipe_sees_by_the_status_that_a_line_was_not_answered(talk: Talk, tmp_path: Path) -> None:
+    small = ("--no-store", "--max-new-tokens", "2", "--host-budget", "10KiB")
+    talk(*small, lines="def first(items):\n")
+    assert talk.status == 2
+    assert "or more, as an option" in talk.err
+    talk("--store", str(tmp_path), "--max-new-tokens", "2", lines="x\n/fork chat\ny\n")
+    assert talk.status == 2
+    assert len(history(tmp_path)) == 4, "the lines behind it are answered"
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(

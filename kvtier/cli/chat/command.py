@@ -29,6 +29,8 @@ examples:
 
 Ctrl-C stops an answer and keeps what was said of it; pressed again, it forgets the answer. At the prompt, Ctrl-C and
 Ctrl-D leave. What was said is saved at the end of every answer.
+
+exit status: 0; 2: an error, also one behind a line that came through a pipe; 130: Ctrl-C before the first line
 """
 
 _COMMANDS = """\
@@ -121,12 +123,12 @@ def run(args: argparse.Namespace) -> int:
         try:
             loop = ChatLoop(store, tokenizer, args.name, args.system, options)
             try:
-                loop.talk()
+                status = loop.talk()
             finally:
                 loop.leave()
         finally:
             store.close()
-    return 0
+    return status
 
 
 def check_budgets(args: argparse.Namespace) -> None:

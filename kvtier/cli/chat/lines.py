@@ -21,6 +21,7 @@ class Loop:
         name: of the conversation.
         messages: that were said.
         done: somebody has left.
+        failed: lines that ended in an error.
     """
 
     help = ""
@@ -29,6 +30,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.done = False
+        self.failed = 0
 
     @property
     def commands(self) -> dict[str, Callable[[str], None]]:
@@ -39,8 +41,9 @@ class Loop:
         """Answer a message."""
         raise NotImplementedError
 
-    def talk(self) -> None:
-        """Answer until there are no lines any more, or somebody leaves."""
+    def talk(self) -> int:
+        """Answer until there are no lines any more, or somebody leaves. Returns the exit status: 2 where lines came from a
+        program, which sees no errors, and one of them could not be answered."""
         asking = sys.stdin.isatty()
         if asking:
             with contextlib.suppress(ImportError):
@@ -54,12 +57,13 @@ class Loop:
             except (EOFError, KeyboardInterrupt):
                 if asking:
                     print(file=sys.stderr)
-                return
+                break
             except UnicodeDecodeError as error:
                 say(f"That is no text: {error}")
                 continue
             if line.strip():
                 self.answer_line(line)
+        return 2 if self.failed and not asking else 0
 
     def answer_line(self, line: str) -> None:
         """Answer a message, or carry out a command; what fails is said."""
@@ -71,8 +75,10 @@ class Loop:
         except KeyboardInterrupt:
             say("\ninterrupted: the conversation is as it was")
         except KVTierError as error:
+            self.failed += 1
             say(f"kvtier: {error}")
         except Exception as error:  # of the model, the template, the device: others may work, and nothing is lost
+            self.failed += 1
             say(f"kvtier: no answer, {type(error).__name__}: {error}. The conversation is as it was.")
 
     def _command(self, line: str) -> None:

@@ -54,8 +54,7 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
     if args.temperature is not None:
         asked["temperature"] = args.temperature
     asked |= {name: value for name in ("top_p", "seed") if (value := getattr(args, name)) is not None}
-    RemoteLoop(server, args.name, args.system, asked).talk()
-    return 0
+    return RemoteLoop(server, args.name, args.system, asked).talk()
 
 
 class Connection:
