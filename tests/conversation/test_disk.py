@@ -187,7 +187,9 @@ def test_another_model_is_refused_with_a_message_that_says_what_differs(tmp_path
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4].add_(1e-3)
     with pytest.raises(ConfigError, match="another weights"):
         store_of(model, directory=tmp_path)
-    with pytest.raises(ConfigError, match="another dtype: 'float32' there, 'bfloat16' here"):
+    with pytest.raises(
+        ConfigError, match=r"another dtype: 'float32' there, 'bfloat16' here.* load the model with dtype 'float32'"
+    ):
         store_of(build_model("llama", "sdpa").to(torch.bfloat16), directory=tmp_path)
     with pytest.raises(ConfigError, match="another model"):
         store_of(tiny_model("gpt2"), directory=tmp_path)

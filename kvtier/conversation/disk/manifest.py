@@ -160,9 +160,10 @@ class Manifest:
                 self.db.execute("UPDATE about SET value = ? WHERE name = 'version'", (str(VERSION),))
         for name, value in about.items():
             if there.get(name) != value:
+                load = f"load the model with dtype {there[name]!r}, " if name == "dtype" and name in there else ""
                 raise ConfigError(
                     f"{self.file.parent} was saved with another {name}: {there.get(name)!r} there, {value!r} here. "
-                    "What is saved is of no use to this model: give another directory, or remove that one."
+                    f"What is saved is of no use to this model: {load}give another directory, or remove that one."
                 )
 
     # Chunks
