@@ -22,7 +22,6 @@ class Job:
         blocks: that it holds; those that it shares are counted, too.
         priority: higher ones go first, whatever the scheduler.
         running: whether it may hold blocks.
-        last_ran: seconds, when a step last worked on it.
         swapped: tokens whose keys and values are on the host while it waits: they need blocks, and no computing.
         tenant: whose it is; tenants that wait share the machine.
         saved: tokens whose keys and values are on the disk, or soon will be: they come back from there where nothing in
@@ -38,7 +37,6 @@ class Job:
     blocks: int = 0
     priority: int = 0
     running: bool = False
-    last_ran: float = 0.0
     swapped: int = 0
     tenant: str = ""
     saved: int = 0

@@ -265,7 +265,6 @@ class StepRunner:
             for (request, each), row in zip(work, scores, strict=True):
                 request.job.cached += each.tokens
                 requests.shares.serve(request.job.tenant, each.tokens, int(row is not None))
-                request.job.last_ran = now
                 if row is None or request.output.first_token is None:
                     requests.computed(request)
                 if row is not None and not request.cancelled:

@@ -21,7 +21,7 @@ class S3FIFO(EvictionPolicy):
     def __init__(self, share: float = 0.1, threshold: int = 2) -> None:
         self.share, self.threshold = share, threshold
         self._small, self._main = LeafHeap(), LeafHeap()
-        self._small_size = self._main_size = 0
+        self._small_size = 0
         # By key, the place in the main queue of each block that is there; and the uses since it was examined.
         self._place: dict[Key, int] = {}
         self._count: dict[Key, int] = {}
@@ -51,7 +51,6 @@ class S3FIFO(EvictionPolicy):
         """See the base class."""
         self._count.pop(node.key, None)
         if self._place.pop(node.key, None) is not None:
-            self._main_size -= node.size
             return
         self._small_size -= node.size
         if evicted:
@@ -79,11 +78,9 @@ class S3FIFO(EvictionPolicy):
                     return node
                 self._main.pop()
                 self._count[node.key] = uses - 1
-                self._main_size -= node.size
                 self._to_main(node)
             self._main.push(node, self._place[node.key])
 
     def _to_main(self, node: Node) -> None:
         self._turn += 1
         self._place[node.key] = self._turn
-        self._main_size += node.size

@@ -220,7 +220,6 @@ class Simulation:
             job = sequence.job
             prompt = min(tokens, max(sequence.request.prompt - job.cached, 0))
             job.cached += tokens
-            job.last_ran = self.now
             given = job.cached == job.tokens
             self.shares.serve(job.tenant, prompt, int(given))
             if given:
