@@ -66,7 +66,19 @@ class _GrowingLayers(list[Any]):
             ) from None
 
 
-class TieredKVCache(RecurrentFace):
+class _NotGiven(type):
+    """Refuses a class in place of a cache: what `generate` sets on it would replace the property of every cache, and
+    with it the check of later prompts."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        if name == "_is_user_defined":
+            raise ConfigError(
+                f"This is the class {cls.__name__}. Give `generate` a cache: {cls.__name__}(model.config)."
+            )
+        super().__setattr__(name, value)
+
+
+class TieredKVCache(RecurrentFace, metaclass=_NotGiven):
     """A KV cache whose blocks are on the device and in host memory, each where there is room, with the tokens of
     `DynamicCache`.
 
@@ -515,6 +527,9 @@ class TieredKVCache(RecurrentFace):
         Warns, if no forward ever used it.
         """
         self._warn_if_unused("closed", 3)
+        self._give_back()
+
+    def _give_back(self) -> None:
         self._forward.close()
         lengthen_sdpa(self)
 
@@ -525,8 +540,7 @@ class TieredKVCache(RecurrentFace):
     def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
         if kind is None:
             self._warn_if_unused("closed", 3)
-        self._forward.close()
-        lengthen_sdpa(self)
+        self._give_back()
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and "_was_used" in vars(self):  # else it was not made

@@ -209,3 +209,13 @@ def test_keys_that_are_no_tensors_are_refused_and_change_nothing(what: Any) -> N
             call()
     expected = next_logits("llama", used("llama", TieredKVCache(tiny_model("llama").config, block_size=4)))
     assert alike(expected, next_logits("llama", cache))
+
+
+def test_the_class_in_place_of_a_cache_is_refused_and_later_prompts_are_still_checked() -> None:
+    model, prompt = tiny_model("llama"), prompt_ids(rows=1, length=9)
+    with pytest.raises(ConfigError, match=r"the class TieredKVCache.*TieredKVCache\(model.config\)"):
+        model.generate(prompt, past_key_values=TieredKVCache, max_new_tokens=2)
+    cache = TieredKVCache(model.config)
+    model.generate(prompt, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    with pytest.raises(MismatchError, match="nothing is left to compute"):
+        model.generate(prompt, past_key_values=cache, max_new_tokens=2, do_sample=False)
