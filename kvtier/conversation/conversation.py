@@ -222,7 +222,10 @@ class Conversation:
                 raise ConfigError("system= is the first message of a conversation, and this one has begun.")
             messages.append({"role": "system", "content": system})
         messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
-        ids = torch.tensor([self._prompt(tokenizer, messages)], device=of.device_of(self.store.model))
+        prompt = self._prompt(tokenizer, messages)
+        if not prompt:
+            raise ConfigError("The prompt has no tokens: the message is empty, and the tokenizer adds none to it.")
+        ids = torch.tensor([prompt], device=of.device_of(self.store.model))
         with self.store.in_use():  # until what was said is saved
             out, said = self._generate(ids, dict(attention_mask=torch.ones_like(ids), **kwargs))
             rows = out if isinstance(out, torch.Tensor) else out.sequences

@@ -72,6 +72,20 @@ def test_whoever_goes_on_while_a_message_is_being_sent_is_refused(what: str) -> 
         assert len(chat.messages) == 4
 
 
+def test_a_message_of_no_tokens_is_refused_in_a_sentence() -> None:
+    class Plain(Tokenizer):
+        chat_template = None
+
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            return {"input_ids": [len(x) for x in text.split()]}
+
+    with store_of(tiny_model("llama")) as store:
+        chat = store.open("alice")
+        with pytest.raises(ConfigError, match="no tokens"):
+            chat.send("", tokenizer=Plain(), **GREEDY)
+        assert chat.messages == []
+
+
 def test_an_answer_that_fails_leaves_the_messages_that_were() -> None:
     def fails() -> None:
         raise RuntimeError("no power")
