@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 from servers import NAME, Running, Start
@@ -65,3 +67,10 @@ def test_health_and_metrics_are_told_while_long_prompts_are_read(running: Runnin
         assert sample(seen(running, "/metrics"), "engine_alive") == 1
     finally:
         go_on.set()
+
+
+def test_every_metric_is_on_the_page_of_the_server(running: Running) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "server.md").read_text("utf-8")
+    names = re.findall(r"^# TYPE kvtier:(\w+) ", seen(running, "/metrics"), re.MULTILINE)
+    assert len(names) > 10
+    assert [name for name in names if f"`{name}" not in page and f" {name}" not in page] == []
