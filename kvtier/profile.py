@@ -94,7 +94,7 @@ def folder() -> Path:
         ConfigError: KVTIER_PROFILE is "off" or not an absolute path, or there is no home folder and it is not set.
     """
     if not enabled():
-        raise ConfigError(f"{VARIABLE}=off: there is no profile.")
+        raise ConfigError(f"{VARIABLE}=off: there is no profile. Unset it, or give a folder.")
     setting = os.environ.get(VARIABLE, "")
     try:
         if setting:

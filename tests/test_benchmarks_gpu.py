@@ -111,7 +111,7 @@ def test_a_part_that_did_not_measure_what_it_should_is_a_failure_on_a_device(
     [
         (0, "tile: 16 x 64\n2 measurements of cuda:0", "ok", []),
         (1, "failed: tile: no compiler", "failed", ["calibrate: failed: tile: no compiler"]),
-        (2, "kvtier: KVTIER_PROFILE=off: there is no profile.", "skipped", []),
+        (2, "kvtier: KVTIER_PROFILE=off: there is no profile. Unset it, or give a folder.", "skipped", []),
         (None, "", "out of time", ["calibrate: exit status None"]),
     ],
 )

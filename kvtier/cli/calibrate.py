@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(name: str, text: str | None) -> None:
-    """Write a file under another name and rename it; None: only see whether that is possible. Raises OSError."""
+    """Write a file under another name and rename it; None: only see whether that is possible."""
     path = Path(name)
     if path.is_dir():
         raise ConfigError(f"--output {name}: this is a folder.")
@@ -87,5 +87,7 @@ def _write(name: str, text: str | None) -> None:
         part.write_text(text or "", encoding="utf-8")
         if text is not None:
             os.replace(part, path)
+    except OSError as error:
+        raise ConfigError(f"--output {name} cannot be written: {error.strerror or error}.") from error
     finally:
         part.unlink(missing_ok=True)

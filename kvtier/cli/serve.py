@@ -211,7 +211,7 @@ def _listening(host: str, port: int) -> socket.socket:
         return bind(host, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise
+            raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}.") from error
         raise ConfigError(
             f"Port {port} of {host} is in use. Give another --port, or 0 for any that is free."
         ) from error

@@ -42,8 +42,11 @@ class Loop:
         raise NotImplementedError
 
     def talk(self) -> int:
-        """Answer until there are no lines any more, or somebody leaves. Returns the exit status: 2 where lines came from a
-        program, which sees no errors, and one of them could not be answered."""
+        """Answer until there are no lines any more, or somebody leaves.
+
+        Returns:
+            The exit status: 2 where lines came from a program, which reads no errors, and one of them ended in one.
+        """
         asking = sys.stdin.isatty()
         if asking:
             with contextlib.suppress(ImportError):
