@@ -184,37 +184,39 @@ def _analysed(found: Analysis, *, named: bool) -> list[tuple[str, str]]:
     lines.append(("bound", f"{where}by {found.binding}: {', '.join(times)}{wrong}"))
     if found.slower < 0.95 and found.exposed:
         lines.append(("", f"While the link is busy, the host attends at {found.slower:.0%} of its rate."))
+    for head, some in (("rates", _rates(found)), ("if", _changes(found))):
+        lines += [("" if i else head, f"{where}{text}") for i, text in enumerate(some)]
+    return lines
+
+
+def _rates(found: Analysis) -> list[str]:
+    """The rates that are reckoned with, a line for each source."""
     sources: dict[str, list[str]] = {}
     for name, words, unit, factor in RATES:
         source = "measured" if found.rates.measured else "estimates, not measured"
         source = "seen in steps" if name in found.learned else source
         if found.overlaps or name in found.learned:  # with no overlap, nothing is reckoned with the others
             sources.setdefault(source, []).append(f"{words} {getattr(found.rates, name) * factor:.3g} {unit}")
-    for i, (source, rates) in enumerate(sources.items()):
-        lines.append(("" if i else "rates", f"{where}{source}: {', '.join(rates)}"))
+    return [f"{source}: {', '.join(rates)}" for source, rates in sources.items()]
+
+
+def _changes(found: Analysis) -> list[str]:
+    """What would make a step faster, and what would not."""
     worth = [x for x in found.changes if x.gain >= WORTH]
-    for i, change in enumerate(worth):
-        lines.append(("if" if not i else "", f"{where}{change}"))
+    lines = [str(x) for x in worth]
     if not found.overlaps:
         lines.append(
-            (
-                "if" if not worth else "",
-                f"{where}the device is emulated in the host's memory, and copies add to a step: "
-                "without a device_budget nothing is copied, which is the fastest on a CPU",
-            )
+            "the device is emulated in the host's memory, and copies add to a step: without a device_budget nothing is "
+            "copied, which is the fastest on a CPU"
         )
-    if not worth and found.overlaps:
+    elif not worth:
         lines.append(
-            (
-                "if",
-                f"{where}nothing: a step is {found.binding}-bound, and more device budget, a faster link or "
-                f"a faster host would each gain less than {WORTH - 1:.0%}",
-            )
+            f"nothing: a step is {found.binding}-bound, and more device budget, a faster link or a faster host would "
+            f"each gain less than {WORTH - 1:.0%}"
         )
-    elif worth:
-        nothing = [x.change for x in found.changes if x.gain < WORTH]
-        if nothing:
-            lines.append(("", f"{where}nothing would come of {', or of '.join(nothing)}"))
+    nothing = [x.change for x in found.changes if x.gain < WORTH]
+    if worth and nothing:
+        lines.append(f"nothing would come of {', or of '.join(nothing)}")
     return lines
 
 
