@@ -26,7 +26,7 @@ from benchmarks.records import number, table
 from benchmarks.targets import Target, table_of
 from kvtier import Engine, TieredMemory
 from kvtier.planning.sub_batches import Choice, Rates, Row, choose
-from kvtier.serving import turns
+from kvtier.serving.runners import turns
 from kvtier.testing import Throttled, emulated_device, throttled, with_doubles
 
 SUMMARY = "ms of an engine's step in one forward and in two that take turns, with an emulated device (CPU only)"

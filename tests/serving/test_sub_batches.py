@@ -27,7 +27,7 @@ from kvtier.attention import split
 from kvtier.forward.packed import PackedForward
 from kvtier.memory.blocks.block import State
 from kvtier.planning.reports.trace import busy_seconds, read_trace
-from kvtier.serving import turns
+from kvtier.serving.runners import turns
 from kvtier.serving.runners.packed import PackedRunner
 from kvtier.serving.runners.sub_batches import SubBatches
 from kvtier.testing import emulated_device, held, throttled, with_doubles
@@ -326,7 +326,7 @@ def test_a_model_whose_weights_are_offloaded_takes_no_turns() -> None:
     model = tiny_model("llama")
     engine, memory = emulated(model, throttled(1e9), sub_batches=False)
     assert not engine.sub_batches
-    from kvtier.serving import sub_batches
+    from kvtier.serving.runners import sub_batches
 
     assert sub_batches.why_not(model, memory, True) == ""
     layer = model.model.layers[0]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvtier.serving import turns
+from kvtier.serving.runners import turns
 from kvtier.serving.runners.turns import Turns
 
 pytest.importorskip("greenlet")
