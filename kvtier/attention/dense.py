@@ -178,12 +178,14 @@ def _lay_out(layer: LayerKV, count: int, data: torch.Tensor) -> tuple[Dense, ...
     """Lay `count` blocks per row out in `data`: keys and values of a uniform layout in one tensor, so in one copy."""
     layout, pool, batch = layer.layout, layer.blocks.pools.home, layer.batch
     room = count * layout.block_size
-    flat = data.view(layout.dtype)
     k_numel, v_numel = batch * layout.k_heads * room * layout.k_dim, batch * layout.v_heads * room * layout.v_dim
-    if layout.uniform:
-        return (Dense(flat[: 2 * k_numel].view(batch, 2, layout.k_heads, room, layout.k_dim), pool.pairs),)
-    keys = flat[:k_numel].view(batch, layout.k_heads, room, layout.k_dim)
-    values = flat[k_numel : k_numel + v_numel].view(batch, layout.v_heads, room, layout.v_dim)
+    # Plans keep views of it. Another dtype's view that is made in inference mode could not be written outside it.
+    with torch.inference_mode(False):
+        flat = data.view(layout.dtype)
+        if layout.uniform:
+            return (Dense(flat[: 2 * k_numel].view(batch, 2, layout.k_heads, room, layout.k_dim), pool.pairs),)
+        keys = flat[:k_numel].view(batch, layout.k_heads, room, layout.k_dim)
+        values = flat[k_numel : k_numel + v_numel].view(batch, layout.v_heads, room, layout.v_dim)
     return Dense(keys, pool.keys), Dense(values, pool.values)
 
 

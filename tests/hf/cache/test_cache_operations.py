@@ -71,6 +71,15 @@ def loop_in_inference_mode(model: PreTrainedModel, cache: Cache) -> Any:
 
 
 @scenario
+def loop_into_and_out_of_inference_mode(model: PreTrainedModel, cache: Cache) -> Any:
+    logits = []
+    for step, length in enumerate((13, 1, 1, 1, 4, 1, 1)):
+        with torch.inference_mode(step % 4 < 2):
+            logits.append(feed(model, cache, rows=2, length=length, seed=step))
+    return [x.clone() for x in logits]
+
+
+@scenario
 def several_tokens_on_a_warm_cache(model: PreTrainedModel, cache: Cache) -> Any:
     return [feed(model, cache, rows=2, length=length, seed=length) for length in (13, 5, 1, 3, 8, 1)]
 
