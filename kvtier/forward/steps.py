@@ -96,6 +96,7 @@ class StepTracker:
         guard: see `changing`.
         failed_at: the layer whose attention raised an error; None: none did, or it was repeated. Where no layer follows
             it, the forward did not finish, though all layers have its tokens.
+        even: whether the layers should hold equally many tokens.
         compare: whether something other than a single token for each layer may have changed lengths, since they were
             compared.
         inside: whether a thread, given by its identifier, is inside a forward with this cache now; where nobody
@@ -110,7 +111,7 @@ class StepTracker:
     ) -> None:
         self._given = expected
         self._lengths = lengths
-        self._even = True
+        self.even = True
         self.expected: frozenset[Part] | None = expected
         self.began: dict[Part, int] = {}
         self.ended_at: Part | None = None
@@ -173,7 +174,7 @@ class StepTracker:
             if layer != first:
                 self._check_first(layer, first)
             # One token for each of all layers leaves them as even as they were.
-            if self.compare or not self._even or not whole:
+            if self.compare or not self.even or not whole:
                 self._check_even()
                 self.compare = False
             if self.owner != me:
@@ -306,6 +307,8 @@ class StepTracker:
 
     def end(self) -> None:
         """Whatever was under way is over: the rows or the length changed. A forward that goes on is refused."""
+        if self._ran_whole() and self.failed_at is None:
+            self.even = len(self._lengths()) <= 1
         self._learn()
         self.began, self.failed_at = {}, None
 
@@ -315,14 +318,17 @@ class StepTracker:
 
     def _check_even(self) -> None:
         even = len(self._lengths()) <= 1
-        # Layers of cross-attention have a length of their own, from the first forward on (Mllama).
-        whole = self._given is not None and self.began.keys() >= self._given
-        if self._even and not even and not whole:
+        if self.even and not even and not self._ran_whole():
             raise InterruptedStepError(
                 f"The layers hold different numbers of tokens, {sorted(self._lengths())}: an earlier forward did not "
                 "finish. `reset()` the cache; and for a model with cross-attention, make it with the model's config."
             )
-        self._even = even
+        self.even = even
+
+    def _ran_whole(self) -> bool:
+        """Whether the last forward updated all layers. Those of cross-attention have a length of their own, from the
+        first forward on (Mllama)."""
+        return self._given is not None and self.began.keys() >= self._given
 
     def reset(self) -> None:
         """Nothing is under way and nothing is broken."""
@@ -336,7 +342,7 @@ class StepTracker:
         self._threads.clear()
         vars(self._mask).pop("count", None)
         self.expected = self._given
-        self._even = True
+        self.even = True
         self.guard = Guard(partial(self._refused, True), self._interrupted)
 
     def interrupted(self) -> InterruptedStepError | ConcurrentUseError:

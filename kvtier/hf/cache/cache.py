@@ -573,6 +573,7 @@ class TieredKVCache(RecurrentFace, metaclass=_NotGiven):
             "policy": memory.policy,
             **content_of(self._forward, self.layers),
             "expected": steps.expected,
+            "even": steps.even,
         }
 
     def __setstate__(self, state: dict[str, Any], memory: TieredMemory | None = None) -> None:
@@ -585,6 +586,7 @@ class TieredKVCache(RecurrentFace, metaclass=_NotGiven):
         fill(self._forward, self.layers, state)
         steps = self._forward.steps
         steps.end()
+        steps.even = state.get("even", True)
         if state["expected"] is not None:
             steps.expected = (steps.expected or frozenset()) | state["expected"]
         self._recurrent.watch(self.layers)
