@@ -418,11 +418,9 @@ def test_one_sequence_whose_states_are_more_than_their_budget_is_not_kept() -> N
 
 
 def test_a_model_whose_states_begin_again_is_found_out() -> None:
-    model = build_model("qwen3_next", "sdpa")
-    assert generation.states_go_on(model)
     for dtype in (torch.float32, torch.bfloat16):
         model = build_model("qwen3_next", "sdpa").to(dtype)
-        assert generation.states_go_on(model)
+        assert generation.tried_states(model) == (True, True)
         forward = model.forward
 
         def begins_again(*args: Any, forward: Any = forward, **inputs: Any) -> Any:
@@ -434,7 +432,7 @@ def test_a_model_whose_states_begin_again_is_found_out() -> None:
             return forward(*args, **inputs)
 
         model.forward = begins_again
-        assert not generation.states_go_on(model)
+        assert not generation.tried_states(model).go_on
 
 
 @pytest.mark.parametrize(

@@ -1473,15 +1473,16 @@ def worlds() -> Iterator[None]:
         patch.setattr(wake, "PIECE", 2000)
         patch.setattr(names, "MOST_IDLE", 1)
         patch.setattr(archive, "LARGEST", 3000)
-        goes_on = generation.states_go_on
+        tried = generation.tried_states
 
-        def once(model: Any) -> bool:
+        def once(model: Any) -> generation.StatesTrial:
             """It is tried for every store, and the same each time."""
-            if "goes_on" not in vars(model):
-                vars(model)["goes_on"] = goes_on(model)
-            return bool(vars(model)["goes_on"])
+            if "tried" not in vars(model):
+                vars(model)["tried"] = tried(model)
+            found: generation.StatesTrial = vars(model)["tried"]
+            return found
 
-        patch.setattr(generation, "states_go_on", once)
+        patch.setattr(generation, "tried_states", once)
         gc.collect()
         gc.disable()
         try:

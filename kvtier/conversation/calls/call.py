@@ -92,7 +92,7 @@ class Calls:
             return None, "the model keeps positions from one call to the next"
         if depends.training:
             return None, f"{depends.training} is in training mode"
-        if of.attends_ahead(model.config):
+        if of.attends_ahead(model):
             return None, "tokens of a prompt attend to those behind them"
         if of.setting("prefill_chunk_size", model, kwargs):
             return None, "prefill_chunk_size"

@@ -79,7 +79,7 @@ class PrefixReuse:
         self._columns = Columns(kept)
         self._new_cache = new_cache
         self._disk_tier = disk_tier
-        self._states_go_on: bool | None = None
+        self._tried: of.StatesTrial | None = None
 
     def generate(self, call: Call, kwargs: dict[str, Any]) -> tuple[Any, tuple[RowReuse, ...]]:
         """What `model.generate` gives, and what each row began with."""
@@ -120,8 +120,14 @@ class PrefixReuse:
         reuse = call.reuse(run.cached)
         try:
             if run.stateful and not any(call.pads) and not whole:
-                run.prefilled = True
-                states = self._prefill(cache, call, run.cached)
+                if self._states().in_cache:
+                    run.prefilled = True
+                    states = self._prefill(cache, call, run.cached)
+                else:
+                    cache.reset()
+                    cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
+                    run.cached, call.why = 0, "the model keeps states in itself"
+                    reuse = call.reuse(0)
             cache.prompt = call.ids.shape[1] if cache.get_seq_length() else None
             out = self._model.generate(call.ids, attention_mask=call.mask, **{CACHE: cache}, **kwargs)
         except BaseException:
@@ -362,12 +368,10 @@ class PrefixReuse:
 
     def _prefill(self, cache: JournalledCache, call: Call, cached: int) -> dict[int, list[States]]:
         """Compute the prompt but for its last token, and copy states on the way: by position, those of each row."""
-        if self._states_go_on is None:
-            self._states_go_on = of.states_go_on(of.inner(self._model))
         last, found = call.ids.shape[1] - 1, dict[int, list[States]]()
         while cached < last:
             stop = min(last, (cached // SPACING + 1) * SPACING)
-            if cached and not self._states_go_on:
+            if cached and not self._states().go_on:
                 stop = cached + 1
             self._forward(cache, call, cached, stop)
             cached = stop
@@ -380,6 +384,12 @@ class PrefixReuse:
                     del found[extra]
         return found
 
+    def _states(self) -> of.StatesTrial:
+        """How the model continues from states: tried once."""
+        if self._tried is None:
+            self._tried = of.tried_states(of.inner(self._model))
+        return self._tried
+
     def _forward(self, cache: JournalledCache, call: Call, start: int, stop: int) -> None:
         """Compute these columns of a prompt, behind those that a cache holds."""
         model = of.inner(self._model)
@@ -389,6 +399,7 @@ class PrefixReuse:
                 attention_mask=call.mask[:, :stop].repeat_interleave(call.expand, 0),
                 use_cache=True,
                 **{CACHE: cache},
+                **of.positions(model, call.mask[:, :stop].repeat_interleave(call.expand, 0), start),
                 **({"logits_to_keep": 1} if of.takes_logits_to_keep(model) else {}),
             )
 
@@ -406,8 +417,8 @@ class PrefixReuse:
         length, constant = cache.get_seq_length(), self._calls.constant
         if cache.unknown or cache.ids.shape[1] < length or not length:
             return
-        if stateful and any(call.pads):
-            return  # the padding is part of a state
+        if stateful and (any(call.pads) or (self._tried is not None and not self._tried.in_cache)):
+            return  # the padding is part of a state, or the model keeps states where nobody copies them
         if constant is not None and length > constant:
             return  # keys of a longer sequence are others than those of a shorter one
         if call.depends != of.depends(self._model):

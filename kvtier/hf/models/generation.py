@@ -90,6 +90,18 @@ def reads_positions(model: Any) -> bool:
     return "position_ids" in inspect.signature(inner(model).forward).parameters
 
 
+def positions(model: Any, mask: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
+    """The argument with the positions of the tokens from column `start` on, as `generate` gives it; none, where the
+    model takes none. Some models count from 0 in every forward that is given none.
+
+    Args:
+        mask: of all tokens so far, `[rows, columns]`.
+    """
+    if not reads_positions(model):
+        return {}
+    return {"position_ids": (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)[:, start:]}
+
+
 def keeps_positions(model: Any) -> bool:
     """Whether a model remembers, from one call to the next, how positions go on (multimodal rotary embeddings)."""
     return any("rope_deltas" in vars(module) for module in model.modules())
@@ -281,20 +293,25 @@ def _loaded(model: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
 def recomputed(model: Any, ids: torch.Tensor, layers: Collection[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of some layers, `[1, heads, tokens, dim]`, computed from ids `[1, tokens]` in one forward."""
     cache = DynamicCache(config=model.config)
-    options = {"logits_to_keep": 1} if takes_logits_to_keep(inner(model)) else {}
+    options: dict[str, Any] = {"logits_to_keep": 1} if takes_logits_to_keep(inner(model)) else {}
+    options |= positions(model, torch.ones_like(ids))
     with torch.no_grad():
         inner(model)(input_ids=ids, use_cache=True, **{CACHE: cache}, **options)
     return {i: (cache.layers[i].keys, cache.layers[i].values) for i in layers}
 
 
-def attends_ahead(config: Any) -> bool:
+def attends_ahead(model: Any) -> bool:
     """Whether tokens of a prompt attend to those behind them, so that their keys and values depend on these."""
-    for part in (config, config.get_text_config(decoder=True)):
+    for part in (model.config, model.config.get_text_config(decoder=True)):
         # "vision": among the tokens of an image.
         if getattr(part, "use_bidirectional_attention", None) not in (None, False, "vision"):
             return True
         if getattr(part, "is_causal", True) is False:
             return True
+        # Encoders such as BERT may be decoders, and are not by default. Configs of models without a choice (GPT-NeoX)
+        # say the same; their layers do not.
+        if getattr(part, "is_decoder", True) is False:
+            return any(vars(module).get("is_decoder") is False for module in model.modules())
     return False
 
 
@@ -334,24 +351,50 @@ def scores_in_parts(
     return found, [whole[stop - 1] for stop in itertools.accumulate(parts)]
 
 
-def states_go_on(model: Any) -> bool:
-    """Whether several tokens may follow a state at once: tried, for some models begin again without saying so."""
+class StatesTrial(NamedTuple):
+    """How a model continues from states.
+
+    Attributes:
+        go_on: several tokens may follow a state at once: some models begin again then, without saying so.
+        in_cache: the states are in the cache alone: some models keep one in themselves, that of their last forward.
+    """
+
+    go_on: bool
+    in_cache: bool
+
+
+def tried_states(model: Any) -> StatesTrial:
+    """Whether several tokens may follow a state at once, and other sequences come between: tried."""
     device, name = device_of(model), cache_argument(model)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(_TRIAL, device=device) * 7 % max(vocabulary - 1, 1) + 1)[None].clamp(max=vocabulary - 1)
+
+    def score(start: int, stop: int, cache: DynamicCache | None) -> torch.Tensor:
+        given: dict[str, Any] = {"use_cache": False} if cache is None else {"use_cache": True, name: cache}
+        given |= positions(model, torch.ones_like(ids[:, :stop]), start)
+        found: torch.Tensor = model(input_ids=ids[:, start:stop], **given).logits[0, -1].float()
+        return found
+
+    def begun() -> DynamicCache:
+        cache = DynamicCache(config=model.config)
+        score(0, _FIRST, cache)
+        return cache
+
     with torch.no_grad():
-        whole = model(input_ids=ids, use_cache=False).logits[0, -1].float()
-        cache = DynamicCache(config=model.config)
-        model(input_ids=ids[:, :_FIRST], use_cache=True, **{name: cache})
-        parts = model(input_ids=ids[:, _FIRST:], use_cache=True, **{name: cache}).logits[0, -1].float()
-        cache = DynamicCache(config=model.config)
-        model(input_ids=ids[:, :_FIRST], use_cache=True, **{name: cache})
-        for i in range(_FIRST, _TRIAL):
-            single = model(input_ids=ids[:, i : i + 1], use_cache=True, **{name: cache}).logits[0, -1].float()
+        whole = score(0, _TRIAL, None)
+        parts = score(_FIRST, _TRIAL, begun())
+        cache = begun()
+        singles = [score(i, i + 1, cache) for i in range(_FIRST, _TRIAL)]
+        cache = begun()
+        score(0, 2, DynamicCache(config=model.config))
+        behind_another = score(_FIRST, _FIRST + 1, cache)
     # One token at a time is how models decode, and right: what it differs from the whole by is rounding. Where that is
     # in doubt the answer is no, which costs time and no token.
-    rounding = (whole - single).abs().max() + 2 * torch.finfo(next(model.parameters()).dtype).eps * whole.abs().max()
-    return bool(((parts - single).abs().max() <= 2 * rounding).item())
+    eps = 2 * torch.finfo(next(model.parameters()).dtype).eps * whole.abs().max()
+    rounding = (whole - singles[-1]).abs().max() + eps
+    go_on = (parts - singles[-1]).abs().max() <= 2 * rounding
+    in_cache = (behind_another - singles[0]).abs().max() <= 2 * eps
+    return StatesTrial(bool(go_on.item()), bool(in_cache.item()))
 
 
 def keeps_recurrent_states(config: Any) -> bool:

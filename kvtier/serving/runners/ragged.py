@@ -37,7 +37,7 @@ class RaggedRunner(OnPackedForward):
         self._size = options.block_size or 1
         self._positions = of.reads_positions(self._model)
         self._cache = of.cache_argument(self._model)
-        self.chunked = of.states_go_on(self._model)
+        self.chunked = of.tried_states(self._model).go_on
         self.forward = PackedForward(memory, options, int(self._config.num_hidden_layers))
         #: Layers that keep a state: their types.
         self.state_layers = {i: type(layer) for i, layer in state_layers(self._config).items()}
