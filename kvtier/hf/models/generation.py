@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -310,9 +311,21 @@ def attends_ahead(model: Any) -> bool:
             return True
         # Encoders such as BERT may be decoders, and are not by default. Configs of models without a choice (GPT-NeoX)
         # say the same; their layers do not.
-        if getattr(part, "is_decoder", True) is False:
+        decoder = getattr(part, "is_decoder", None)
+        if decoder is False:
             return any(vars(module).get("is_decoder") is False for module in model.modules())
+        if decoder is True and _knows_no_causal_mask(model):
+            return True
     return False
+
+
+def _knows_no_causal_mask(model: Any) -> bool:
+    """Whether a model's code makes masks, and none of them is causal, whatever its config says: RoFormer, RemBERT
+    and others in Transformers 5.17."""
+    code = [sys.modules.get(name) for name in {type(module).__module__ for module in model.modules()}]
+    return any(hasattr(x, "create_bidirectional_mask") for x in code) and not any(
+        hasattr(x, "create_causal_mask") for x in code
+    )
 
 
 def length_of_constant_positions(config: Any) -> int | None:
