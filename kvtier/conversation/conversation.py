@@ -20,6 +20,7 @@ from kvtier.conversation.kept.ranks import rank_of, saved_rank
 from kvtier.conversation.saved.wake import Wake
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
 from kvtier.eviction.rank import DEFAULT
+from kvtier.frames import is_running
 from kvtier.hf.models import generation as of
 
 #: A message of a chat, as templates take it.
@@ -466,11 +467,3 @@ class Conversation:
 
     def __repr__(self) -> str:
         return f"Conversation({self.name!r}, {len(self.ids)} tokens, {len(self.messages)} messages)"
-
-
-def is_running(call: FrameType) -> bool:
-    """Whether this thread is in the midst of a call. One that was interrupted is on no stack, wherever that was."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is call

@@ -21,7 +21,7 @@ from kvtier.conversation.calls.call import Calls
 from kvtier.conversation.calls.encoder import EncoderReuse
 from kvtier.conversation.calls.prefix_reuse import PrefixReuse
 from kvtier.conversation.calls.reuse import ReuseCounts, RowReuse, StoreStats
-from kvtier.conversation.conversation import Conversation, is_running
+from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.given import check_count, check_name, check_salt, check_seconds, check_span, token_ids
 from kvtier.conversation.index import WIDTH, packed
@@ -36,6 +36,7 @@ from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigEr
 from kvtier.eviction.policies.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
 from kvtier.eviction.rank import DEFAULT
+from kvtier.frames import is_running
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.names import ARGUMENTS, CACHE
 from kvtier.memory.tiered import TieredMemory

@@ -14,8 +14,10 @@ from kvtier import Engine
 PACKAGE = str(Path(kvtier.__file__).parent)
 
 
-def steps_with_an_interrupt(engine: Engine, names: Sequence[str], left: int) -> None:
-    """Let an engine compute until requests have ended; at line number `left` of kvtier comes an interrupt."""
+def steps_with_an_interrupt(engine: Engine, names: Sequence[str], left: int, within: str = "") -> bool:
+    """Let an engine compute until requests have ended; at line number `left` of a part of kvtier comes an interrupt.
+    Whether it came."""
+    part = str(Path(PACKAGE) / within)
 
     def line(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal left
@@ -25,7 +27,7 @@ def steps_with_an_interrupt(engine: Engine, names: Sequence[str], left: int) -> 
         return line
 
     def call(frame: FrameType, event: str, arg: Any) -> Any:
-        return line if frame.f_code.co_filename.startswith(PACKAGE) else None
+        return line if frame.f_code.co_filename.startswith(part) else None
 
     for _ in range(400):
         before = sys.gettrace()
@@ -38,3 +40,4 @@ def steps_with_an_interrupt(engine: Engine, names: Sequence[str], left: int) -> 
             sys.settrace(before)
         if all(engine.output(each).is_finished() for each in names):
             break
+    return left < 0

@@ -19,7 +19,7 @@ import pytest
 import torch
 from cut_short import steps_with_an_interrupt
 from families import tiny_model
-from workloads import _bytes_of_a_block, by_generate
+from workloads import _bytes_of_a_block, by_generate, model_of
 
 import kvtier
 from kvtier import BudgetError, ConfigError, Engine, QueueFullError
@@ -74,6 +74,21 @@ def test_after_an_interrupt_at_any_line_every_request_has_its_tokens(seed: int) 
     steps_with_an_interrupt(engine, names, left)
     check(engine, name, prompts, names)
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_wherever_an_interrupt_ends_a_packed_forward_the_next_one_of_others_is_not_taken_for_it(name: str) -> None:
+    prompt, left, came = tuple(range(3, 12)), 0, True
+    right = by_generate(name, prompt, NEW)[0]
+    engine = Engine(model_of(name), host_budget="8MiB", block_size=4)
+    while came:
+        left += 1
+        request = engine.add_request(list(prompt), max_new_tokens=2, do_sample=False)
+        came = steps_with_an_interrupt(engine, [request], left, within="hf/attention/packed.py")
+        found = engine.model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+        assert found[0, len(prompt) :].tolist() == right
+    engine.close()
+    assert left > 10
 
 
 @pytest.mark.parametrize("seed", range(10 * TIMES))

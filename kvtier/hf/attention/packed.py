@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from contextvars import ContextVar
+from types import FrameType
 
 import torch
 
 from kvtier.errors import UnsupportedError
 from kvtier.forward.sub_batch import SubBatch
+from kvtier.frames import is_running
 from kvtier.hf.attention.view import KVView
 from kvtier.kernels.params import AttentionParams
 
-#: Of the forward under way. A variable of the context: forwards that take turns in a thread have one each.
-_under_way: ContextVar[SubBatch | None] = ContextVar("kvtier.packed", default=None)
+#: Of the forward under way, and the call that runs it. A variable of the context: forwards that take turns in a thread
+#: have one each.
+_under_way: ContextVar[tuple[SubBatch, FrameType] | None] = ContextVar("kvtier.packed", default=None)
 
 
 class PackedMask(torch.Tensor):
@@ -31,8 +33,12 @@ class PackedMask(torch.Tensor):
 
 def packed_mask(local_size: int | None) -> PackedMask | None:
     """The mask of the packed forward under way; None: there is none."""
-    batch = _under_way.get()
-    if batch is None:
+    found = _under_way.get()
+    if found is None:
+        return None
+    batch, call = found
+    if not is_running(call):  # an interrupt came between its end and `packing`'s: this is a forward of another's
+        _under_way.set(None)
         return None
     made = torch.empty(0).as_subclass(PackedMask)
     made.batch, made.window = batch, local_size or 0
@@ -79,11 +85,14 @@ def by_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     return x if rows == 1 else x[0].unflatten(1, (rows, -1)).transpose(0, 1)
 
 
-@contextmanager
-def packing(batch: SubBatch) -> Iterator[None]:
-    """Until the end of the block, the forward under way is that of a sub-batch."""
-    before = _under_way.set(batch)
-    try:
-        yield
-    finally:
-        _under_way.reset(before)
+class packing:
+    """Within the block, the forward under way is that of a sub-batch."""
+
+    def __init__(self, batch: SubBatch) -> None:
+        self._batch = batch
+
+    def __enter__(self) -> None:
+        self._before = _under_way.set((self._batch, sys._getframe(1)))
+
+    def __exit__(self, *error: object) -> None:
+        _under_way.reset(self._before)
