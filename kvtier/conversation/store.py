@@ -214,9 +214,9 @@ class ConversationStore:
                         self._waker.turn(call.key, row)
                     out, rows = self._reuse.generate(call, kwargs)
                 elif self.model.config.is_encoder_decoder:
-                    out, rows = self._encoder.generate(ids, kwargs, salt, depends, epoch)
+                    out, rows = self._encoder.generate(ids, kwargs, inputs is None, salt, depends, epoch)
                 else:
-                    out, rows = self._plain(ids, kwargs, why)
+                    out, rows = self._plain(ids, kwargs, inputs is None, why)
             # At the end, for a streamer's calls within have their own.
             self._last.computed_as = depends.computed_as
             return self._reused.add(out, rows)
@@ -226,14 +226,14 @@ class ConversationStore:
         """What each row of this thread's last call began with."""
         return self._reused.last
 
-    def _plain(self, ids: Any, kwargs: dict[str, Any], why: str) -> tuple[Any, tuple[RowReuse, ...]]:
-        """A call that re-uses nothing."""
+    def _plain(self, ids: Any, kwargs: dict[str, Any], named: bool, why: str) -> tuple[Any, tuple[RowReuse, ...]]:
+        """A call that re-uses nothing. `named`: the ids were given by name."""
         rows = ids.shape[0] if isinstance(ids, torch.Tensor) and ids.dim() else 1
         tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
         with contextlib.ExitStack() as stack:
-            if of.setting("use_cache", self.model, kwargs) is not False:
+            if self._calls.takes_cache and of.setting("use_cache", self.model, kwargs) is not False:
                 kwargs[CACHE] = stack.enter_context(self.caches.plain())
-            return self.model.generate(ids, **kwargs), (RowReuse(tokens, 0, tokens, why),) * rows
+            return of.generate(self.model, ids, kwargs, named), (RowReuse(tokens, 0, tokens, why),) * rows
 
     def flush(self) -> None:
         """Return when all that is kept is saved, or cannot be; `stats.problem` says why."""

@@ -67,6 +67,9 @@ class Calls:
         self._model = model
         self._keeps_positions = of.keeps_positions(model)
         self._reads_positions = of.reads_positions(model)
+        self._forgets_unmasked = of.forgets_unmasked(model)
+        #: Whether the model can be handed a cache.
+        self.takes_cache = of.takes_cache(model)
         # Tokens up to which positions do not depend on the length; None: they never do.
         self.constant = of.length_of_constant_positions(model.config)
 
@@ -88,12 +91,16 @@ class Calls:
             return None, f"keys and values depend on {', '.join(others)} too"
         if of.setting("use_cache", model, kwargs) is False:
             return None, "use_cache=False"
+        if not self.takes_cache:
+            return None, "the model takes no cache"
         if self._keeps_positions:
             return None, "the model keeps positions from one call to the next"
         if depends.training:
             return None, f"{depends.training} is in training mode"
         if of.attends_ahead(model):
             return None, "tokens of a prompt attend to those behind them"
+        if self._forgets_unmasked:
+            return None, "what the cache lets go of is not masked"
         if of.setting("prefill_chunk_size", model, kwargs):
             return None, "prefill_chunk_size"
         if not of.knows_length(model.config):

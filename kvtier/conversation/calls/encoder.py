@@ -67,18 +67,19 @@ class EncoderReuse:
         self._outputs.clear()
 
     def generate(
-        self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends, epoch: int
+        self, ids: Any, kwargs: dict[str, Any], named: bool, salt: Hashable, depends: of.Depends, epoch: int
     ) -> tuple[Any, tuple[RowReuse, ...]]:
         """What `model.generate` gives, and what each row began with.
 
         Args:
+            named: whether the ids were given by name.
             depends: what the model is now.
             epoch: of what is kept, when the call began; see `Kept`.
         """
         inputs, mask, why = self._inputs(ids, kwargs, salt, depends)
         if inputs is None or mask is None:
             rows, tokens = (*ids.shape, 0)[:2] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (1, 0)
-            return self._model.generate(ids, **kwargs), (RowReuse(tokens, 0, tokens, why),) * rows
+            return of.generate(self._model, ids, kwargs, named), (RowReuse(tokens, 0, tokens, why),) * rows
         found = self._find(inputs)
         if found is None:
             why = "no call before had the same inputs"

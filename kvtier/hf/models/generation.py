@@ -81,6 +81,14 @@ def generates_as_usual(model: Any) -> bool:
     return type(model).generate is GenerationMixin.generate
 
 
+def generate(model: Any, ids: Any, kwargs: Mapping[str, Any], named: bool) -> Any:
+    """`model.generate` with ids, if there are any, as they were given: the first argument of some models is another
+    (Whisper: features; BLIP-2: pixels)."""
+    if ids is None:
+        return model.generate(**kwargs)
+    return model.generate(input_ids=ids, **kwargs) if named else model.generate(ids, **kwargs)
+
+
 def encoder_output(states: torch.Tensor) -> Any:
     """What an encoder gives, as `generate` takes it."""
     return BaseModelOutput(last_hidden_state=states)
@@ -320,12 +328,26 @@ def attends_ahead(model: Any) -> bool:
 
 
 def _knows_no_causal_mask(model: Any) -> bool:
-    """Whether a model's code makes masks, and none of them is causal, whatever its config says: RoFormer, RemBERT
-    and others in Transformers 5.17."""
-    code = [sys.modules.get(name) for name in {type(module).__module__ for module in model.modules()}]
-    return any(hasattr(x, "create_bidirectional_mask") for x in code) and not any(
-        hasattr(x, "create_causal_mask") for x in code
-    )
+    """Whether a model's code makes masks, and none of them is causal, whatever its config says: RoFormer, RemBERT and
+    others in Transformers 5.17."""
+    return _makes_masks(model, "bidirectional") and not _makes_masks(model, "causal")
+
+
+def forgets_unmasked(model: Any) -> bool:
+    """Whether caches of a model let go of tokens that its masks show (Moshi): what a token attends to then depends on
+    how the tokens before it were divided into forwards."""
+    try:
+        layers = transformers_layers(model.config.get_text_config(decoder=True))
+    except ConfigError:
+        return False
+    made = [kind for kind in ("causal", "sliding_window_causal", "chunked_causal") if _makes_masks(model, kind)]
+    return made == ["causal"] and any(getattr(layer, "is_sliding", False) for layer in layers)
+
+
+def _makes_masks(model: Any, kind: str) -> bool:
+    """Whether a model's code has Transformers make masks of a kind."""
+    code = {type(module).__module__ for module in model.modules()}
+    return any(hasattr(sys.modules.get(name), f"create_{kind}_mask") for name in code)
 
 
 def length_of_constant_positions(config: Any) -> int | None:
@@ -428,6 +450,16 @@ def knows_length(config: Any) -> bool:
 def takes_logits_to_keep(model: Any) -> bool:
     """Whether a model computes logits of the last tokens only where it is asked to."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def takes_cache(model: Any) -> bool:
+    """Whether `generate` can hand a model a cache: some have none (GPT-1), or one of their own (MiniMax-01)."""
+    supports = getattr(model, "_supports_default_dynamic_cache", lambda: True)
+    takes = inspect.signature(inner(model).forward).parameters
+    # Transformers' models name it; of others nobody knows what they do with arguments by any name.
+    others = not type(inner(model)).__module__.startswith("transformers.")
+    any_name = others and any(x.kind is inspect.Parameter.VAR_KEYWORD for x in takes.values())
+    return bool(supports()) and (any_name or cache_argument(model) in takes)
 
 
 def cache_argument(model: Any) -> str:

@@ -124,6 +124,8 @@ def _try_with(model: Any, memory: TieredMemory, options: CacheOptions, name: str
 def _together(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[Runner | None, Enabled | None, str]:
     if of.length_of_constant_positions(of.inner(model).config) is not None:
         return None, None, "its rotary embedding depends on the longest sequence of a forward"
+    if of.forgets_unmasked(of.inner(model)):
+        return None, None, "its caches have windows, and its masks have none"
     runner: PackedRunner | RaggedRunner | None = None
     enabled: Enabled | None = None
     try:

@@ -10,7 +10,9 @@ import torch
 from families import _draw_wide_weights
 from model_types import VOCAB, tiny_config
 from test_store import GREEDY, fresh, ones, store_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, WhisperConfig, WhisperForConditionalGeneration
+
+from kvtier import Engine
 
 
 def made(name: str, **settings: Any) -> Any:
@@ -81,3 +83,39 @@ def test_a_model_that_keeps_states_in_itself_re_uses_nothing() -> None:
     with store_of(model) as store:
         store.generate(**ones(ids), **GREEDY)
         assert store.reuse[0].why == "the model keeps states in itself"
+
+
+@pytest.mark.parametrize("window", [8, 64])
+def test_a_model_whose_masks_show_what_its_cache_has_let_go_of_is_run_as_it_is(window: int) -> None:
+    model = made("moshi", sliding_window=window)
+    assert talk(model) == [0, 0, 0]
+    with Engine(model, host_budget="64MiB", block_size=16) as engine:
+        assert engine.runner == "single"
+        for tokens in (20, 70):
+            ids = some(tokens)
+            right = model.generate(ids, **GREEDY)[0, tokens:].tolist()
+            name = engine.add_request(ids[0].tolist(), **GREEDY)
+            assert engine.wait(name).generated_tokens == right
+
+
+def test_a_model_that_takes_no_cache_is_run_without_one() -> None:
+    for name in ("openai-gpt", "minimax"):
+        model, ids = made(name), some(30)
+        with store_of(model) as store:
+            for _ in range(2):
+                assert torch.equal(store.generate(**ones(ids), **GREEDY), model.generate(**ones(ids), **GREEDY))
+            assert store.reuse[0].why == "the model takes no cache"
+
+
+def test_a_model_whose_first_argument_is_something_else_is_given_what_it_was_given() -> None:
+    config = WhisperConfig(
+        vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, num_mel_bins=8,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_source_positions=20, pad_token_id=0,
+        max_target_positions=40, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, begin_suppress_tokens=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(config).eval()
+    sound = torch.randn(1, 8, 40)
+    with store_of(model) as store:
+        for given in ({"input_features": sound}, {"inputs": sound}):
+            assert torch.equal(store.generate(**given, **GREEDY), model.generate(input_features=sound, **GREEDY))
