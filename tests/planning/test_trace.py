@@ -239,3 +239,10 @@ def test_numbers_of_any_kind_are_written(tmp_path: Path) -> None:
     (found,) = read_trace(tmp_path / "x.json")
     assert {x: found.args[x] for x in ("half", "nan", "three")} == {"half": 0.5, "nan": "nan", "three": 3}
     assert "object" in found.args["what"]
+
+
+def test_a_file_that_cannot_be_made_is_named_as_it_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "trace.json"
+    with pytest.raises(FileNotFoundError) as found:
+        write_trace(path, [])
+    assert found.value.filename == str(path)

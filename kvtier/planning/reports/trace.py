@@ -117,7 +117,11 @@ class TraceWriter:
         #: Where the last event of a lane ends, in nanoseconds.
         self._ends: dict[tuple[int, int], int] = {}
         self._part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
-        self._file: IO[bytes] = open(self._part, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
+        try:
+            self._file: IO[bytes] = open(self._part, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
+        except OSError as error:
+            error.filename = str(self.path)  # nobody has asked for the other one
+            raise
         self._good = 0
         self._write(b'{"displayTimeUnit":"ms","traceEvents":[')
 
