@@ -4,6 +4,8 @@ The shape is that of a real model with random weights, in bfloat16; the keys and
 nothing that is measured depends on what they are, and to compute those of 32,768 tokens takes a CPU a quarter of an
 hour. What computing again takes is measured for the shortest history and for half of it; of longer ones it follows from
 these, as a multiple of the tokens and one of their square.
+
+What a store costs where it re-uses nothing is measured with prompts that nothing begins like, against plain `generate`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ MODEL = "qwen3-0.6b"
 CONTEXTS = (8192, 32768)
 #: New tokens of a turn, and turns; tokens that are filled in at once.
 NEW, TURNS, PORTION = 64, 3, 2048
+#: Prompts that nothing begins like: pairs of calls, one of them by a store, their tokens, and new ones.
+PAIRS, PROMPT, ANSWER = 9, 512, 16
 
 
 def run(bench: Bench) -> None:
@@ -41,6 +45,7 @@ def run(bench: Bench) -> None:
     model = models.load(name, bench.settings.device, torch.bfloat16)
     with torch_threads(torch.get_num_threads()):
         measure(bench, name, model, contexts)
+        measure_cost(bench, name, model)
 
 
 def some(model: PreTrainedModel, tokens: int, draw: torch.Generator) -> torch.Tensor:
@@ -48,11 +53,11 @@ def some(model: PreTrainedModel, tokens: int, draw: torch.Generator) -> torch.Te
     return torch.randint(5, model.config.vocab_size, (1, tokens), generator=draw)
 
 
-def seconds(generate: Callable[..., torch.Tensor], ids: torch.Tensor, **options: object) -> float:
-    """Until the first token is known."""
+def seconds(generate: Callable[..., torch.Tensor], ids: torch.Tensor, new: int = 1, **options: object) -> float:
+    """Until the first tokens are known."""
     began = time.perf_counter()
     mask = torch.ones_like(ids)
-    generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False, **options)[0, -1].item()
+    generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **options)[0, -1].item()
     return time.perf_counter() - began
 
 
@@ -114,3 +119,42 @@ def measure(bench: Bench, name: str, model: PreTrainedModel, contexts: tuple[int
     print("\n" + table_of(targets) + "\n", flush=True)
     for target in targets:
         bench.record(NAME, workload={"model": models.label(name)}, **target.fields())
+
+
+def measure_cost(bench: Bench, name: str, model: PreTrainedModel) -> None:
+    """Measure what a store costs that re-uses nothing; print and record the figure."""
+    draw, pairs = torch.Generator("cpu").manual_seed(1), 2 if bench.settings.quick else PAIRS
+    model.generation_config.eos_token_id = None
+    ratios, found = [], dict[str, list[float]](store=[], plain=[])
+    with kvtier.ConversationStore(model) as store:
+        for i in range(-1, pairs):
+            bench.progress(f"{NAME}: prompts that nothing begins like, {max(i, 0)} of {pairs}")
+            ids = some(model, PROMPT, draw)
+            kept = seconds(store.generate, ids, ANSWER)
+            assert not store.reuse[0].cached
+            plain = seconds(model.generate, ids, ANSWER, past_key_values=DynamicCache(config=model.config))
+            if i >= 0:  # whatever is done once in a store
+                ratios.append(kept / plain)
+                found["store"].append(kept)
+                found["plain"].append(plain)
+    bench.progress("")
+    workload = {
+        "model": models.label(name), "dtype": "bfloat16", "context": PROMPT, "new_tokens": ANSWER, "batch": 1
+    }  # fmt: skip
+    for way, times in found.items():
+        facts = {"low": min(times), "high": max(times)}
+        ratio = statistics.median(ratios) if way == "store" else None
+        bench.record(
+            NAME,
+            contender=f"nothing re-used, {way}",
+            workload=workload,
+            unit="s",
+            median=statistics.median(times),
+            n=pairs,
+            ratio=ratio,
+            facts=facts | ({} if ratio is None else {"ratio_low": min(ratios), "ratio_high": max(ratios)}),
+        )
+    target = Target("a store that re-uses nothing / plain", statistics.median(ratios), "<=", 1.02)
+    print(f"{NAME} · prompts of {PROMPT} tokens that nothing begins like, {ANSWER} new ones")
+    print(f"\n{table_of([target])}\n", flush=True)
+    bench.record(NAME, workload=workload, **target.fields())
