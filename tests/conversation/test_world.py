@@ -80,7 +80,7 @@ def test_a_world_is_the_same_again_in_another_process() -> None:
     program = (
         "import sys; sys.path[:0] = sys.argv[1].split(':'); import torch; torch.set_num_threads(1); import world\n"
         "with world.worlds():\n"
-        "    for seed in range(5000, 5020):\n"
+        "    for seed in range(5000, 5008):\n"
         "        lines = []\n"
         "        try: world.run(seed, say=lines.append)\n"
         "        finally: print(seed, *lines, sep=chr(10))\n"
@@ -97,10 +97,10 @@ def test_a_world_is_the_same_again_in_another_process() -> None:
     assert found.returncode == 0, found.stderr[-2000:]
     one, two = found.stdout.splitlines(), list[str]()
     with worlds():
-        for seed in range(5000, 5020):
+        for seed in range(5000, 5008):
             two.append(str(seed))
             run(seed, say=two.append)
     two = "\n".join(two).splitlines()
     differ = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), None)
     assert differ is None, f"{one[differ]}\nand not\n{two[differ]}"
-    assert len(one) == len(two) > 300
+    assert len(one) == len(two) > 100

@@ -60,7 +60,8 @@ def test_a_step_in_which_a_policy_fails_is_not_taken_for_a_finished_one(
         model(ids[:, :45], past_key_values=right)
         expected = torch.stack([model(x[None, None], past_key_values=right).logits for x in ids[0, 45:]])
     failed, where = 0, set[str]()
-    for at in itertools.count():
+    step = 1 if name == "llama" else 3  # the calls of the second one take long, and there are many
+    for at in itertools.count(step=step):
         policy = FailsOnce(at)
         options: dict[str, Any] = {"block_size": 4, "host_attention": host_attention, "policy": policy}
         with TieredKVCache(model.config, device_budget=budget, **options) as cache, torch.no_grad():
@@ -85,7 +86,7 @@ def test_a_step_in_which_a_policy_fails_is_not_taken_for_a_finished_one(
             torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
         if policy.left >= 0:
             break
-    assert failed == at > 20
+    assert failed * step == at > 20
     assert {"append_token", "write_back", *([] if host_attention else ["victims"])} <= where
     assert host_attention or name != "llama" or "attend" in where
 
