@@ -17,6 +17,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from kvtier.errors import ConfigError
 from kvtier.planning.reports.log_file import SCHEDULE, LogFile, Question, Replay, class_of, decided_again, number, typed
 from kvtier.scheduling.job import Job, Load, Step, Ways
 from kvtier.scheduling.names import name_of, scheduler_of
@@ -39,7 +40,8 @@ class LoggedScheduler(Scheduler):
 
     Raises:
         OSError: there can be no such file.
-        ConfigError: there is no such scheduler, or another log is written to this file.
+        ConfigError: there is no such scheduler, or another log is written to this file; of `plan`, ways are none that a
+            log takes.
     """
 
     def __init__(self, scheduler: Scheduler | str, path: str | Path) -> None:
@@ -123,12 +125,12 @@ class _Asks:
 
 
 def _priced(ways: Ways) -> dict[str, Any]:
-    """Prices as JSON has them. Raises TypeError: they are of a class of the user's own."""
+    """Prices as JSON has them. Raises ConfigError: they are of a class of the user's own."""
     if isinstance(ways, Always):
         return {"always": ways.which}
     if isinstance(ways, Prices):
         return asdict(ways)
-    raise TypeError(f"{ways!r}: a log takes Prices, or Always.")
+    raise ConfigError(f"{ways!r}: a log takes ways that are kvtier.scheduling.prices.Prices, or Always.")
 
 
 def _ways(given: Mapping[str, Any] | None) -> Ways | None:

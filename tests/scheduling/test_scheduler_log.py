@@ -245,7 +245,7 @@ def test_prices_of_a_class_of_ones_own_are_refused(tmp_path: Path) -> None:
         def now(self) -> Ways:
             return self
 
-    with contextlib.closing(LoggedScheduler("fcfs", tmp_path / "log")) as scheduler, pytest.raises(TypeError):
+    with contextlib.closing(LoggedScheduler("fcfs", tmp_path / "log")) as scheduler, pytest.raises(ConfigError):
         scheduler.plan(Load(0.0, [], [], 0, 4, 64, 8, ways=Mine()))
 
 

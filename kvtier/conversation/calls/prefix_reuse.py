@@ -28,6 +28,7 @@ _TRIES = 3
 #: What keeping may fail with; where the device has no memory, torch raises a RuntimeError.
 _NOT_KEPT = (KVTierError, MemoryError, RuntimeError)
 _NO_ROOM = "no room for what is kept and the rest of the call"
+_IN_ITSELF = "the model keeps states in itself"
 
 
 class _Run:
@@ -114,6 +115,8 @@ class PrefixReuse:
     def _run(self, run: _Run, kwargs: dict[str, Any]) -> tuple[Any, tuple[RowReuse, ...]]:
         """Begin, compute, keep."""
         call, cache = run.call, run.cache
+        if run.stateful and self._tried is not None and not self._tried.in_cache:
+            call.why = call.why or _IN_ITSELF
         whole, states = bool(call.why), dict[int, list[States]]()
         cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
         run.cached = 0 if whole else self._begin(run)
@@ -126,7 +129,7 @@ class PrefixReuse:
                 else:
                     cache.reset()
                     cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
-                    run.cached, call.why = 0, "the model keeps states in itself"
+                    run.cached, call.why = 0, _IN_ITSELF
                     reuse = call.reuse(0)
             cache.prompt = call.ids.shape[1] if cache.get_seq_length() else None
             out = self._model.generate(call.ids, attention_mask=call.mask, **{CACHE: cache}, **kwargs)

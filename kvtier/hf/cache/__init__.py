@@ -7,6 +7,7 @@ resident.py   `ResidentLayers`: layers that stay Transformers' own
 recurrent.py  `RecurrentStates`: states that a model changes in place, and the part of the cache that it sees for them
 rows.py       arguments of `crop`, `reorder_cache` and the like
 report.py     where each layer is, and why
+missing.py    what a cache does not have, for whoever asks for it
 copies.py     what a copy or a pickle of a cache holds
 
 It imports `forward` and what that imports; of `hf` `models`, `callers` and `attention`. Blocks, slots and

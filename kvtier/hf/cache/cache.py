@@ -15,13 +15,14 @@ from transformers.configuration_utils import PretrainedConfig
 
 from kvtier.config import CacheOptions, Size, checks_names, format_size, warn_caller
 from kvtier.cpu import loader
-from kvtier.errors import BudgetError, ConfigError, KVTierError, MismatchError, UnsupportedError
+from kvtier.errors import BudgetError, ConfigError, KVTierError, MismatchError
 from kvtier.forward.forward import Forward
 from kvtier.hf.attention import dynamo
 from kvtier.hf.attention.sdpa import lengthen_sdpa, shorten_sdpa
 from kvtier.hf.cache import rows
 from kvtier.hf.cache.copies import content_of, fill
 from kvtier.hf.cache.layer import TieredLayer
+from kvtier.hf.cache.missing import GrowingLayers, NeverGiven, NoHalfError
 from kvtier.hf.cache.options import check_hook, memory_of
 from kvtier.hf.cache.recurrent import RecurrentFace, RecurrentStates
 from kvtier.hf.cache.report import explanation, residency
@@ -45,40 +46,7 @@ from kvtier.planning.reports.explain import Explanation
 from kvtier.stats import CacheStats, Progress, Residency
 
 
-class _NoHalf(UnsupportedError, AttributeError):
-    """An attribute that only an `EncoderDecoderCache` has; for `hasattr`, one that is missing."""
-
-
-class _NoLayer(UnsupportedError, IndexError):
-    """A layer that was not updated yet; for `try: ... except IndexError`, one that is missing."""
-
-
-class _GrowingLayers(list[Any]):
-    """Layers of a cache without a config, made as a model updates them."""
-
-    def __getitem__(self, index: Any) -> Any:
-        try:
-            return super().__getitem__(index)
-        except IndexError:
-            raise _NoLayer(
-                f"Layer {index} is not there yet: without a config, layers are made when a model updates keys and "
-                f"values, and {len(self)} were. Make the cache with TieredKVCache(model.config)."
-            ) from None
-
-
-class _NotGiven(type):
-    """Refuses a class in place of a cache: what `generate` sets on it would replace the property of every cache, and
-    with it the check of later prompts."""
-
-    def __setattr__(cls, name: str, value: object) -> None:
-        if name == "_is_user_defined":
-            raise ConfigError(
-                f"This is the class {cls.__name__}. Give `generate` a cache: {cls.__name__}(model.config)."
-            )
-        super().__setattr__(name, value)
-
-
-class TieredKVCache(RecurrentFace, metaclass=_NotGiven):
+class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
     """A KV cache whose blocks are on the device and in host memory, each where there is room, with the tokens of
     `DynamicCache`.
 
@@ -199,7 +167,7 @@ class TieredKVCache(RecurrentFace, metaclass=_NotGiven):
         self._caller.check_alone = partial(check_alone, self._caller.places, steps)
         for i in tiered:
             layers[i] = TieredLayer(self._forward, i, self._caller)
-        self.layers = layers or _GrowingLayers()
+        self.layers = layers or GrowingLayers()
         self._resident = ResidentLayers(self._forward, self._caller, self.layers)
         self._recurrent = RecurrentStates(self._forward, self.layers)
         self.layer_class_to_replicate = TieredLayer if not layers else None
@@ -210,7 +178,7 @@ class TieredKVCache(RecurrentFace, metaclass=_NotGiven):
     def __getattr__(self, name: str) -> Any:
         """Only for what is missing: an encoder-decoder asks for the halves of an `EncoderDecoderCache`."""
         if name in ("is_updated", "self_attention_cache", "cross_attention_cache"):
-            raise _NoHalf(str(encoder_decoder(self._config is not None)))
+            raise NoHalfError(str(encoder_decoder(self._config is not None)))
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
 
     # The forward
@@ -239,7 +207,7 @@ class TieredKVCache(RecurrentFace, metaclass=_NotGiven):
         layers = self.layers
         if layer_idx >= len(layers):
             self._add_layers(layer_idx)
-        layer = list.__getitem__(layers, layer_idx)
+        layer = list.__getitem__(layers, layer_idx)  # it is there: in less time than `GrowingLayers` takes to say so
         try:
             if type(layer) is TieredLayer:
                 views = layer.next_token(key_states, value_states)

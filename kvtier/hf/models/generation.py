@@ -320,8 +320,8 @@ def attends_ahead(model: Any) -> bool:
         # Encoders such as BERT may be decoders, and are not by default. Configs of models without a choice (GPT-NeoX)
         # say the same; their layers do not.
         decoder = getattr(part, "is_decoder", None)
-        if decoder is False:
-            return any(vars(module).get("is_decoder") is False for module in model.modules())
+        if decoder is False and any(vars(module).get("is_decoder") is False for module in model.modules()):
+            return True
         if decoder is True and _knows_no_causal_mask(model):
             return True
     return False

@@ -71,9 +71,8 @@ class Logged(Policy):
         """See `Policy.plan`."""
         asked = asdict(state)
         plan = checked(self.policy.plan(state), len(state.layers))
-        self._log.write(
-            {"plan": asked, "answer": _planned(plan)}, flush=True
-        )  # once a step: a crash leaves what was before
+        # Once a step: a crash leaves what was before.
+        self._log.write({"plan": asked, "answer": _planned(plan)}, flush=True)
         return plan
 
     def use_rates(self, device: str, rates: Rates) -> None:

@@ -7,7 +7,6 @@ handlers/       what is asked -> prompts; parts of answers -> the wire
 answers.py      requests of the engine -> parts of an answer
 settings.py     settings of generation: what is refused of them
 manager.py      what Transformers' app asks for generation; requests to the engine, tokens back
-state.py        what the app holds of models
 keys.py         API keys, and the salt of each
 metrics.py      what is counted, in Prometheus' format
 refusals.py     what is refused, and how that is said

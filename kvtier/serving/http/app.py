@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import GenerationState
 
 from kvtier.serving.http.handlers.chat import ChatHandler
 from kvtier.serving.http.handlers.completions import CompletionHandler
@@ -17,7 +18,6 @@ from kvtier.serving.http.handlers.handler import Served
 from kvtier.serving.http.handlers.responses import ResponsesHandler
 from kvtier.serving.http.manager import EngineManager
 from kvtier.serving.http.refusals import Refusal
-from kvtier.serving.http.state import State
 
 #: Routes of Transformers' app that are kept. Its others are of models that come and go, of audio, or are ours.
 _KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/load_model", "/openapi.json", "/docs")
@@ -29,6 +29,33 @@ class _None:
     async def handle_request(self, *args: Any) -> Any:
         """Refuse."""
         raise Refusal(404, "This server has no such endpoint.", code="not_found")
+
+
+class State(GenerationState):
+    """All requests go to one engine.
+
+    Args:
+        manager: of it.
+    """
+
+    def __init__(self, manager: EngineManager) -> None:
+        super().__init__(continuous_batching=True)
+        self._manager = manager
+
+    def use_continuous_batching(self, model: Any, modality: Any) -> bool:
+        """They do."""
+        return True
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> EngineManager:
+        """See `GenerationState`."""
+        return self._manager
+
+    def is_cb_alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._manager.alive
+
+    def shutdown(self) -> None:
+        """The server ends its engine itself."""
 
 
 def build(served: Served, manager: EngineManager) -> FastAPI:

@@ -136,7 +136,7 @@ class PackedRunner(OnPackedForward):
             stop = each.cached + each.tokens
             ids += each.ids[each.cached : stop]
             positions += range(each.cached, stop)
-            if each.wanted:
+            if each.scored:
                 wanting.append(each)
                 last.append(segment.stop - 1)
         index = torch.tensor(last or [len(ids) - 1], device=device)

@@ -109,7 +109,7 @@ class RaggedRunner(OnPackedForward):
             self._rows, self._stacked = [], {}
             raise
         forward.end()
-        return [out.logits[i, -1] if each.wanted else None for i, each in enumerate(work)]
+        return [out.logits[i, -1] if each.scored else None for i, each in enumerate(work)]
 
     def _stack(self, rows: list[_Ragged]) -> States:
         """The states of these sequences, a row for each."""

@@ -26,14 +26,14 @@ class Work:
         ids: all tokens of the sequence, those to compute at the end of what is cached.
         cached: tokens whose keys and values are there.
         tokens: to compute behind them.
-        wanted: whether the scores of the token behind are.
+        scored: whether the scores of the token behind them are asked for.
     """
 
     sequence: Any
     ids: Sequence[int]
     cached: int
     tokens: int
-    wanted: bool
+    scored: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class SingleRunner(Runner):
         """See `Runner`."""
         (each,) = work
         sequence = each.sequence
-        assert each.wanted, "a prompt in parts"
+        assert each.scored, "a prompt in parts"
         try:
             scores, sequence.cache = of.next_scores(self._model, each.ids, sequence.cache)
         except BaseException:

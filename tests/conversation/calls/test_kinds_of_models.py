@@ -3,6 +3,7 @@ cache."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from test_store import GREEDY, fresh, ones, store_of
 from transformers import AutoModelForCausalLM, WhisperConfig, WhisperForConditionalGeneration
 
 from kvtier import Engine
+from kvtier.hf.models import generation as of
 
 
 def made(name: str, **settings: Any) -> Any:
@@ -119,3 +121,11 @@ def test_a_model_whose_first_argument_is_something_else_is_given_what_it_was_giv
     with store_of(model) as store:
         for given in ({"input_features": sound}, {"inputs": sound}):
             assert torch.equal(store.generate(**given, **GREEDY), model.generate(input_features=sound, **GREEDY))
+
+
+def test_a_text_config_is_looked_at_behind_one_that_says_it_is_no_decoder() -> None:
+    text = SimpleNamespace(use_bidirectional_attention=True)
+    config = SimpleNamespace(is_decoder=False, get_text_config=lambda decoder: text)
+    assert of.attends_ahead(SimpleNamespace(config=config, modules=list))
+    text.use_bidirectional_attention = False
+    assert not of.attends_ahead(SimpleNamespace(config=config, modules=list))

@@ -402,9 +402,8 @@ def test_the_handlers_of_transformers_work_on_the_same_manager(running: Running,
     """Those of its own server, which ask for generation as `transformers serve` does."""
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
 
-    from kvtier.serving.http.app import build
+    from kvtier.serving.http.app import State, build
     from kvtier.serving.http.handlers.handler import Served
-    from kvtier.serving.http.state import State
 
     served = Served(NAME, *trained, 0, 4096)
     manager = running.server.manager
