@@ -112,6 +112,8 @@ class StepRunner:
             requests.end_cancelled()
             if not requests.running and not requests.waiting:
                 return None
+            if self._prefixes is not None:
+                self._prefixes.watch()
             plan = self._scheduler.plan(self._load())
             for job in plan.preempt:
                 requests.preempt(job, plan.ways.get(job, RECOMPUTE))
@@ -272,31 +274,16 @@ class StepRunner:
                     asking += [(sample, row) for sample in requests.fork(request)]
         if not asking:
             return
-        try:
-            rows = torch.stack([row for _, row in asking])
-            tokens = choose(rows, [x.sampling for x, _ in asking], [x.ids for x, _ in asking])
-        except Exception:
-            self._deliver_alone(asking, now)
-            return
+        rows = torch.stack([row for _, row in asking])
+        tokens = choose(rows, [x.sampling for x, _ in asking], [x.ids for x, _ in asking])
         logs = log_probabilities(rows) if any(x.output.logprobs is not None for x, _ in asking) else None
         with requests.lock, requests.change:
             for i, ((request, _), token) in enumerate(zip(asking, tokens, strict=True)):
-                self._give(request, token, None if logs is None else logs[i], now)
+                if isinstance(token, Exception):
+                    requests.end(request, "error", token)
+                else:
+                    self._give(request, token, None if logs is None else logs[i], now)
             requests.lock.notify_all()
-
-    def _deliver_alone(self, asking: list[tuple[Request, Any]], now: float) -> None:
-        """The same, where some request's own processors raise."""
-        requests = self._requests
-        for request, row in asking:
-            try:
-                (token,) = choose(row[None], [request.sampling], [request.ids])
-                logs = log_probabilities(row[None])[0] if request.output.logprobs is not None else None
-            except Exception as error:
-                self._fail(request, error)
-                continue
-            with requests.lock, requests.change:
-                self._give(request, token, logs, now)
-                requests.lock.notify_all()
 
     def _give(self, request: Request, token: int, logs: torch.Tensor | None, now: float) -> None:
         """A new token of a request, and the log-probabilities `[vocabulary]` at its place. Holds the lock."""

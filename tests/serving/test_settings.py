@@ -250,3 +250,26 @@ def test_each_sequence_of_a_prompt_has_a_watermark_of_its_own() -> None:
     for each, right in zip((name, f"{name}#1"), alone, strict=True):
         assert engine.output(each).generated_tokens == engine.output(right).generated_tokens
     engine.close()
+
+
+def test_a_watermark_is_its_own_where_the_processor_of_another_request_raises() -> None:
+    """Each processor sees a step once, whatever others do."""
+    config = SynthIDTextWatermarkingConfig(keys=[7, 11, 13, 17], ngram_len=3)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "watermarking_config": config, "seed": 1}
+
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 6:
+            raise RuntimeError("as told")
+        return scores
+
+    engine = Engine(tiny_model("llama"), host_budget="8MiB")
+    found = []
+    for others in (0, 2):
+        name = engine.add_request([5, 9, 2], **options)
+        failing = [engine.add_request([8, 1, 2], max_new_tokens=9, logits_processor=[fail]) for _ in range(others)]
+        while engine.step():
+            pass
+        found.append(engine.output(name).generated_tokens)
+        assert [str(engine.output(x).error) for x in failing] == ["as told"] * others
+    assert found[0] == found[1]
+    engine.close()

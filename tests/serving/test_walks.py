@@ -142,15 +142,19 @@ def test_a_request_begins_with_what_the_adapter_has_computed_that_computes_the_r
     assert run(engine, PROMPT).cached_tokens == len(PROMPT) - 1
 
 
-@pytest.mark.parametrize("back", [False, True], ids=["until it ends", "for a while"])
+@pytest.mark.parametrize(
+    ("back", "others"),
+    [(False, False), (True, True), (True, False)],
+    ids=["until it ends", "for a while in which others come", "for a step"],
+)
 def test_what_two_adapters_have_computed_is_of_neither(
-    back: bool, made: tuple[Any, Engine], switch: Callable[[str], None]
+    back: bool, others: bool, made: tuple[Any, Engine], switch: Callable[[str], None]
 ) -> None:
     _, engine = made
     name = engine.add_request(PROMPT, max_new_tokens=6, do_sample=False)
     engine.step()
     switch("b")
-    if back:
+    if others:
         engine.add_request(PROMPT[::-1], **OPTIONS)
     engine.step()
     if back:
@@ -161,6 +165,17 @@ def test_what_two_adapters_have_computed_is_of_neither(
     for adapter, cached in (("a", len(PROMPT)), ("b", 0)):
         switch(adapter)
         assert run(engine, longer).cached_tokens <= cached
+
+
+def test_what_an_autocast_of_one_step_has_computed_is_of_no_other_request(made: tuple[Any, Engine]) -> None:
+    _, engine = made
+    name = engine.add_request(PROMPT, max_new_tokens=6, do_sample=False)
+    engine.step()
+    with torch.autocast("cpu", torch.bfloat16):
+        engine.step()
+    while engine.step():
+        pass
+    assert run(engine, PROMPT + engine.output(name).generated_tokens).cached_tokens <= len(PROMPT)
 
 
 def test_what_an_autocast_elsewhere_computes_is_not_what_a_step_computes(made: tuple[Any, Engine]) -> None:

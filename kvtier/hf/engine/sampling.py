@@ -226,10 +226,11 @@ class Sampling:
         return ""
 
 
-def choose(scores: torch.Tensor, of: Sequence[Sampling], ids: Sequence[Sequence[int]]) -> list[int]:
-    """The next token of each sequence.
+def choose(scores: torch.Tensor, of: Sequence[Sampling], ids: Sequence[Sequence[int]]) -> list[int | Exception]:
+    """The next token of each sequence, or what its own processors raised.
 
-    Rows with equal processors of scores are processed together; what a row is given does not depend on the others.
+    Rows with equal processors of scores are processed together; what a row is given does not depend on the others. Each
+    other processor is called once: it may count its calls, as a watermark does.
 
     Args:
         scores: `[sequences, vocabulary]`, of the model.
@@ -240,18 +241,31 @@ def choose(scores: torch.Tensor, of: Sequence[Sampling], ids: Sequence[Sequence[
     groups: dict[object, list[int]] = {}
     for row, each in enumerate(of):
         groups.setdefault((each.samples, each.group) if each.group is not None else row, []).append(row)
-    chosen = [0] * len(of)
+    chosen: list[int | Exception] = [0] * len(of)
     for rows in groups.values():
         part = scores if len(rows) == len(of) else scores[rows]
-        part = of[rows[0]].processed(ids[rows[0]], part.clone() if of[rows[0]]._processors else part)
-        if of[rows[0]].samples:
-            drawn = torch.tensor([[of[row].drawn(len(ids[row]))] for row in rows], dtype=torch.float64)
-            tokens = _draw(part, drawn.to(part.device))
-        else:
-            tokens = part.argmax(-1).tolist()
-        for row, token in zip(rows, tokens, strict=True):
+        found = _choose_alike(part, [of[row] for row in rows], [ids[row] for row in rows])
+        for row, token in zip(rows, found, strict=True):
             chosen[row] = token
     return chosen
+
+
+def _choose_alike(
+    scores: torch.Tensor, of: Sequence[Sampling], ids: Sequence[Sequence[int]]
+) -> Sequence[int | Exception]:
+    """The same for rows with equal processors, or for one row."""
+    first = of[0]
+    try:
+        part = first.processed(ids[0], scores.clone() if first._processors else scores)
+        if not first.samples:
+            greedy: list[int] = part.argmax(-1).tolist()
+            return greedy
+        drawn = torch.tensor([[x.drawn(len(row))] for x, row in zip(of, ids, strict=True)], dtype=torch.float64)
+        return _draw(part, drawn.to(part.device))
+    except Exception as error:
+        if len(of) == 1:
+            return [error]
+        return [_choose_alike(scores[i : i + 1], of[i : i + 1], ids[i : i + 1])[0] for i in range(len(of))]
 
 
 def _draw(scores: torch.Tensor, drawn: torch.Tensor) -> list[int]:

@@ -141,17 +141,26 @@ class Depends(NamedTuple):
         computed_as: adapters, and the dtype of autocast.
         weights: a number that changes when weights are written or replaced.
         training: what is in training mode, which may change what it gives: "the model" or a part; "": nothing.
+        switchable: whether modules have adapters, switched on or off.
     """
 
     computed_as: tuple[Any, ...]
     weights: int
     training: str
+    switchable: bool
 
 
 def depends(model: Any) -> Depends:
     """What keys and values depend on now, by one walk over all modules."""
     modules = _modules(model)
-    return Depends(_computed_as(model, modules), _weights(modules), _training(modules))
+    switchable = any("base_layer" in module._modules for module in modules)
+    return Depends(_computed_as(model, modules), _weights(modules), _training(modules), switchable)
+
+
+def modes(model: Any) -> tuple[Any, ...]:
+    """What of it is known without such a walk: whether the model as a whole is in training mode, and the dtype of
+    autocast."""
+    return model.training, _autocast(model)
 
 
 def training(model: Any) -> str:
@@ -206,8 +215,12 @@ def computed_as(model: Any) -> tuple[Any, ...]:
 
 
 def _computed_as(model: Any, modules: list[Any]) -> tuple[Any, ...]:
+    return (*_adapters(modules), _autocast(model))
+
+
+def _autocast(model: Any) -> torch.dtype | None:
     device = device_of(model).type
-    return (*_adapters(modules), torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def weights_version(model: Any) -> int:
