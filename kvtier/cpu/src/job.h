@@ -6,7 +6,7 @@
 #include "backoff.h"
 #include "tasks.h"
 
-constexpr int64_t TASK_BYTES = 1 << 20;  // of keys and values: enough work to pay for a task's start
+constexpr int64_t TASK_BYTES = 1 << 20;  // of keys and values, about: enough work to pay for a task's start
 // From here on there are two: half of it takes longer than a second thread takes to start.
 constexpr int64_t TWO_TASKS = TASK_BYTES + TASK_BYTES / 4;
 constexpr int64_t MOST_TASKS = 32;       // over the blocks of one sequence: their results must be combined
@@ -174,7 +174,8 @@ class Job {
     bytes_ += total;
     const size_t partial = (kernel_->partial_floats(p, share) + 15) / 16 * 16;
     const int64_t partial_bytes = static_cast<int64_t>(partial) * 4;
-    const int64_t enough = total < TWO_TASKS ? 1 : std::max<int64_t>(total / TASK_BYTES, 2);
+    // An even number, or one of two threads waits for the other's last task.
+    const int64_t enough = total < TWO_TASKS ? 1 : std::max<int64_t>((total / TASK_BYTES + 1) / 2 * 2, 2);
     const int64_t count = std::max<int64_t>(std::min({enough, most, total / (8 * partial_bytes), blocks}), 1);
     share.first_task = tasks_.size();
     share.task_count = static_cast<size_t>(count);
