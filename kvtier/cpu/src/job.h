@@ -8,8 +8,8 @@
 
 constexpr int64_t TASK_BYTES = 1 << 20;  // of keys and values, about: enough work to pay for a task's start
 // From here on there are two: half of it takes longer than a second thread takes to start.
-constexpr int64_t TWO_TASKS = TASK_BYTES + TASK_BYTES / 4;
-constexpr int64_t MOST_TASKS = 32;       // over the blocks of one sequence: their results must be combined
+constexpr int64_t TWO_TASKS = TASK_BYTES / 2;
+constexpr int64_t MOST_TASKS = 32;  // over the blocks of one sequence: their results must be combined
 // Rows (head, query) of a KV head. From so many on arithmetic is the limit, and each KV head is a share of its own; so
 // are about so many rows, over which packing keys and values is spread, and whose sums stay in the L2 cache.
 constexpr int64_t ROWS_OF_A_HEAD = 32, ROWS_OF_A_SHARE = 256;
