@@ -10,6 +10,7 @@ constexpr int64_t TASK_BYTES = 1 << 20;  // of keys and values, about: enough wo
 // From here on there are two: half of it takes longer than a second thread takes to start.
 constexpr int64_t TWO_TASKS = TASK_BYTES / 2;
 constexpr int64_t MOST_TASKS = 32;  // over the blocks of one sequence: their results must be combined
+constexpr int64_t CUT = 16;         // tokens that are not cut, where blocks are a multiple of it
 // Rows (head, query) of a KV head. From so many on arithmetic is the limit, and each KV head is a share of its own; so
 // are about so many rows, over which packing keys and values is spread, and whose sums stay in the L2 cache.
 constexpr int64_t ROWS_OF_A_HEAD = 32, ROWS_OF_A_SHARE = 256;
@@ -165,8 +166,11 @@ class Job {
     const kvtier_run *run = runs_.data() + first_run, *const end = runs_.data() + runs_.size();
     while (run != end && static_cast<int64_t>(run->index) + run->count <= low) run++;
     int64_t skip = run == end ? 0 : std::max<int64_t>(low - run->index, 0), blocks = -skip;
-    for (const kvtier_run* r = run; r != end && r->index < high; r++)
-      blocks += std::min<int64_t>(r->count, high - r->index);
+    int64_t stop = 0;  // behind the last of them
+    for (const kvtier_run* r = run; r != end && r->index < high; r++) {
+      stop = std::min<int64_t>(static_cast<int64_t>(r->index) + r->count, high);
+      blocks += stop - r->index;
+    }
     blocks = std::max<int64_t>(blocks, 0);  // none is listed
 
     const int64_t element = p.dtype == KVTIER_F32 ? 4 : 2;
@@ -176,16 +180,25 @@ class Job {
     const int64_t partial_bytes = static_cast<int64_t>(partial) * 4;
     // An even number, or one of two threads waits for the other's last task.
     const int64_t enough = total < TWO_TASKS ? 1 : std::max<int64_t>((total / TASK_BYTES + 1) / 2 * 2, 2);
-    const int64_t count = std::max<int64_t>(std::min({enough, most, total / (8 * partial_bytes), blocks}), 1);
+    // In steps of tokens, for blocks are cut too: of three that two threads share, each attends to one and a half. Only
+    // what is seen counts, so that no task is empty.
+    const int64_t step = p.block_size % CUT == 0 ? CUT : p.block_size, steps = p.block_size / step;
+    const int64_t start = blocks ? (run->index + skip) * p.block_size : 0;
+    const int64_t unseen = std::max<int64_t>(share.lowest - start, 0) / step;
+    const int64_t seen = blocks * steps - unseen - std::max<int64_t>(stop * p.block_size - share.length, 0) / step;
+    const int64_t count = std::max<int64_t>(std::min({enough, most, total / (8 * partial_bytes), seen}), 1);
     share.first_task = tasks_.size();
     share.task_count = static_cast<size_t>(count);
     // One pass over the runs finds where each task begins.
-    int64_t at = 0;
+    int64_t first = 0, begin = share.lowest;
     for (int64_t i = 0; i < count; i++) {
-      const int64_t next = blocks * (i + 1) / count;
-      tasks_.push_back({static_cast<int32_t>(shares_.size()), run, skip, next - at});
-      for (skip += next - at; run != end && skip >= run->count; run++) skip -= run->count;
-      at = next;
+      const int64_t next = i + 1 < count ? unseen + seen * (i + 1) / count : blocks * steps;
+      const int64_t before = next / steps, part = next % steps;
+      tasks_.push_back(
+          {static_cast<int32_t>(shares_.size()), run, skip, before + (part > 0) - first, begin, share.length});
+      for (skip += before - first; run != end && skip >= run->count; run++) skip -= run->count;
+      first = before;
+      if (part) tasks_.back().end = begin = (run->index + skip) * p.block_size + part * step;
     }
     scratch_bytes_ = std::max(scratch_bytes_, (kernel_->scratch_bytes(p, share) + 63) / 64 * 64);
     if (count == 1) own_partial_bytes_ = std::max(own_partial_bytes_, static_cast<size_t>(partial_bytes));

@@ -125,10 +125,10 @@ class Attention {
       const char* block = reinterpret_cast<const char*>(run->address + skip * p_.block_stride);
       int64_t start = (run->index + skip) * p_.block_size;
       for (int64_t b = 0; b < blocks; b++, block += p_.block_stride, start += p_.block_size) {
-        // The tokens of this block that any query may see.
-        int64_t position = std::max(start, share_.lowest);
+        // The tokens of this block that are the task's.
+        int64_t position = std::max(start, task.begin);
         int skipped = static_cast<int>(position - start);
-        int n = static_cast<int>(std::min<int64_t>(start + p_.block_size, length_) - position);
+        int n = static_cast<int>(std::min<int64_t>(start + p_.block_size, task.end) - position);
         // A tile does not end in the middle of a block that fits into one, wherever the first one begins.
         if (columns && n > tile_ - columns && rows_ < MANY_ROWS<M>) end_tile();
         while (n > 0) {

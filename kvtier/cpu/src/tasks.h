@@ -28,13 +28,14 @@ struct Share {
   int rows() const { return query_heads * queries; }
 };
 
-// Some of the blocks of one share. Where a sequence is cut depends on its size alone, never on the number of threads, on
+// Some of the tokens of one share. Where a sequence is cut depends on its size alone, never on the number of threads, on
 // their timing, or on how its blocks are grouped in runs: results are the same, bit for bit, each time.
 struct Task {
   int32_t share;
   const kvtier_run* run;  // the first
-  int64_t skip;           // blocks of the first run that belong to an earlier task
+  int64_t skip;           // blocks of the first run that belong to earlier tasks alone
   int64_t blocks;         // of this run and those behind it
+  int64_t begin, end;     // positions: of the first of these blocks and of the last one, a part may be another task's
 };
 
 // What has been seen so far, for every row (head, query) of a share: out = values / sum.
