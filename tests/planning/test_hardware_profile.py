@@ -25,7 +25,9 @@ def measured() -> HardwareProfile:
     host = HostAttention(((1, Curve.straight(2e-5, 1e10)), (2, Curve.straight(3e-5, 2e10))), lost=0.25, round_trip=7e-5)
     profile = HardwareProfile.estimate("a100").with_part("up", Curve.straight(1e-5, 2e10), 0.02)
     profile = profile.with_part("down", Curve.straight(1e-5, 1.5e10), 0.03).with_part("host", host, 0.04)
-    return profile.with_part("prefill", Prefill(1e-3, 2e-5, 3e-10), None).with_part("linear", Linear(((1.0, 1e-4),)))
+    return profile.with_part("prefill", Prefill(1e-3, 2e-5, 3e-10, 4e-10), None).with_part(
+        "linear", Linear(((1.0, 1e-4),))
+    )
 
 
 def test_a_profile_comes_back_from_json_as_it_was(measured: HardwareProfile) -> None:
@@ -36,7 +38,7 @@ def test_a_profile_comes_back_from_json_as_it_was(measured: HardwareProfile) -> 
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2},
+        {"format": 1},
         {"parts": {}},
         {"parts": 3},
         {"measured": ["up", "magic"]},
@@ -50,7 +52,7 @@ def test_what_is_no_profile_is_one_error(change: dict[str, Any], measured: Hardw
         HardwareProfile.from_json(json.dumps(json.loads(measured.to_json()) | change))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"format": 1}', "[" * 100000, b"\xff\xfe\xfd"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"format": 2}', "[" * 100000, b"\xff\xfe\xfd"])
 def test_damaged_text_is_one_error(text: str | bytes) -> None:
     with pytest.raises(ConfigError, match="no hardware profile"):
         HardwareProfile.from_json(text)

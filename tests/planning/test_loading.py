@@ -20,7 +20,8 @@ BYTES = 100_000  # of a token
 def machine(draw: random.Random) -> tuple[Prefill, float, float]:
     """What a prefill takes, and the overhead and the seconds per byte of a disk."""
     per_token = 10 ** draw.uniform(-5, -2.5)
-    prefill = Prefill(draw.uniform(1e-3, 3e-2), per_token, per_token / 10 ** draw.uniform(3.5, 5))
+    fixed, per_pair = draw.uniform(1e-3, 3e-2), per_token / 10 ** draw.uniform(3.5, 5)
+    prefill = Prefill(fixed, per_token, per_pair, per_pair)
     return prefill, draw.uniform(0, 5e-3), 1 / 10 ** draw.uniform(7, 10)
 
 
@@ -79,7 +80,7 @@ def test_a_disk_that_becomes_faster_is_noticed() -> None:
 
 
 def test_a_longer_past_makes_computing_dearer() -> None:
-    choice, prefill = LoadOrCompute(), Prefill(0.01, 1e-4, 1e-7)
+    choice, prefill = LoadOrCompute(), Prefill(0.01, 1e-4, 1e-7, 1e-7)
     for new in (100, 400, 1600, 6400):
         for past in (0, 2000, 30000):
             choice.computed(new, past, 1, prefill.seconds(new, past))

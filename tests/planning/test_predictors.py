@@ -142,7 +142,7 @@ def test_host_attention_is_priced_by_threads_queries_and_a_busy_link() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_prefill_is_recovered_from_noisy_times_of_some_sizes(seed: int) -> None:
     noise = noisy(seed)
-    true = Prefill(fixed=5e-3, per_token=2e-4, per_pair=3e-8, per_past=1e-6)
+    true = Prefill(fixed=5e-3, per_token=2e-4, per_pair=3e-8, per_own=6e-8, per_past=1e-6)
     sizes = [PrefillSize(n, p, b) for n in (32, 128, 512, 2048) for p in (0, 512, 4096) for b in (1, 2)]
     found = Prefill.fit([(x, noise(true.seconds(x.new, x.past, x.batch))) for x in sizes])
     for new, past, batch in ((64, 256, 1), (1024, 2048, 1), (256, 3000, 4), (700, 0, 2)):
@@ -150,16 +150,18 @@ def test_a_prefill_is_recovered_from_noisy_times_of_some_sizes(seed: int) -> Non
 
 
 def test_a_prefill_counts_every_pair_of_a_new_token_and_one_that_it_sees() -> None:
-    pairs = Prefill(0.0, 0.0, 1.0)
+    pairs = Prefill(0.0, 0.0, 1.0, 1.0)
     for new, past, batch in ((1, 0, 1), (3, 0, 1), (3, 4, 2)):
         assert pairs.seconds(new, past, batch) == batch * sum(past + i for i in range(1, new + 1))
     # So a prompt in parts costs what it costs as a whole, but for what is fixed.
     assert pairs.seconds(5) + pairs.seconds(7, past=5) == pairs.seconds(12)
+    # Those of two new tokens may cost more than those of a new one and a cached one.
+    assert Prefill(0.0, 0.0, 1.0, 3.0).seconds(4, past=5, batch=2) == 2 * (4 * 5 + 3 * (1 + 2 + 3 + 4))
     assert pairs.seconds(0, 100) == 0
     with pytest.raises(ValueError, match="coefficients"):
-        Prefill(-1.0, 0.0, 1.0)
+        Prefill(-1.0, 0.0, 1.0, 1.0)
     with pytest.raises(ValueError, match="coefficients"):
-        Prefill(0.0, 0.0, 0.0)
+        Prefill(0.0, 0.0, 0.0, 0.0)
 
 
 def test_a_linear_part_goes_on_in_proportion() -> None:

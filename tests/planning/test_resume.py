@@ -314,7 +314,7 @@ def test_its_work_grows_with_runs_and_hardly_with_tokens() -> None:
 
 
 def test_a_fitted_predictor_gives_the_same_answer() -> None:
-    fitted = Prefill(5e-3, 4e-5, 1e-8)
+    fitted = Prefill(5e-3, 4e-5, 1e-8, 1e-8)
     assert fixed_part(fitted.seconds) == pytest.approx(fixed_part(prefill())) == pytest.approx(5e-3)
     assert fixed_part(lambda n, past: 1e-5 * n) == pytest.approx(0.0, abs=1e-12)
     what = conversation(("host", 16384))

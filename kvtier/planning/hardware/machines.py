@@ -201,10 +201,12 @@ class ModelSize:
         number of the heads for each pair of tokens in each layer."""
         flops, memory = where.flops * OF_FLOPS, where.device_memory * OF_DEVICE_MEMORY
         attending = self.layers + self.growing
+        per_pair = 4 * attending * self.heads * self.head_dim / flops
         return Prefill(
             fixed=self.read * (self.weight_itemsize or self.itemsize) / memory + self.parts * self._launches,
             per_token=2 * self.active / flops,
-            per_pair=4 * attending * self.heads * self.head_dim / flops,
+            per_pair=per_pair,
+            per_own=per_pair,
             per_past=attending * (self.kv_bytes / memory + self.expansion(flops, memory)),
         )
 

@@ -179,10 +179,10 @@ class PrefillSize:
     batch: int = 1
 
     @property
-    def operations(self) -> tuple[float, float, float, float]:
+    def operations(self) -> tuple[float, float, float, float, float]:
         """What a prefill's coefficients are multiplied with."""
-        rows = self.batch * self.new
-        return 1.0, float(rows), rows * (self.past + (self.new + 1) / 2), float(self.batch * self.past)
+        rows, cached = self.batch * self.new, self.batch * self.past
+        return 1.0, float(rows), float(rows * self.past), rows * (self.new + 1) / 2, float(cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,26 +190,29 @@ class Prefill:
     """Seconds of a whole model's forward over new tokens, on cached ones: what recomputing takes.
 
     Linear layers, norms and activations take time in proportion to the new tokens, attention in proportion to pairs of
-    a new token and one that it sees (AdaptiveLLM, section 3.2); cached keys and values are read once per forward.
+    a new token and one that it sees (AdaptiveLLM, section 3.2); cached keys and values are read once per forward. What
+    attends to cached tokens is not what attends to new ones, and takes another time for each pair.
 
     Attributes:
         fixed: seconds of a forward.
         per_token: seconds per new token.
-        per_pair: seconds per new token and token that it sees.
+        per_pair: seconds per new token and cached token, all of which it sees.
+        per_own: seconds per new token and new token that it sees, itself among them.
         per_past: seconds per cached token.
     """
 
     fixed: float
     per_token: float
     per_pair: float
+    per_own: float
     per_past: float = 0.0
 
     def __post_init__(self) -> None:
         _check(all(0 <= x < math.inf for x in self._all) and any(self._all), "coefficients are not negative")
 
     @property
-    def _all(self) -> tuple[float, float, float, float]:
-        return self.fixed, self.per_token, self.per_pair, self.per_past
+    def _all(self) -> tuple[float, float, float, float, float]:
+        return self.fixed, self.per_token, self.per_pair, self.per_own, self.per_past
 
     @classmethod
     def fit(cls, points: Sequence[tuple[PrefillSize, float]]) -> Prefill:
@@ -228,13 +231,14 @@ class Prefill:
             "fixed": self.fixed,
             "per_token": self.per_token,
             "per_pair": self.per_pair,
+            "per_own": self.per_own,
             "per_past": self.per_past,
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Prefill:
         """What `as_json` gave. Raises ValueError, TypeError or KeyError for anything else."""
-        return cls(*(float(value[name]) for name in ("fixed", "per_token", "per_pair", "per_past")))
+        return cls(*(float(value[name]) for name in ("fixed", "per_token", "per_pair", "per_own", "per_past")))
 
 
 def _pairs(value: Any) -> tuple[tuple[float, float], ...]:

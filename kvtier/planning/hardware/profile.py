@@ -18,7 +18,7 @@ from kvtier.planning.hardware.predictors import Curve, HostAttention, Linear, Pr
 from kvtier.planning.rates import FASTEST, Rates
 
 #: Of the JSON. A profile of another format is not read.
-FORMAT = 1
+FORMAT = 2
 
 
 def _share(value: Any) -> float:
