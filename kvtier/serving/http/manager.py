@@ -252,18 +252,26 @@ class EngineManager(BaseGenerateManager):
         if count > 1:
             options["num_return_sequences"] = count
         self._names[answers] += numbers
-        self.engine.add_request(
-            ids,
-            request_id=name,
-            seed=asked.seed,
-            logprobs=asked.logprobs,
-            top_logprobs=asked.top_logprobs,
-            salt=terms.salt,
-            tenant=terms.tenant,
-            conversation=None if number % asked.count else self._conversation(terms),
-            listener=functools.partial(self._listen, loop, answers, numbers),
-            **options,
-        )
+        session = None if number % asked.count else self._conversation(terms)
+        try:
+            self.engine.add_request(
+                ids,
+                request_id=name,
+                seed=asked.seed,
+                logprobs=asked.logprobs,
+                top_logprobs=asked.top_logprobs,
+                salt=terms.salt,
+                tenant=terms.tenant,
+                conversation=session,
+                listener=functools.partial(self._listen, loop, answers, numbers),
+                **options,
+            )
+        except Exception:
+            if session is not None and session not in self._sessions:  # what is refused begins none
+                self._forget(session)
+            raise
+        if session is not None:
+            self._use(session)
 
     def _conversation(self, terms: _Terms) -> str | None:
         """The conversation of a session, by name. Others open the same one, with a salt of their own, between any two
@@ -279,11 +287,14 @@ class EngineManager(BaseGenerateManager):
             chat = self._store.open(name, salt=terms.salt)
         if chat.ttl != self.limits.ttl:
             chat.ttl = self.limits.ttl
+        return name
+
+    def _use(self, name: str) -> None:
+        """A session is used now; that which was not for longest makes room."""
         self._sessions.pop(name, None)
         self._sessions[name] = self._now()  # those used last are at the end
         if len(self._sessions) > self.limits.sessions:
             self._forget(next(iter(self._sessions)))
-        return name
 
     def _forget(self, name: str) -> None:
         assert self._store is not None

@@ -172,7 +172,8 @@ def test_an_error_in_a_stream_is_escaped_and_the_stream_has_its_end(
 
 
 def test_a_full_queue_is_a_429_with_when_to_try_again(start: Start, trained: tuple[Any, Any]) -> None:
-    with start(engine={"max_running": 1, "max_waiting": 2}) as running:
+    with start(engine={"max_running": 1, "max_waiting": 2}, sessions=1) as running:
+        running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2, user="known")
         long = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
         held = [raw(running, long)]
         assert until(lambda: running.engine.load.running == 1)
@@ -181,9 +182,14 @@ def test_a_full_queue_is_a_429_with_when_to_try_again(start: Start, trained: tup
         with pytest.raises(openai.RateLimitError) as refused:
             running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2)
         assert 1 <= int(refused.value.response.headers["Retry-After"]) <= 30
+        for user in ("known", "new"):  # takes no room from others, and is none itself
+            with pytest.raises(openai.RateLimitError):
+                running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2, user=user)
+            assert running.server.manager._store.names == ["serve//known"]
         with pytest.raises(openai.RateLimitError):  # none of the two runs
             running.client().completions.create(model=NAME, prompt=[PROMPT, PROMPT], max_tokens=2)
-        assert running.server.manager.metrics._ended == {}, "what was refused has not ended"
+        ended = sum(running.server.manager.metrics._ended.values())
+        assert ended == 1, "what was refused has not ended"
         for connection in held:
             connection.close()
         assert idle(running)
