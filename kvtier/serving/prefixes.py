@@ -116,8 +116,8 @@ class Prefixes:
         self.changes = 0
         depends = of.depends(model)
         self._computes = depends.computed_as, depends.training
-        self._modes = of.modes(model)
-        self._switchable = depends.switchable
+        self._adapted = depends.adapted
+        self._modes = of.modes(model, self._adapted)
         costs.loads = self._loads
         # Prompts that are being computed or wait to be.
         self._coming: PrefixIndex[Request] = PrefixIndex()
@@ -153,17 +153,17 @@ class Prefixes:
     def _look_and_count(self) -> None:
         """The same, in the thread that runs the steps: others may be in an autocast of their own."""
         depends = self._look()
-        self._switchable = depends.switchable
+        self._adapted = depends.adapted
         computes = depends.computed_as, depends.training
         if computes != self._computes:
             self._computes = computes
             self.changes += 1
 
     def watch(self) -> None:
-        """A step begins. What was switched since the last one may be switched back before any request comes or ends:
-        a model with adapters is looked at in each step, another one where its mode has changed."""
-        modes = of.modes(self._model)
-        if self._switchable or modes != self._modes:
+        """A step begins. What was switched since the last one may be switched back before any request comes or
+        ends."""
+        modes = of.modes(self._model, self._adapted)
+        if modes != self._modes:
             self._modes = modes
             self._look_and_count()
 

@@ -141,26 +141,26 @@ class Depends(NamedTuple):
         computed_as: adapters, and the dtype of autocast.
         weights: a number that changes when weights are written or replaced.
         training: what is in training mode, which may change what it gives: "the model" or a part; "": nothing.
-        switchable: whether modules have adapters, switched on or off.
+        adapted: modules with adapters, switched on or off.
     """
 
     computed_as: tuple[Any, ...]
     weights: int
     training: str
-    switchable: bool
+    adapted: tuple[Any, ...]
 
 
 def depends(model: Any) -> Depends:
     """What keys and values depend on now, by one walk over all modules."""
     modules = _modules(model)
-    switchable = any("base_layer" in module._modules for module in modules)
-    return Depends(_computed_as(model, modules), _weights(modules), _training(modules), switchable)
+    adapted = tuple(module for module in modules if _has_adapters(module))
+    return Depends(_computed_as(model, modules), _weights(modules), _training(modules), adapted)
 
 
-def modes(model: Any) -> tuple[Any, ...]:
-    """What of it is known without such a walk: whether the model as a whole is in training mode, and the dtype of
-    autocast."""
-    return model.training, _autocast(model)
+def modes(model: Any, adapted: Sequence[Any]) -> tuple[Any, ...]:
+    """What of it is known without such a walk: whether the model as a whole is in training mode, the dtype of autocast,
+    and which adapters compute in these modules."""
+    return model.training, _autocast(model), *map(_computing, adapted)
 
 
 def training(model: Any) -> str:
@@ -195,18 +195,26 @@ def _adapters(modules: list[Any]) -> tuple[str, ...]:
     found: dict[str, None] = {}
     each = list[tuple[int, tuple[str, ...]]]()
     for i, module in enumerate(modules):
-        if "base_layer" not in module._modules:  # most have none: to ask for what is not there is slow
-            continue
-        merged, scaling = getattr(module, "merged", False), getattr(module, "scaling", None) or {}
-        names = getattr(module, "merged_adapters" if merged else "active_adapters", None)
-        mine: tuple[str, ...] = ()
-        if isinstance(names, (list, tuple)) and (merged or not getattr(module, "disable_adapters", False)):
-            mine = tuple(f"{name} {scaling.get(name, 1)} {merged}" for name in names)
+        if _has_adapters(module):  # most have none: to ask for what is not there is slow
+            mine = _computing(module)
             found |= dict.fromkeys(mine)
-        each.append((i, mine))
+            each.append((i, mine))
     if len({mine for _, mine in each}) > 1:  # which module has which is part of it; the same in later processes
         found[hashlib.blake2b(repr(each).encode(), digest_size=16).hexdigest()] = None
     return tuple(found)
+
+
+def _has_adapters(module: Any) -> bool:
+    return "base_layer" in module._modules
+
+
+def _computing(module: Any) -> tuple[str, ...]:
+    """The adapters of a module that compute now, each with its scale."""
+    merged, scaling = getattr(module, "merged", False), getattr(module, "scaling", None) or {}
+    names = getattr(module, "merged_adapters" if merged else "active_adapters", None)
+    if not isinstance(names, (list, tuple)) or (not merged and getattr(module, "disable_adapters", False)):
+        return ()
+    return tuple(f"{name} {scaling.get(name, 1)} {merged}" for name in names)
 
 
 def computed_as(model: Any) -> tuple[Any, ...]:
