@@ -190,8 +190,8 @@ class Prefill:
     """Seconds of a whole model's forward over new tokens, on cached ones: what recomputing takes.
 
     Linear layers, norms and activations take time in proportion to the new tokens, attention in proportion to pairs of
-    a new token and one that it sees (AdaptiveLLM, section 3.2); cached keys and values are read once per forward. What
-    attends to cached tokens is not what attends to new ones, and takes another time for each pair.
+    a new token and one that it sees (AdaptiveLLM, section 3.2); cached keys and values are read once per forward. A
+    pair of two new tokens does not take what one with a cached token takes.
 
     Attributes:
         fixed: seconds of a forward.
