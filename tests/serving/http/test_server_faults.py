@@ -174,6 +174,7 @@ def test_an_error_in_a_stream_is_escaped_and_the_stream_has_its_end(
 def test_a_full_queue_is_a_429_with_when_to_try_again(start: Start, trained: tuple[Any, Any]) -> None:
     with start(engine={"max_running": 1, "max_waiting": 2}, sessions=1) as running:
         running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2, user="known")
+        assert idle(running)  # a client has its answer before the engine has let go of the request
         long = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
         held = [raw(running, long)]
         assert until(lambda: running.engine.load.running == 1)
