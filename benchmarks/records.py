@@ -104,12 +104,12 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on. `kind` names files: `nvidia-h200`, `cpu-amd-epyc-family-26-2c`."""
+    """What a figure depends on. `kind` names files: `nvidia-h200`, `cpu-amd-epyc-family-25-model-1-2c`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu = _proc("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
-    family = _proc("/proc/cpuinfo", "cpu family")
+    family, model = _proc("/proc/cpuinfo", "cpu family"), _proc("/proc/cpuinfo", "model")
     if family and not any(c.isdigit() for c in cpu):  # a virtual machine often says no more than "AMD EPYC"
-        cpu += f", family {family}"
+        cpu += f", family {family} model {model}"
     memory = _proc("/proc/meminfo", "MemTotal")
     found: dict[str, Any] = {
         "kind": f"{_slug('cpu ' + cpu)}-{cores}c",

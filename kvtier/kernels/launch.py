@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -123,14 +124,20 @@ def machine(device: torch.device) -> str:
 
 
 def processor() -> str:
-    """What launches and copies are issued by: their cost is part of what is measured."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            said = dict(line.split(":", 1) for line in file if line.startswith("model name") and ":" in line)
-    except OSError:
-        said = {}
-    name = next(iter(said.values()), "").strip()
-    return f"{name or platform.machine()}, {os.cpu_count()} CPUs"
+    """What launches and copies are issued by: their cost is part of what is measured.
+
+    A virtual machine often says no more than "AMD EPYC". So family and model are named too: generations differ in them.
+    """
+    said: dict[str, str] = {}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if not name.strip():  # the next of the processors
+                break
+            said[name.strip()] = value.strip()
+    names = [said.get("model name") or platform.machine()]
+    names += [f"{name} {said[key]}" for name, key in (("family", "cpu family"), ("model", "model")) if key in said]
+    return f"{' '.join(names)}, {os.cpu_count()} CPUs"
 
 
 def numbered(device: torch.device) -> torch.device:

@@ -36,74 +36,111 @@ class Scheduler:
     def plan(self, load: Load) -> Step:
         """What the next step computes. Changes nothing."""
         ranked = self.order(load)
-        step, size = Step(), load.block_size
-        free, budget = load.free_blocks, load.max_tokens
-        running = [job for job in ranked if job.running]
-        for job in [job for job in running if job.left == 1]:
-            if job in step.preempt or budget <= 0:
+        made = _Planning(load, [job for job in ranked if job.running])
+        made.decode()
+        made.compute_prompts(ranked)
+        if not made.step.tokens and not made.step.preempt:
+            made.end_deadlock()
+        return made.step
+
+
+class _Planning:
+    """One step while it is made.
+
+    Args:
+        load: what there is to do.
+        running: the running jobs by rank.
+
+    Attributes:
+        step: as far as it is made.
+        free: device blocks that nothing of the step takes.
+        budget: tokens that may still be computed.
+    """
+
+    def __init__(self, load: Load, running: list[Job]) -> None:
+        self._load = load
+        self._running = running
+        self.step = Step()
+        self.free = load.free_blocks
+        self.budget = load.max_tokens
+
+    def decode(self) -> None:
+        """Give each running job that has its prompt one token, by rank. The last in rank make room for it."""
+        for job in self._running:
+            if self.budget <= 0:
+                break
+            if job.left != 1 or job in self.step.preempt:
                 continue
-            need = _more(job, 1, size)
-            while need > free and (last := self._last(running, step, load)) is not None:
-                if last is job and len(running) == len(step.preempt) + 1:
-                    break  # alone
-                self._preempt(last, step, load)
-                free += last.blocks
-                if last is job:
-                    break
-            if job in step.preempt:
-                continue
-            step.tokens[job] = 1
-            free -= need
-            budget -= 1
+            need = _more(job, 1, self._load.block_size)
+            if self._has_room(job, need):
+                self._compute(job, 1, need)
+
+    def compute_prompts(self, ranked: list[Job]) -> None:
+        """Give the rest of the tokens to prompts by rank: of jobs that run, and of those that wait and are let in."""
+        load, step = self._load, self.step
         # Whoever runs and grows by a block next is not to be preempted for someone who is let in now.
-        count = sum(job not in step.preempt for job in running)
-        closed, prompts = bool(step.preempt), 0
+        count = sum(job not in step.preempt for job in self._running)
+        closed, first = bool(step.preempt), True
         for job in ranked:
-            if budget <= 0:
+            if self.budget <= 0:
                 break
             if job in step.tokens or job in step.preempt:
                 continue
-            tokens = min(job.left, budget) if load.chunked else job.left
+            tokens = min(job.left, self.budget) if load.chunked else job.left
             # A prompt that is not cut may be longer than any step: the first one of a step is computed in any case.
-            fits = tokens <= budget or not prompts
-            if not job.running:
-                full = count and (count >= load.max_running or _more(job, job.left, size) + count > free)
-                if closed or full or not fits:
-                    closed = True  # nobody behind it passes: else large ones would wait for ever
+            fits = tokens <= self.budget or first
+            # Who is let in has a place for the whole prompt from now on.
+            need = _more(job, tokens if job.running else job.left, load.block_size)
+            if job.running:
+                # Whoever is alone is not kept waiting for room that nobody gives up: if there is none, the memory
+                # says so.
+                if not fits or (need > self.free and count > 1):
                     continue
-            need = _more(job, tokens, size)
-            # Whoever is alone is not kept waiting for room that nobody gives up: if there is none, the memory says so.
-            if job.running and (not fits or (need > free and count > 1)):
-                continue
-            count += not job.running
-            prompts += 1
-            step.tokens[job] = tokens
-            # Its whole prompt has a place from now on.
-            free -= _more(job, job.left, size) if not job.running else need
-            budget -= tokens
-        if not step.tokens and not step.preempt and running:
-            # Prompts that are half there keep each other from going on.
-            last = self._last(running, step, load)
-            if last is not None and len(running) > 1:
-                self._preempt(last, step, load)
-        return step
+            else:
+                # Nobody behind one that is not let in passes it: else large ones would wait for ever.
+                closed = closed or not fits or bool(count and (count >= load.max_running or need + count > self.free))
+                if closed:
+                    continue
+                count += 1
+            self._compute(job, tokens, need)
+            first = False
 
-    @staticmethod
-    def _preempt(job: Job, step: Step, load: Load) -> None:
-        step.preempt.append(job)
-        if load.ways is not None:
-            step.ways[job] = load.ways.way(job, load, _free_on_host(step, load))[0]
+    def end_deadlock(self) -> None:
+        """Preempt the last in rank where nothing can be computed: unfinished prompts keep each other from going on."""
+        last = self._last() if len(self._running) > 1 else None
+        if last is not None:
+            self._preempt(last)
 
-    @staticmethod
-    def _last(running: list[Job], step: Step, load: Load) -> Job | None:
+    def _has_room(self, job: Job, need: int) -> bool:
+        """Preempt the last in rank until so many blocks are free. Whether the job itself was not among them."""
+        while need > self.free and (last := self._last()) is not None:
+            if last is job and len(self._running) == len(self.step.preempt) + 1:
+                break  # alone: if there is no room, the memory says so
+            self._preempt(last)
+            self.free += last.blocks
+            if last is job:
+                return False
+        return True
+
+    def _compute(self, job: Job, tokens: int, blocks: int) -> None:
+        self.step.tokens[job] = tokens
+        self.free -= blocks
+        self.budget -= tokens
+
+    def _preempt(self, job: Job) -> None:
+        self.step.preempt.append(job)
+        if self._load.ways is not None:
+            self.step.ways[job] = self._load.ways.way(job, self._load, self._free_on_host())[0]
+
+    def _last(self) -> Job | None:
         """The last in rank that has no part in the step yet.
 
         Where ways back have prices, of the last few it is the one whose blocks are the cheapest to get back, if that
         saves more than it costs to take it out of turn.
         """
-        last: list[Job] = []
-        for job in reversed(running):
-            if job in step.preempt or job in step.tokens:
+        load, last = self._load, list[Job]()
+        for job in reversed(self._running):
+            if job in self.step.preempt or job in self.step.tokens:
                 continue
             if load.ways is None:
                 return job
@@ -114,16 +151,16 @@ class Scheduler:
                 break
         if not last or load.ways is None:
             return None
-        free = _free_on_host(step, load)
+        free = self._free_on_host()
         prices = [load.ways.way(job, load, free)[1] / max(job.blocks, 1) for job in last]
         best = min(range(len(last)), key=prices.__getitem__)
         saved = (prices[0] - prices[best]) * last[best].blocks
         return last[best] if saved > OUT_OF_TURN * load.ways.step(load) else last[0]
 
-
-def _free_on_host(step: Step, load: Load) -> int:
-    """Blocks that what is swapped in this step so far leaves on the host."""
-    return load.free_host_blocks - sum(-(-x.cached // load.block_size) for x, way in step.ways.items() if way == SWAP)
+    def _free_on_host(self) -> int:
+        """Blocks that what is swapped in this step so far leaves on the host."""
+        swapped = (job.cached for job, way in self.step.ways.items() if way == SWAP)
+        return self._load.free_host_blocks - sum(-(-cached // self._load.block_size) for cached in swapped)
 
 
 def _more(job: Job, tokens: int, size: int) -> int:
