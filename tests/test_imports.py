@@ -393,7 +393,7 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
         only_commands_import_calibration,
         [
             {"kvtier/forward/forward.py": "from kvtier.calibration.run import calibrate"},
-            {"kvtier/hf/cache/cache.py": "def f():\n    import kvtier.calibration.tiles"},
+            {"kvtier/hf/cache/cache.py": "def f():\n    import kvtier.calibration.measurements.tiles"},
         ],
     ),
     (

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import Bench
 from benchmarks.records import table
-from kvtier.calibration import attention, link
-from kvtier.calibration import model as models
+from kvtier.calibration.measurements import attention, link
+from kvtier.calibration.measurements import model as models
 from kvtier.cpu import native
 from kvtier.memory.storage.layout import BlockLayout
 from kvtier.planning.fit import relative_errors

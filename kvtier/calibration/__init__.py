@@ -5,12 +5,8 @@ job.py       one measurement
 disturbed.py what something else on the machine disturbed, and what is kept in its place
 hardware.py  the measurements that make a `HardwareProfile`
 timing.py    timing calls in turn on a machine that others use too
-link.py      copies between the tiers
-attention.py attention on the host and on the device
-model.py     a model's layers and its prefill
 shapes.py    the shapes of a model's attention, from its config
-tiles.py     the tiles of paged attention
-copies.py    from how many short runs on a launch copies faster than the copy engine
+measurements the parts of the profile, each in a module of its own
 
 Owns the write side of `kvtier.profile`. May import everything below; only `kvtier` itself (lazily) and
 benchmarks import it. A config is read by its attributes; a model is run with a cache of `hf`.

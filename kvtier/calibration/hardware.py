@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from kvtier.calibration import attention, link
-from kvtier.calibration import model as models
 from kvtier.calibration.job import Job, Value
+from kvtier.calibration.measurements import attention, link
+from kvtier.calibration.measurements import model as models
 from kvtier.calibration.shapes import Shape
 from kvtier.memory import measured
 from kvtier.planning.hardware.predictors import Curve, Linear, Prefill

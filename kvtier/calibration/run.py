@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from kvtier import profile
-from kvtier.calibration import attention, copies, disturbed, hardware, tiles
+from kvtier.calibration import disturbed, hardware
 from kvtier.calibration.job import Job, Value
+from kvtier.calibration.measurements import attention, copies, tiles
 from kvtier.calibration.shapes import STANDARD, Shape, shapes_of
 from kvtier.config import DEVICE_BLOCK
 from kvtier.errors import ConfigError, UnsupportedError

@@ -17,8 +17,9 @@ from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, LlamaForCaus
 
 import kvtier
 from kvtier import profile
-from kvtier.calibration import copies, hardware, run, tiles
+from kvtier.calibration import hardware, run
 from kvtier.calibration.job import Job
+from kvtier.calibration.measurements import copies, tiles
 from kvtier.calibration.shapes import STANDARD, Shape, shapes_of
 from kvtier.cli.main import main
 from kvtier.errors import ConfigError, UnsupportedError

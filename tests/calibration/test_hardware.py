@@ -14,9 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvtier
 from kvtier import profile
-from kvtier.calibration import attention, hardware, link
-from kvtier.calibration import model as models
-from kvtier.calibration.link import share_kept
+from kvtier.calibration import hardware
+from kvtier.calibration.measurements import attention, link
+from kvtier.calibration.measurements import model as models
+from kvtier.calibration.measurements.link import share_kept
 from kvtier.cpu import native
 from kvtier.errors import ConfigError
 from kvtier.kernels import launch

@@ -11,8 +11,8 @@ import pytest
 import torch
 from stream_model import StreamModel
 
-from kvtier.calibration import copies as measuring
-from kvtier.calibration.copies import decide
+from kvtier.calibration.measurements import copies as measuring
+from kvtier.calibration.measurements.copies import decide
 from kvtier.memory.storage.pool import BlockPool
 from kvtier.transfer.engine import Direction
 from kvtier.transfer.launches import SIZES, valid

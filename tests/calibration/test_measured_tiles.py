@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtier.calibration import tiles as measuring
+from kvtier.calibration.measurements import tiles as measuring
+from kvtier.calibration.measurements.tiles import choose, kinds_of, measure
 from kvtier.calibration.shapes import STANDARD, Shape
-from kvtier.calibration.tiles import choose, kinds_of, measure
 from kvtier.config import DEVICE_BLOCK
 from kvtier.kernels import launch, tiles
 from kvtier.kernels.tiles import Kind, Option

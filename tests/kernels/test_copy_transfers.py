@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "transfer"))
 from mixed_runs import moves_exactly
 from stream_model import StreamModel
 
-from kvtier.calibration.copies import measure
+from kvtier.calibration.measurements.copies import measure
 from kvtier.errors import MismatchError
 from kvtier.kernels import copies
 from kvtier.memory.storage.slabs import SlabAllocator

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvtier import profile
-from kvtier.calibration import tiles as calibration
+from kvtier.calibration.measurements import tiles as calibration
 from kvtier.errors import ConfigError
 from kvtier.kernels import forms, launch, paged, tiles
 from kvtier.kernels.params import AttentionParams

@@ -12,34 +12,34 @@ from kvtier.scheduling.fair import Fair
 from kvtier.scheduling.scheduler import Scheduler
 
 BREAKS = {
-    "a step has no end": ("free, budget = load.free_blocks, load.max_tokens", "free, budget = load.free_blocks, 99"),
-    "blocks without end": ("free, budget = load.free_blocks,", "free, budget = load.free_blocks + 1,"),
-    "a next token takes no block": ("free -= need\n            budget -= 1", "budget -= 1"),
-    "prompts take no block": ("load.chunked else job.left\n", "load.chunked else job.left\n            free += 1\n"),
-    "nobody gives way": ("while need > free and", "while False and"),
-    "all give way": ("while need > free and", "while need >= free and"),
-    "the first gives way": ("last := self._last(running, step, load)", "last := self._last(running[::-1], step, load)"),
-    "whoever gives way runs": (
-        "if job in step.preempt:\n                continue\n            step.tokens",
-        "step.tokens",
-    ),
-    "prompts before next tokens": ("[job for job in running if job.left == 1]", "running[:0]"),
+    "a step has no end": ("self.budget = load.max_tokens", "self.budget = 99"),
+    "blocks without end": ("self.free = load.free_blocks", "self.free = load.free_blocks + 1"),
+    "a next token takes no block": ("self._compute(job, 1, need)", "self._compute(job, 1, 0)"),
+    "prompts take no block": ("self._compute(job, tokens, need)", "self._compute(job, tokens, 0)"),
+    "nobody gives way": ("while need > self.free and", "while False and"),
+    "all give way": ("while need > self.free and", "while need >= self.free and"),
+    "the first gives way": ("in reversed(self._running)", "in self._running"),
+    "whoever gives way runs": ("return False\n        return True", "return True\n        return True"),
+    "prompts before next tokens": ("if job.left != 1 or", "if True or"),
     "any number runs": ("count >= load.max_running or ", ""),
-    "a prompt needs no room": ("_more(job, job.left, size) + count > free", "False"),
-    "a prompt that runs needs no room": ("(need > free and count > 1)", "False"),
-    "some come while others go": ("bool(step.preempt), 0", "False, 0"),
+    "a prompt needs no room": ("need + count > self.free", "False"),
+    "a prompt that runs needs no room": ("(need > self.free and count > 1)", "False"),
+    "some come while others go": ("closed, first = bool(step.preempt), True", "closed, first = False, True"),
     "one that waits stops those that run": (
-        "closed = True  # nobody behind it passes: else large ones would wait for ever\n                    continue",
-        "break",
+        "if closed:\n                    continue",
+        "if closed:\n                    break",
     ),
-    "parts of whole prompts": ("min(job.left, budget) if load.chunked else job.left", "min(job.left, budget)"),
-    "whole prompts, any number": ("or not prompts", "or True"),
-    "whole prompts fit a step": ("tokens <= budget or not prompts", "tokens <= budget"),
+    "parts of whole prompts": (
+        "min(job.left, self.budget) if load.chunked else job.left",
+        "min(job.left, self.budget)",
+    ),
+    "whole prompts, any number": ("or first\n", "or True\n"),
+    "whole prompts fit a step": ("tokens <= self.budget or first", "tokens <= self.budget"),
 }
 
 
 def broken(old: str, new: str) -> type[Scheduler]:
-    """Fair, with `old` replaced by `new` in the plan."""
+    """Fair, with `old` replaced by `new` in what makes the plan."""
     source = inspect.getsource(module)
     changed = source.replace(old, new)
     assert changed != source, f"no {old!r}: renew this mutation"

@@ -13,7 +13,7 @@ from mixed_runs import make_pools, moves_exactly, some_runs
 from stream_model import StreamModel
 
 from kvtier import profile
-from kvtier.calibration.copies import scattered, scattered_pools
+from kvtier.calibration.measurements.copies import scattered, scattered_pools
 from kvtier.errors import ConfigError, TransferError
 from kvtier.kernels import copies as kernels
 from kvtier.kernels import launch

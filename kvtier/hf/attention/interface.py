@@ -102,41 +102,35 @@ def attention_forward(
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
     _refuse(module, kwargs)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, packed.PackedMask):
-        of_step = AttentionParams(
-            scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        params = AttentionParams(
+            scale=scale,
             softcap=softcap or 0.0,
             window=attention_mask.window,
             causal=True,
             mask=position_bias,
             sinks=None if s_aux is None else s_aux.detach().flatten().float(),
         )
-        out = packed.attend_packed(module, query, key, value, attention_mask, of_step)
+        out = packed.attend_packed(module, query, key, value, attention_mask, params)
         return out.transpose(1, 2).contiguous(), None
     queries, tokens = query.shape[2], key.shape[2]
-    causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = attention_mask is None and _is_causal(module, is_causal)
     params = AttentionParams(
-        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         softcap=softcap or 0.0,
         window=sliding_window if causal and sliding_window is not None and 0 < sliding_window < tokens else 0,
         causal=causal and queries > 1,
         mask=_mask(attention_mask, position_bias, tokens),
         sinks=None if s_aux is None else s_aux.flatten(),
     )
-    if params.plain and not params.window:
-        params = plain(params.scale, params.causal)
     dropout = dropout if getattr(module, "training", True) else 0.0
-    snapshot = _snapshot(key, value)
-    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, s_aux, position_bias))
-    if snapshot is not None and not dropout and not learns:
-        if params.sinks is not None:
-            params = replace(params, sinks=params.sinks.float())
-        out = snapshot.forward.attend(snapshot.reader, snapshot.length, snapshot.epoch, query, params)
+    out = None if dropout else _in_place(query, key, value, params, learned=(query, s_aux, position_bias))
+    if out is not None:
         return out.transpose(1, 2).contiguous(), None
     key, value = (x.dense("attention") if isinstance(x, KVView) else x for x in (key, value))
     if params.softcap or params.sinks is not None or params.window or (params.causal and queries != tokens):
-        out = _in_chunks(query, key, value, params, dropout)
-        return out.transpose(1, 2).contiguous(), None
+        return _in_chunks(query, key, value, params, dropout).transpose(1, 2).contiguous(), None
     out, _ = sdpa_attention_forward(
         _grouped(module, query.shape[1] // key.shape[1]),
         query,
@@ -149,6 +143,37 @@ def attention_forward(
         position_bias=position_bias,
     )
     return out, None
+
+
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def _in_place(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    params: AttentionParams,
+    learned: tuple[torch.Tensor | None, ...],
+) -> torch.Tensor | None:
+    """Attention to blocks where they lie, `[batch, heads, queries, v_dim]`.
+
+    Args:
+        query, key, value: as of `attention_forward`.
+        params: of the call.
+        learned: what a gradient may be asked for.
+
+    Returns:
+        None: these are not views of one moment, or a gradient is asked for.
+    """
+    snapshot = _snapshot(key, value)
+    if snapshot is None or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)):
+        return None
+    if params.plain and not params.window:
+        params = plain(params.scale, params.causal)
+    elif params.sinks is not None:
+        params = replace(params, sinks=params.sinks.float())
+    return snapshot.forward.attend(snapshot.reader, snapshot.length, snapshot.epoch, query, params)
 
 
 def _again(
@@ -217,7 +242,7 @@ def _grouped(module: torch.nn.Module, group: int) -> Any:
     """The module, or one that says how many query heads share a KV head, for a function that reads it from there."""
     if getattr(module, "num_key_value_groups", 1) == group:
         return module
-    return SimpleNamespace(num_key_value_groups=group, is_causal=getattr(module, "is_causal", True))
+    return SimpleNamespace(num_key_value_groups=group, is_causal=_is_causal(module, None))
 
 
 def _in_chunks(

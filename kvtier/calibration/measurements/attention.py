@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.attention.split import MAX_HOST_QUERIES
-from kvtier.calibration import link, tiles
+from kvtier.calibration.measurements import link, tiles
 from kvtier.calibration.shapes import Shape
 from kvtier.calibration.timing import in_turn
 from kvtier.config import format_size

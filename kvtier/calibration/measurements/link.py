@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from kvtier.calibration.copies import scattered_pools
+from kvtier.calibration.measurements.copies import scattered_pools
 from kvtier.calibration.timing import in_turn
 from kvtier.planning.fit import held_out_error
 from kvtier.planning.hardware.predictors import Curve
