@@ -182,6 +182,13 @@ def test_sizes_too_large_for_the_time_or_the_model_are_left_away(
         assert [x.new for x, _ in found] == [32], "a tenth of the time is the most that one forward may take"
         found = models.measure_prefill(trial, 100.0, new=(32, 64, 128, 256, 512, 1024), past=(0, 64, 4096))
         assert max(x.new + x.past for x, _ in found) == 512, "the model has no more positions"
+        every = [x for x, _ in models.measure_prefill(trial, 50.0)]
+        some = [x for x, _ in models.measure_prefill(trial, 10.0)]
+        assert models._FEWEST < len(some) < len(every)
+        assert (some[0], some[-1]) == (every[0], every[-1]), "of all works"
+        assert sum(x.new for x in some) * 1e-3 <= models._ROUND * 10.0
+        few = [x for x, _ in models.measure_prefill(trial, 5.0)]
+        assert len(few) == models._FEWEST == len(set(few)), "a fit of fewer sizes says little"
     finally:
         trial.close()
 

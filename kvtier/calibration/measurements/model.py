@@ -23,7 +23,7 @@ TOKENS, HELD = (1, 2, 4, 8, 16, 32, 64, 128, 256), 16
 #: New tokens and cached tokens of prefills that are measured, as far as time and the model's positions allow.
 NEW, PAST = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048), (0, 64, 128, 256, 512, 1024, 2048, 4096)
 #: Of the time, the shares that the largest forward and that all in turn may take; and sizes at the least.
-_LARGEST, _ROUND, _FEWEST = 0.1, 0.22, 6
+_LARGEST, _ROUND, _FEWEST = 0.1, 0.22, 8
 
 
 #: Of the time, the share for rounds: caches are filled before.
@@ -147,10 +147,17 @@ def _affordable(trial: Trial, sizes: Sequence[PrefillSize], seconds: float) -> l
     def cost(size: PrefillSize) -> float:
         return max(per_token * size.new * size.batch, took[-1])
 
-    left = [x for x in sizes if max(cost(x), per_token * x.past * x.batch) <= _LARGEST * seconds]
-    while len(left) > _FEWEST and sum(map(cost, left)) > _ROUND * seconds:
-        left = left[len(left) % 2 ^ 1 :: 2]  # every second one, the last one among them
-    return [(x, trial.calls(x)) for x in left or sizes[:1]]
+    small = [x for x in sizes if max(cost(x), per_token * x.past * x.batch) <= _LARGEST * seconds] or sizes[:1]
+    left, count = small, len(small)
+    while count > _FEWEST and sum(map(cost, left)) > _ROUND * seconds:
+        count -= 1
+        left = _spread(small, count)
+    return [(x, trial.calls(x)) for x in left]
+
+
+def _spread(sizes: Sequence[PrefillSize], count: int) -> list[PrefillSize]:
+    """So many of them at equal distances, the first and the last among them."""
+    return [sizes[round(i * (len(sizes) - 1) / (count - 1))] for i in range(count)]
 
 
 def _times(made: Sequence[tuple[PrefillSize, Calls]], seconds: float) -> list[float]:
