@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.planning.fit import line_of
-from kvtier.planning.groups import Group, height_after
+from kvtier.planning.groups import Group, height_after, raised_to
 from kvtier.planning.rates import FASTEST, WINDOW, Median, Rates
 from kvtier.planning.step import StepRecord
 
@@ -154,7 +154,7 @@ class CostModel:
             groups: of the step's layers; see `alike`.
             share: 0 to 1; layers that the host cannot attend to are fetched whole.
             extra_bytes: that would be spilled besides with this share, of the layers that have most on the device;
-                where negative, that would come back, to those that have spilled most.
+                where negative, that would come back, to those that have least there.
             part: of the model that these layers are.
             room: bytes that are kept free for what is fetched: no layer has more of it there at a time. What else a
                 layer was to fetch the host attends to.
@@ -167,16 +167,17 @@ class CostModel:
         waits = []
         height, back = 0.0, extra_bytes < 0
         if back:
-            height = height_after([(x.spilled * x.block_bytes, count) for x, count in groups], -extra_bytes)
+            sizes = [(x.resident * x.block_bytes, x.spilled * x.block_bytes, count) for x, count in groups]
+            height = raised_to(sizes, -extra_bytes)
         elif extra_bytes:
             height = height_after([(x.resident * x.block_bytes, count) for x, count in groups], extra_bytes)
         for layer, count in groups:
             nbytes, had = layer.block_bytes, layer.spilled
             spilled: float = had
             if extra_bytes:
-                moved = (had if back else layer.resident) - height / nbytes
-                if moved > 0:
-                    spilled = had - moved if back else had + moved
+                held, most = layer.resident, layer.resident + had
+                stays = min(max(height / nbytes, held), most) if back else min(height / nbytes, held)
+                spilled = most - stays
             take = spilled
             if layer.host_attention:
                 take = min(int(spilled * share + 0.5) if share < 1 else spilled, room // nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from kvtier.planning.step import LayerState
@@ -33,6 +34,25 @@ def height_after(heights: Sequence[tuple[float, int]], total: float) -> float:
             break
         taken, number, least = taken + more, number + count, height
     return max(least - (total - taken) / number, 0.0) if number else 0.0
+
+
+def raised_to(heights: Sequence[tuple[float, float, int]], total: float) -> float:
+    """The height to which the lowest are raised, so that `total` is added to all together; infinite where they take no
+    more than that.
+
+    Args:
+        heights: at least 0, how much may be added to each, and how many there are of it.
+        total: at least 0.
+    """
+    begins = [(height, count) for height, most, count in heights if most]
+    ends = [(height + most, -count) for height, most, count in heights if most]
+    number, reached = 0, 0.0
+    for height, more in sorted(begins + ends):
+        if number and number * (height - reached) >= total:
+            return reached + total / number
+        total -= number * (height - reached)
+        number, reached = number + more, height
+    return math.inf
 
 
 def fetched_blocks(layer: LayerState, share: float) -> int:

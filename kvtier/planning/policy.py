@@ -132,7 +132,7 @@ class Policy:
         keep = dict.fromkeys(map(id, state.layers), 0)
         if returning and free > 0:
             block = max(x.block_bytes for x in returning)
-            keep.update({id(x): n for x, n in level([(x, x.spilled) for x in returning], free // block)})
+            keep.update({id(x): n for x, n in fill([(x, x.resident, x.spilled) for x in returning], free // block)})
         return StepPlan(
             [LayerPlan(keep[id(x)] if x.host_attention else x.spilled, self.ahead, keep[id(x)]) for x in state.layers],
             reserve,
@@ -251,6 +251,40 @@ def level(amounts: Sequence[tuple[T, int]], total: int) -> list[tuple[T, int]]:
         if give:
             found.append((amounts[i][0], give))
     return found[::-1]
+
+
+def fill(amounts: Sequence[tuple[T, int, int]], total: int) -> list[tuple[T, int]]:
+    """Add `total` to some amounts, to the lowest first, so that they become as even as can be. It undoes `level`.
+
+    Args:
+        amounts: each with how much it is, at least 0, and how much may be added to it.
+        total: to add.
+
+    Returns:
+        what is added to whom, where it is not 0; less than `total` together where no more may be.
+    """
+    rises: dict[int, int] = {}
+    for _, height, most in amounts:
+        if most > 0:
+            rises[height] = rises.get(height, 0) + 1
+            rises[height + most] = rises.get(height + most, 0) - 1
+    # Raise the lowest together to the next one, or until one of them may not be raised further.
+    height, count, left = 0, 0, total
+    for at in sorted(rises):
+        if count * (at - height) > left:
+            break
+        left -= count * (at - height)
+        height, count = at, count + rises[at]
+    more, spare = divmod(left, count) if count else (0, 0)
+    height += more
+    found = []
+    for item, lowest, most in amounts:
+        give = min(max(height - lowest, 0), most)
+        if spare and lowest <= height < lowest + most:
+            give, spare = give + 1, spare - 1
+        if give:
+            found.append((item, give))
+    return found
 
 
 __all__ = ["Candidate", "LayerPlan", "LayerState", "Policy", "StepPlan", "StepRecord", "StepState", "Victims"]

@@ -20,7 +20,7 @@ from kvtier import BudgetError, ConfigError, Policy, TieredKVCache, TieredMemory
 from kvtier.forward import planned
 from kvtier.planning.costs import Prediction
 from kvtier.planning.policies.shares import FixedShare
-from kvtier.planning.policy import RESERVE_SHARE, Candidate, Victims, level
+from kvtier.planning.policy import RESERVE_SHARE, Candidate, Victims, fill, level
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
 from kvtier.testing import held, with_doubles
 
@@ -95,8 +95,8 @@ def test_a_plan_fetches_what_the_host_does_not_attend_to_and_keeps_what_there_is
         assert all(p.keep == 0 for p in plan.layers), "the first token waits for nothing that the host attends to"
         return
     assert sum(p.keep for _, p in staying) == min(max(room, 0) // block, sum(x.spilled for x, _ in staying))
-    left = [x.spilled - p.keep for x, p in staying]
-    assert all(n >= max(left) - 1 or p.keep == 0 for n, (_, p) in zip(left, staying, strict=True)), "evenly"
+    least = min((x.resident + p.keep for x, p in staying if p.keep < x.spilled), default=math.inf)
+    assert all(x.resident + p.keep <= least + 1 or p.keep == 0 for x, p in staying), "the emptiest are filled first"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -111,6 +111,29 @@ def test_levelling_takes_from_the_highest_and_touches_none_below_the_level(seed:
     highest = max(left.values(), default=0)
     assert all(n >= 0 for n in left.values())
     assert all(left[i] == n or left[i] >= highest - 1 for i, n in amounts)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_filling_adds_to_the_lowest_and_undoes_levelling(seed: int) -> None:
+    rng = random.Random(seed)
+    amounts = [(i, rng.randint(0, 12), rng.randint(0, 12)) for i in range(rng.randint(0, 9))]
+    total = rng.randint(0, 60)
+    added = dict(fill(amounts, total))
+    assert sum(added.values()) == min(total, sum(most for *_, most in amounts))
+    assert all(added.values()), "nobody gets nothing"
+    now = {i: n + added.get(i, 0) for i, n, _ in amounts}
+    lowest = min((now[i] for i, n, most in amounts if now[i] < n + most), default=math.inf)
+    assert all(now[i] <= n + most for i, n, most in amounts)
+    assert all(now[i] == n or now[i] <= lowest + 1 for i, n, _ in amounts)
+    # Whatever left comes back to where it was, but for the order among equals.
+    full = [(i, n) for i, n, _ in amounts]
+    taken = dict(level(full, total))
+    back = dict(fill([(i, n - taken.get(i, 0), taken.get(i, 0)) for i, n in full], sum(taken.values())))
+    assert back == taken
+    part = rng.randint(0, sum(taken.values()))
+    back = dict(fill([(i, n - taken.get(i, 0), taken.get(i, 0)) for i, n in full], part))
+    less = dict(level(full, sum(taken.values()) - part))
+    assert all(abs(taken.get(i, 0) - back.get(i, 0) - less.get(i, 0)) <= 1 for i, _ in full)
 
 
 @dataclass

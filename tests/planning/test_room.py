@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from kvtier.planning.costs import CostModel
-from kvtier.planning.groups import alike, height_after
+from kvtier.planning.groups import alike, height_after, raised_to
 from kvtier.planning.policies.adaptive import CAUTION, Adaptive
 from kvtier.planning.policies.shares import DEPTH, FixedShare, room_for
-from kvtier.planning.policy import level
+from kvtier.planning.policy import fill, level
 from kvtier.planning.rates import Rates
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.simulation.trials import Trial
@@ -34,6 +34,46 @@ def test_the_highest_are_lowered_to_one_height(seed: int) -> None:
     each = [(i, h) for i, h in enumerate([h for n, h in kinds for _ in range(n)])]
     found = dict(level(each, total))
     assert all(abs(h - found.get(i, 0) - min(h, height)) < 1 + 1e-9 for i, h in each)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_lowest_are_raised_to_one_height(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = [(rng.randint(1, 4), rng.randint(0, 100), rng.choice((0, rng.randint(0, 100)))) for _ in range(6)]
+    total = rng.choice((0, 1, rng.randint(0, 300), 10_000))
+    height = raised_to([(float(h), float(most), n) for n, h, most in kinds], total)
+    added = [min(max(height - h, 0.0), most) for _, h, most in kinds]
+    assert sum(n * x for (n, _, _), x in zip(kinds, added, strict=True)) == pytest.approx(
+        min(total, sum(n * most for n, _, most in kinds))
+    )
+    # As whole blocks come back to layers, but for a part of a block of each.
+    each = [(i, h, most) for i, (h, most) in enumerate([(h, most) for n, h, most in kinds for _ in range(n)])]
+    found = dict(fill(each, total))
+    assert all(abs(found.get(i, 0) - min(max(height - h, 0.0), most)) < 1 + 1e-9 for i, h, most in each)
+
+
+@pytest.mark.parametrize("kept", [(), (1.0, 0.5), (1.0, 0.25, 0.25), (0.3, 1.0, 0.1)])
+@pytest.mark.parametrize(("before", "after"), [(1.0, 0.0), (1.0, 0.0625), (0.75, 0.125), (0.5, 0.25)])
+def test_what_was_spilled_for_a_larger_share_comes_back_to_where_it_was(
+    before: float, after: float, kept: tuple[float, ...]
+) -> None:
+    load = replace(LOAD, kept=kept, device_bytes=LOAD.device_bytes * 3 // 4)
+    policy = FixedShare(before)
+    changed, straight = (Simulation(x, Machine(RATES), load) for x in (policy, FixedShare(after)))
+    changed.run(8), straight.run(8)
+    state, reserve = changed._state(), changed.plans[-1].reserve
+    room = room_for(alike(state.layers), after, load.device_bytes, reserve)
+    found = CostModel(RATES).step(alike(state.layers), after, room - reserve, room=room)
+    policy.share = after
+    changed.run(2), straight.run(2)
+    pairs = list(zip(changed._state().layers, straight._state().layers, strict=True))
+    # What comes back leaves room for new blocks, and without fetches a part of the budget.
+    free = load.layers + (0 if after else load.device_bytes // load.block_bytes // 64)
+    near = 1 + -(-free // sum(other.spilled > 0 for _, other in pairs))
+    assert all(abs(one.spilled - other.spilled) <= near for one, other in pairs)
+    seen = changed.records[-1]
+    more = seen.bytes_up + seen.host_bytes - found.fetched_bytes - found.host_bytes
+    assert -2 * load.layers <= more // load.block_bytes <= free + 2 * load.layers
 
 
 def test_layers_without_blocks_on_the_device_spill_nothing_for_the_room_of_fetches() -> None:
@@ -59,12 +99,20 @@ def test_what_a_share_fetches_and_leaves_is_predicted_from_a_step_without_fetche
     found = CostModel(RATES).step(groups, share, room, room=room)
     seen = after.records[-1]
     spilled = seen.bytes_up + seen.host_bytes
-    assert found.fetched_bytes + found.host_bytes == pytest.approx(spilled, rel=0.1 if kept else 0.04)
-    assert found.fetched_bytes == pytest.approx(seen.bytes_up, rel=0.1 if kept else 0.06)
+    assert found.fetched_bytes + found.host_bytes == pytest.approx(spilled, rel=0.04)
+    assert found.fetched_bytes == pytest.approx(seen.bytes_up, rel=0.06)
     # Seen from the share itself there is nothing to add.
     state = after._state()
     now = room_for(alike(state.layers), share, load.device_bytes, room)
     assert now == pytest.approx(after.plans[-1].reserve, rel=0.06)
+
+
+def test_layers_as_full_as_each_other_but_for_a_block_all_spill_for_the_room_of_fetches() -> None:
+    alike_but_one = [LayerState(i, 2**20, 100 + (i == 3), 0, 50 - (i == 3), 1, True) for i in range(16)]
+    all_alike = [LayerState(i, 2**20, 100, 0, 50, 1, True) for i in range(16)]
+    for share, reserve in ((1.0, 0), (0.25, 100 * 2**20)):
+        one, other = (room_for(alike(x), share, 2**40, reserve) for x in (alike_but_one, all_alike))
+        assert one == pytest.approx(other, rel=0.01)
 
 
 def test_where_room_for_fetches_is_short_the_host_attends_to_the_rest() -> None:
@@ -129,3 +177,11 @@ def test_small_layers_are_not_expected_to_make_room(seed: int) -> None:
     """Settings in which a copy for each of them is most of a step."""
     trial = Trial.drawn(seed)
     assert trial.run(Adaptive(trial.calibrated(0.03)), 200) <= 1.03 * trial.best_share(200)
+
+
+def test_a_share_is_not_left_and_taken_again_for_what_its_own_room_takes() -> None:
+    """A setting in which two layers spill and others keep so little that they do not."""
+    trial = Trial.drawn(304)
+    policy = Adaptive(trial.calibrated(0.03))
+    assert trial.run(policy, 200) <= 1.02 * trial.best_share(200)
+    assert len(policy.decisions(1)) <= 12

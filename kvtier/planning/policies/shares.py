@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from kvtier.config import parse_share
 from kvtier.planning.groups import Group, fetched_blocks
-from kvtier.planning.policy import WRITE_THROUGH, Policy, level
+from kvtier.planning.policy import WRITE_THROUGH, Policy, fill
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 
 #: Layers whose fetched blocks there is room for at a time: one is read, one arrives.
@@ -46,13 +47,13 @@ class FixedShare(Policy):
         if not largest:
             return super().plan(state)  # what comes back where much is free
         reserve = min(DEPTH * largest, state.device_bytes // MOST_ROOM)
-        # What was spilled for a larger share comes back with what is fetched anyway, but for the next new blocks' room.
+        # What was spilled for a larger share comes back, but for the next new blocks' room.
         spare = state.free_bytes - reserve + sum([(x.fetched - x.sequences) * x.block_bytes for x in state.layers])
         keep = [0] * len(fetch)
         block = max(x.block_bytes for x in state.layers)
         if spare >= block:
-            for i, n in level(list(enumerate(fetch)), spare // block):
-                keep[i] = n
+            for i, n in fill([(i, x.resident, x.spilled) for i, x in enumerate(state.layers)], spare // block):
+                keep[i], fetch[i] = n, max(fetch[i], n)
         return StepPlan([LayerPlan(n, x, k) for n, x, k in zip(fetch, _ahead(fetch), keep, strict=True)], reserve)
 
 
@@ -75,12 +76,23 @@ def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: 
         device_bytes: the device budget.
         reserve: bytes that are kept free now.
     """
-    room, layers = DEPTH * _largest(groups, share), sum([x[1] for x in groups])
-    if room and layers > DEPTH * share:
-        # What is kept free besides is spilled by all layers together, and the same share of that needs room again.
+    room = float(DEPTH * _largest(groups, share))
+    if not room:
+        return 0
+    # What is kept free besides is spilled by the fullest layers, and the same share of that needs room again.
+    heights = sorted([(x.resident * x.block_bytes, count, x.block_bytes) for x, count in groups], reverse=True)
+    layers, lowered = 0, 0.0
+    for i, (height, count, block) in enumerate(heights):
+        below = heights[i + 1][0] if i + 1 < len(heights) else 0
+        layers += count
+        lowered += layers * (height - below)
+        if 0 < height - below <= block and i + 1 < len(heights):
+            continue  # as full as each other, but for a block
         each = DEPTH * share / layers
-        room = max(int((room - each * reserve) / (1 - each)), 0)
-    return min(room, device_bytes // MOST_ROOM)
+        found = max((room - each * reserve) / (1 - each), 0.0) if each < 1 else math.inf
+        if found - reserve <= lowered:
+            break
+    return int(min(found, device_bytes // MOST_ROOM))
 
 
 def room_of(groups: Sequence[Group], share: float, device_bytes: int) -> int:

@@ -15,7 +15,7 @@ from kvtier.config import format_size
 from kvtier.planning.costs import CostModel, Prediction
 from kvtier.planning.groups import Group, alike
 from kvtier.planning.policies.shares import FixedShare, room_for, room_of
-from kvtier.planning.policy import Policy, level
+from kvtier.planning.policy import Policy, fill
 from kvtier.planning.rates import Rates
 from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepRecord, StepState
 
@@ -205,9 +205,10 @@ class _Case:
 
 
 def _with_room(layers: Sequence[LayerState], more_bytes: int) -> list[LayerState]:
-    """Layers as they are with so much more room, which goes to those that spill most."""
+    """Layers as they are with so much more room, which makes the emptiest as full as the others."""
     found = list(layers)
-    for i, nbytes in level([(i, x.spilled * x.block_bytes) for i, x in enumerate(layers)], more_bytes):
+    sizes = [(i, x.resident * x.block_bytes, x.spilled * x.block_bytes) for i, x in enumerate(layers)]
+    for i, nbytes in fill(sizes, more_bytes):
         back = nbytes // layers[i].block_bytes
         found[i] = replace(layers[i], spilled=layers[i].spilled - back, resident=layers[i].resident + back)
     return found
