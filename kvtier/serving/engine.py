@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -282,15 +281,10 @@ class Engine:
 
         Raises:
             BudgetError: it could never fit the budgets. QueueFullError: too many wait.
-            ConfigError: no tokens, or none of the model's; a name in use, an option that `generate` does not know.
+            ConfigError: no tokens, or none of the model's; a name in use, an option that is malformed or that
+                `generate` does not know.
             UnsupportedError: beams, and other ways to decode that are not token by token.
         """
-        try:
-            priority = operator.index(priority)
-        except TypeError:
-            raise ConfigError(f"priority={priority!r}: give a whole number.") from None
-        if not isinstance(tenant, str):
-            raise ConfigError(f"tenant={tenant!r}: give a string.")
         terms = RequestOptions(request_id, priority, logprobs, top_logprobs, salt, conversation, tenant, listener)
         first, *_ = self._add(ids, generation_config, terms, seed, options)
         return first.name

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvtier.conversation.conversation import Conversation
+from kvtier.conversation.given import check_count, check_salt
 from kvtier.errors import ConfigError
 from kvtier.hf.engine.sampling import Sampling
 from kvtier.scheduling.job import Job
@@ -96,6 +97,19 @@ class RequestOptions:
     conversation: str | None = None
     tenant: str = ""
     listener: Listener | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` of what no step could honour: it would fail the others, too."""
+        try:
+            object.__setattr__(self, "priority", operator.index(self.priority))
+        except TypeError:
+            raise ConfigError(f"priority={self.priority!r:.80}: give a whole number.") from None
+        check_count("top_logprobs", self.top_logprobs, 0)
+        check_salt(self.salt)
+        if not isinstance(self.tenant, str):
+            raise ConfigError(f"tenant={self.tenant!r:.80}: give a string.")
+        if self.listener is not None and not callable(self.listener):
+            raise ConfigError(f"listener={self.listener!r:.80}: give a function of one output.")
 
     @classmethod
     def names(cls) -> set[str]:

@@ -120,14 +120,20 @@ def test_a_forward_that_raises_costs_no_other_request_its_tokens(seed: int) -> N
     engine.close()
 
 
-def test_a_processor_that_raises_ends_its_own_request() -> None:
-    def raises(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise ValueError("a processor fails")
+def raises(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    raise ValueError("a processor fails")
 
+
+def gives_two_rows(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores.repeat(2, 1)
+
+
+@pytest.mark.parametrize("processor", [raises, gives_two_rows])
+def test_a_processor_that_fails_ends_its_own_request(processor: Any) -> None:
     prompts = some(random.Random(1), 4)
     with engine_of("llama", random.Random(0)) as engine:
         names = [engine.add_request(list(p), max_new_tokens=NEW, do_sample=False) for p in prompts]
-        bad = engine.add_request([5, 6, 7], max_new_tokens=NEW, logits_processor=[raises])
+        bad = engine.add_request([5, 6, 7], max_new_tokens=NEW, logits_processor=[processor])
         assert isinstance(engine.wait(bad).error, ValueError)
         for each in names:
             engine.wait(each)
@@ -287,8 +293,14 @@ def test_what_cannot_be_is_refused_when_it_is_added() -> None:
     for wrong in ("high", [], None, 0.5):
         with pytest.raises(ConfigError, match="priority"):
             engine.add_request([5], max_new_tokens=4, priority=wrong)
-    with pytest.raises(ConfigError, match="tenant"):
-        engine.add_request([5], max_new_tokens=4, tenant=5)
+    options = {"tenant": [5], "salt": [[1], {}], "top_logprobs": [-1, 2.5, "3", True], "listener": [5]}
+    for name, wrongs in options.items():
+        for wrong in wrongs:
+            with pytest.raises(ConfigError, match=name):
+                engine.add_request([5], max_new_tokens=4, **{name: wrong})
+    with pytest.raises(ConfigError, match="priority"):
+        engine.generate_batch([[5]], max_new_tokens=4, priority="high")
+    assert engine.load.waiting == 0
     with pytest.raises(ConfigError, match="more than may wait"):
         engine.add_request([5], max_new_tokens=4, do_sample=True, num_return_sequences=3)
     with pytest.raises(ConfigError, match="num_bananas"):

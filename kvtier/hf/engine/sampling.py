@@ -257,6 +257,8 @@ def _choose_alike(
     first = of[0]
     try:
         part = first.processed(ids[0], scores.clone() if first._processors else scores)
+        if len(part) != len(of):  # of a processor of the user's: it would give others tokens
+            raise ValueError(f"A processor gave scores of {len(part)} sequences for {len(of)}.")
         if not first.samples:
             greedy: list[int] = part.argmax(-1).tolist()
             return greedy
