@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ConfigError
@@ -118,6 +119,7 @@ class Server:
         """
         config = uvicorn.Config(
             self.app,
+            http=type("_Connection", (_Connection,), {"seconds": self._options.timeout}),
             log_config=None,
             access_log=False,
             # Behind the moment at which requests are cancelled: uvicorn would cut their answers off.
@@ -142,6 +144,51 @@ class Server:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class _Connection(AutoHTTPProtocol):
+    """Ends where no request has begun in time: before its headers have come, no app knows of it.
+
+    Attributes:
+        seconds: for that, from the first byte or, of the first request, from the connection on.
+    """
+
+    seconds: float
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        super().data_received(data)
+        if self._has_begun:
+            self._stop_waiting()
+        elif self._late is None:
+            self._wait()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._stop_waiting()
+        super().connection_lost(error)
+
+    @property
+    def _has_begun(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait(self) -> None:
+        self._late = self.loop.call_later(self.seconds, self._end)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _end(self) -> None:
+        if not self._has_begun:
+            self.transport.close()
 
 
 class _Uvicorn(uvicorn.Server):

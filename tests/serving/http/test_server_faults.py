@@ -100,6 +100,37 @@ def test_a_client_that_does_not_send_its_request_is_left(start: Start) -> None:
         assert b" 408 " in connection.recv(4096)
 
 
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_a_connection_on_which_no_request_comes_in_time_ends(start: Start, sent: bytes) -> None:
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with start(timeout=0.5) as running:
+        connection = socket.create_connection(("127.0.0.1", running.port), timeout=10)
+        connection.sendall(sent)
+        assert connection.recv(4096) == b""
+        # A later one of a connection, too, though it may be without one for longer.
+        again = socket.create_connection(("127.0.0.1", running.port), timeout=10)
+        for _ in range(2):
+            again.sendall(whole)
+            answer = b""
+            while b"}" not in answer:
+                answer += again.recv(4096)
+            assert b" 200 " in answer
+            time.sleep(1.0)
+        again.sendall(sent or b"G")
+        assert again.recv(4096) == b""
+
+
+def test_calls_of_tools_that_nest_too_deeply_are_refused(running: Running) -> None:
+    arguments: dict[str, Any] = {}
+    for _ in range(800):
+        arguments = {"a": arguments}
+    call = {"function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    client = running.client()
+    with pytest.raises(openai.BadRequestError, match="nest too deeply"):
+        client.chat.completions.create(model=NAME, messages=[message])
+
+
 def test_two_requests_with_one_id_are_both_answered(running: Running, trained: tuple[Any, Any]) -> None:
     def ask(prompt: str) -> tuple[str, str]:
         done = running.client(default_headers={"x-request-id": "the-same"}).completions.create(

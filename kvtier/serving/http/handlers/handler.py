@@ -108,7 +108,11 @@ class Handler(BaseHandler):
             Refusal: the template refuses the messages, or does not read what it is given.
         """
         tokenizer = self.served.tokenizer
-        plain = [self._plain(message) for message in messages]
+        try:
+            plain = [self._plain(message) for message in messages]
+        except RecursionError:  # Transformers copies the calls of tools
+            text = "messages: the arguments of a tool call nest too deeply."
+            raise Refusal(400, text, code="invalid_value", param="messages") from None
         try:
             template = template_of(tokenizer, asked.tools)
         except ValueError as error:
