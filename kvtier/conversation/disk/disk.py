@@ -356,7 +356,7 @@ class Disk:
 
     def save_prices(self, machine: str, value: Any) -> None:
         """Save what loading and computing took on a machine, for later processes."""
-        with self._lock, self._telling("what loading took was not saved"):
+        with self._lock, self._telling("what loading took was not saved", lesser=True):
             self._check_open()
             if not self._folder.is_inherited:
                 self._manifest.save_prices(machine, value)
@@ -458,12 +458,14 @@ class Disk:
         return None
 
     @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        """Go on where something fails that no call waits for, and say so."""
+    def _telling(self, what: str, *, lesser: bool = False) -> Iterator[None]:
+        """Go on where something fails that no call waits for, and say so; where it is `lesser`, in the place of no
+        other problem."""
         try:
             yield
         except (*FAILURES, TypeError, ValueError, RecursionError) as error:
-            self.problem = f"{error}: {what}"
+            if not (lesser and self.problem):
+                self.problem = f"{error}: {what}"
 
     # Life
 
@@ -481,7 +483,7 @@ class Disk:
             if self._forgotten and self._folder.there():
                 self._drop_forgotten()
             if self._chunks.unsaved and self._folder.there():  # never in a process that was forked
-                with self._telling("what was used last is not noted"), self._manifest.transaction():
+                with self._telling("what was used last is not noted", lesser=True), self._manifest.transaction():
                     self._manifest.use(self._chunks.unsaved)
             self._manifest.close()
             self._folder.close()

@@ -618,3 +618,14 @@ def test_a_conversation_that_could_not_be_forgotten_is_forgotten_later(done: boo
     disk = disk_of(tmp_path)
     assert states_of(disk) == ({"b": {"ids": [2]}} if again else {"b": {"ids": [2]}, "c": {"ids": [1]}})
     disk.close()
+
+
+def test_a_full_disk_says_which_conversation_was_not_saved_whatever_else_is_not(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    pages = disk._manifest._pragma("page_count")
+    disk._manifest.db.execute(f"PRAGMA max_page_count={pages}")
+    assert not disk.save_conversation("alice", {"ids": list(range(10_000))})
+    disk.save_prices("machine", {"loads": "x" * 100_000})
+    assert "full" in disk.problem
+    assert "alice" in disk.problem
+    disk.close()
