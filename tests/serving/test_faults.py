@@ -217,7 +217,7 @@ def test_who_waits_hears_of_it_when_the_thread_ends_and_it_can_be_started_again(
         engine.check_integrity()
 
 
-def until(what: Callable[[], bool], seconds: float = 10.0) -> bool:
+def until(what: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while not what() and time.monotonic() < end:
         time.sleep(0.01)

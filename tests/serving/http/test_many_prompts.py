@@ -39,7 +39,7 @@ def connected(running: Running, **body: Any) -> socket.socket:
 
 
 def until(what: Any) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not what():
         assert time.monotonic() < end
         time.sleep(0.005)

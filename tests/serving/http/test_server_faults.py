@@ -30,7 +30,7 @@ CLIENTS = int(os.environ.get("KVTIER_TEST_CLIENTS", "30"))
 PROMPT = "def first(items):\n"
 
 
-def until(what: Callable[[], bool], seconds: float = 20.0) -> bool:
+def until(what: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while not what():
         if time.monotonic() > end:
