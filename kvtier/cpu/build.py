@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -80,14 +81,30 @@ def _units() -> dict[str, tuple[str, ...]]:
 
 def is_current(library: Path) -> bool:
     """Whether this library can be loaded here, and is what `build` would make now."""
-    if not library.exists():
+    try:
+        found = load(library)
+    except OSError:
         return False
     try:
-        source = ctypes.CDLL(str(library)).kvtier_source
-    except (OSError, AttributeError):
+        found.kvtier_source.restype = ctypes.c_char_p
+        return bool(found.kvtier_source() == digest().encode())
+    except AttributeError:
         return False
-    source.restype = ctypes.c_char_p
-    return bool(source() == digest().encode())
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """Load a library.
+
+    Raises:
+        OSError: it is missing, cannot be loaded here, or lacks its end, which would end the process that loads it.
+    """
+    with library.open("rb") as file:
+        header = file.read(64)
+    if len(header) == 64 and header.startswith(b"\x7fELF\x02"):  # 64 bits; its last bytes are the table of sections
+        (start,), (size, count) = struct.unpack_from("=Q", header, 40), struct.unpack_from("=2H", header, 58)
+        if library.stat().st_size < start + size * count:
+            raise OSError("its end is missing")
+    return ctypes.CDLL(str(library))
 
 
 def compiler() -> list[str]:

@@ -93,7 +93,7 @@ def _load() -> ctypes.CDLL | None:
         why = "it was not compiled"
     else:
         try:
-            library = ctypes.CDLL(str(build.TARGET))
+            library = build.load(build.TARGET)
         except OSError as error:
             why = f"it cannot be loaded ({error})"
         else:

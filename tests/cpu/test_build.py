@@ -77,6 +77,27 @@ def test_a_library_that_cannot_be_loaded_is_warned_about(
         load("avx2", target=broken)
 
 
+LOADING = """
+import sys, warnings
+from pathlib import Path
+from kvtier.cpu import build, native
+warnings.simplefilter("ignore")
+build.TARGET = Path(sys.argv[1])
+print(build.is_current(build.TARGET), native.available())
+"""
+
+
+def test_a_library_without_its_end_is_warned_about(kernel: None, load: Callable[..., bool], tmp_path: Path) -> None:
+    broken, whole = tmp_path / "broken.so", REAL.read_bytes()
+    for size in (60, 4096, len(whole) // 2, len(whole) - 1):
+        broken.write_bytes(whole[:size])
+        # Not in this process, which reading what is missing would end.
+        done = forks.run(LOADING, str(broken), env={**os.environ, "PYTHONPATH": str(ROOT), native.VARIABLE: ""})
+        assert (done.returncode, done.stdout) == (0, "False False\n"), (size, done.stderr)
+    with pytest.warns(RuntimeWarning, match="cannot be loaded .its end is missing"):
+        assert not load(target=broken)
+
+
 def test_a_library_from_other_sources_is_refused(load: Callable[..., bool], tmp_path: Path) -> None:
     other = stub(tmp_path, "0123456789abcdef")
     assert not build.is_current(other)
