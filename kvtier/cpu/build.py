@@ -6,6 +6,7 @@ this command, wheels and editable installs (`setup.py` loads this file by path),
 
 from __future__ import annotations
 
+import _ctypes
 import argparse
 import contextlib
 import ctypes
@@ -90,6 +91,9 @@ def is_current(library: Path) -> bool:
         return bool(found.kvtier_source() == digest().encode())
     except AttributeError:
         return False
+    finally:
+        # Else this process would find the same one under this name, also where another one has taken its place.
+        _ctypes.dlclose(found._handle)
 
 
 def load(library: Path) -> ctypes.CDLL:

@@ -98,6 +98,18 @@ def test_a_library_without_its_end_is_warned_about(kernel: None, load: Callable[
         assert not load(target=broken)
 
 
+def test_a_library_that_replaces_a_stale_one_is_found_by_the_process_that_compiled_it(
+    kernel: None, load: Callable[..., bool], tmp_path: Path
+) -> None:
+    target, new = tmp_path / build.LIBRARY, tmp_path / "new.so"
+    target.write_bytes(REAL.read_bytes().replace(build.digest().encode(), b"0123456789abcdef"))
+    assert not build.is_current(target)
+    shutil.copyfile(REAL, new)
+    new.replace(target)
+    assert build.is_current(target)
+    assert load(target=target)
+
+
 def test_a_library_from_other_sources_is_refused(load: Callable[..., bool], tmp_path: Path) -> None:
     other = stub(tmp_path, "0123456789abcdef")
     assert not build.is_current(other)
