@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +18,7 @@ from kvtier.calibration import disturbed, hardware
 from kvtier.calibration.job import Job, Value
 from kvtier.calibration.measurements import attention, copies, tiles
 from kvtier.calibration.shapes import STANDARD, Shape, shapes_of
-from kvtier.config import DEVICE_BLOCK
+from kvtier.config import DEVICE_BLOCK, parse_count
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.kernels import launch
 from kvtier.kernels import tiles as choices
@@ -133,16 +135,18 @@ def calibrate(
         what was measured, where it is stored, and all of it as a `HardwareProfile`.
 
     Raises:
-        ConfigError: `model_or_config` is neither; `block_size` is not a whole number of at least 1; there is no such
-            device, or the model is on another one; KVTIER_PROFILE is "off", or its folder cannot be written.
+        ConfigError: `model_or_config` is neither; `block_size` is not a whole number of at least 1, or `seconds` not
+            a positive number; there is no such device, or the model is on another one; KVTIER_PROFILE is "off", or its
+            folder cannot be written.
         UnsupportedError: a CUDA graph is being captured.
     """
     shapes = STANDARD if model_or_config is None else shapes_of(model_or_config)
-    block_size = DEVICE_BLOCK if block_size is None else block_size
-    if not 1 <= block_size <= MOST_TOKENS:
-        raise ConfigError(f"block_size={block_size}: it is a number of tokens, at least 1 and at most {MOST_TOKENS}.")
-    if not seconds > 0:
-        raise ConfigError(f"seconds={seconds}: it is a positive number of seconds.")
+    block_size = DEVICE_BLOCK if block_size is None else parse_count("block_size", block_size, 1, "tokens")
+    if block_size > MOST_TOKENS:
+        raise ConfigError(f"block_size={block_size}: a block that is measured has {MOST_TOKENS} tokens at the most.")
+    given: Any = seconds
+    if isinstance(given, bool) or not isinstance(given, Real) or not float(given) > 0:
+        raise ConfigError(f"seconds={seconds!r}: it is a positive number of seconds.")
     target = _device(device, model_or_config)
     model = model_or_config if isinstance(model_or_config, torch.nn.Module) else None
     if model is not None and launch.numbered(model.device) != target:  # type: ignore[arg-type]

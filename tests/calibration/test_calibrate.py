@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -246,10 +247,16 @@ def test_a_device_that_is_not_there_is_an_error(wrong: Any) -> None:
         kvtier.calibrate(device=wrong)
 
 
-@pytest.mark.parametrize("wrong", [0, -16, 10**9, 10**60])
-def test_a_block_holds_at_least_one_token_and_not_too_many(wrong: int) -> None:
+@pytest.mark.parametrize("wrong", [0, -16, 10**9, 10**60, 1.5, 64.0, "64", True, [64]])
+def test_a_block_holds_at_least_one_token_and_not_too_many(device: list[str], wrong: Any) -> None:
     with pytest.raises(ConfigError, match="block_size"):
         kvtier.calibrate(block_size=wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, math.nan, "3", None, True, [3]])
+def test_the_time_for_it_is_a_positive_number(device: list[str], wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="seconds"):
+        kvtier.calibrate(seconds=wrong)
 
 
 def test_a_forward_does_not_even_import_what_measures() -> None:
