@@ -311,3 +311,11 @@ def test_blocks_too_large_for_memory_are_a_failure_that_says_so() -> None:
     layout = BlockLayout(8, 8, 128, 128, 10**8, torch.bfloat16)
     with pytest.raises(kvtier.KVTierError, match="too large to be measured"):
         attention.measure_host(layout, 4, torch.device("cpu"), 1.0)
+
+
+def test_without_the_native_library_attention_on_the_host_is_a_failure_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "available", lambda: False)
+    with pytest.raises(kvtier.KVTierError, match="native library is not used"):
+        attention.measure_host(LAYOUT, 2, CPU, 0.2, nbytes=2**20)

@@ -158,8 +158,10 @@ def measure_host(
         nbytes: of the blocks that calls go around in; None: more than caches hold.
 
     Raises:
-        KVTierError: the native library does not serve such blocks, or they are too large to be measured.
+        KVTierError: there is no native library, it does not serve such blocks, or they are too large to be measured.
     """
+    if not native.available():
+        raise KVTierError("the native library is not used here, and torch in its place is not measured")
     room = ARENA if nbytes is None else nbytes
     if room < _LEAST_BLOCKS * layout.nbytes:
         raise KVTierError(
