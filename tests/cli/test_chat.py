@@ -199,6 +199,27 @@ def test_a_model_that_is_none_and_a_folder_of_another_are_sentences(talk: Talk, 
     assert "is open in another store or process" in talk.err
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", None),
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b"{"),
+        ("tokenizer.json", b"\xff"),
+    ],
+)
+def test_a_damaged_file_of_a_model_is_a_sentence(talk: Talk, file: str, content: bytes | None, tmp_path: Path) -> None:
+    for each in Path(PYLM).glob("*.json"):
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    weights = (Path(PYLM) / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    (tmp_path / file).write_bytes(weights[: len(weights) // 2] if content is None else content)
+    talk("--no-store", model=str(tmp_path))
+    assert talk.status == 2
+    assert "cannot be loaded" in talk.err
+    assert len(talk.err.splitlines()) == 1
+
+
 def test_what_fails_in_an_answer_is_said_and_the_next_one_comes(
     talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

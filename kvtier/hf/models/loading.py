@@ -13,9 +13,6 @@ from transformers.utils import logging
 
 from kvtier.errors import ConfigError
 
-#: What loading raises for a name that is none, files that are damaged or missing, and packages that are not there.
-_FAILURES = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
-
 
 def tokenizer_of(name: str) -> Any:
     """The tokenizer of a model.
@@ -25,7 +22,7 @@ def tokenizer_of(name: str) -> Any:
     """
     try:
         return AutoTokenizer.from_pretrained(name)
-    except _FAILURES as error:
+    except Exception as error:  # of each reader its own: those of damaged files are often an `Exception` and no more
         raise ConfigError(_refused(name, "tokenizer", error)) from error
 
 
@@ -52,7 +49,7 @@ def model_of(name: str, dtype: str | None = None, device: str | None = None) -> 
             raise ConfigError(f"--dtype {dtype!r} is no floating-point dtype of torch, such as bfloat16 or float32.")
     try:
         return AutoModelForCausalLM.from_pretrained(name, dtype=kind).to(where).eval()
-    except _FAILURES as error:
+    except Exception as error:  # the same
         raise ConfigError(_refused(name, "model", error)) from error
 
 
