@@ -170,6 +170,8 @@ def test_a_seed_gives_the_same_answers_again(talk: Talk) -> None:
         (["--no-store", "--top-p", "0.5", "--temperature", "0"], "does not sample"),
         (["--no-store", "--name", ""], "a name that is not empty"),
         (["--no-store", "--max-new-tokens", "0"], "not a positive number"),
+        (["--no-store", "--seed", str(2**64)], "at most 64 bits"),
+        (["--no-store", "--seed", str(-(2**63) - 1)], "at most 64 bits"),
         (["--store", "DIR", "--no-store"], "not allowed with"),
     ],
 )

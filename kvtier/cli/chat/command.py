@@ -143,7 +143,7 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
     """As `generate` takes them.
 
     Raises:
-        ConfigError: a temperature or a share that is none.
+        ConfigError: a temperature, a share or a seed that is none.
     """
     found: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
     if args.temperature is not None:
@@ -156,6 +156,8 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
         if args.temperature == 0:
             raise ConfigError("--top-p is of sampling, and --temperature 0 does not sample.")
         found |= {"do_sample": True, "top_p": args.top_p}
+    if args.seed is not None and not -(2**63) <= args.seed < 2**64:
+        raise ConfigError(f"--seed {args.seed}: give a number of at most 64 bits.")
     return found
 
 
