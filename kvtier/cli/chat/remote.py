@@ -48,8 +48,9 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} is the server's: leave it out with --url.")
     server = Connection(args.url)
     models = server.models()
-    if args.model is not None and args.model not in models:
-        raise ConfigError(f"{args.url} serves {', '.join(models) or 'no model'}, and not {args.model!r}.")
+    if not models or (args.model is not None and args.model not in models):
+        wanted = "" if args.model is None else f", and not {args.model!r}"
+        raise ConfigError(f"{args.url} serves {', '.join(models) or 'no model'}{wanted}.")
     asked: dict[str, Any] = {"model": args.model or models[0], "max_tokens": options["max_new_tokens"]}
     if args.temperature is not None:
         asked["temperature"] = args.temperature
@@ -68,14 +69,20 @@ class Connection:
     """
 
     def __init__(self, url: str) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:  # brackets or a port that are none
+            raise ConfigError(f"--url {url}: {error}. Give http://HOST:PORT or https://HOST.") from error
+        if parts.scheme not in ("http", "https") or not host:
             raise ConfigError(f"--url {url}: give http://HOST:PORT or https://HOST.")
         self._url = url
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
-        self._where = (parts.hostname, parts.port)
+        self._where = (host, port)
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        key = next((os.environ[name] for name in _KEYS if os.environ.get(name)), "none")
+        name, key = next(((name, os.environ[name]) for name in _KEYS if os.environ.get(name)), ("", "none"))
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(f"The key in {name} has characters that no header can have, such as a line break.")
         self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
 
     def models(self) -> list[str]:

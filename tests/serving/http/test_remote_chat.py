@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from servers import Running, Start, by_generate
 
+from kvtier.cli.chat.remote import Connection
 from kvtier.cli.main import main
 
 STATUS = re.compile(r"\[([\d,]+) cached · ([\d,]+) computed")
@@ -70,9 +71,26 @@ def test_commands_of_a_conversation_with_a_server(running: Running, talk: Any) -
     assert "user: import os" not in err
 
 
+def test_a_server_without_models_and_a_key_that_is_none_are_sentences(
+    running: Running, talk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "models", lambda self: [])
+        for model, said in (((), "serves no model."), (("m",), "serves no model, and not 'm'.")):
+            status, _, err = talk("--url", running.url, *model)
+            assert (status, said in err) == (2, True)
+    for key in ("two\nlines", "\u20ac"):
+        monkeypatch.setenv("KVTIER_API_KEY", key)
+        status, _, err = talk("--url", running.url)
+        assert (status, "The key in KVTIER_API_KEY has characters" in err) == (2, True)
+
+
 def test_what_is_wrong_is_a_sentence(running: Running, talk: Any, start: Start, tmp_path: Any) -> None:
     for args, said in (
         (("--url", "ftp://x"), "give http://HOST:PORT"),
+        (("--url", "http://127.0.0.1:port"), "Give http://HOST:PORT"),
+        (("--url", "http://127.0.0.1:70000"), "Give http://HOST:PORT"),
+        (("--url", "http://[::1"), "Give http://HOST:PORT"),
         (("--url", "http://127.0.0.1:1"), "Is a server running there?"),
         (("--url", running.url, "other"), "and not 'other'"),
         (("--url", running.url, "--dtype", "bfloat16"), "--dtype is the server's"),
