@@ -134,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise ConfigError(f"kvtier serve needs {', '.join(missing)}: pip install 'kvtier[serve]'.")
     check_budgets(args)
+    parse_bytes("--max-body", args.max_body)
     if args.disk_budget is not None and args.store is None:
         raise ConfigError("--disk-budget is of a store: give --store DIR.")
     if args.api_key_file is not None:
@@ -147,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         read_config(args.model)  # its errors say what is not there
         tokenizer = tokenizer_of(args.model)
         if args.chat_template is not None:
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = _text_of(args.chat_template)
         if args.store is not None:
             Folder(args.store).close()  # the same
         from kvtier.serving.http.server import Server
@@ -160,6 +161,14 @@ def run(args: argparse.Namespace) -> int:
                 server.run(listening, lambda: _say(f"serving {args.model} at http://{_shown(host)}:{port}/v1"))
                 _say("saving what is kept")
     return 0
+
+
+def _text_of(file: str) -> str:
+    """Of a chat template."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--chat-template {file} is no text: {error}.") from error
 
 
 def _options(args: argparse.Namespace) -> Any:

@@ -89,6 +89,12 @@ def test_a_port_that_is_taken_and_packages_that_are_missing_are_said_in_a_senten
         keys.write_text(text)
         assert main(["serve", str(PYLM), "--api-key-file", str(keys)]) == 2
         assert said in capsys.readouterr().err
+    assert main(["serve", str(tmp_path), "--max-body", "3x"]) == 2, "before the model is looked at, which is none"
+    assert "--max-body='3x'" in capsys.readouterr().err
+    template = tmp_path / "template"
+    template.write_bytes(b"{{ messages }}\xff")
+    assert main(["serve", str(PYLM), "--chat-template", str(template)]) == 2
+    assert "is no text" in capsys.readouterr().err
     monkeypatch.setattr(serve, "_PACKAGES", ("no_such_package",))
     assert main(["serve", str(PYLM)]) == 2
     assert "pip install 'kvtier[serve]'" in capsys.readouterr().err
