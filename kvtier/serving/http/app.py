@@ -119,9 +119,11 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(error.body, status_code=error.status, headers=error.headers)
 
     def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = (error.errors() or [{}])[0]
-        text = f"The body is no JSON object: {first.get('msg', '')}."
-        return refused(request, Refusal(400, text, code="invalid_json"))
+        first, kind = (error.errors() or [{}])[0], request.headers.get("content-type", "")
+        why = f"{first.get('msg', '')}."
+        if not kind.partition(";")[0].strip().lower().endswith(("/json", "+json")):  # of curl it is that of a form
+            why = f"its Content-Type is {kind!r}. Send it with Content-Type: application/json."
+        return refused(request, Refusal(400, f"The body is no JSON object: {why}", code="invalid_json"))
 
     def failed(request: Request, error: HTTPException) -> JSONResponse:
         return refused(request, Refusal(error.status_code, str(error.detail)))

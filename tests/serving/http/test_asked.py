@@ -221,6 +221,16 @@ def test_refusals_have_the_status_and_body_of_the_interface(running: Running) ->
     assert running.engine.load.running == 0
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain; charset=utf-8", ""])
+def test_a_body_of_another_type_is_told_which_one_is_read(running: Running, kind: str) -> None:
+    data = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    status, found, _ = post(running, "/completions", data, **{"Content-Type": kind})
+    assert (status, found["error"]["code"]) == (400, "invalid_json")
+    assert f"its Content-Type is {kind!r}. Send it with Content-Type: application/json." in found["error"]["message"]
+    for read in ("application/json; charset=utf-8", "application/vnd.api+json"):
+        assert post(running, "/completions", data, **{"Content-Type": read})[0] == 200
+
+
 HALF = "\ud800"
 
 
