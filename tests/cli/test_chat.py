@@ -240,6 +240,12 @@ def test_what_fails_in_an_answer_is_said_and_the_next_one_comes(
     assert talk.status == 2
 
 
+def test_bytes_that_are_no_text_are_no_message(talk: Talk) -> None:
+    assert len(talk("--no-store", "--max-new-tokens", "1", lines="x\udcff\nx\n")) == 1
+    assert "That is no text" in talk.err
+    assert talk.status == 0
+
+
 def test_a_pipe_sees_by_the_status_that_a_line_was_not_answered(talk: Talk, tmp_path: Path) -> None:
     small = ("--no-store", "--max-new-tokens", "2", "--host-budget", "10KiB")
     talk(*small, lines="def first(items):\n")

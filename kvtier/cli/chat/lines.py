@@ -57,11 +57,12 @@ class Loop:
                 if asking and not sys.stdout.isatty():  # answers go elsewhere, and the prompt does not
                     print(self._prompt(), end="", file=sys.stderr, flush=True)
                 line = input(self._prompt() if asking and sys.stdout.isatty() else "")
+                line.encode()  # a line editor lets bytes that are no text pass
             except (EOFError, KeyboardInterrupt):
                 if asking:
                     print(file=sys.stderr)
                 break
-            except UnicodeDecodeError as error:
+            except UnicodeError as error:
                 say(f"That is no text: {error}")
                 continue
             if line.strip():
