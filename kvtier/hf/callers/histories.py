@@ -62,7 +62,10 @@ def _ids(name: str, value: Any) -> torch.Tensor:
 
 
 def check_longer(frame: FrameType | None, held: int) -> None:
-    """Refuse a `generate` whose whole prompt a cache covers: Transformers would compute parts of it again, behind it.
+    """Refuse a `generate` that would compute parts of a prompt again behind what a cache holds, or leave parts out.
+
+    Transformers computes again where a cache covers the whole prompt, and in assisted decoding wherever it is given
+    more than the new tokens. It leaves tokens out where it is given embeddings of the new ones alone.
 
     Args:
         frame: inside of `generate`, where it is given a cache.
@@ -80,20 +83,31 @@ def check_longer(frame: FrameType | None, held: int) -> None:
     else:
         return
     local = frame.f_locals
-    prompt, config, inputs = local.get("input_ids_length"), local.get("generation_config"), local.get("model_kwargs")
-    mode = getattr(local.get("generation_mode"), "value", "")
-    if (
-        not isinstance(prompt, int)
-        or not isinstance(inputs, dict)
-        or local.get("model_input_name") != "input_ids"
-        or "assisted" in mode
-        or getattr(config, "is_assistant", False)
-    ):
+    config, inputs = local.get("generation_config"), local.get("model_kwargs")
+    if not held or not isinstance(inputs, dict) or getattr(config, "is_assistant", False):
+        return
+    embeds = inputs.get("inputs_embeds") if local.get("model_input_name") == "inputs_embeds" else None
+    prompt = embeds.shape[1] if isinstance(embeds, torch.Tensor) else local.get("input_ids_length")
+    if not isinstance(prompt, int) or (embeds is None and local.get("model_input_name") != "input_ids"):
         return
     mask: Sequence[Any] | Any = inputs.get("attention_mask")
     covered = mask.shape[1] if isinstance(mask, torch.Tensor) else getattr(config, "_mask_length", -1)
-    # A mask that is longer than the ids says that these are new tokens only.
-    if 0 < prompt <= held and covered == prompt:
+    whole = covered == prompt  # a mask that is longer than the ids says that these are new tokens only
+    if "assisted" in getattr(local.get("generation_mode"), "value", ""):
+        if whole or mask is not None:  # which it cuts to the length of the ids
+            alone = f"Give it the new ones alone, `input_ids[:, {held}:]`, with an `attention_mask` of all; or"
+            raise MismatchError(
+                f"Assisted decoding computes every token that it is given, and Transformers would take the {prompt} of "
+                f"the prompt for new ones behind the {held} that the cache holds, with wrong tokens. "
+                f"{alone if mask is None else 'Leave assisted decoding away, or'} `cache.reset()`. Nothing was changed."
+            )
+    elif embeds is not None and covered > prompt:
+        raise MismatchError(
+            f"`inputs_embeds` have {prompt} tokens and `attention_mask` {covered}: Transformers takes embeddings for "
+            f"the whole prompt and would leave out the first {held}, which the cache holds. Give those of all tokens. "
+            "Nothing was changed."
+        )
+    elif 0 < prompt <= held and (whole or embeds is not None):
         raise MismatchError(
             f"The cache holds {held} tokens and the prompt has {prompt}: nothing is left to compute, and Transformers "
             "would add the prompt behind what is there, with wrong tokens. A prompt continues a cache if it begins "

@@ -73,7 +73,7 @@ def setting(name: str, model: Any, arguments: dict[str, Any]) -> Any:
 def assisted(model: Any, arguments: dict[str, Any]) -> bool:
     """Whether `generate` decodes with candidates: it then gives the model the whole prompt, whatever is cached."""
     names = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
-    return any(setting(name, model, arguments) is not None for name in names)
+    return bool(setting("use_mtp", model, arguments)) or any(setting(x, model, arguments) is not None for x in names)
 
 
 def generates_as_usual(model: Any) -> bool:

@@ -219,3 +219,47 @@ def test_the_class_in_place_of_a_cache_is_refused_and_later_prompts_are_still_ch
     model.generate(prompt, past_key_values=cache, max_new_tokens=2, do_sample=False)
     with pytest.raises(MismatchError, match="nothing is left to compute"):
         model.generate(prompt, past_key_values=cache, max_new_tokens=2, do_sample=False)
+
+
+def test_assisted_decoding_that_would_add_a_held_prompt_again_is_refused_and_new_tokens_alone_are_not() -> None:
+    model, prompt = tiny_model("llama"), prompt_ids(rows=1, length=20)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    cache = TieredKVCache(model.config, block_size=4)
+    longer = torch.cat(
+        [model.generate(prompt, past_key_values=cache, **options), prompt_ids(rows=1, length=5, seed=3)], 1
+    )
+    expected, held = model.generate(longer, **options), cache.get_seq_length()
+    for way in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}, {"assistant_early_exit": 1}):
+        with pytest.raises(MismatchError, match="Assisted decoding computes every token") as refused:
+            model.generate(longer, past_key_values=cache, **way, **options)
+        assert cache.get_seq_length() == held
+    new = {"input_ids": longer[:, held:], "attention_mask": torch.ones_like(longer)}
+    for _ in range(2):
+        out = outcome(lambda: model.generate(**new, past_key_values=cache, prompt_lookup_num_tokens=3, **options))
+        if isinstance(out, Exception):  # a mask with padding, or any (Transformers 5.17), is cut to the new tokens
+            assert isinstance(out, MismatchError), repr(out)
+            assert "Leave assisted decoding away" in str(out)
+        else:
+            assert f"input_ids[:, {held}:]" in str(refused.value)
+            assert torch.equal(out[:, new["input_ids"].shape[1] :], expected[:, longer.shape[1] :])
+        cache.crop(held - cache.get_seq_length())
+        new["attention_mask"][0, 0] = 0
+    assert isinstance(out, MismatchError)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, 5])
+def test_embeddings_of_fewer_tokens_than_a_prompt_has_beyond_a_cache_are_refused(more: int) -> None:
+    model, options = tiny_model("llama"), {"max_new_tokens": 6, "do_sample": False}
+    cache, ids = TieredKVCache(model.config, block_size=4), prompt_ids(rows=1, length=25)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+    embeds, mask = model.get_input_embeddings()(ids[:, : 20 + more]), torch.ones_like(ids[:, : 20 + more])
+    if more > 0:
+        with pytest.raises(MismatchError, match="Give those of all tokens"):
+            model.generate(inputs_embeds=embeds[:, 20:], attention_mask=mask, past_key_values=cache, **options)
+        expected = model.generate(inputs_embeds=embeds, **options)
+        assert torch.equal(model.generate(inputs_embeds=embeds, past_key_values=cache, **options), expected)
+    else:
+        with pytest.raises(MismatchError, match="nothing is left to compute"):
+            model.generate(inputs_embeds=embeds, past_key_values=cache, **options)
+        assert cache.get_seq_length() == 20
