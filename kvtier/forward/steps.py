@@ -354,7 +354,8 @@ class StepTracker:
             )
         if not self.undoable:
             return InterruptedStepError(
-                "The last forward did not finish, and layers with a recurrent state cannot undo their part of it. "
+                "The last forward did not finish, and layers with a recurrent state, or of a class that the model "
+                "brings, cannot undo their part of it. "
                 "`reset()` the cache."
             )
         assert self.expected is not None

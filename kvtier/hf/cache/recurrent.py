@@ -19,6 +19,7 @@ from transformers.configuration_utils import PretrainedConfig
 from kvtier.forward.forward import Forward
 from kvtier.forward.steps import RecurrentPart
 from kvtier.hf.cache.layer import TieredLayer
+from kvtier.hf.cache.resident import is_models_own
 from kvtier.hf.callers.caller import Caller
 from kvtier.hf.models.layers import not_kept
 
@@ -109,7 +110,7 @@ class RecurrentStates:
         self._recurrent_seen = {number for _, kind, number in present if kind == RECURRENT}
         self._announced = False  # whether the model says when it is about to change a layer
         self.last_read: tuple[int | None, int | None] = (None, None)
-        self._forward.steps.undoable = not self._layers
+        self._forward.steps.undoable = not self._layers and not any(map(is_models_own, layers))
         self._at: int | None = None
         self._by = 0  # the thread that reached it
         self._asked: dict[RecurrentPart, _State] = {}  # what of it may be changed in place

@@ -15,6 +15,8 @@ from kvtier.hf.callers.caller import Caller
 
 #: What an update of a sliding layer changes.
 _WINDOW = ("keys", "values", "cumulative_length", "is_initialized")
+#: The module of Transformers' own layers.
+_TRANSFORMERS = CacheLayerMixin.__module__
 
 
 class ResidentLayers:
@@ -136,9 +138,16 @@ def check_crop(layers: Sequence[Any], tokens_to_remove: int) -> None:
     check_meant(tokens_to_remove)
 
 
+def is_models_own(layer: Any) -> bool:
+    """Whether a layer is of a class that a model brings, so that nobody here knows what it keeps (DeepSeek V4)."""
+    return not isinstance(layer, TieredLayer) and type(layer).__module__ != _TRANSFORMERS
+
+
 def _cannot_go_back(layer: Any, tokens_to_remove: int) -> str | None:
     """Why a layer of Transformers' cannot be cropped; None if it can."""
     removed = abs(tokens_to_remove)
+    if is_models_own(layer) and next(x for x in type(layer).__mro__ if "crop" in vars(x)).__module__ == _TRANSFORMERS:
+        return "keeps more than its `crop` knows of"
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         if any(layer.is_recurrent_states_initialized.values()):
             return "keeps a recurrent state, which no token can be taken back from"
@@ -151,12 +160,13 @@ def _cannot_go_back(layer: Any, tokens_to_remove: int) -> str | None:
             return "keeps no more of the past than the next token needs"
         if any(held - removed < kernel for held, kernel in kernels):
             return "has recorded fewer tokens than that"
-    if isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window:
+    # What passes through the window: of a model's own class, that may be a part of the tokens (Unlimited-OCR).
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.cumulative_length >= layer.sliding_window:
         if not layer.record_past:
             return "keeps no more of the past than its window"
         if tokens_to_remove > 0:
             return "takes minus the number of tokens to remove behind its window"
-        left = max(layer.get_seq_length() - removed, 0)
+        left = max(layer.cumulative_length - removed, 0)
         if layer.keys.shape[-2] - removed < min(layer.sliding_window - 1, left):
             return "has recorded fewer tokens than that"
     return None
@@ -164,7 +174,7 @@ def _cannot_go_back(layer: Any, tokens_to_remove: int) -> str | None:
 
 def croppable(layer: Any) -> bool:
     """Whether a layer can take back any of its tokens."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
+    if isinstance(layer, LinearAttentionCacheLayerMixin) or is_models_own(layer):
         return False
     return not isinstance(layer, DynamicSlidingWindowLayer) or layer.get_seq_length() < layer.sliding_window
 
