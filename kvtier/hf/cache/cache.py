@@ -559,6 +559,10 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
             steps.expected = (steps.expected or frozenset()) | state["expected"]
         self._recurrent.watch(self.layers)
 
+    def __copy__(self) -> TieredKVCache:
+        """A whole copy: one that shares some layers, those of Transformers, would be changed by what changes this."""
+        return self.__deepcopy__({})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredKVCache:
         import copy
 

@@ -14,7 +14,7 @@ from families import build_model, dynamic_cache, prompt_ids, tiny_model
 from placements import Placement, assert_same_as_dynamic_cache, tiered_cache
 from transformers import Cache, PreTrainedModel
 
-from kvtier import TieredKVCache, UnsupportedError
+from kvtier import TieredKVCache, TieredMemory, UnsupportedError
 from kvtier.cpu import native
 
 Scenario = Callable[[PreTrainedModel, Cache], Any]
@@ -252,6 +252,24 @@ def test_a_cache_whose_last_row_was_dropped_is_copied(library: bool, monkeypatch
     clone = copy.deepcopy(cache)
     clone.check_integrity()
     assert clone.layers[0].keys.shape == cache.layers[0].keys.shape == (0, 2, 9, 12)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("shared", [False, True], ids=["its-own-memory", "a-shared-memory"])
+def test_a_shallow_copy_goes_on_without_the_cache_that_it_was_made_of(family: str, shared: bool) -> None:
+    """Layers of Transformers' own would otherwise be those of both caches, and tiered ones not."""
+    model = tiny_model(family)
+    memory = TieredMemory(host_budget=10**7) if shared else None
+    cache, alone = (TieredKVCache(model.config, block_size=4, memory=memory) for _ in range(2))
+    for each in (cache, alone):
+        feed(model, each, rows=2, length=13)
+    twin = copy.copy(cache)
+    assert (twin._forward.memory is memory) == shared
+    feed(model, twin, rows=2, length=5, seed=7)
+    expected = feed(model, alone, rows=2, length=5)
+    for each in (cache, twin):
+        each.check_integrity()
+    assert torch.equal(feed(model, cache, rows=2, length=5), expected)
 
 
 @pytest.mark.parametrize("block_size", [4, 64])
