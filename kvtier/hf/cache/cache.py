@@ -26,7 +26,7 @@ from kvtier.hf.cache.missing import GrowingLayers, NeverGiven, NoHalfError
 from kvtier.hf.cache.options import check_hook, memory_of
 from kvtier.hf.cache.recurrent import RecurrentFace, RecurrentStates
 from kvtier.hf.cache.report import explanation, residency
-from kvtier.hf.cache.resident import ResidentLayers, check_crop, croppable, resident_bytes, takes_crop_0
+from kvtier.hf.cache.resident import ResidentLayers, check_crop, check_rows, croppable, resident_bytes, takes_crop_0
 from kvtier.hf.cache.rows import row_indices, whole_number
 from kvtier.hf.callers.caller import Caller
 from kvtier.hf.callers.histories import check_longer, common_prefix
@@ -355,18 +355,24 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
 
         Raises:
             ConfigError: not a whole number of at least 1; nothing was changed.
+            UnsupportedError: a layer keeps a recurrent state; nothing was changed. `reorder_cache` repeats rows too.
         """
         self._check_whole()
-        self._change("batch_repeat_interleave", rows.repeats(repeats))
+        repeats = rows.repeats(repeats)
+        check_rows(self.layers, "batch_repeat_interleave")
+        self._change("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, or those where a mask of bools is true.
 
         Raises:
             ConfigError, MismatchError: not the indices of rows, `[rows]`; nothing was changed.
+            UnsupportedError: a layer keeps a recurrent state; nothing was changed. `reorder_cache` picks rows too.
         """
         self._check_whole()
-        self._change("batch_select_indices", row_indices("batch_select_indices", indices, self._batch(), mask=True))
+        picked = row_indices("batch_select_indices", indices, self._batch(), mask=True)
+        check_rows(self.layers, "batch_select_indices")
+        self._change("batch_select_indices", picked)
 
     def _batch(self) -> int | None:
         """Rows; None before the first update."""

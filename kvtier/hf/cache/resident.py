@@ -143,10 +143,27 @@ def is_models_own(layer: Any) -> bool:
     return not isinstance(layer, TieredLayer) and type(layer).__module__ != _TRANSFORMERS
 
 
+def _is_inherited(layer: Any, method: str) -> bool:
+    """Whether a method is that of Transformers' own layers, which knows nothing of what a model's class adds."""
+    return next(x for x in type(layer).__mro__ if method in vars(x)).__module__ == _TRANSFORMERS
+
+
+def check_rows(layers: Sequence[Any], method: str) -> None:
+    """Raise `UnsupportedError` before a method picks rows of some layers and leaves states of others as they are."""
+    for index, layer in enumerate(layers):
+        recurrent = isinstance(layer, LinearAttentionCacheLayerMixin)
+        if recurrent or (is_models_own(layer) and _is_inherited(layer, method)):
+            raise UnsupportedError(
+                f"{method}: layer {index} ({type(layer).__name__}) keeps more than keys and values, and Transformers "
+                "would leave that as it is. Nothing was changed. `reorder_cache(rows)` takes rows of all, some of "
+                "them or some several times."
+            )
+
+
 def _cannot_go_back(layer: Any, tokens_to_remove: int) -> str | None:
     """Why a layer of Transformers' cannot be cropped; None if it can."""
     removed = abs(tokens_to_remove)
-    if is_models_own(layer) and next(x for x in type(layer).__mro__ if "crop" in vars(x)).__module__ == _TRANSFORMERS:
+    if is_models_own(layer) and _is_inherited(layer, "crop"):
         return "keeps more than its `crop` knows of"
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         if any(layer.is_recurrent_states_initialized.values()):

@@ -64,6 +64,26 @@ def test_a_layer_that_keeps_more_than_its_crop_knows_of_is_not_cropped(model: Pr
     assert cache.keep_prefix(ids(8), torch.cat([ids(5), new], 1)) == 0
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["falcon_h1", "jamba", "deepseek_v4"])
+def test_rows_of_states_are_picked_with_those_of_keys_or_not_at_all(name: str) -> None:
+    """`DynamicCache` leaves the states of Falcon-H1 as they were, next to other rows of keys."""
+    if name not in types():
+        pytest.skip("not in this Transformers")
+    model = tiny_model_of_type(name)
+    cache, other = used(model), used(model)
+    for call in (lambda: cache.batch_select_indices(torch.tensor([1, 0])), lambda: cache.batch_repeat_interleave(2)):
+        with pytest.raises(UnsupportedError, match=r"Nothing was changed. `reorder_cache\(rows\)`"):
+            call()
+    new = ids(1, seed=1)
+    expected = model(new, past_key_values=other).logits
+    for rows in ([0, 1], [1, 0, 0], [1]):
+        picked = used(model)
+        picked.reorder_cache(torch.tensor(rows))
+        assert torch.allclose(model(new[rows], past_key_values=picked).logits, expected[rows], atol=1e-4)
+    assert torch.equal(model(new, past_key_values=cache).logits, expected)
+
+
 @pytest.mark.parametrize("decoded", [0, 3, 20])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_layer_with_a_crop_of_its_own_is_cropped_by_that(recorded: bool, decoded: int) -> None:
