@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         read_config(args.model)  # its errors say what is not there
         tokenizer = tokenizer_of(args.model)
         if args.chat_template is not None:
-            tokenizer.chat_template = _text_of(args.chat_template)
+            _use_template(tokenizer, args.chat_template)
         if args.store is not None:
             Folder(args.store).close()  # the same
         from kvtier.serving.http.server import Server
@@ -163,12 +163,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _text_of(file: str) -> str:
-    """Of a chat template."""
+def _use_template(tokenizer: Any, file: str) -> None:
+    """Write messages as a file says. Raises ConfigError: it is no text, or no template."""
+    from jinja2 import TemplateSyntaxError
+
     try:
-        return Path(file).read_text(encoding="utf-8")
+        tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello."}], tokenize=False)
     except UnicodeDecodeError as error:
         raise ConfigError(f"--chat-template {file} is no text: {error}.") from error
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"--chat-template {file}, line {error.lineno}: {error.message}") from error
+    except OSError:
+        raise
+    except Exception as error:  # that it refuses this message says nothing of others
+        logging.getLogger(__name__).debug("the chat template refuses a message: %s", error)
 
 
 def _options(args: argparse.Namespace) -> Any:

@@ -136,7 +136,7 @@ class Replay:
             return f"{self.decisions} decisions ({counts}): all the same."
         line, kind, was, now = self.differences[0]
         return (
-            f"{len(self.differences)} of {self.decisions} decisions ({counts}) differ, the first in line {line}: "
+            f"Of {self.decisions} decisions ({counts}) {len(self.differences)} differ, the first in line {line}: "
             f"{kind}: {_differing(kind, was, now)}."
         )
 
