@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,7 +90,8 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
         rope = rope if isinstance(rope, Mapping) else {}
         factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
         if found and isinstance(factor, (int, float)) and isinstance(original, int) and factor > 1:
-            found = max(found, int(factor * original))
+            with contextlib.suppress(OverflowError):  # beyond what a float holds, and any model
+                found = max(found, int(factor * original))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -937,11 +938,19 @@ def test_the_picture_is_drawn(config: Path, tmp_path: Path, capsys: pytest.Captu
     assert str(path) in out
 
 
+ENDLESS = {"factor": math.inf, "original_max_position_embeddings": 64}
+NO_EXPERTS = MLA | {"n_routed_experts": 0}
+
+
 @pytest.mark.parametrize(
     ("change", "options"),
     [
         ({"quantization_config": 7}, []),
         ({"dtype": ["bfloat16"]}, []),
+        ({"model_type": ["llama"]}, []),
+        ({"text_config": "llama"}, []),
+        ({"max_position_embeddings": 64, "rope_scaling": ENDLESS}, []),
+        ({"model_type": "deepseek_v3", "num_hidden_layers": 1, "first_k_dense_replace": 0} | NO_EXPERTS, []),
         ({}, ["--context", "9" * 400]),
         ({}, ["--batch", "9" * 400]),
     ],

@@ -44,13 +44,16 @@ def text_config(config: Mapping[str, Any]) -> PretrainedConfig:
         ConfigError: this version of Transformers knows no decoder of that type, or refuses the config.
     """
     kind = config.get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if not isinstance(kind, str) or not any(kind in names for names in known):
         raise ConfigError(f"this version of Transformers knows no decoder of type {kind!r}")
     try:
-        made: PretrainedConfig = AutoConfig.for_model(**_decoded(config)).get_text_config(decoder=True)
+        made = AutoConfig.for_model(**_decoded(config)).get_text_config(decoder=True)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"Transformers refuses the config of type {kind!r}: {reason}") from error
+    if not isinstance(made, PretrainedConfig):
+        raise ConfigError(f"the text part of the config of type {kind!r} is {made!r}, which is no config")
     return made
 
 

@@ -74,7 +74,7 @@ def _experts(model: nn.Module) -> list[tuple[nn.Parameter, int]]:
             continue
         listed = len(module) if isinstance(module, nn.ModuleList) else None
         for x in module.parameters():
-            if listed or x.dim() == 3:  # a module for each expert, or one tensor for all
+            if x.numel() and (listed or x.dim() == 3):  # a module for each expert, or one tensor for all
                 found[id(x)] = x, listed or x.shape[0]
     return list(found.values())
 

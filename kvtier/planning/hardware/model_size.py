@@ -121,7 +121,7 @@ def _estimated(config: Mapping[str, Any], layers: int, hidden: int, mixing: int)
     Args:
         mixing: weights of attention and recurrence in all layers.
     """
-    matrices = 2 if config.get("model_type") in _UNGATED else 3
+    matrices = 2 if str(config.get("model_type")) in _UNGATED else 3
     dense = matrices * hidden * _size(config, "intermediate_size", 4 * hidden)
     words = _size(config, "vocab_size", 0) * hidden
     embeddings = words if config.get("tie_word_embeddings", matrices == 2) else 2 * words
