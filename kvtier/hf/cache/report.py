@@ -50,7 +50,7 @@ def explanation(forward: Forward, layers: Sequence[Any], stats: CacheStats) -> E
     number = forward.number
     if forward.closed:
         condition = "closed"
-    elif not any(x.tokens for x in lines):
+    elif not any(x.tokens for x in lines) and not any(map(_has_state, layers)):
         condition = "unused"
     elif not states:
         condition = "one tier"
@@ -73,3 +73,8 @@ def explanation(forward: Forward, layers: Sequence[Any], stats: CacheStats) -> E
         analysis,
         history,
     )
+
+
+def _has_state(layer: Any) -> bool:
+    """Whether a layer has the recurrent state of some tokens, which it does not count."""
+    return any(getattr(layer, "has_previous_state", {}).values())

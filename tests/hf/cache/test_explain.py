@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, FalconH1Config, LlamaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, FalconH1Config, LlamaConfig, MambaConfig, Qwen3NextConfig
 
 import kvtier
 from kvtier import Explanation, Policy, TieredKVCache
@@ -181,6 +181,16 @@ def test_after_a_reset_it_knows_nothing_of_what_was() -> None:
     assert cache.explain().steps
     cache.reset()
     assert (cache.explain().condition, cache.explain().steps) == ("unused", ())
+
+
+def test_a_recurrent_model_has_used_its_cache_though_no_layer_counts_tokens() -> None:
+    cache = TieredKVCache(MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=4))
+    assert cache.explain().condition == "unused"
+    cache.update_conv_state(torch.randn(1, 64, 4), 0)
+    assert cache.explain().condition == "one tier"
+    assert "no layer is tiered: windows and recurrent states are bounded" in str(cache.explain())
+    cache.reset()
+    assert cache.explain().condition == "unused"
 
 
 def test_layers_that_are_not_tiered_are_counted_apart() -> None:
