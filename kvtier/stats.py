@@ -226,7 +226,8 @@ class CacheStats(Counters):
         if not calls:
             if self.dense_reads or self.dense_fallbacks:
                 return "all attention by the model's own code, over dense tensors"
-            return "no attention over a past yet" if self.steps else "nothing attended to yet"
+            where = " in tiered layers" if self.resident_bytes else ""
+            return f"no attention over a past{where} yet" if self.steps else "nothing attended to yet"
         if not host:
             return (
                 "all attention on the device"

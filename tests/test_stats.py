@@ -51,6 +51,7 @@ def test_all_that_is_not_0_is_shown_and_nothing_else() -> None:
     [
         (of(), "0 forwards: nothing attended to yet; no block moved; no wait for copies; nothing looks wrong."),
         (of(steps=1), "1 forward: no attention over a past yet;"),
+        (of(steps=9, resident_bytes=1), "9 forwards: no attention over a past in tiered layers yet;"),
         (of(steps=9, views_attended=8, host_attended=8, host_seconds=1.5), "all attention on the host;"),
         (of(steps=9, views_attended=8, host_attended=8, host_seconds=1.5), "host threads attended for 1.5 s"),
         (of(steps=9, views_attended=8, device=DEVICE), "all attention on the device"),

@@ -460,10 +460,12 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         if self._forward.closed:
             return "TieredKVCache(closed)"
         first = next((x.layer for x in self._forward.readers.values() if x.layer.length), None)
-        if first is None:
-            return f"TieredKVCache({len(self.layers) or 'any number of'} layers, empty)"
         tiered = sum(isinstance(layer, TieredLayer) for layer in self.layers)
         stats = self.stats
+        if first is None:
+            others = f"{tiered} tiered, {format_size(stats.resident_bytes)} in layers that are not"
+            held = others if stats.resident_bytes else "empty"
+            return f"TieredKVCache({len(self.layers) or 'any number of'} layers, {held})"
         tiers = [
             f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
             for name, tier in (("device", stats.device), ("host", stats.host))

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, FalconH1Config, LlamaConfig, MambaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, FalconH1Config, LlamaConfig, MambaConfig, MistralConfig, Qwen3NextConfig
 
 import kvtier
 from kvtier import Explanation, Policy, TieredKVCache
+from kvtier.config import format_size
 from kvtier.memory import measured
 from kvtier.planning.costs import CostModel, Decision, Prediction
 from kvtier.planning.policies.adaptive import Adaptive
@@ -191,6 +192,15 @@ def test_a_recurrent_model_has_used_its_cache_though_no_layer_counts_tokens() ->
     assert "no layer is tiered: windows and recurrent states are bounded" in str(cache.explain())
     cache.reset()
     assert cache.explain().condition == "unused"
+
+
+def test_a_cache_of_windows_alone_is_not_empty_once_it_has_tokens() -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": HEADS}
+    cache = TieredKVCache(MistralConfig(sliding_window=8, **sizes))
+    assert repr(cache) == "TieredKVCache(2 layers, empty)"
+    cache.update(torch.randn(1, HEADS, 5, DIM), torch.randn(1, HEADS, 5, DIM), 0)
+    held = format_size(2 * HEADS * 5 * DIM * 4)
+    assert repr(cache) == f"TieredKVCache(2 layers, 0 tiered, {held} in layers that are not)"
 
 
 def test_layers_that_are_not_tiered_are_counted_apart() -> None:
