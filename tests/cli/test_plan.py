@@ -516,6 +516,20 @@ def test_windows_and_states_are_those_of_the_model(made: Any) -> None:
     assert size.bounded_bytes(40) == pytest.approx(held, rel=0.1)  # a window keeps one token less
 
 
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba"])
+def test_a_model_without_attention_needs_no_heads(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "state_size": 8, "vocab_size": 50}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "dtype": "float32", **sizes}))
+    status, out, _ = plan(capsys, tmp_path)
+    assert (status, "0 layers with full attention, 3 with a recurrent state\n" in out) == (0, True)
+    assert "KV head" not in out
+    assert planned(capsys, tmp_path)["size"]["state_bytes"] == 3 * 128 * (8 + 4) * 4
+    status, _, err = plan(capsys, tmp_path, "--devices", "2")
+    assert (status, "has no KV heads" in err) == (2, True)
+
+
 def tensors_of(layer: Any) -> list[torch.Tensor]:
     """Of a layer of Transformers' cache, with those in its lists and mappings."""
     found: list[torch.Tensor] = []

@@ -87,7 +87,8 @@ def _layers(plan: Planned) -> str:
         kinds += [f"{number} {what}"] if number else []
     heads = f"{count(model.kv_heads, 'KV head')} of {model.head_dim}"
     per_token = (model.layers + model.growing) * model.kv_bytes
-    kinds.append(f"latents of {model.latent}" if model.latent else heads)
+    if model.attends:
+        kinds.append(f"latents of {model.latent}" if model.latent else heads)
     if per_token:
         whole = " on each device" if model.latent and plan.args.devices > 1 else ""
         kinds.append(f"{format_size(per_token)} of KV per token{whole}")

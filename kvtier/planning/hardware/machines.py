@@ -85,8 +85,8 @@ class ModelSize:
     Attributes:
         layers: with full attention, which are tiered; 0: there are none.
         hidden: size of the hidden state.
-        heads, head_dim: of queries.
-        kv_heads: of keys and values.
+        heads, head_dim: of queries; of any size where no layer attends.
+        kv_heads: of keys and values; likewise.
         parameters: all weights.
         active: of those that one token is multiplied with; less in a mixture of experts.
         itemsize: bytes of a number, in weights and KV.
@@ -143,6 +143,11 @@ class ModelSize:
     def untiered(self) -> int:
         """Layers that stay with the model; one that keeps two things is two."""
         return self.windowed + self.recurrent + self.growing
+
+    @property
+    def attends(self) -> bool:
+        """Whether any layer has attention, and so heads of keys and values."""
+        return self.layers + self.windowed + self.growing > 0
 
     @property
     def parts(self) -> int:

@@ -65,7 +65,12 @@ def model_size(config: Mapping[str, Any], counted: Weights | None = None) -> Mod
     if isinstance(text, Mapping):
         outer = ("model_type", "dtype", "quantization_config")
         config = {name: config.get(name) for name in outer} | dict(text)
-    layers, hidden, heads = (_size(config, x) for x in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    layers, hidden = (_size(config, x) for x in ("num_hidden_layers", "hidden_size"))
+    kinds = config.get("layer_types")
+    kinds = [str(x) for x in kinds] if isinstance(kinds, list) and kinds else ["full_attention"] * layers
+    full, windowed = (sum(x in some for x in kinds) for some in (_TIERED, _WINDOWS))
+    growing, recurrent = sum(map(_grows, kinds)), sum(map(_recurs, kinds))
+    heads = _size(config, "num_attention_heads", None if full + windowed + growing else 1)
     kv_heads = _size(config, "num_key_value_heads", heads)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon 7B, StarCoder
         kv_heads = 1
@@ -82,10 +87,6 @@ def model_size(config: Mapping[str, Any], counted: Weights | None = None) -> Mod
     if latent:
         queries = q_rank * (hidden + heads * (nope + rope)) if q_rank else hidden * heads * (nope + rope)
         attention = queries + hidden * latent + rank * heads * (nope + v_dim) + heads * v_dim * hidden
-    kinds = config.get("layer_types")
-    kinds = [str(x) for x in kinds] if isinstance(kinds, list) and kinds else ["full_attention"] * layers
-    full, windowed = (sum(x in some for x in kinds) for some in (_TIERED, _WINDOWS))
-    growing, recurrent = sum(map(_grows, kinds)), sum(map(_recurs, kinds))
     if counted is None:
         mixing = (full + windowed + growing) * attention + recurrent * (_state_weights(config) or attention)
         counted = _estimated(config, layers, hidden, mixing)
@@ -233,7 +234,8 @@ def divided(model: ModelSize, devices: int) -> ModelSize:
     if devices == 1:
         return model
     if devices < 1 or model.kv_heads % devices:
-        raise ConfigError(f"{model.kv_heads} KV heads cannot be divided over {devices} devices.")
+        heads = f"{model.kv_heads} KV heads" if model.attends else "A model that has no KV heads"
+        raise ConfigError(f"{heads} cannot be divided over {devices} devices.")
     return replace(
         model,
         heads=model.heads // devices,
