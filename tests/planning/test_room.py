@@ -15,7 +15,7 @@ from kvtier.planning.policy import fill, level
 from kvtier.planning.rates import Rates
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.simulation.trials import Trial
-from kvtier.planning.step import LayerState, StepRecord
+from kvtier.planning.step import LayerState, StepRecord, StepState
 
 RATES = Rates(up=20e9, host=50e9, copy_overhead=0.0)
 #: 16 layers of a sequence of 256 blocks, half of which have room.
@@ -65,7 +65,7 @@ def test_what_was_spilled_for_a_larger_share_comes_back_to_where_it_was(
     room = room_for(alike(state.layers), after, load.device_bytes, reserve)
     found = CostModel(RATES).step(alike(state.layers), after, room - reserve, room=room)
     policy.share = after
-    changed.run(2), straight.run(2)
+    changed.run(6), straight.run(6)
     pairs = list(zip(changed._state().layers, straight._state().layers, strict=True))
     # What comes back leaves room for new blocks, and without fetches a part of the budget.
     free = load.layers + (0 if after else load.device_bytes // load.block_bytes // 64)
@@ -74,6 +74,15 @@ def test_what_was_spilled_for_a_larger_share_comes_back_to_where_it_was(
     seen = changed.records[-1]
     more = seen.bytes_up + seen.host_bytes - found.fetched_bytes - found.host_bytes
     assert -2 * load.layers <= more // load.block_bytes <= free + 2 * load.layers
+
+
+def test_no_step_waits_for_more_than_a_part_of_what_comes_back_and_the_first_for_nothing() -> None:
+    layers = [LayerState(i, 2**20, 10, 0, spilled, 1, True) for i, spilled in enumerate((100, 100, 2, 0))]
+    state = StepState(1, layers, 2**30, 2**34, StepRecord())
+    assert [(x.fetch, x.keep) for x in FixedShare(0.125).plan(state).layers] == [(25, 25), (25, 25), (1, 1), (0, 0)]
+    assert [(x.fetch, x.keep) for x in FixedShare(0.5).plan(state).layers] == [(50, 50), (50, 50), (1, 1), (0, 0)]
+    first = FixedShare(0.125).plan(replace(state, last=None))
+    assert [(x.fetch, x.keep) for x in first.layers] == [(13, 13), (13, 13), (0, 0), (0, 0)]
 
 
 def test_layers_without_blocks_on_the_device_spill_nothing_for_the_room_of_fetches() -> None:

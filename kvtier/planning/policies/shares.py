@@ -16,6 +16,9 @@ DEPTH = 2
 MOST_ROOM = 2
 #: Blocks of each sequence that may spill between a plan and the use of what it fetches.
 MARGIN = 2
+#: What comes back is at most one in so many of a layer's spilled blocks a step, where the share itself fetches fewer: a
+#: step waits for what it fetches.
+RETURN = 4
 
 
 class FixedShare(Policy):
@@ -53,7 +56,10 @@ class FixedShare(Policy):
         block = max(x.block_bytes for x in state.layers)
         if spare >= block:
             for i, n in fill([(i, x.resident, x.spilled) for i, x in enumerate(state.layers)], spare // block):
-                keep[i], fetch[i] = n, max(fetch[i], n)
+                # A first token waits for nothing that only comes back: see `Policy.plan`.
+                more = -(-state.layers[i].spilled // RETURN) if state.last is not None else 0
+                keep[i] = min(n, max(fetch[i], more))
+                fetch[i] = max(fetch[i], keep[i])
         return StepPlan([LayerPlan(n, x, k) for n, x, k in zip(fetch, _ahead(fetch), keep, strict=True)], reserve)
 
 
