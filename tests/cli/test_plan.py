@@ -357,6 +357,28 @@ def test_the_longest_context_leaves_room_for_a_dense_layer(
     assert plan(capsys, *args, "--context", most + 128)[0] == 2
 
 
+@pytest.mark.parametrize("budget", [[], ["--device-budget", "70%"], ["--device-budget", "8GiB"]], ids=" ".join)
+def test_the_longest_context_has_full_windows(
+    budget: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Gemma3TextConfig(num_hidden_layers=12, sliding_window=4096, max_position_embeddings=2**30).save_pretrained(tmp_path)
+    args = (tmp_path, "--batch", 8, "--host-budget", "1GiB", *budget)
+    most = planned(capsys, *args, "--context", 64)["longest_context"]
+    assert plan(capsys, *args, "--context", most)[0] == 0
+    assert plan(capsys, *args, "--context", most + 64)[0] == 2
+
+
+def test_the_longest_context_leaves_the_slot_that_blocks_move_through(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = (config, "--device-budget", "8GiB", "--host-budget", "8GiB", "--context")
+    most = planned(capsys, *args, "32k")["longest_context"]
+    assert most == 128 * 1024 - 64
+    assert f"at most {most:,} tokens do" in plan(capsys, *args, "1000k")[2]
+    assert plan(capsys, *args, most)[0] == 0
+    assert plan(capsys, *args, most + 64)[0] == 2
+
+
 def test_latents_that_are_not_fetched_ahead_pass_the_link_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

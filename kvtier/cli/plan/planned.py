@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -216,19 +217,25 @@ def _no_room(args: argparse.Namespace, model: ModelSize, whole: ModelSize, known
 
 def longest(plan: Planned) -> int | None:
     """The longest context for which there is room; None: nothing grows, or nobody knows how much room there is."""
-    model, demand, known = plan.of_device, plan.demand, plan.known
-    most = most_tokens(model, demand) if model.layers else None
-    grows = demand.sequences * (model.growing_bytes(1) + model.dense_bytes(1))
-    if not grows or known is None or not known.overlaps:
-        return most
-    room = _usable(model, known) - demand.sequences * model.bounded_bytes(demand.context)
-    if most is None:
-        return room // grows // BLOCK * BLOCK
-    if _device_budget(plan.args) != AUTO:  # what grows has the rest, as `_budgets` takes it: with that of activations
-        rest = room + int(known.device_bytes * ACTIVATIONS) - demand.device_bytes
-        return min(most, rest // grows // BLOCK * BLOCK)
-    tiered = kv_bytes(model, BLOCK, demand.sequences) // BLOCK
-    return min(room // grows, (room + demand.host_bytes) // (grows + tiered)) // BLOCK * BLOCK
+    args, model, demand, known = plan.args, plan.of_device, plan.demand, plan.known
+    block = kv_bytes(model, BLOCK, demand.sequences)
+    block += demand.sequences * (model.growing_bytes(BLOCK) + model.dense_bytes(BLOCK))
+    if not block:
+        return None
+    if known is None:
+        return most_tokens(model, demand) if model.layers else None
+
+    def too_long(blocks: int) -> bool:
+        asked = argparse.Namespace(**(vars(args) | {"context": blocks * BLOCK}))
+        try:
+            device, host = _budgets(asked, model, plan.model, plan.profile, known)
+        except ConfigError:
+            return True  # what is not tiered takes the device
+        there = replace(demand, device_bytes=device, host_bytes=host)
+        return bool(model.layers) and most_tokens(model, there) < asked.context
+
+    most = (known.device_bytes + demand.host_bytes) // block
+    return bisect.bisect_left(range(1, most + 1), True, key=too_long) * BLOCK
 
 
 def unused(plan: Planned) -> int | None:

@@ -104,7 +104,9 @@ def on_device(model: ModelSize, demand: Demand) -> int:
 
 def most_tokens(model: ModelSize, demand: Demand) -> int:
     """The longest context for whose tiered KV there is room. The model has tiered layers."""
-    return (demand.device_bytes + demand.host_bytes) // kv_bytes(model, BLOCK, demand.sequences) * BLOCK
+    slot = BLOCK * model.kv_bytes
+    spilled = admission.whole_slots(max(demand.device_bytes - slot, 0), slot) + demand.host_bytes  # see _check_admitted
+    return max(demand.device_bytes, spilled) // kv_bytes(model, BLOCK, demand.sequences) * BLOCK
 
 
 def foresee(model: ModelSize, profile: HardwareProfile, demand: Demand, *, changes: bool = True) -> Outlook:
