@@ -538,6 +538,19 @@ def test_windows_and_states_are_those_of_the_model(made: Any) -> None:
     assert size.bounded_bytes(40) == pytest.approx(held, rel=0.1)  # a window keeps one token less
 
 
+@pytest.mark.parametrize(
+    ("content", "layers"),
+    [
+        ({"model_type": "nemotron_h", "num_hidden_layers": 4, "hybrid_override_pattern": "M*-*"}, 2),
+        ({"model_type": "xglm", "num_layers": 3}, 3),
+        ({"model_type": "kosmos-2", "text_config": {"layers": 3}}, 3),
+    ],
+    ids=lambda x: x["model_type"] if isinstance(x, dict) else "",
+)
+def test_sizes_have_whatever_names_their_model_type_gives_them(content: dict[str, Any], layers: int) -> None:
+    assert model_size(completed_config(content)[0]).layers == layers
+
+
 @pytest.mark.parametrize("kind", ["mamba", "falcon_mamba"])
 def test_a_model_without_attention_needs_no_heads(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,8 @@ from transformers.models.auto.modeling_auto import (
 from kvtier.errors import ConfigError
 from kvtier.hf.models.layers import grows_untiered, transformers_layers
 
+#: Sizes that config objects have under these names, whatever a file calls them.
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 #: Seconds for the hub to answer.
 _HUB_SECONDS = 10.0
 
@@ -86,7 +88,9 @@ def completed(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     except Exception as error:  # sizes that are none: whoever reads those says which
         return dict(config), f"Transformers cannot write its config down: {error}"
     windows = [x.sliding_window for x in layers if isinstance(x, DynamicSlidingWindowLayer)]
-    found = {**whole, "model_type": made.model_type or config.get("model_type")}
+    # Some types write sizes under names of their own, or a pattern in place of their number.
+    sizes = {name: getattr(made, name, None) for name in _SIZES if whole.get(name) is None}
+    found = {**whole, **sizes, "model_type": made.model_type or config.get("model_type")}
     found |= {"layer_types": [_kind(x) for x in layers]}
     found |= {"sliding_window": max(windows)} if windows else {}
     # Of the whole model, which a text part does not repeat.
