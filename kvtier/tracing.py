@@ -161,7 +161,7 @@ class Trace:
             self.began = time.perf_counter()
             try:
                 self._writer = TraceWriter(self.path, origin=self.began, limit=self._limit)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # a path with a null byte is no OSError
                 raise ConfigError(f"There can be no trace at {self.path}: {error}.") from error
             active = self
         return self

@@ -312,3 +312,9 @@ def test_what_is_no_path_is_refused(wrong: Any) -> None:
         kvtier.trace(wrong)
     with pytest.raises(ConfigError, match="limit"):
         kvtier.trace("x.json", limit="all")  # type: ignore[arg-type]
+
+
+def test_a_path_that_no_system_takes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="There can be no trace"), kvtier.trace(tmp_path / "a\0b"):
+        pass
+    assert tracing.active is None
