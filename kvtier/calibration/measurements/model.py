@@ -133,7 +133,7 @@ def _on_grid(new: int, past: int, news: Sequence[int], pasts: Sequence[int]) -> 
 def _affordable(trial: Trial, sizes: Sequence[PrefillSize], seconds: float) -> list[tuple[PrefillSize, Calls]]:
     """Of sizes in the order of their work, some of which all can be timed several times in so many seconds.
 
-    Where there is no time for all of them, large ones are left away first, then others here and there.
+    Where there is no time for all of them, large ones are left away first, then others at equal distances.
     """
     forward, cut_back = trial.calls(sizes[0])
     took = []

@@ -156,7 +156,7 @@ def _in_place(
     params: AttentionParams,
     learned: tuple[torch.Tensor | None, ...],
 ) -> torch.Tensor | None:
-    """Attention to blocks where they lie, `[batch, heads, queries, v_dim]`.
+    """Attention to blocks where they are, `[batch, heads, queries, v_dim]`.
 
     Args:
         query, key, value: as of `attention_forward`.

@@ -153,10 +153,12 @@ def check_rows(layers: Sequence[Any], method: str) -> None:
     for index, layer in enumerate(layers):
         recurrent = isinstance(layer, LinearAttentionCacheLayerMixin)
         if recurrent or (is_models_own(layer) and _is_inherited(layer, method)):
+            # In Transformers 5.17 that of DeepSeek V4 knows of keys only.
+            knows = not (is_models_own(layer) and _is_inherited(layer, "reorder_cache"))
+            way_out = " `reorder_cache(rows)` takes rows of all, some of them or some several times." if knows else ""
             raise UnsupportedError(
                 f"{method}: layer {index} ({type(layer).__name__}) keeps more than keys and values, and Transformers "
-                "would leave that as it is. Nothing was changed. `reorder_cache(rows)` takes rows of all, some of "
-                "them or some several times."
+                f"would leave that as it is. Nothing was changed.{way_out}"
             )
 
 

@@ -72,12 +72,13 @@ def test_rows_of_states_are_picked_with_those_of_keys_or_not_at_all(name: str) -
         pytest.skip("not in this Transformers")
     model = tiny_model_of_type(name)
     cache, other = used(model), used(model)
+    reorders = not any(is_models_own(x) and _is_inherited(x, "reorder_cache") for x in cache.layers)
     for call in (lambda: cache.batch_select_indices(torch.tensor([1, 0])), lambda: cache.batch_repeat_interleave(2)):
-        with pytest.raises(UnsupportedError, match=r"Nothing was changed. `reorder_cache\(rows\)`"):
+        with pytest.raises(UnsupportedError, match="Nothing was changed") as refused:
             call()
+        assert ("`reorder_cache(rows)`" in str(refused.value)) == reorders
     new = ids(1, seed=1)
     expected = model(new, past_key_values=other).logits
-    reorders = not any(is_models_own(x) and _is_inherited(x, "reorder_cache") for x in cache.layers)
     # In Transformers 5.17 that of DeepSeek V4 knows of keys only.
     for rows in ([0, 1], [1, 0, 0], [1]) if reorders else ():
         picked = used(model)
