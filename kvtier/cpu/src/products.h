@@ -60,9 +60,9 @@ struct Bytes {
   const char *begin, *end;
 };
 
-// The cache that is prefetched into. Processors with AMX have few lines under way to the first-level cache, and more to the
-// second: decode was 5 to 10% faster on Sapphire Rapids (bf16 and fp16, 4 rows to a KV head).
-#ifdef KVTIER_TILES
+// The cache that is prefetched into. x86 processors have few lines under way to the first-level cache, which a jump from
+// one head's tokens to the next one's waits for, and more to the second: docs/design/host-attention.md has figures.
+#if defined(__x86_64__)
 constexpr int NEAR = 2;
 #else
 constexpr int NEAR = 3;
