@@ -159,17 +159,23 @@ class Conversations:
             if self._disk is not None and chat.saved and self.has(chat):
                 self._disk.save_conversation(chat.name, chat.state(), chat.written)
 
-    def save_all(self) -> None:
-        """The same for all that are in memory: their users may have changed them."""
+    def save_all(self) -> list[str]:
+        """The same for all that are in memory: their users may have changed them. The names of those that the disk did
+        not take."""
         if self._disk is None:
-            return
+            return []
+        lost = list[str]()
         for name in self.names:
             with self.lock:
                 with self._memory.lock, self._memory.change:
                     known = self._known.get(name)
                     chat = None if known is None else known.chat() or Conversation.again(known.says)
-                if chat is not None and chat.saved:
-                    self._disk.save_conversation(name, chat.state(), chat.written)
+                if chat is None or not chat.saved:
+                    continue
+                is_new = chat.is_blank and chat.written.digest is None
+                if not self._disk.save_conversation(name, chat.state(), chat.written) and not is_new:
+                    lost.append(name)
+        return [] if self._disk.is_inherited else lost
 
     # Let go
 

@@ -7,6 +7,7 @@ import functools
 import math
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,9 @@ from kvtier.hf.models import generation as of
 from kvtier.hf.models.names import ARGUMENTS, CACHE
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
+
+#: Conversations that a warning names.
+MOST_NAMED = 5
 
 
 class ConversationStore:
@@ -238,10 +242,16 @@ class ConversationStore:
     def flush(self) -> None:
         """Return when all that is kept is saved, or cannot be; `stats.problem` says why."""
         self._check_open()
-        if self._disk_tier is not None:
-            self._conversations.save_all()
-            self._conversations.let_go()
-            self._disk_tier.flush()
+        self._flush()
+
+    def _flush(self) -> list[str]:
+        """As `flush`. The names of conversations that could not be saved."""
+        if self._disk_tier is None:
+            return []
+        lost = self._conversations.save_all()
+        self._conversations.let_go()
+        self._disk_tier.flush()
+        return lost
 
     # Conversations
 
@@ -489,18 +499,20 @@ class ConversationStore:
             )
 
     def close(self) -> None:
-        """Drop all that is kept and leave the model as it was. Idempotent.
+        """Drop all that is kept and leave the model as it was. Idempotent. A `RuntimeWarning` names the conversations
+        that the disk did not take.
 
         Raises:
             ConcurrentUseError: another thread is generating, or this one is: what it calls cannot close it.
             StoreInUseError: an `Engine` uses it. Nothing was changed.
         """
+        lost: list[str] = []
         if not self.closed:
             if any(not engine.closed for engine in self.engines):
                 raise StoreInUseError("An Engine uses this ConversationStore: close that first. Nothing was changed.")
             self._waker.stop()
             if not self._in_call:
-                self.flush()
+                lost = self._flush()
             with self.memory.lock, self.memory.change:
                 if self._in_call:
                     raise ConcurrentUseError(
@@ -523,6 +535,17 @@ class ConversationStore:
             self._disk_tier.close()
         if self._own:
             self.memory.close()
+        if lost:  # last: where warnings are errors, all is closed
+            warnings.warn(self._what_is_lost(lost), RuntimeWarning, stacklevel=2)
+
+    def _what_is_lost(self, names: Sequence[str]) -> str:
+        assert self._disk_tier is not None
+        disk = self._disk_tier.disk
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        return (
+            f"Of these conversations, what was not saved in {disk.path} before is lost with this store: "
+            f"{', '.join(map(repr, names[:MOST_NAMED]))}{more}. {disk.problem}"
+        )
 
     @property
     def _in_call(self) -> bool:

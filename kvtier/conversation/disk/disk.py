@@ -117,6 +117,11 @@ class Disk:
             self._folder.close()
             raise
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the one that has the folder open, which saves what it knows itself."""
+        return self._folder.is_inherited
+
     def _load(self) -> None:
         """Read all rows; forget those that are damaged, that have no file or that continue these; and remove files that
         have no row."""

@@ -126,6 +126,9 @@ def _add_errors(app: FastAPI) -> None:
         return refused(request, Refusal(400, f"The body is no JSON object: {why}", code="invalid_json"))
 
     def failed(request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error.__cause__, UnicodeDecodeError):  # FastAPI does not say what it could not read
+            text = f"The body is no JSON object: its bytes are no text: {error.__cause__}."
+            return refused(request, Refusal(400, text, code="invalid_json"))
         return refused(request, Refusal(error.status_code, str(error.detail)))
 
     def broke(request: Request, error: Exception) -> JSONResponse:

@@ -259,3 +259,24 @@ def test_what_a_turn_reads_to_be_saved_does_not_grow_with_its_history(
             ids = torch.cat([out, some_ids(5, seed=turn)], 1)
     assert max(taken[1:]) <= 2 * taken[1], "the whole history is read"
     assert max(taken[1:]) < taken[0]
+
+
+def test_a_store_that_closes_names_the_conversations_that_the_disk_did_not_take(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with store_of(model, directory=tmp_path) as store:
+        store.open("saved").generate(**ones(some_ids(8)), **GREEDY)
+    store = store_of(model, directory=tmp_path)
+    assert store._disk_tier is not None
+    assert store.open("saved").ids, "what is as it was is not lost"
+    store.open("blank")
+    manifest = store._disk_tier.disk._manifest
+    manifest.db.execute(f"PRAGMA max_page_count={manifest._pragma('page_count')}")
+    for n in range(7):
+        store.open(f"lost {n}").generate(**ones(some_ids(2000, seed=n)), max_new_tokens=1)
+    named = ", ".join(f"'lost {n}'" for n in range(5))
+    with pytest.warns(RuntimeWarning, match=f"is lost with this store: {named} and 2 more. .*is full") as found:
+        store.close()
+    assert len(found) == 1
+    store.close()
+    with store_of(model, directory=tmp_path) as store:
+        assert store.names == ("saved",)

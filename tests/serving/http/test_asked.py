@@ -266,6 +266,13 @@ def test_half_of_a_pair_is_no_text_in_any_encoding_of_json(running: Running, dat
     assert post(running, "/completions", '{"prompt": "x🙂", "max_tokens": 1}'.encode("utf-16"))[0] == 200
 
 
+@pytest.mark.parametrize("data", [b'{"prompt": "\xff\xfe"}', b'{"prompt": "x\xc3"}'])
+def test_bytes_that_are_no_text_are_said_to_be_none(running: Running, data: bytes) -> None:
+    status, found, _ = post(running, "/completions", data)
+    assert (status, found["error"]["code"]) == (400, "invalid_json")
+    assert "its bytes are no text: 'utf-8' codec can't decode byte" in found["error"]["message"]
+
+
 def test_a_whole_pair_of_surrogates_is_text(running: Running) -> None:
     status, _, _ = post(running, "/completions", b'{"prompt": "\\ud83d\\ude00 \\\\ud800", "max_tokens": 1}')
     assert status == 200
