@@ -20,6 +20,7 @@ from kvtier.memory.storage.buffers import IoBuffers, Workspace
 from kvtier.memory.tiered import TieredMemory
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.table import BlockTable
+from kvtier.transfer.engine import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +131,12 @@ class LayerReader:
             return
         with self.memory.lock:
             # Other threads may have freed these slots meanwhile.
-            event = self.device.engine.mark() if self.device.engine.asynchronous else None
-            self.layer.blocks.last_read = event
-            self.memory.readers.end(reading, event)
+            event: Event | None = None
+            try:
+                event = self.device.engine.mark() if self.device.engine.asynchronous else None
+                self.layer.blocks.last_read = event
+            finally:  # a device that has failed gives no mark, and keeps nobody waiting for this reading
+                self.memory.readers.end(reading, event)
 
     def _places(self, first: int, last: int) -> tuple[list[Place], list[Missing], list[Run]]:
         """The blocks `[first, last)` of every row: those that are where attention runs, and the others.
@@ -301,8 +305,10 @@ class LayerReader:
                     self.counters.promotions += part.count
                 else:
                     residency.evict(part, self.device.fence(part.blocks))
+        # Those that another reader of the layer has fetched, as one of each row, count on.
+        gone = sum([run.count for run in self.fetched]) - sum([run.count for run in left])
         self.fetched = left
-        self.layer.blocks.set_transient(sum([run.count for run in left]))
+        self.layer.blocks.set_transient(max(self.layer.blocks.transient - gone, 0))
 
     # For tests
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtier import tracing
+from kvtier.errors import TransferError
 from kvtier.stats import Counters
 from kvtier.transfer.engine import Direction, Event, Transfer, TransferEngine
 from kvtier.transfer.launches import Batch, Launches
@@ -63,6 +65,7 @@ class Ticket:
         ended: recorded behind its last copy.
         batches: what it launched; their addresses are read until then.
         timed: whether both events were recorded in their places.
+        whole: whether all its copies are on the stream: an interrupt may have come before the last one.
         clock: for a trace.
     """
 
@@ -70,6 +73,7 @@ class Ticket:
     ended: torch.cuda.Event
     batches: list[Batch]
     timed: bool = False
+    whole: bool = False
     clock: Clock | None = None
 
 
@@ -174,6 +178,7 @@ class CudaTransfers(TransferEngine):
                 for batch in ticket.batches:
                     self._launches.launch(batch)
             ticket.ended.record(stream)
+            ticket.whole = True
         except Exception as error:
             # Copies before the failing one may still run: their slots must not be re-used under them.
             self._in_flight.remove(transfer)
@@ -182,8 +187,10 @@ class CudaTransfers(TransferEngine):
                 self._launches.release(ticket.batches)
             finally:
                 transfer.settle(error)
+            if isinstance(error, TimeoutError):
+                raise  # of a signal handler: no copy raises it
         except BaseException:
-            # An interrupt. What was begun goes on, and ends before this: `poll` must not take it to have ended.
+            # An interrupt. What was begun goes on, and ends before this. `drain` fails it.
             ticket.ended.record(stream)
             raise
 
@@ -209,9 +216,12 @@ class CudaTransfers(TransferEngine):
             ticket.ended.synchronize()
 
     def _synchronize(self, transfer: Transfer) -> None:
-        transfer.ticket.ended.synchronize()
-        self._in_flight.remove(transfer)
+        ticket: Ticket | None = transfer.ticket
+        if ticket is not None:
+            ticket.ended.synchronize()
         self._end(transfer)
+        with contextlib.suppress(ValueError):  # an interrupt came just behind this the last time
+            self._in_flight.remove(transfer)
 
     def poll(self) -> None:
         """Settle what has ended. Within a stream, transfers end in the order of submission."""
@@ -220,13 +230,13 @@ class CudaTransfers(TransferEngine):
         try:
             while self._in_flight:
                 transfer = self._in_flight[0]
-                ended = transfer.direction not in blocked and transfer.ticket.ended.query()
-                self._in_flight.popleft()
-                if ended:
+                ticket: Ticket | None = transfer.ticket
+                if ticket is None or (transfer.direction not in blocked and ticket.whole and ticket.ended.query()):
                     self._end(transfer)
                 else:
                     blocked.add(transfer.direction)
                     still.append(transfer)
+                self._in_flight.popleft()  # last: an interrupt loses none
         finally:
             # A device that has failed may refuse to say: nothing is dropped for that.
             still.extend(self._in_flight)
@@ -249,7 +259,8 @@ class CudaTransfers(TransferEngine):
             except Exception as failure:
                 error = failure
         while self._in_flight:
-            self._end(self._in_flight.popleft(), error)
+            self._end(self._in_flight[0], error)
+            self._in_flight.popleft()
 
     def close(self) -> None:
         """Drain; streams, events and the memory of addresses go with this object."""
@@ -259,8 +270,19 @@ class CudaTransfers(TransferEngine):
         self._launches.close()
 
     def _end(self, transfer: Transfer, error: Exception | None = None) -> None:
-        ticket, transfer.ticket = transfer.ticket, None
-        if error is None and ticket.timed:
+        """Its copies have ended, or never will. May be done again where it was cut short."""
+        ticket: Ticket | None = transfer.ticket
+        if ticket is not None and not ticket.whole:
+            error = error or TransferError("it was cut short")
+        transfer.ticket = None
+        try:
+            if ticket is not None:
+                self._count(transfer, ticket, timed=error is None and ticket.timed)
+        finally:
+            transfer.settle(error)
+
+    def _count(self, transfer: Transfer, ticket: Ticket, *, timed: bool) -> None:
+        if timed:
             seconds = ticket.began.elapsed_time(ticket.ended) / 1e3
             began = None if ticket.clock is None else ticket.clock.seconds(ticket.began)
             if began is not None:
@@ -271,7 +293,6 @@ class CudaTransfers(TransferEngine):
                 transfer.counters.seconds_down += seconds
         self._spare += (ticket.began, ticket.ended)
         self._launches.release(ticket.batches)
-        transfer.settle(error)
 
     def _event(self) -> torch.cuda.Event:
         return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)

@@ -308,6 +308,8 @@ class InlineTransfers(TransferEngine):
                 transfer.span = (began, time.perf_counter())
         except Exception as error:
             transfer.settle(error)
+            if isinstance(error, TimeoutError):
+                raise  # of a signal handler: no copy raises it
         except BaseException:
             # Not by that itself: its frames have the transfer, which would keep all that they refer to.
             transfer.settle(TransferError("it was cut short"))

@@ -268,7 +268,7 @@ def test_a_launch_that_fails_is_a_failed_transfer_and_its_addresses_wait_for_the
 
 
 @pytest.mark.parametrize("unrecorded", [False, True])
-def test_an_interrupted_launch_is_in_flight_until_it_has_ended(unrecorded: bool, monkeypatch: Patch) -> None:
+def test_who_waits_for_an_interrupted_launch_waits_for_its_end(unrecorded: bool, monkeypatch: Patch) -> None:
     by_launch(monkeypatch)
     if unrecorded:
         edit(CudaTransfers, "_start", "ticket.ended.record(stream)\n        raise", "raise")(monkeypatch)
@@ -279,14 +279,55 @@ def test_an_interrupted_launch_is_in_flight_until_it_has_ended(unrecorded: bool,
             broken_launch(patch, KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 engine.submit(copies, WRITE_BACK, Counters())
-        if unrecorded:
-            with pytest.raises(AssertionError, match="may not have ended"):
-                engine.poll()
-        else:
-            engine.poll()
-            assert len(engine.in_flight()) == 1
-            engine.submit(copies, WRITE_BACK, Counters())
-            assert not model.races
+        engine.poll()
+        (transfer,) = engine.in_flight()
+        with pytest.raises(TransferError, match="it was cut short"):
+            transfer.synchronize()
+        engine._launches._spare[0].fill_(0)  # the addresses that it read
+        assert bool(model.pairs) == unrecorded
+        engine.close()
+    near.close()
+    far.close()
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize("mutation", [None, "taken to be whole", "settled while others go on"])
+def test_what_an_interrupt_kept_from_being_copied_is_not_done(
+    cut: int, mutation: str | None, monkeypatch: Patch
+) -> None:
+    """Its stream ends, and has not copied all: whoever took it to be done would read what was in the slots before."""
+    if mutation == "taken to be whole":
+        edit(CudaTransfers, "_end", "not ticket.whole", "False")(monkeypatch)
+    elif mutation:
+        edit(CudaTransfers, "poll", "ticket.whole and ", "")(monkeypatch)
+    with StreamModel(0, monkeypatch, eagerness=1.0, strict=False) as model:
+        engine = model.engine(CPU)
+        near, far, copies = some()
+        told: list[str] = []
+        with monkeypatch.context() as patch:
+            run, left = Copy.run, [cut]
+
+            def interrupted(self: Copy, non_blocking: bool = False) -> None:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise KeyboardInterrupt
+                run(self, non_blocking)
+
+            patch.setattr(Copy, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.submit(
+                    copies[:2],
+                    WRITE_BACK,
+                    Counters(),
+                    on_done=lambda: told.append("done"),
+                    on_failed=lambda: told.append("failed"),
+                )
+        after = engine.submit(copies, WRITE_BACK, Counters())
+        engine.poll()
+        assert (told == []) == (mutation != "settled while others go on")
+        engine.drain()
+        assert told == [("done" if mutation == "taken to be whole" else "failed")]
+        assert after.state is State.DONE
         engine.close()
     near.close()
     far.close()

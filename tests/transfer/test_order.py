@@ -176,8 +176,8 @@ EDGES: dict[str, Lost] = {
     ),
     "poll: what has ended": Lost(
         (
-            edit(CudaTransfers, "poll", "transfer.ticket.ended.query()", "True"),
-            edit(CudaTransfers, "_end", "seconds = ticket.began.elapsed_time(ticket.ended) / 1e3", "seconds = 0.0"),
+            edit(CudaTransfers, "poll", "ticket.ended.query()", "True"),
+            edit(CudaTransfers, "_count", "seconds = ticket.began.elapsed_time(ticket.ended) / 1e3", "seconds = 0.0"),
         ),
         ("write_back reads", "fetch writes"),
     ),
@@ -227,8 +227,8 @@ ADDRESSES = {
     "are used again at once": edit(
         CudaTransfers,
         "_start",
-        "ticket.ended.record(stream)\n    except Exception",
-        "self._launches.release(ticket.batches)\n        ticket.ended.record(stream)\n    except Exception",
+        "ticket.ended.record(stream)\n        ticket.whole",
+        "self._launches.release(ticket.batches)\n        ticket.ended.record(stream)\n        ticket.whole",
     ),
     "belong to whoever comes next": edit(Launches, "_take", "self._spare.pop(i)", "addresses"),
 }
