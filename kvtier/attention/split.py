@@ -116,7 +116,7 @@ def attend(
         reader: of the layer.
         lengths: tokens of every row, or of each.
         query: `[rows, heads, queries, k_dim]`, the last tokens of each row; with `cu_queries`, those of all rows end to
-            end, `[total, heads, k_dim]`. On the layer's device.
+            end, `[1, heads, total, k_dim]` or `[total, heads, k_dim]`. On the layer's device.
         params: scale, masks and biases, of which `serves` approved.
         cu_queries: `[rows + 1]` ints, where the queries of each row begin and end; a row may have none.
         pause: called when the query is on its way to the host and the device has its part, if there is both: other work
@@ -352,13 +352,17 @@ class _Call:
 
     def _paged(self, query: torch.Tensor, part: Part, params: AttentionParams, dtype: torch.dtype) -> Result:
         layout, device, lengths, bounds = self.reader.layer.layout, query.device, self.lengths, self.cu_queries
+        in_one_row = bounds is not None and query.dim() == 4
+        if in_one_row:
+            query = query[0].transpose(0, 1)
         out = torch.empty((*query.shape[:-1], layout.v_dim), dtype=dtype, device=device)
         ragged: dict[str, Any] = {}
         if bounds is not None:
             ragged["cu_queries"] = _up(bounds, torch.int32, device)
             ragged["max_queries"] = max((b - a for a, b in itertools.pairwise(bounds)), default=0)
         count = lengths if isinstance(lengths, int) else _up(lengths, torch.int32, device)
-        return paged.attend(query, part.table(device), layout, count, params, out=out, **ragged)
+        out, lse = paged.attend(query, part.table(device), layout, count, params, out=out, **ragged)
+        return (out.transpose(0, 1)[None], lse.transpose(0, 1)[None]) if in_one_row else (out, lse)
 
 
 def _up(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -180,20 +181,21 @@ def _launch_spans(
     ends = [begin + tokens for _, _, begin, tokens in spans]
     begins = [begin for _, _, begin, _ in spans]
     if begins[1:] != ends[:-1]:  # tokens of other tables are between: those of `spans` alone, end to end
-        index = _up(torch.cat([torch.arange(a, b) for a, b in zip(begins, ends, strict=True)]), keys.device)
+        index = _up([i for a, b in zip(begins, ends, strict=True) for i in range(a, b)], torch.int64, keys.device)
         keys, values = keys.index_select(2, index), values.index_select(2, index)
     else:
         keys, values = keys[:, :, begins[0] : ends[-1]], values[:, :, begins[0] : ends[-1]]
     counts = [tokens for *_, tokens in spans]
-    numbers = _up(torch.tensor([offset for _, offset, _, _ in spans], dtype=torch.int32), keys.device)
-    bounds = _up(torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32), keys.device)
-    addresses = _up(torch.tensor([[pool.address(slot)] for slot, *_ in spans]), keys.device)
+    numbers = _up([offset for _, offset, _, _ in spans], torch.int32, keys.device)
+    bounds = _up([0, *itertools.accumulate(counts)], torch.int32, keys.device)
+    addresses = _up([[pool.address(slot)] for slot, *_ in spans], torch.int64, keys.device)
     new_keys, new_values = keys[0].transpose(0, 1), values[0].transpose(0, 1)
     copies.append(new_keys, new_values, addresses, pool.layout, numbers, cu_tokens=bounds)
 
 
-def _up(made: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _up(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On a device, from page-locked memory, so that nothing waits for it."""
+    made = torch.tensor(numbers, dtype=dtype, device="cpu")  # whatever torch's default device is
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
 
 

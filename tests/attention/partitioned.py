@@ -197,9 +197,13 @@ class Sequences:
 
     # Attention
 
-    def attend(self, counts: list[int]) -> list[str]:
-        """Attend with so many queries of each sequence, end to end; what is wrong, row by row."""
-        case, packed, device = self.case, Packed(self.case, counts, four=False), self.device.device
+    def attend(self, counts: list[int], *, four: bool = True) -> list[str]:
+        """Attend with so many queries of each sequence, end to end; what is wrong, row by row.
+
+        Args:
+            four: in the form that models have, `[1, heads, total, ...]`; else `[total, heads, ...]`.
+        """
+        case, packed, device = self.case, Packed(self.case, counts, four=four), self.device.device
         out = split.attend(
             self.reader,
             case.spec.lengths,
@@ -207,6 +211,8 @@ class Sequences:
             _on(packed.params, device),
             cu_queries=packed.cu_queries,
         ).cpu()
+        if four:
+            out = out[0].transpose(0, 1)
         assert out.shape == (sum(counts), case.spec.heads, case.spec.v_dim)
         assert out.dtype is case.spec.dtype
         found = []

@@ -67,12 +67,12 @@ def test_blocks_are_attended_to_where_they_are_by_who_reads_there(
         spec = replace(spec, lengths=lengths, first_valid=None, k_dim=min(spec.k_dim, 33), block_size=7)
         own = device.type == "cuda" or engine == "its own"  # on a real device transfers are the real ones
         sequences = Sequences(Case(spec), number, device=device, engine=None if own else ENGINES[engine])
-        for _ in range(2):
+        for four in (True, False):
             sequences.scatter()
             with sequences.memory.lock:
                 parts = sequences.reader.partition(spec.lengths)
             served.clear()
-            found += sequences.attend(counts)
+            found += sequences.attend(counts, four=four)
             assert served["programs"] == bool(parts.device) + bool(parts.arriving)
             assert served["library"] == bool(parts.host)
             met.update(name for name in ("device", "arriving", "host") if getattr(parts, name))

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import torch
 import transformers
-from workloads import COUNTED, MODELS, Load, model_of
+from workloads import COUNTED, MODELS, Load, model_of, stream_of_tokens
 
 from kvtier import Engine
+from kvtier.cpu import native
 
 #: Loads of all models together, and the seed of the first one.
 LOADS = int(os.environ.get("KVTIER_TEST_LOADS", "25"))
@@ -54,3 +56,21 @@ def test_the_check_at_the_start_chooses_the_runner(name: str) -> None:
         assert engine.runner == MODELS[name][3]
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("device_budget", [None, "64KiB"], ids=["host", "spilled"])
+def test_without_the_native_library_requests_are_packed_too(
+    device_budget: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of a device: attention by the paged programs, or what stands in for them in torch."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    model, prompts = model_of("llama"), [stream_of_tokens(n)[: 9 + 20 * n] for n in range(4)]
+    engine = Engine(model, device_budget=device_budget, host_budget="64MiB", block_size=4)
+    try:
+        assert engine.runner == "packed"
+        outputs = list(engine.generate_batch(prompts, max_new_tokens=12, do_sample=False).values())
+    finally:
+        engine.close()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        alone = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+        assert output.generated_tokens == alone[0, len(prompt) :].tolist()

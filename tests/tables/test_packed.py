@@ -102,3 +102,11 @@ def test_without_room_for_all_no_table_gets_any(seed: int) -> None:
                     world.dense[i] = tuple(x[:, :kept] for x in world.dense[i])
         world.check()
     assert refused
+
+
+def test_where_torch_makes_tensors_by_default_does_not_matter() -> None:
+    """What goes up to a device begins in page-locked memory of the host."""
+    with torch.device("meta"):
+        assert torch.equal(
+            writing._up([[3, 4]], torch.int64, torch.device("cpu")), torch.tensor([[3, 4]], device="cpu")
+        )

@@ -23,6 +23,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.hf.models.generation import device_of
 
 #: Processors that look at the scores of one row alone, so that rows with equal ones are processed together.
 _OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
@@ -121,7 +122,8 @@ class Sampling:
             raise ConfigError(f"{', '.join(wrong)}: no setting of `generate` for one sequence of token ids.{meant}")
         if config.cache_implementation in _LOSSY:
             raise UnsupportedError(f"cache_implementation={config.cache_implementation!r}: an engine's cache is exact.")
-        ids = torch.tensor([list(prompt)], dtype=torch.long)
+        device = device_of(model)  # processors keep tensors, which meet the scores there
+        ids = torch.tensor([list(prompt)], dtype=torch.long, device=device)
         model._prepare_special_tokens(config, True, device=ids.device)
         given = generation_config if generation_config is not None else GenerationConfig()
         defaults = {
@@ -146,7 +148,7 @@ class Sampling:
             encoder_input_ids=ids,
             prefix_allowed_tokens_fn=allowed,
             logits_processor=processors,
-            device="cpu",
+            device=device,
             model_kwargs={},
         )
         eos = config._eos_token_tensor
@@ -177,8 +179,8 @@ class Sampling:
         return made
 
     def _seeded(self, number: int) -> None:
-        self._drawn = (-1, torch.empty(()))
-        self.generator = torch.Generator()
+        self._drawn = (-1, torch.empty((), device="cpu"))
+        self.generator = torch.Generator("cpu")
         if self._seed is None:
             self.generator.seed()
         else:
@@ -188,7 +190,7 @@ class Sampling:
         """The random number in [0, 1) for the token behind so many. Asked again, as after a step that failed, it is the
         same."""
         if self._drawn[0] != length:
-            self._drawn = length, torch.rand((), generator=self.generator, dtype=torch.float64)
+            self._drawn = length, torch.rand((), generator=self.generator, dtype=torch.float64, device="cpu")
         return self._drawn[1]
 
     def _group(self) -> tuple[Any, ...] | None:
@@ -207,8 +209,9 @@ class Sampling:
         """
         if not self._processors:
             return scores
-        history = torch.empty((len(scores), 0), dtype=torch.long) if self.group is not None else torch.tensor([ids])
-        processed: torch.Tensor = self._processors(history.to(scores.device), scores)
+        read = [[]] * len(scores) if self.group is not None else [list(ids)]
+        history = torch.tensor(read, dtype=torch.long, device=scores.device)
+        processed: torch.Tensor = self._processors(history, scores)
         return processed
 
     def ends(self, ids: Sequence[int]) -> str:
@@ -216,7 +219,7 @@ class Sampling:
         if ids[-1] in self._ends:
             return "stop"
         if self._criteria:
-            tensor = torch.tensor([list(ids)])
+            tensor = torch.tensor([list(ids)], device="cpu")
             if any(bool(torch.as_tensor(each(tensor, None)).any()) for each in self._criteria):
                 return "stop"
         if len(ids) >= self.max_length:
@@ -262,7 +265,8 @@ def _choose_alike(
         if not first.samples:
             greedy: list[int] = part.argmax(-1).tolist()
             return greedy
-        drawn = torch.tensor([[x.drawn(len(row))] for x, row in zip(of, ids, strict=True)], dtype=torch.float64)
+        numbers = [[float(x.drawn(len(row)))] for x, row in zip(of, ids, strict=True)]
+        drawn = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         return _draw(part, drawn.to(part.device))
     except Exception as error:
         if len(of) == 1:

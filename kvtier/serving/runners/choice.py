@@ -84,7 +84,7 @@ def _chosen(model: Any, memory: TieredMemory, options: CacheOptions, name: str) 
             enabled.disable()
         if name != "auto":
             raise UnsupportedError(f"{type(model).__name__} cannot be {name}: {why}.")
-        _LOG.info("%s is run one sequence at a time: %s.", type(model).__name__, why)
+        _LOG.warning("%s is run one sequence at a time: %s.", type(model).__name__, why)
     return _alone(model, memory, options), None
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="kvtier serve needs the extra `serve`")
+pytest.importorskip("uvicorn", reason="kvtier serve needs the extra `serve`")
+pytest.importorskip("openai", reason="these tests need OpenAI's client")
 
 import torch
 from servers import NAME, PYLM, Running, Start
