@@ -259,8 +259,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted = True
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C does not keep the tables from being printed
-    text, reached = run.tables()
-    run.recorder.add("targets", status="ok", targets=[target.fields() for target in reached], workload={})
+    text = "no tables"
+    try:
+        text, reached = run.tables()
+        run.recorder.add("targets", status="ok", targets=[target.fields() for target in reached], workload={})
+    except Exception as error:  # what was measured is recorded, and is worth more than its table
+        failures.append(f"tables: {type(error).__name__}: {error}")
     print("\n=== all results" + ("" if cuda else " (emulated)") + f"\n\n{text}\n\nRecords: {run.file}")
     for failure in failures:
         print(f"FAILED  {failure}")

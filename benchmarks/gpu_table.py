@@ -39,11 +39,11 @@ def table_of(records: Sequence[dict[str, Any]]) -> str:
         shown = ["", ""] if group == before else list(group)
         before = group
         first = [*shown, record.get("contender", "")]
-        if "median" not in record:
+        if record.get("median") is None:
             note = short(": ".join(filter(None, (record["status"], record.get("reason")))))
             rows.append([*first, "-", "", "", note])
             continue
-        ratio = record["ratio"]
+        ratio = record.get("ratio")
         times = f"{ratio['median']:.2f} x {ratio['to']}" if ratio else ""
         turns = "1 turn" if record["n"] == 1 else f"{record['n']} turns"
         notes = [] if record["status"] == "ok" else [f"{record['status']} after {turns}"]

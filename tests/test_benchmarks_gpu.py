@@ -21,7 +21,7 @@ from benchmarks.gpu import Run, run_benchmark, run_calibration
 from benchmarks.gpu_plan import LLAMA, PARTS, TIME_LIMIT, parts_named, share_of
 from benchmarks.gpu_table import cut_off, table_of
 from benchmarks.gpu_tests import ELSEWHERE, SANITIZED, SHARES, pytest_jobs, verdict
-from benchmarks.records import Recorder, read, turns_of
+from benchmarks.records import RESULTS, Recorder, read, turns_of
 from benchmarks.targets import Target, evaluate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,7 +141,8 @@ def test_the_device_and_the_host_are_tested_most_valuable_files_first() -> None:
     assert jobs["tests/hf/test_modes.py"].device == jobs["tests/test_view.py"].device == "cuda"
     assert jobs["tests/cpu/test_accuracy.py"].device == "cpu"
     assert all((ROOT / x.split("::")[0]).exists() for job in jobs.values() for x in job.arguments if "/" in x)
-    assert all((ROOT / x.split("::")[0]).exists() for x in SANITIZED)
+    for path, name in (x.split("::") for x in SANITIZED):
+        assert f"def {name}(" in (ROOT / path).read_text(), name
     files = [job.arguments[0] for name, job in jobs.items() if name != "marked cuda" and not job.under]
     assert set(pytest_jobs(cuda=False)["all others"].arguments[1:]) == set(files)
     order = [
@@ -211,6 +212,15 @@ def test_a_comparison_that_was_cut_off_is_in_the_table_with_its_turns() -> None:
     assert "refused: too small" in text
     assert "build" not in text
     assert table_of([]) == "nothing was measured"
+
+
+def test_what_every_scenario_of_the_plan_records_fits_the_tables() -> None:
+    """Each with fields of its own; a run on a GPU prints all of them at its end."""
+    planned = {part.name.split()[0] for part in PARTS}
+    found = [record for file in RESULTS.glob("*.jsonl") for record in read(file) if record["scenario"] in planned]
+    assert {record["scenario"] for record in found} >= {"decode", "host", "memory", "overlap", "predictions"}
+    assert table_of(found) != "nothing was measured"
+    evaluate(found)
 
 
 # The targets
