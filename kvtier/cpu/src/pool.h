@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "job.h"
@@ -39,14 +40,20 @@ class Pool {
     if (spare_.size() < 4) spare_.push_back(std::move(job));
   }
 
-  // Queue an entry for so many threads. False, and nothing done, once the pool is drained.
+  // Queue an entry for so many threads, or those that the system lets it have. False, and nothing done, where there are
+  // none, or once the pool is drained.
   bool add(Entry* entry, int threads) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (drained_) return false;
+      try {
+        while (static_cast<int>(threads_.size()) < threads)
+          threads_.emplace_back([this, mine = shutdowns_] { work(mine); });
+      } catch (const std::system_error&) {  // no more of them now
+        if (threads_.empty()) return false;
+        threads = static_cast<int>(threads_.size());
+      }
       entry->helpers = threads;
-      while (static_cast<int>(threads_.size()) < threads)
-        threads_.emplace_back([this, mine = shutdowns_] { work(mine); });
       queue_.push_back(entry);
     }
     // Not under the lock: a thread that wakes up would only wait for it.
