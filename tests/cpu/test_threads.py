@@ -520,3 +520,30 @@ def test_thousands_of_calls_do_not_grow_memory() -> None:
         turn()
     # Less than 100 bytes for each call, and what the allocator may do on its own.
     assert resident() - before < 2**20
+
+
+NO_THREADS = """
+import os, resource, sys
+sys.path[:0] = sys.argv[1:]
+import torch
+from test_threads import SPEC, Call, native
+torch.set_num_threads(1)
+native.library().kvtier_use_team(None)
+call = Call(SPEC)
+before = native.library().kvtier_threads()
+os.setuid(65534)  # of another user than root the number is limited
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+for _ in range(3):
+    result = call.attend(7)
+    assert call.is_right(result.out, result.lse)
+    assert call.is_right(*call.submit(7).wait())
+assert native.library().kvtier_threads() == before
+print("fine")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root becomes another user")
+def test_where_the_system_gives_no_thread_the_caller_attends() -> None:
+    command = [sys.executable, "-c", NO_THREADS, str(ROOT), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "fine\n", done.stderr
