@@ -114,7 +114,8 @@ class Connection:
         try:
             answer = self._answer(connection, "POST", "/chat/completions", body)
             while line := answer.readline():
-                data = line.decode().strip().removeprefix("data:").strip()
+                field, _, value = line.decode().partition(":")
+                data = value.strip() if field == "data" else ""  # what a proxy sends to keep a line open is a comment
                 if data == "[DONE]":
                     return
                 if data:

@@ -85,6 +85,12 @@ def test_a_server_without_models_and_a_key_that_is_none_are_sentences(
         assert (status, "The key in KVTIER_API_KEY has characters" in err) == (2, True)
 
 
+def test_only_data_is_read_of_the_events_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = b': ping\n\nevent: message\nid: 1\nretry: 5\ndata: {"a": 1}\n\n:\n\ndata:{"a": 2}\r\n\r\ndata: [DONE]\n\n'
+    monkeypatch.setattr(Connection, "_answer", lambda *args: io.BytesIO(sent))
+    assert list(Connection("http://127.0.0.1:1").stream({})) == [{"a": 1}, {"a": 2}]
+
+
 def test_what_is_wrong_is_a_sentence(running: Running, talk: Any, start: Start, tmp_path: Any) -> None:
     for args, said in (
         (("--url", "ftp://x"), "give http://HOST:PORT"),
