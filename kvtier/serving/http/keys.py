@@ -73,10 +73,14 @@ class Keys:
         """From a file of lines `NAME KEY`; those that begin with # say nothing.
 
         Raises:
-            ConfigError: a line that is none, or a name or a key that comes twice; OSError.
+            ConfigError: no text, a line that is none, or a name or a key that comes twice; OSError.
         """
         names: dict[str, str] = {}
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is no text: {error}. Write it in UTF-8, with lines `NAME KEY`.") from error
+        for number, line in enumerate(text.splitlines(), 1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue

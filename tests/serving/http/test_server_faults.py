@@ -307,6 +307,12 @@ def test_a_key_that_no_header_can_hold_is_refused(tmp_path: Any) -> None:
         Keys.read(tmp_path / "keys", b"x" * 32)
 
 
+def test_a_file_of_keys_that_is_no_text_is_refused_in_a_sentence(tmp_path: Any) -> None:
+    (tmp_path / "keys").write_bytes("älice key-a\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"keys is no text: .*\. Write it in UTF-8"):
+        Keys.read(tmp_path / "keys", b"x" * 32)
+
+
 def test_a_session_of_another_salt_begins_anew(start: Start, tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alice key-a\n")
