@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.serving.http.refusals import Refusal, refusal_of
+from kvtier.serving.http.refusals import refusal_of, shutting_down
 from kvtier.serving.request import RequestOutput
 from kvtier.serving.text import StopCutter, StopsInAnswer, TextStream
 
@@ -231,7 +231,7 @@ class Answers:
         if answer.reason == "error":
             raise refusal_of(answer.error or RuntimeError("the request failed"))
         if answer.reason == "cancelled":
-            raise Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=1)
+            raise shutting_down()
         return parts
 
     async def all(self) -> list[list[Part]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtier.serving.http.keys import VISIT, Caller, Keys, Visit
 from kvtier.serving.http.metrics import Metrics
-from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.refusals import Refusal, shutting_down
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -64,7 +64,7 @@ class Door:
         try:
             visit = Visit(self._caller(scope))
             if scope["method"] == "POST" and self._draining():
-                raise Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=1)
+                raise shutting_down()
             async with asyncio.timeout(self._timeout):
                 body = await self._body(scope, receive)
             _check_text(body)

@@ -27,7 +27,7 @@ from kvtier.serving.http.answers import Answer, Answers
 from kvtier.serving.http.asked import Asked
 from kvtier.serving.http.keys import Caller, Keys, Visit
 from kvtier.serving.http.metrics import Metrics
-from kvtier.serving.http.refusals import Refusal, refusal_of
+from kvtier.serving.http.refusals import Refusal, refusal_of, shutting_down
 from kvtier.serving.http.settings import Penalties, asked_of, check_settings
 from kvtier.serving.request import RequestOutput
 from kvtier.stats import CacheStats
@@ -150,7 +150,7 @@ class EngineManager(BaseGenerateManager):
             Refusal: they are not taken, and none of them runs.
         """
         if self.draining:
-            raise Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=1)
+            raise shutting_down()
         sequences, most = len(prompts) * asked.count, self.engine.max_waiting
         if sequences > most:
             text = f"{sequences} answers are asked for, and no more than {most} requests may wait here: ask for less."
@@ -251,7 +251,10 @@ class EngineManager(BaseGenerateManager):
         numbers = {name if not k else f"{name}#{k}": number + k for k in range(count)}
         if count > 1:
             options["num_return_sequences"] = count
-        self._names[answers] += numbers
+        names = self._names.get(answers)
+        if names is None:  # everything has been cancelled since the first ones of them were added
+            raise shutting_down()
+        names += numbers
         session = None if number % asked.count else self._conversation(terms)
         try:
             self.engine.add_request(

@@ -49,6 +49,11 @@ class Refusal(Exception):
         return found | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
+def shutting_down(retry_after: int = 1) -> Refusal:
+    """The end of the server has begun."""
+    return Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=retry_after)
+
+
 def refusal_of(error: BaseException, retry_after: int = 1) -> Refusal:
     """How an error of the engine is said.
 
@@ -62,7 +67,7 @@ def refusal_of(error: BaseException, retry_after: int = 1) -> Refusal:
     if isinstance(error, BudgetError):
         return Refusal(400, str(error), code="budget_exceeded")
     if isinstance(error, ClosedError):
-        return Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=retry_after)
+        return shutting_down(retry_after)
     if isinstance(error, (ConfigError, UnsupportedError)):
         return Refusal(400, str(error), code="unsupported")
     return Refusal(500, f"{type(error).__name__}: {error}", code="generation_failed")

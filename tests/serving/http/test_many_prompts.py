@@ -69,6 +69,20 @@ def test_nothing_more_is_added_for_a_client_that_has_left(running: Running, adde
     until(lambda: not running.engine.load.running + running.engine.load.waiting)
 
 
+def test_who_is_cancelled_while_its_prompts_are_added_hears_that_the_server_ends(
+    running: Running, added: list[int]
+) -> None:
+    many = connected(running, prompt=["a b c"] * PROMPTS, max_tokens=1)
+    until(lambda: added)
+    running.server.manager.cancel_everything()
+    answer = many.recv(65536).decode()
+    assert answer.startswith("HTTP/1.1 503")
+    assert "The server is shutting down." in answer
+    many.close()
+    until(lambda: not running.engine.load.running + running.engine.load.waiting)
+    assert not running.server.manager._names
+
+
 def test_more_answers_than_may_ever_wait_are_no_busy_server(start: Start) -> None:
     with start(engine={"max_waiting": 8}) as running:
 
