@@ -427,20 +427,31 @@ def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", "give a list of messages, at least one")
     for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _wrong(where, "give an object with a role and its content")
-        check_content(where, message.get("content"))
-        for name in ("name", "reasoning_content"):
-            if not isinstance(message.get(name), str | None):
-                raise _wrong(where, f"{name} is a string")
-        for name in ("function_call", "audio"):  # of assistants, before there were tools, and without a text
-            if message.get(name) is not None:
-                raise _wrong(where, f"{name} is not supported")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise _wrong(where, "it has no content")
-        _check_calls(where, message.get("tool_calls"))
+        check_message(f"messages[{i}]", message)
     return messages
+
+
+def check_message(where: str, message: Any) -> None:
+    """Refuse what is no message, or holds something other than text.
+
+    Args:
+        where: it is in the body.
+
+    Raises:
+        Refusal: so it is.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _wrong(where, "give an object with a role and its content")
+    check_content(where, message.get("content"))
+    for name in ("name", "reasoning_content"):
+        if not isinstance(message.get(name), str | None):
+            raise _wrong(where, f"{name} is a string")
+    for name in ("function_call", "audio"):  # of assistants, before there were tools, and without a text
+        if message.get(name) is not None:
+            raise _wrong(where, f"{name} is not supported")
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise _wrong(where, "it has no content")
+    _check_calls(where, message.get("tool_calls"))
 
 
 def check_content(where: str, content: Any) -> None:

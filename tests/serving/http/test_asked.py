@@ -87,6 +87,12 @@ OF_RESPONSES: dict[str, list[Any]] = {
     "text": [{"format": {"type": "json_object"}}],
     "reasoning": [{"summary": "auto"}, 5],
     "instructions": [5, ["x"]],
+    "input": [
+        *(None, [], [5], [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "input_image"}]}]),
+        [{"role": "user", "content": "x"}, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "x"}],
+        [{"role": "user", "content": "x"}, {"type": "function_call", "call_id": "c"}],
+        [{"role": "user", "type": "reasoning"}],
+    ],
 }
 
 

@@ -114,3 +114,10 @@ def test_a_template_that_cannot_be_used_says_so(handler: Any) -> None:
     assert "chat template refuses" in str(refused(handler, broken, TOOLS))
     assert refused(handler, broken, effort=1).param == "effort"
     assert "no default" in str(refused(handler, {"a": MENTIONS, "b": MENTIONS}))
+
+
+@pytest.mark.parametrize(("kind", "field"), [(Handler, "messages"), (responses.ResponsesHandler, "input")])
+def test_a_template_that_refuses_names_the_field_of_the_request(handler: Any, kind: Any, field: str) -> None:
+    made = kind.__new__(kind)
+    made.served = handler.served
+    assert refused(made, "{{ raise_exception('no') }}").param == field

@@ -89,7 +89,12 @@ class Handler(BaseHandler):
         served: the model.
         manager: of its engine.
         state: of the app.
+
+    Attributes:
+        field: of a body, with the messages.
     """
+
+    field = "messages"
 
     def __init__(self, served: Served, manager: EngineManager, state: Any) -> None:
         super().__init__(served, state)
@@ -111,12 +116,12 @@ class Handler(BaseHandler):
         try:
             plain = [self._plain(message) for message in messages]
         except RecursionError:  # Transformers copies the calls of tools
-            text = "messages: the arguments of a tool call nest too deeply."
-            raise Refusal(400, text, code="invalid_value", param="messages") from None
+            text = f"{self.field}: the arguments of a tool call nest too deeply."
+            raise Refusal(400, text, code="invalid_value", param=self.field) from None
         try:
             template = template_of(tokenizer, asked.tools)
         except ValueError as error:
-            raise _refused(error) from error
+            raise self._refused(error) from error
         read = names_read(template)
         unread = [name for name in (*asked.template, *(("tools",) if asked.tools else ())) if name not in read]
         if unread:
@@ -135,8 +140,12 @@ class Handler(BaseHandler):
                 **({"add_generation_prompt": True} | asked.template),
             )
         except Exception as error:  # of the template, which may ask for anything
-            raise _refused(error) from error
+            raise self._refused(error) from error
         return [int(x) for x in found["input_ids"]]
+
+    def _refused(self, error: Exception) -> Refusal:
+        text = f"The chat template refuses these messages: {error}"
+        return Refusal(400, text, code="invalid_messages", param=self.field)
 
     def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message as templates read it. Transformers leaves out what a message says besides its calls of tools, who
@@ -175,10 +184,6 @@ class Handler(BaseHandler):
         # JSON has no number for a probability of 0.
         logprob = logprob if logprob > _LEAST_LOGPROB else _LEAST_LOGPROB
         return Named(token, text, bytes_of(tokenizer, token, text), logprob, [self.named(*each) for each in top])
-
-
-def _refused(error: Exception) -> Refusal:
-    return Refusal(400, f"The chat template refuses these messages: {error}", code="invalid_messages", param="messages")
 
 
 @dataclass(frozen=True)

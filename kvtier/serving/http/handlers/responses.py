@@ -14,13 +14,15 @@ from openai.types.responses.response_usage import ResponseUsage
 from transformers.cli.serving.response import ResponseHandler, _ResponseStreamBuilder, compute_usage
 
 from kvtier.serving.http.answers import Answers, Part
-from kvtier.serving.http.asked import Asked, asked_of, messages_of
+from kvtier.serving.http.asked import Asked, asked_of, check_message
 from kvtier.serving.http.handlers.handler import Handler, streamed
 from kvtier.serving.http.refusals import Refusal
 
 
 class ResponsesHandler(Handler):
     """Items in, items out."""
+
+    field = "input"
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request. Raises `Refusal`."""
@@ -75,12 +77,16 @@ def messages_from(body: dict[str, Any]) -> list[dict[str, Any]]:
         raise Refusal(400, str(error.detail), code="invalid_value", param="input") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise Refusal(400, f"input: an item is malformed: {error!r}.", code="invalid_value", param="input") from error
+    if not found:
+        raise Refusal(400, "input: give an item that says something.", code="invalid_value", param="input")
+    for message in found:  # whose numbers are not those of items
+        check_message("input", message)
     instructions = body.get("instructions")
     if not isinstance(instructions, str | None):
         raise Refusal(400, "instructions: give a string.", code="invalid_value", param="instructions")
     if instructions:  # before a system message of the input, and not in its place
         found.insert(0, {"role": "system", "content": instructions})
-    return messages_of({"messages": found})
+    return found
 
 
 class _Reply:
