@@ -5,6 +5,7 @@ app.py          Transformers' app with our handlers, and what else it has
 asked.py        a body -> what is asked: every field is honoured or refused
 handlers/       what is asked -> prompts; parts of answers -> the wire
 answers.py      requests of the engine -> parts of an answer
+parsing.py      what a model writes -> text, thoughts, calls of tools
 settings.py     settings of generation: what is refused of them
 manager.py      what Transformers' app asks for generation; requests to the engine, tokens back
 keys.py         API keys, and the salt of each

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,21 +40,13 @@ class Part:
     reason: str = ""
 
 
-def parser_of(tokenizer: Any, model: Any, ids: Sequence[int], tools: Any) -> Any:
-    """Transformers' parser of what a model writes, where it has one: reasoning, calls of tools."""
-    from transformers.cli.serving import utils
-
-    takes_tools = "tools" in inspect.signature(utils.build_response_parser).parameters  # not in 5.17
-    return utils.build_response_parser(tokenizer, model, list(ids), **({"tools": tools} if takes_tools else {}))
-
-
 class Answer:
     """One sequence as its client sees it.
 
     Args:
         tokenizer: of the model.
         stop: strings that end it, and are no part of it.
-        parser: of Transformers; None: all of it is text.
+        parser: of what the model writes; None: all of it is text.
 
     Attributes:
         tokens: of the sequence, up to where it ends for the client.
@@ -73,7 +63,6 @@ class Answer:
         self._cutter = StopCutter(stop)
         self._parser = parser
         self._logs: list[TokenLog] = []
-        self._parts: list[Part] = [] if parser is None else self._parsed(parser.initial_events)
         self.tokens = 0
         self.reason = ""
         self.error: BaseException | None = None
@@ -86,7 +75,7 @@ class Answer:
     def feed(self, output: RequestOutput) -> list[Part]:
         """What is new in a request's output."""
         finished = output.finish_reason  # read before its tokens, which are all there then
-        parts, self._parts = self._parts, []
+        parts: list[Part] = []
         there = min(len(x) for x in (output.generated_tokens, output.logprobs, output.top_logprobs) if x is not None)
         while self.tokens < there and not self.reason:
             parts += self._put(output)
@@ -120,8 +109,7 @@ class Answer:
             parts += self._said(self._cutter.end())
             self.reason = self.reason if self._cutter.found is None else "stop"
         if self._parser is not None:
-            with contextlib.suppress(ValueError, RuntimeError):  # it ended within a call of a tool
-                parts += self._parsed(self._parser.finalize()[1])
+            parts += self._parsed(self._parser.finalize()[1])
             self._parser = None
         parts.append(Part(logs=self._logs, reason=self.finish))
         self._logs = []

@@ -27,6 +27,7 @@ from kvtier.serving.http.answers import Answer, Answers
 from kvtier.serving.http.asked import Asked
 from kvtier.serving.http.keys import Caller, Keys, Visit
 from kvtier.serving.http.metrics import Metrics
+from kvtier.serving.http.parsing import Parser
 from kvtier.serving.http.refusals import Refusal, refusal_of, shutting_down
 from kvtier.serving.http.settings import Penalties, asked_of, check_settings
 from kvtier.serving.request import RequestOutput
@@ -135,7 +136,7 @@ class EngineManager(BaseGenerateManager):
         asked: Asked,
         visit: Visit,
         *,
-        parsers: Callable[[Sequence[int]], Any] = lambda ids: None,
+        parsers: Sequence[Any] = (),
         default_tokens: int | None = None,
     ) -> Answers:
         """Add requests.
@@ -143,7 +144,7 @@ class EngineManager(BaseGenerateManager):
         Args:
             prompts: token ids of each.
             visit: that they are of, whose end is theirs.
-            parsers: make the parser of one sequence.
+            parsers: of what each sequence says; none: all is text.
             default_tokens: of an answer, where neither the request nor the server says.
 
         Raises:
@@ -157,7 +158,7 @@ class EngineManager(BaseGenerateManager):
             raise Refusal(400, text, code="too_many_answers", param="n" if asked.count > 1 else "prompt")
         lengths = [self._length(len(ids), asked, default_tokens) for ids in prompts]
         answers = Answers(
-            [Answer(self.tokenizer, asked.stop, parsers(ids)) for ids in prompts for _ in range(asked.count)],
+            [Answer(self.tokenizer, asked.stop, parser) for parser in parsers or [None] * sequences],
             asked.count,
             [len(ids) for ids in prompts],
             self._cancel,
@@ -443,10 +444,11 @@ class EngineManager(BaseGenerateManager):
         """See `BaseGenerateManager`."""
         asked = asked_of(gen_config)
         streamer, queue = _Streamer(), asyncio.Queue[Any]()
+        parsers = [] if response_parser is None else [Parser.instead_of(response_parser)]
 
         async def follow() -> None:
             try:
-                answers = await self.generate([inputs["input_ids"]], asked, Visit(), parsers=lambda _: response_parser)
+                answers = await self.generate([inputs["input_ids"]], asked, Visit(), parsers=parsers)
                 async for _, part in answers.parts():
                     streamer.total_tokens = answers.answers[0].tokens
                     for item in (part.reasoning and _reasoning(part.reasoning), part.call, part.text):

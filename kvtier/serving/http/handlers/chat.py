@@ -23,7 +23,8 @@ class ChatHandler(Handler):
         asked = asked_of("chat", body)
         self.served.check(body.get("model"))
         ids = await self.manager.read(self.prompt_of, messages_of(body), asked)
-        answers = await self.manager.generate([ids], asked, self.visit, parsers=lambda ids: self.parser(ids, asked))
+        parsers = await self.manager.read(self.parsers, ids, asked)
+        answers = await self.manager.generate([ids], asked, self.visit, parsers=parsers)
         reply = _Reply(self, answers)
         if asked.stream:
             return streamed(reply.events(asked))

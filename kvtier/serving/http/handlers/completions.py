@@ -27,8 +27,8 @@ class CompletionHandler(Handler):
         self.served.check(body.get("model"))
         given = prompts_of(body)
         prompts = [await self.manager.read(self.ids_of, prompt) for prompt in given]
+        echoed = [await self.manager.read(self._text, prompt) if body.get("echo") else "" for prompt in given]
         answers = await self.manager.generate(prompts, asked, self.visit, default_tokens=_DEFAULT_TOKENS)
-        echoed = [self._text(prompt) if body.get("echo") else "" for prompt in given]
         reply = _Reply(self, answers, [echo for echo in echoed for _ in range(asked.count)])
         if asked.stream:
             return streamed(reply.events(asked))

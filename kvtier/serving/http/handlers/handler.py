@@ -12,10 +12,11 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
 from kvtier.hf.models.templates import names_read, template_of
-from kvtier.serving.http.answers import Answers, parser_of
+from kvtier.serving.http.answers import Answers
 from kvtier.serving.http.asked import Asked
 from kvtier.serving.http.keys import VISIT, Visit
 from kvtier.serving.http.manager import EngineManager
+from kvtier.serving.http.parsing import Parser, parsers_of
 from kvtier.serving.http.refusals import Refusal
 from kvtier.serving.text import bytes_of
 
@@ -173,9 +174,9 @@ class Handler(BaseHandler):
             raise Refusal(400, f"prompt: token ids are from 0 to {size - 1}.", code="invalid_value", param="prompt")
         return list(prompt)
 
-    def parser(self, ids: Sequence[int], asked: Asked) -> Any:
-        """Transformers' parser of what the model writes; None: it has none."""
-        return parser_of(self.served.tokenizer, self.served.model, ids, asked.tools)
+    def parsers(self, ids: Sequence[int], asked: Asked) -> list[Parser | None]:
+        """Of the answers to a prompt."""
+        return parsers_of(self.served.tokenizer, self.served.model, ids, asked.tools, asked.count)
 
     def named(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> Named:
         """What a token and those that were likely at its place look like."""

@@ -32,7 +32,8 @@ class ResponsesHandler(Handler):
         asked.tools = ResponseHandler._normalize_tools(asked.tools)
         ids = await self.manager.read(self.prompt_of, messages, asked)
         check_head(self._head(body, asked))
-        answers = await self.manager.generate([ids], asked, self.visit, parsers=lambda ids: self.parser(ids, asked))
+        parsers = await self.manager.read(self.parsers, ids, asked)
+        answers = await self.manager.generate([ids], asked, self.visit, parsers=parsers)
         reply = _Reply(answers, self._head(body, asked))
         if asked.stream:
             return streamed(reply.events())

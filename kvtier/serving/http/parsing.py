@@ -1,0 +1,118 @@
+"""What a model writes to what it says: text, thoughts, calls of tools. Transformers' parser, which never fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.cli.serving.utils import ResponseParser, get_response_template
+
+Event = dict[str, Any]
+
+
+def parsers_of(tokenizer: Any, model: Any, ids: Sequence[int], tools: Any, count: int = 1) -> list[Parser | None]:
+    """The parsers of several answers to a prompt, which is decoded once. None: Transformers has none for this model.
+
+    Args:
+        ids: of the prompt, with whose end an answer may have begun.
+        tools: whose schemas say of what types arguments are.
+        count: of answers.
+    """
+    template = get_response_template(tokenizer, model)
+    if template is None:
+        return [None] * count
+    prompt = tokenizer.decode(list(ids))
+    return [Parser(template, prefix=prompt, tools=tools) for _ in range(count)]
+
+
+class Parser(ResponseParser):
+    """Transformers' parser of one answer, for whatever a model writes.
+
+    A call that cannot be read, here or by who is to take it, is text of the answer, as the model wrote it. The end of
+    an answer closes what is open, also a thought or a call. What the prompt has begun of the answer tells what is open,
+    and is no part of what is said.
+    """
+
+    def __init__(self, template: Any, *, prefix: str, tools: Any = None) -> None:
+        self._region: int | None = None  # where the open region begins in the buffer, while nothing of it has been said
+        self._own = 0  # where the model's own text does
+        super().__init__(template, prefix=prefix, tools=tools)
+        self._own = len(self._buffer)
+        self.initial_events: list[Event] = []
+
+    @classmethod
+    def instead_of(cls, other: Any) -> Parser:
+        """That goes on where Transformers' own parser is, which is not used from then on."""
+        made = cls.__new__(cls)
+        made.__dict__.update(vars(other), initial_events=[], _region=0, _own=len(other._buffer))
+        return made
+
+    def finalize(self) -> tuple[dict[str, Any], list[Event]]:
+        """See `ResponseParser`. Fields that the template requires may be missing: the rest is said all the same."""
+        events: list[Event] = []
+        self._process(events, eos=True)
+        return self._output, events
+
+    def _watchlist(self) -> list[tuple[str, Any]]:
+        watched: list[tuple[str, Any]] = super()._watchlist()
+        text = self._text
+        return watched if text is None or self._current == self._implicit_name else [*watched, ("close", text)]
+
+    def _accumulate(self, events: list[Event], text: str) -> None:
+        known = len(events)
+        super()._accumulate(events, text)
+        for event in events[known:]:
+            if event["type"] == "region_chunk":  # it begins where the buffer has been read to
+                event["text"] = text[max(0, self._own - self._pos) :]
+                self._region = self._region if event["dirty"] else None
+
+    def _open_explicit(self, events: list[Event], field: Any, match: Any) -> None:
+        self._region = match.start()
+        super()._open_explicit(events, field, match)
+
+    def _close_current(self, events: list[Event]) -> None:
+        known = len(events)
+        try:
+            super()._close_current(events)
+            if len(events) > known and events[-1]["field"] == "tool_calls":
+                events[known:] = [_closed(call) for call in _calls(events[-1]["value"])]
+        except Exception:  # of what a model wrote, which may be anything
+            events[known:] = [{"type": "region_chunk", "field": "content", "text": self._raw, "dirty": False}]
+            self._reset_to_implicit()
+
+    @property
+    def _raw(self) -> str:
+        """What was not said of the open region as the model wrote it, without what ends the answer."""
+        if self._region is None:
+            return ""
+        written: str = self._buffer[max(self._region, self._own) : self._pos]
+        return written if self._text is None else self._text.close_re.sub("", written)
+
+    @property
+    def _text(self) -> Any:
+        """The field of what is in no region, which ends where the answer does; None: the template has none."""
+        field = self._spec.fields.get(self._implicit_name)
+        return None if field is None or field.close_re is None else field
+
+
+def _closed(call: Any) -> Event:
+    return {"type": "region_close", "field": "tool_calls", "value": call}
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """The calls of a region, each with a name and a JSON object of arguments: what the server takes in a message, too.
+
+    Raises:
+        Exception: they have other shapes.
+    """
+    return [{"function": _function(call["function"])} for call in (value if isinstance(value, list) else [value])]
+
+
+def _function(given: Any) -> dict[str, str]:
+    name, arguments = given["name"], given.get("arguments")
+    name.encode()  # a half of a surrogate pair could not be sent
+    found = json.loads(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
+    if not isinstance(found, dict):
+        raise TypeError("arguments are a JSON object")
+    return {"name": name, "arguments": json.dumps(found, allow_nan=False)}
