@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,13 @@ from servers import NAME, Running
 from transformers.cli.serving import utils
 
 from kvtier.serving.http import answers
+from kvtier.serving.http.answers import Part
+from kvtier.serving.http.handlers.handler import streamed
+from kvtier.serving.http.handlers.responses import ResponsesHandler, _Reply
 from kvtier.serving.text import TextStream
 
 PROMPT = "def first(items):\n"
+CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 QWEN = next(x for types, x in utils._RESPONSE_TEMPLATE_FALLBACKS.items() if "qwen3" in types)
 
 
@@ -68,6 +74,75 @@ def test_a_call_without_arguments_is_a_call(running: Running, written: Callable[
     (whole,) = running.client().chat.completions.create(**asked).choices
     (call,) = whole.message.tool_calls
     assert (call.function.name, call.function.arguments, whole.finish_reason) == ("now", "{}", "tool_calls")
+
+
+def test_a_response_that_calls_is_read_by_openais_client(
+    running: Running, written: Callable[[str], dict[str, Any]]
+) -> None:
+    asked = written(f"<think>Hm.</think>I look.{CALL}") | {"input": PROMPT}
+    with running.client().responses.stream(**asked) as stream:
+        kinds = [event.item.type for event in stream if event.type == "response.output_item.added"]
+        final = stream.get_final_response()
+    assert kinds == [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert (final.output_text, final.output[2].arguments) == ("I look.", '{"x": 1}')
+    assert kinds == [item.type for item in running.client().responses.create(**asked).output]
+
+
+SAID = {
+    "t": ("message", Part(text="I look.")),
+    "s": ("message", Part(text="So it is.")),
+    "r": ("reasoning", Part(reasoning="Hm.")),
+    "c": ("function_call", Part(call=SimpleNamespace(name="f", arguments='{"x": 1}'))),
+}
+
+
+def replied(parts: Sequence[Part]) -> _Reply:
+    """To a request whose answer has these parts."""
+
+    async def each() -> Any:
+        for part in parts:
+            yield 0, part
+
+    async def whole() -> Any:
+        return [list(parts)]
+
+    usage = {"prompt_tokens": 3, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0}}
+    given: Any = SimpleNamespace(answers=[SimpleNamespace(reason="stop")], usage=usage, parts=each, all=whole)
+    head = {"created_at": 1.0, "model": NAME, "object": "response", "parallel_tool_calls": True, "tool_choice": "auto"}
+    return _Reply(given, head | {"tools": []})
+
+
+@pytest.mark.parametrize("said", ["c", "tc", "ct", "rc", "tcs", "cc", "rtcrs", "t", "r", ""])
+def test_items_of_a_response_are_told_in_their_order(
+    running: Running, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    """Each has an index, an id and a text of its own, and OpenAI's client takes them."""
+    expected = [SAID[x][0] for x in said] + ([] if set(said) & set("tc") else ["message"])
+
+    async def reply(*_: Any) -> Any:
+        return streamed(replied([SAID[x][1] for x in said]).events())
+
+    monkeypatch.setattr(ResponsesHandler, "handle_request", reply)
+    with running.client().responses.stream(model=NAME, input="x") as stream:
+        seen = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in seen] == list(range(len(seen)))
+    for what in ("added", "done"):
+        items = [event for event in seen if event.type == f"response.output_item.{what}"]
+        assert [event.output_index for event in items] == list(range(len(expected)))
+        assert [event.item.type for event in items] == expected
+        assert [event.item.id for event in items] == [item.id for item in final.output]
+    assert [item.type for item in final.output] == expected
+    assert len({item.id for item in final.output}) == len(expected)
+    texts = [SAID[x][1].text for x in said if x in "ts"]
+    assert [item.content[0].text for item in final.output if item.type == "message"] == (
+        texts or [""] * expected.count("message")
+    )
+    assert [event.text for event in seen if event.type == "response.output_text.done"] == (
+        texts or [""] * expected.count("message")
+    )
+    whole = asyncio.run(replied([SAID[x][1] for x in said]).whole())
+    assert [item["type"] for item in whole["output"]] == expected
 
 
 @pytest.mark.parametrize("path", ["chat", "echo"])

@@ -4,4 +4,5 @@ handler.py      what they share: the model that is served, prompts, streams
 chat.py         chat completions
 completions.py  completions
 responses.py    responses
+items.py        items of a response, and the events that tell of them
 """

@@ -1,21 +1,22 @@
-"""`/v1/responses`: with the events and the reading of items that Transformers has."""
+"""`/v1/responses`: with the reading of items that Transformers has."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
-from openai.types.responses import Response, ResponseIncompleteEvent
+from openai.types.responses import Response
 from openai.types.responses.response_usage import ResponseUsage
-from transformers.cli.serving.response import ResponseHandler, _ResponseStreamBuilder, compute_usage
+from transformers.cli.serving.response import ResponseHandler, compute_usage
 
-from kvtier.serving.http.answers import Answers, Part
+from kvtier.serving.http.answers import Answers
 from kvtier.serving.http.asked import Asked, asked_of, check_message
 from kvtier.serving.http.handlers.handler import Handler, streamed
+from kvtier.serving.http.handlers.items import Items
 from kvtier.serving.http.refusals import Refusal
 
 
@@ -37,8 +38,7 @@ class ResponsesHandler(Handler):
         reply = _Reply(answers, self._head(body, asked))
         if asked.stream:
             return streamed(reply.events())
-        events = [event async for event in reply.parts()]
-        return JSONResponse(reply.last(events))
+        return JSONResponse(await reply.whole())
 
     def _head(self, body: dict[str, Any], asked: Asked) -> dict[str, Any]:
         return {
@@ -58,7 +58,7 @@ class ResponsesHandler(Handler):
 def check_head(head: dict[str, Any]) -> None:
     """Refuse what a response cannot repeat, such as a tool without a name. Raises `Refusal`."""
     try:
-        _ResponseStreamBuilder(request_id="", response_defaults=head | {"id": "resp_"}).start_response()
+        _response(head | {"id": "resp_"}, "queued", output=[])
     except ValueError as error:
         lines = str(error).splitlines()
         text = f"tools: one is malformed: {' '.join(x.strip() for x in lines[1:3])}."
@@ -90,80 +90,53 @@ def messages_from(body: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def _response(head: dict[str, Any], status: str, **fields: Any) -> dict[str, Any]:
+    """Raises ValueError: a field is malformed."""
+    found: dict[str, Any] = Response(**head, status=status, **fields).model_dump(mode="json", exclude_none=True)
+    return found
+
+
 class _Reply:
-    """Answers as this endpoint has them."""
+    """An answer as this endpoint has it."""
 
     def __init__(self, answers: Answers, head: dict[str, Any]) -> None:
         self._answers = answers
         name = uuid.uuid4().hex
-        self._builder = _ResponseStreamBuilder(request_id=name, response_defaults=head | {"id": f"resp_{name}"})
         self._head = head | {"id": f"resp_{name}"}
-        self._calls = 0
-        self.response: Response | None = None
+        self._items = Items(name)
 
     async def events(self) -> AsyncIterator[str]:
         """As it comes."""
-        yield "".join(self._builder.start_response())
+        items = self._items
+        yield items.event("response.created", response=_response(self._head, "queued", output=[]))
+        yield items.event("response.in_progress", response=_response(self._head, "in_progress", output=[]))
         try:
-            async for part in self.parts():
-                yield part
+            async for _, part in self._answers.parts():
+                if said := items.put(part):
+                    yield "".join(said)
         except Refusal as error:
-            yield "".join(self._builder.error(str(error)))
+            failed = {"code": "server_error", "message": str(error)}
+            yield items.event("error", message=str(error))
+            yield items.event("response.failed", response=_response(self._head, "failed", output=[], error=failed))
+            return
+        yield "".join(items.end())
+        last = self._last()
+        yield items.event(f"response.{last['status']}", response=last)
 
-    async def parts(self) -> AsyncIterator[str]:
-        """Events of the answer itself. Raises `Refusal`."""
-        builder = self._builder
-        reason = ""
-        async for _, part in self._answers.parts():
-            reason = part.reason
-            if said := self._said(part):
-                yield "".join(said)
-        if builder.reasoning_open:
-            yield "".join(builder.finish_reasoning())
-        if not builder.message_open and builder.message_item is None:
-            yield "".join(builder.start_message())
-        if builder.message_open:
-            yield "".join(builder.finish_message())
-        yield "".join(self._ended(reason))
+    async def whole(self) -> dict[str, Any]:
+        """All of it. Raises `Refusal`."""
+        (parts,) = await self._answers.all()
+        for part in parts:
+            self._items.put(part)
+        self._items.end()
+        return self._last()
 
-    def _said(self, part: Part) -> list[str]:
-        builder, said = self._builder, list[str]()
-        if builder.reasoning_open and (part.call is not None or part.text):
-            said += builder.finish_reasoning()
-        if part.call is not None:
-            if builder.message_open:
-                said += builder.finish_message()
-            said += builder.tool_call(f"call_{builder.resp_id}_{self._calls}", part.call.name, part.call.arguments)
-            self._calls += 1
-        if part.reasoning:
-            if not builder.reasoning_open:
-                said += builder.start_reasoning()
-            said += builder.reasoning_delta(part.reasoning)
-        if part.text:
-            if not builder.message_open:
-                said += builder.start_message()
-            said += builder.text_delta(part.text)
-        return said
-
-    def _ended(self, reason: str) -> Sequence[str]:
-        builder, usage = self._builder, self._usage()
-        items = [x for x in (builder.reasoning_item, builder.message_item, *builder.tool_calls) if x is not None]
-        if reason != "length":
-            self.response = builder._response("completed", output=items, usage=usage)
-            found: list[str] = builder.completed(usage)
-            return found
-        self.response = builder._response(
-            "incomplete", output=items, usage=usage, incomplete_details={"reason": "max_output_tokens"}
-        )
-        event = ResponseIncompleteEvent(type="response.incomplete", sequence_number=builder.seq, response=self.response)
-        return [builder._emit(event)]
-
-    def last(self, events: Sequence[str]) -> dict[str, Any]:
-        """The whole response, when all its events are there."""
-        assert events
-        assert self.response is not None
-        found: dict[str, Any] = self.response.model_dump(mode="json", exclude_none=True)
-        return found
+    def _last(self) -> dict[str, Any]:
+        """The response when all of it is there."""
+        fields: dict[str, Any] = {"output": self._items.done, "usage": self._usage()}
+        if self._answers.answers[0].reason != "length":
+            return _response(self._head, "completed", **fields)
+        return _response(self._head, "incomplete", **fields, incomplete_details={"reason": "max_output_tokens"})
 
     def _usage(self) -> ResponseUsage:
         usage = self._answers.usage
