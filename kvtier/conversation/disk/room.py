@@ -58,9 +58,9 @@ class Room:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, of what is kept of each, and of files that are not removed yet."""
-        with self._lock:
-            return self._chunks.nbytes + sum(self._stray.values())
+        """Bytes of all files, of what is kept of each, and of files that are not removed yet. Who asks without the lock
+        waits for no commit; a file that goes at that moment may be counted twice."""
+        return self._chunks.nbytes + sum(list(self._stray.values()))
 
     def count(self) -> None:
         """Count what the manifest takes."""
@@ -148,8 +148,8 @@ class Room:
         """Remove chunks that have no rows any more, what continues a chunk before it."""
         with self._lock:
             for chunk in gone:
+                self.discard(self._folder.file(chunk.number), chunk.nbytes)  # first: see `nbytes`
                 self._chunks.remove(chunk)
-                self.discard(self._folder.file(chunk.number), chunk.nbytes)
 
     def discard(self, file: Path, nbytes: int = 0) -> None:
         """A file is of no use: the next `sweep` removes it. What it takes, where the system does not say."""

@@ -181,6 +181,21 @@ def test_who_opens_a_conversation_waits_for_the_disk_and_lets_others_go_on(tmp_p
         assert store.open("a") is opened[0]
 
 
+def test_who_asks_what_a_store_holds_waits_for_no_commit(tmp_path: Path) -> None:
+    """It asks the memory too, and whoever waits for a disk under the memory's lock stops every call."""
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        store.generate(**ones(some_ids(20)), **GREEDY)
+        store.flush()
+        assert store._disk_tier is not None
+        right, found = store.stats, list[Any]()
+        with store._disk_tier.disk._lock:
+            asking = threading.Thread(target=lambda: found.append(store.stats))
+            asking.start()
+            asking.join(10)
+            assert found == [right]
+        assert right.saved_bytes
+
+
 def test_another_tokenizer_finds_nothing_wrong(tmp_path: Path) -> None:
     """Keys and values are found by token ids: what another tokenizer makes of the same words is another sequence."""
 
