@@ -39,6 +39,7 @@ from kvtier.conversation.disk.room import FAILURES, Room
 from kvtier.conversation.index import WIDTH
 from kvtier.errors import BudgetError, ClosedError, ConfigError
 from kvtier.eviction.rank import DEFAULT, Rank
+from kvtier.forks import heed
 
 #: Bytes that the header of a file takes for each tensor, at the most, besides its name.
 _HEADER = 256
@@ -113,9 +114,16 @@ class Disk:
             except BaseException:
                 self._manifest.close()
                 raise
+            heed(self)
         except BaseException:
             self._folder.close()
             raise
+
+    def forked(self) -> None:
+        """As of `Inherited`: a thread that was saving may have had the locks. What they guard is whole, but for the
+        moment in which a commit that has ended is noted."""
+        self._lock, self._writing = threading.RLock(), threading.Lock()
+        self.room.forked(self._lock)
 
     @property
     def is_inherited(self) -> bool:

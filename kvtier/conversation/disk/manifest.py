@@ -14,12 +14,12 @@ import hashlib
 import json
 import os
 import sqlite3
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
+from kvtier.forks import heed
 
 #: Of the folder's layout. `_OLDER` are taken as they are: 3 has no pieces, and 4 a digest of all pieces of a list next
 #: to those of each. Any other one is refused.
@@ -105,8 +105,7 @@ class Manifest:
             self.db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, uri=read_only)
         except sqlite3.Error as error:
             raise self._refused(error) from error
-        _heed_forks()
-        _opened.add(self)
+        heed(self)
         try:
             # Damage to a text is found by the digest of its row, and costs no other row.
             self.db.text_factory = functools.partial(str, encoding="utf-8", errors="surrogateescape")
@@ -297,25 +296,13 @@ class Manifest:
             raise
 
     def close(self) -> None:
-        """Close the database. Idempotent. Nothing, in a process that was forked since: see `_leave_open`."""
+        """Close the database. Idempotent. Nothing, in a process that was forked since: see `forked`."""
         if self._owner != os.getpid():
             return
         with contextlib.suppress(sqlite3.Error):
             self.db.close()
 
-
-_opened: weakref.WeakSet[Manifest] = weakref.WeakSet()
-
-
-def _leave_open() -> None:
-    """This process was forked. A connection that it has from its parent must not be closed here, not even when this
-    process ends: SQLite takes a log that is of no use to it for one that is of no use to anybody, and removes it."""
-    for manifest in list(_opened):
-        if manifest._owner != os.getpid():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(manifest.db))  # so that nothing ever frees it
-
-
-@functools.cache
-def _heed_forks() -> None:
-    """From the first manifest on: nothing is registered at import."""
-    os.register_at_fork(after_in_child=_leave_open)
+    def forked(self) -> None:
+        """As of `Inherited`. A connection that is the parent's must not be closed here, not even when this process
+        ends: SQLite takes a log that is of no use to it for one that is of no use to anybody, and removes it."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.db))  # so that nothing ever frees it

@@ -56,6 +56,10 @@ class Room:
         # Bytes of the file that is being written, at the most.
         self._promised = 0
 
+    def forked(self, lock: contextlib.AbstractContextManager[Any]) -> None:
+        """In a process that was forked, the folder has another lock."""
+        self._lock = lock
+
     @property
     def nbytes(self) -> int:
         """Bytes of all files, of what is kept of each, and of files that are not removed yet. Who asks without the lock

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from kvtier.conversation.states import States, nbytes
+from kvtier.forks import heed
 
 #: Bytes of all that waits, and how many sequences, at the most.
 MOST_BYTES, MOST = 2**28, 1024
@@ -45,7 +46,8 @@ class Waiting:
     A sequence takes the place of those that it continues, for with it they are saved; but one with states only of an
     equal one, for at the end of the other its own are not. Where there is no room for both, that one goes first.
 
-    Any threads may use it, and a finalizer may call `end` in any of them at any time: so its lock is re-entrant.
+    Any threads may use it, and a finalizer may call `end` in any of them at any time: so its lock is re-entrant. In a
+    process that is forked nothing waits: the parent saves what it has put there.
 
     Args:
         most_bytes, most: of what waits.
@@ -53,10 +55,19 @@ class Waiting:
 
     def __init__(self, most_bytes: int = MOST_BYTES, most: int = MOST) -> None:
         self._most_bytes, self._most = most_bytes, most
+        self._ended = False
+        self._clear()
+        heed(self)
+
+    def _clear(self) -> None:
         self._changed = threading.Condition(threading.RLock())
         self._saved: list[Saved] = []
         self._nbytes = 0
-        self._busy = self._ended = False
+        self._busy = False
+
+    def forked(self) -> None:
+        """As of `Inherited`: the thread that saves is not here, and would be waited for without end."""
+        self._clear()
 
     @property
     def empty(self) -> bool:

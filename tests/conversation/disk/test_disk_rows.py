@@ -8,9 +8,11 @@ import os
 import random
 import resource
 import shutil
+import signal
 import sqlite3
 import stat
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -517,6 +519,29 @@ def test_a_process_that_was_forked_neither_ends_nor_keeps_the_lock(closed_by: st
         os.close(tell)
         os.close(hear)
         os.waitpid(child, 0)
+
+
+def test_the_lock_of_a_process_that_is_killed_ends_though_what_it_has_forked_lives(tmp_path: Path) -> None:
+    hear, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        disk = disk_of(tmp_path)
+        if not os.fork():
+            os.write(tell, b"%d" % os.getpid())
+        time.sleep(60)
+        disk.close()
+        os._exit(0)
+    lives = int(os.read(hear, 20))
+    try:
+        with pytest.raises(StoreInUseError):
+            disk_of(tmp_path)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        disk_of(tmp_path).close()
+    finally:
+        os.kill(lives, signal.SIGKILL)
+        os.close(hear)
+        os.close(tell)
 
 
 def in_fork(act: Callable[[], object]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
 
 from kvtier import StoreInUseError
 from kvtier.conversation.conversation import Conversation
+from kvtier.conversation.disk import disk as disks_module
+from kvtier.conversation.disk.manifest import Manifest
 from kvtier.conversation.saved import archive
 from kvtier.forward.forward import Forward
 
@@ -194,6 +198,45 @@ def test_who_asks_what_a_store_holds_waits_for_no_commit(tmp_path: Path) -> None
             asking.join(10)
             assert found == [right]
         assert right.saved_bytes
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(disks_module, "write_tensors"), (Manifest, "add")], ids=["a file", "a commit"]
+)
+def test_a_process_that_is_forked_while_something_is_saved_closes_its_store_and_the_parent_saves_it(
+    owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny_model("llama"), some_ids(20)
+    begun, ends, call = threading.Event(), threading.Event(), getattr(owner, name)
+
+    def hanging(*args: Any) -> Any:
+        begun.set()
+        assert ends.wait(60)
+        return call(*args)
+
+    monkeypatch.setattr(owner, name, hanging)
+    with store_of(model, directory=tmp_path) as store:
+        store.generate(**ones(ids), **GREEDY)
+        assert begun.wait(60)
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # what hangs ends by it
+            try:
+                store.open("a")
+                store.flush()
+                store.close()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        ends.set()
+        assert ended == 0
+    with store_of(model, directory=tmp_path) as store:
+        assert store.names == []
+        store.generate(**ones(ids), **GREEDY)
+        assert store.reuse[0].loaded == 19
 
 
 def test_another_tokenizer_finds_nothing_wrong(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import weakref
 from pathlib import Path
 
 from kvtier.errors import ConfigError, StoreInUseError
+from kvtier.forks import heed
 
 #: Of the database and what SQLite keeps next to it; the log and its index have the mode of the database.
 MANIFEST = "manifest.sqlite"
@@ -21,7 +22,8 @@ _NAME = re.compile(r"(\d{12,18})\.safetensors(\.new)?", re.ASCII)
 
 
 class Folder:
-    """A directory, locked as long as it is open. The lock ends with the process, however that ends.
+    """A directory, locked as long as it is open. The lock ends with the process, however that ends, and whatever it has
+    forked.
 
     The directory itself may be a symbolic link: whoever gives it decides where it is. What a store keeps in it may not,
     so that nothing outside is read or written.
@@ -48,6 +50,9 @@ class Folder:
             self._held = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except (OSError, ValueError) as error:  # a path that no system takes, too
             raise ConfigError(refused + f"{error}. Give one that this process may write to.") from error
+        # Who drops a store without closing it lets others open the folder.
+        self._release = weakref.finalize(self, _release, self._held, self._owner)
+        heed(self)
         try:
             try:
                 fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,13 +76,11 @@ class Folder:
                 with contextlib.suppress(PermissionError):
                     sync_names(self.path.parent)
         except OSError as error:
-            _release(self._held, self._owner)
+            self.close()
             raise ConfigError(refused + f"{error}. Give one that this process may write to.") from error
         except BaseException:
-            _release(self._held, self._owner)
+            self.close()
             raise
-        # Who drops a store without closing it lets others open the folder.
-        self._release = weakref.finalize(self, _release, self._held, self._owner)
 
     @property
     def is_inherited(self) -> bool:
@@ -118,6 +121,12 @@ class Folder:
         """Let others open it. Idempotent."""
         self._release()
 
+    def forked(self) -> None:
+        """As of `Inherited`: the lock is of the open file, which both processes have. Where the parent is killed, this
+        one would keep it as long as it lives."""
+        if self._release.detach() is not None:
+            _close(self._held)
+
 
 def file_of(directory: Path, number: int) -> Path:
     """Of a chunk."""
@@ -146,10 +155,14 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def _release(handle: int, owner: int) -> None:
-    # A child that was forked shares the lock: its copy of the handle must neither end the lock of its parent, nor keep
-    # it when the parent has closed.
+    # A process that is being forked right now shares the lock, and must not end that of its parent. Nor may it keep it
+    # when the parent has closed.
     if os.getpid() == owner:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
+    _close(handle)
+
+
+def _close(handle: int) -> None:
     with contextlib.suppress(OSError):
         os.close(handle)
