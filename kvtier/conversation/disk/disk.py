@@ -309,10 +309,9 @@ class Disk:
 
     def _refused(self, ids: bytes, start: int, parent: Chunk | None) -> str:
         """Why a sequence is not saved; "": it is."""
-        if self._folder.is_inherited:
-            return self._inherited
-        if not self._folder.there():
-            return f"{self.path} was removed, or replaced, while it was open: nothing is saved. Open it again."
+        why = self._left_alone
+        if why:
+            return why
         if parent is not None and self._chunks.get(parent.number) is None:
             return "what a sequence continues was removed meanwhile"
         if len(ids) - start * WIDTH > LONGEST // 2:
@@ -385,8 +384,9 @@ class Disk:
         is_saved = False
         with self._lock, self._telling(f"conversation {name!r} was not saved"):
             self._check_open()
-            if self._folder.is_inherited:
-                self.problem = self._inherited
+            why = self._left_alone
+            if why:
+                self.problem = why
                 return False
             self._conversations.save(name, state, name in self._order, written)
             is_saved = True
@@ -505,6 +505,15 @@ class Disk:
         """Raise AssertionError unless what is counted and ordered agrees. For tests and debugging."""
         with self._lock:
             self._chunks.check_integrity()
+
+    @property
+    def _left_alone(self) -> str:
+        """Why nothing is saved in the folder; "": it is."""
+        if self._folder.is_inherited:
+            return self._inherited
+        if not self._folder.there():
+            return f"{self.path} was removed, or replaced, while it was open: nothing is saved. Open it again."
+        return ""
 
     @property
     def _inherited(self) -> str:

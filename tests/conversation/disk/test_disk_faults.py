@@ -485,10 +485,14 @@ def test_a_folder_that_goes_while_it_is_open_is_not_written_to(again: bool, tmp_
         assert save(other, B)
     assert not save(disk, A2)
     assert "removed, or replaced" in disk.problem
+    disk.problem = ""
+    assert not disk.save_conversation("a", {"ids": [1]})
+    assert "removed, or replaced" in disk.problem
     assert load(disk, A) == 0
     disk.close()
     if other is not None:
         assert load(other, B) == len(B), "the file of another store is removed"
+        assert states_of(other) == {}
         assert other.damaged == 0
         other.close()
     else:
