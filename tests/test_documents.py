@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ PACKAGES = sorted(x.parent for x in (ROOT / "kvtier").rglob("__init__.py"))
 FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 #: A line of a package's docstring that says what files, or what folder, are for, from its names on.
 LISTED = re.compile(r"^(?=\w+(?:\.py|/)(?:,|\s))(?P<line>.*)$", re.MULTILINE)
+#: What is in kvtier, by its whole name.
+DOTTED = re.compile(r"\bkvtier(?:\.\w+)+")
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 
 
@@ -104,6 +107,27 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
         target = found["target"].split("#")[0]
         if target and "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def absent(text: str) -> list[str]:
+    """What it names in kvtier that is not there."""
+    found = []
+    for name in sorted(set(DOTTED.findall(text))):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("page", [ROOT / "CHANGELOG.md", *PAGES], ids=named)
+def test_every_dotted_name_is_there(page: Path) -> None:
+    assert absent(page.read_text("utf-8")) == []
+
+
+def test_a_dotted_name_that_is_not_there_is_noticed() -> None:
+    text = "`kvtier.planning.reports.log.Logged`, kvtier.tiered, `kvtier.planning.log` and kvtier.errors.NoError."
+    assert absent(text) == ["kvtier.errors.NoError", "kvtier.planning.log"]
 
 
 def listed(package: Path) -> set[str]:
