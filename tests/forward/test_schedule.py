@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from kvtier import Policy, TieredKVCache, TieredMemory
@@ -111,5 +113,31 @@ def test_a_policy_hears_of_sequences_that_come_and_go_with_blocks_of_others() ->
     forward.remove(second)
     forward.check_integrity()
     assert tables(forward.states()) == [1] * LAYERS
+    forward.close()
+    memory.close()
+
+
+def test_a_policy_hears_of_what_each_reader_of_a_layer_has_fetched_until_that_one_lets_go_of_it() -> None:
+    """A long prompt of an engine is read by a reader of its own; two of them may take turns."""
+    memory = TieredMemory(device_budget=2 * LAYERS * 8 * SLOT, host_budget=1 << 20)
+    forward = PackedForward(memory, CacheOptions(block_size=BLOCK), LAYERS)
+    batch = [(forward.add(), 16 * BLOCK) for _ in range(2)]
+    (part,) = forward.begin(batch)
+    for layer in range(LAYERS):
+        x = torch.randn(1, HEADS, 32 * BLOCK, DIM)
+        part.append(layer, x, x)
+    shared = forward.readers[0]
+    readers, blocks = [part._reader_of(shared, row) for row in range(2)], shared.layer.blocks
+    most = 0
+
+    def check() -> int:
+        assert blocks.transient == sum(run.count for each in (shared, *readers) for run in each.fetched)
+        return blocks.transient
+
+    for _ in itertools.zip_longest(*(each.portions(0, 16, 1) for each in readers)):
+        most = max(most, check())
+    assert most > 1, "both have fetched something"
+    assert check() == 0
+    forward.end()
     forward.close()
     memory.close()
