@@ -132,7 +132,7 @@ class ConversationStore:
         self._last = threading.local()
         self._calls = Calls(model)
         states = parse_bytes("state_budget", state_budget)
-        self._encoder = EncoderReuse(model, self._calls, memory, self._kept, states)
+        self._encoder = EncoderReuse(model, memory, self._kept, states)
         self._reused = ReuseCounts(memory)
         # Calls under way, the thread of each, and its frame.
         self._active: dict[object, tuple[int, FrameType]] = {}

@@ -107,7 +107,7 @@ class Calls:
             return None, "no layer of the model counts tokens"
         mask = kwargs.pop("attention_mask", None)
         if mask is None:
-            mask = self.default_mask(ids, kwargs)
+            mask = self._default_mask(ids, kwargs)
         here = mask.to("cpu", torch.bool) if mask.dim() == 2 else torch.zeros(1, 0)
         if here.shape != ids.shape or not bool((here[:, 1:] >= here[:, :-1]).all()) or not bool(here[:, -1].all()):
             kwargs["attention_mask"] = mask
@@ -121,7 +121,7 @@ class Calls:
         key, longest = (depends.computed_as, salt), self._longest(ids, kwargs)
         return Call(ids, mask, pads, rows, expand, longest, key, depends, [0] * len(rows)), ""
 
-    def default_mask(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    def _default_mask(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The mask that `generate` infers: what is a padding token, and no token that ends a sequence."""
         pad, ends = (of.setting(name, self._model, kwargs) for name in ("pad_token_id", "eos_token_id"))
         ends = ends if isinstance(ends, (list, tuple)) else [ends]

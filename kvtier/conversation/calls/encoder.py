@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.conversation.calls.call import Calls
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.kept.kept import Kept
 from kvtier.hf.models import generation as of
@@ -39,7 +38,6 @@ class EncoderReuse:
 
     Args:
         model: of Transformers, an encoder-decoder or not.
-        calls: reads its calls.
         memory, kept: of the store.
         budget: bytes of all outputs.
 
@@ -47,10 +45,9 @@ class EncoderReuse:
         problem: why something was not kept last.
     """
 
-    def __init__(self, model: Any, calls: Calls, memory: TieredMemory, kept: Kept, budget: int) -> None:
+    def __init__(self, model: Any, memory: TieredMemory, kept: Kept, budget: int) -> None:
         self.problem = ""
         self._model = model
-        self._calls = calls
         self._memory = memory
         self._kept = kept
         self._budget = budget
@@ -108,7 +105,7 @@ class EncoderReuse:
         if not of.generates_as_usual(model):
             return None, None, "the model has a way of its own to generate"
         mask = kwargs.get("attention_mask")
-        mask = self._calls.default_mask(ids, kwargs) if mask is None else mask
+        mask = torch.ones_like(ids) if mask is None else mask  # of these, `generate` infers none
         if mask.shape != ids.shape:
             return None, None, "a mask that is not that of the tokens"
         key = depends.computed_as, salt, tuple(ids.shape)

@@ -83,6 +83,9 @@ def test_other_inputs_are_computed(encoded: Encoded) -> None:
     assert encoded.ask(both) == 0
     assert encoded.ask(inputs, salt="other") == 1
     assert encoded.ask({"input_ids": some_ids(20)}) == 0, "the mask that is left out is the same one"
+    padded = torch.cat([some_ids(16), torch.zeros(1, 4, dtype=torch.long)], 1)
+    assert encoded.ask({"input_ids": padded}) == 1
+    assert encoded.ask(ones(padded)) == 0, "and hides no padding"
 
 
 def test_other_weights_and_cleared_stores_have_nothing(encoded: Encoded) -> None:
