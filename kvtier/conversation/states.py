@@ -13,6 +13,8 @@ from kvtier.hf.cache.layer import TieredLayer
 
 #: The layers of a cache that Transformers keeps, by index.
 States = dict[int, Any]
+#: The dimension of their tensors that has the rows of the batch, where that is not the first one.
+_ROWS_IN = {"indexer_position_ids": 1}
 
 
 def has_states(layers: Sequence[Any]) -> bool:
@@ -42,21 +44,25 @@ def joined(rows: Sequence[States]) -> States:
 
 def nbytes(states: States) -> int:
     """Bytes that they take."""
-    return sum(x.nbytes for layer in states.values() for x in _tensors(layer) if _batched(x))
+    return sum(x.nbytes for layer in states.values() for _, x in _tensors(layer) if _batched(x))
 
 
 def _copy(layer: Any, row: int | None = None) -> Any:
     """A copy of one row of the batch, or of all."""
     with torch.inference_mode(False), torch.no_grad():
-        tensors = _tensors(layer)
-        parts = (x if row is None or not _batched(x) else x[row : row + 1] for x in tensors)
-        return copy.deepcopy(layer, {id(x): part.detach().clone() for x, part in zip(tensors, parts, strict=True)})
+        parts = {
+            id(x): x if row is None or not _batched(x) else x.narrow(_ROWS_IN.get(name, 0), row, 1)
+            for name, x in _tensors(layer)
+        }
+        return copy.deepcopy(layer, {key: part.detach().clone() for key, part in parts.items()})
 
 
-def _tensors(layer: Any) -> list[torch.Tensor]:
+def _tensors(layer: Any) -> list[tuple[str, torch.Tensor]]:
+    """All tensors of a layer, each with the name of the attribute that has it."""
     found = []
-    for value in vars(layer).values():
-        found += [x for x in (value.values() if isinstance(value, dict) else (value,)) if isinstance(x, torch.Tensor)]
+    for name, value in vars(layer).items():
+        values = value.values() if isinstance(value, dict) else (value,)
+        found += [(name, x) for x in values if isinstance(x, torch.Tensor)]
     return found
 
 
@@ -68,7 +74,7 @@ def _join(layer: Any, rows: Sequence[Any]) -> None:
     for name, value in list(vars(layer).items()):
         each = [vars(row)[name] for row in rows]
         if _batched(value):
-            setattr(layer, name, torch.cat(each, 0))
+            setattr(layer, name, torch.cat(each, _ROWS_IN.get(name, 0)))
         elif isinstance(value, dict):
             setattr(
                 layer, name, {k: torch.cat([x[k] for x in each], 0) if _batched(v) else v for k, v in value.items()}
