@@ -173,6 +173,8 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         self.layer_class_to_replicate = TieredLayer if not layers else None
         #: A forward used it, or nobody needs to be told that none did.
         self._was_used = False
+        #: Tokens that it held when rows took the places of others; None: they did not.
+        self._parted: int | None = None
         self.offloading = False
 
     def __getattr__(self, name: str) -> Any:
@@ -272,6 +274,8 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         if tokens_to_remove:
             check_crop(self.layers, tokens_to_remove)
             self._change("crop", tokens_to_remove)
+            if self._parted is not None and self.get_seq_length() <= self._parted:
+                self._parted = None
             return
         for layer in self.layers:
             if takes_crop_0(layer):
@@ -292,7 +296,8 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
 
         Returns:
             Tokens that are kept, fewer than the prompt has: at least its last one is computed. 0, and the cache is
-            empty, where a layer cannot take tokens back: behind a full sliding window, or with recurrent states.
+            empty, where a layer cannot take tokens back: behind a full sliding window, or with recurrent states. After
+            a beam search no more than the prompt of that: the rows of the cache are not those that it returned.
 
         Raises:
             ConfigError, MismatchError: not the ids of this cache; nothing was changed.
@@ -301,6 +306,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         self._check_whole()
         held = self.get_seq_length()
         kept = common_prefix(new_ids, held_ids, held, self._batch() if held else None)
+        kept = kept if self._parted is None else min(kept, self._parted)
         if kept == held:
             return kept
         if kept and all(map(croppable, self.layers)):
@@ -348,7 +354,10 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
             ConfigError, MismatchError: not the indices of rows, `[rows]`; nothing was changed.
         """
         self._check_whole()
-        self._change("reorder_cache", row_indices("reorder_cache", beam_idx, self._batch(), mask=False))
+        picked = row_indices("reorder_cache", beam_idx, self._batch(), mask=False)
+        if self._parted is None and self._counts_tokens and not torch.equal(picked, torch.arange(len(picked))):
+            self._parted = self.get_seq_length()
+        self._change("reorder_cache", picked)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; the copies share their blocks until they part.
@@ -374,6 +383,11 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         check_rows(self.layers, "batch_select_indices")
         self._change("batch_select_indices", picked)
 
+    @property
+    def _counts_tokens(self) -> bool:
+        """False of recurrent states alone: nobody knows of how many tokens they are."""
+        return not self.layers or any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
+
     def _batch(self) -> int | None:
         """Rows; None before the first update."""
         batches = (x.batch if isinstance(x, TieredLayer) else rows.batch_of(x) for x in self.layers)
@@ -392,6 +406,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         self._check_ours()
         self._was_used = self._was_used or self._forward.counters.steps > 0  # they begin again
         self._forward.clear()
+        self._parted = None
         self._caller.forget()
         self._resident.end_step()
         fresh = transformers_layers(self._config)
@@ -422,8 +437,8 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
     def _check_longer(self, frame: FrameType) -> None:
         """Raise `MismatchError` where the prompt of a `generate` is covered whole; other errors are for its forward."""
         self._caller.check_alone()
-        if self.layers and not any(isinstance(layer, CacheLayerMixin) for layer in self.layers):
-            return  # recurrent states alone: nobody knows of how many tokens
+        if not self._counts_tokens:
+            return
         try:
             self._check_whole()
         except KVTierError:
@@ -550,6 +565,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
             **content_of(self._forward, self.layers),
             "expected": steps.expected,
             "even": steps.even,
+            "parted": self._parted,
         }
 
     def __setstate__(self, state: dict[str, Any], memory: TieredMemory | None = None) -> None:
@@ -557,6 +573,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         self._config, self._options = state["config"], state["options"]
         self._setup(TieredMemory.of_one_cache(state["budgets"], state["policy"]) if memory is None else memory)
         self._was_used = True  # who copies caches may copy more than are used
+        self._parted = state.get("parted")
         if len(state["layers"]) > len(self.layers):
             self._add_layers(len(state["layers"]) - 1)
         fill(self._forward, self.layers, state)

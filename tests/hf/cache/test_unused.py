@@ -191,6 +191,21 @@ def test_the_last_token_of_a_prompt_that_is_held_whole_is_computed() -> None:
         assert cache.keep_prefix(ids, []) == 0, "an empty cache"
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_of_beams_no_more_is_kept_than_their_prompt(copied: bool) -> None:
+    model = tiny_model("llama")
+    for seed in range(3):
+        with TieredKVCache(model.config, block_size=4) as held:
+            beams = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 9, "do_sample": False}
+            found = model.generate(prompt_ids(rows=1, length=20, seed=seed), past_key_values=held, **beams)
+            cache = copy.deepcopy(held) if copied else held
+            longer = torch.cat([found, prompt_ids(rows=3, length=4, seed=9)], 1)
+            assert cache.keep_prefix(longer, found) == 20
+            answers = greedy(model, longer, cache)
+            assert torch.equal(answers, greedy(model, longer, dynamic_cache(model)))
+            assert cache.keep_prefix(torch.cat([answers, answers], 1), answers) == 38, "these rows are what it returned"
+
+
 def test_ids_that_are_not_of_this_cache_are_refused_and_nothing_changes() -> None:
     model = tiny_model("llama")
     ids = prompt_ids(rows=2, length=20)
