@@ -42,12 +42,14 @@ class JournalledCache(TieredKVCache):
             no use to others.
         prompt: tokens that the next forward may come to at the most, for what is cached is part of them; None: any.
         took: the forwards so far but the last one: the first few.
+        longest: tokens of each row that it has held, and was about to hold, at the most.
     """
 
     _noted: list[torch.Tensor]
     unknown: bool
     prompt: int | None = None
     took: list[Took]
+    longest: int
     _began: tuple[int, int, int, float] | None = None
     _tells_unused = False  # a store makes some that it only looks at
 
@@ -56,6 +58,7 @@ class JournalledCache(TieredKVCache):
         self._noted = [ids]
         self.unknown = False
         self.took, self._began = [], None
+        self.longest = ids.shape[1]
 
     def forward_begins(self, inputs: dict[str, Any]) -> None:
         """The model is called with these arguments."""
@@ -64,6 +67,7 @@ class JournalledCache(TieredKVCache):
             self.unknown = True
             return
         past = self.get_seq_length()
+        self.longest = max(self.longest, past + ids.shape[1])
         if len(self.took) < _TIMED:
             now = time.perf_counter()
             # At the same length it is the same forward, of which two stores tell, or one that failed.

@@ -4,6 +4,6 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-OTHERS = ("hf", "memory", "memory/blocks", "tables")
+OTHERS = ("hf", "hf/cache", "memory", "memory/blocks", "tables")
 for folder in (*(HERE.parent / x for x in OTHERS), *(HERE / x for x in ("calls", "disk", "kept", "saved"))):
     sys.path.insert(0, str(folder))

@@ -115,8 +115,7 @@ class PrefixReuse:
     def _run(self, run: _Run, kwargs: dict[str, Any]) -> tuple[Any, tuple[RowReuse, ...]]:
         """Begin, compute, keep."""
         call, cache = run.call, run.cache
-        if run.stateful and self._tried is not None and not self._tried.in_cache:
-            call.why = call.why or _IN_ITSELF
+        call.why = call.why or self._why_whole(run)
         whole, states = bool(call.why), dict[int, list[States]]()
         cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
         run.cached = 0 if whole else self._begin(run)
@@ -173,13 +172,19 @@ class PrefixReuse:
 
     # Begin
 
+    def _why_whole(self, run: _Run) -> str:
+        """Why `generate` computes the whole prompt in one forward, and nothing is there before; "": it need not."""
+        constant = self._calls.constant
+        if constant is not None and run.call.longest > constant:
+            return f"beyond {constant} tokens, positions depend on the length"
+        if run.stateful and self._tried is not None and not self._tried.in_cache:
+            return _IN_ITSELF
+        return ""
+
     def _begin(self, run: _Run) -> int:
         """Let a cache begin with what is there of its rows: columns, the padding included. `call.why` says why there
         are none."""
-        call, constant = run.call, self._calls.constant
-        if constant is not None and call.longest > constant:
-            call.why = f"beyond {constant} tokens, positions depend on the length"
-            return 0
+        call = run.call
         not_loaded = self._load(run)
         columns, why = self._follow_first(run)
         if columns or why != _NO_ROOM:
@@ -422,8 +427,10 @@ class PrefixReuse:
             return
         if stateful and (any(call.pads) or (self._tried is not None and not self._tried.in_cache)):
             return  # the padding is part of a state, or the model keeps states where nobody copies them
-        if constant is not None and length > constant:
-            return  # keys of a longer sequence are others than those of a shorter one
+        if constant is not None and cache.longest >= constant:
+            return  # keys of a longer sequence are others; what stretched them is taken back below the limit only
+        if "position_ids" in vars(cache):
+            return  # the model (Qwen4-Exp, Transformers 5.17) keeps them in the cache itself, and not in a layer
         if call.depends != of.depends(self._model):
             return  # the model was changed meanwhile
         if any(getattr(layer, "record_past", False) for layer in cache.layers):

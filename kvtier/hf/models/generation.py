@@ -244,35 +244,35 @@ def _weights(modules: list[Any]) -> int:
             if x is not None:
                 total = hash((total, number(x), 0 if x.is_inference() else x._version))
         if module._buffers:
-            written = _written_by_forwards(module)
-            for name, x in module._buffers.items():
-                if x is not None and name not in written:
-                    total = hash((total, number(x), 0 if x.is_inference() else x._version))
+            for x in _lasting_buffers(module).values():
+                total = hash((total, number(x), 0 if x.is_inference() else x._version))
     return total
 
 
-def _written_by_forwards(module: Any) -> set[str]:
-    """Buffers that a rotary embedding writes in every forward, from others of its buffers: they say nothing of what it
-    will compute."""
+def _lasting_buffers(module: Any) -> dict[str, torch.Tensor]:
+    """The buffers of a module that say what it will compute.
+
+    A rotary embedding that depends on the length writes its frequencies in forwards: "longrope" in each one, from
+    others of its buffers; "dynamic" where a sequence is long, and where the next one is short it takes the original
+    frequencies, which stand in their place here.
+    """
+    found = {name: x for name, x in module._buffers.items() if x is not None}
     types = vars(module).get("rope_type")
-    named = types.items() if isinstance(types, dict) else (("", types),)
-    return {f"{layer_type}_inv_freq".lstrip("_") for layer_type, kind in named if kind == "longrope"}
+    for layer_type, kind in types.items() if isinstance(types, dict) else (("", types),):
+        name, original = (f"{layer_type}_{x}".lstrip("_") for x in ("inv_freq", "original_inv_freq"))
+        if kind == "longrope":
+            found.pop(name, None)
+        elif kind == "dynamic" and name in found and original in found:
+            found[name] = found[original]
+    return found
 
 
 def _buffers(model: Any) -> dict[str, torch.Tensor]:
     """All buffers that a model begins with, those that are not saved with it included."""
     found = dict[str, torch.Tensor]()
     for path, module in model.named_modules():
-        if not module._buffers:
-            continue
-        written = _written_by_forwards(module)
-        # Of a rotary embedding that a long sequence has stretched, the next short one takes the original frequencies.
-        longest = vars(module).get("original_max_seq_len")
-        stretched = longest is not None and bool(vars(module).get("max_seq_len_cached", 0) > longest)
-        for name, x in module._buffers.items():
-            before = module._buffers.get(name.replace("inv_freq", "original_inv_freq")) if stretched else None
-            if x is not None and name not in written:
-                found[f"{path}.{name}".lstrip(".")] = x if before is None else before
+        if module._buffers:
+            found |= {f"{path}.{name}".lstrip("."): x for name, x in _lasting_buffers(module).items()}
     return found
 
 

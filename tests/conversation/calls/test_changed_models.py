@@ -211,6 +211,11 @@ def test_frequencies_that_forwards_write_are_no_change_of_the_model(kind: str, t
     fresh(model, ones(some_ids(90)))  # beyond the length where the embedding is stretched
     with store_of(model, directory=tmp_path) as store:
         assert torch.equal(store.generate(**ones(ids), **GREEDY), fresh(twin, ones(ids)))
+        store.generate(**ones(some_ids(90)), **GREEDY)
+        for _ in range(2):
+            assert torch.equal(store.generate(**ones(ids), **GREEDY), fresh(twin, ones(ids)))
+            assert store.reuse[0].cached == 39
+        assert not store.stats.problem
 
 
 # What else they depend on

@@ -8,21 +8,29 @@ from typing import Any
 
 import pytest
 import torch
-from families import _draw_wide_weights
-from model_types import VOCAB, tiny_config
-from test_store import GREEDY, fresh, ones, store_of
+import transformers
+from families import _draw_wide_weights, build_model
+from model_types import VOCAB, WINDOW, tiny_config
+from test_interrupted_hybrids import model_of
+from test_store import GREEDY, fresh, ones, some_ids, store_of
 from transformers import AutoModelForCausalLM, WhisperConfig, WhisperForConditionalGeneration
+from transformers.cache_utils import DynamicIndexedLayer
 
 from kvtier import Engine
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.names import CACHE
 
 
 def made(name: str, **settings: Any) -> Any:
     config = tiny_config(name)
     for key, value in settings.items():
         setattr(config, key, value)
+    return drawn(AutoModelForCausalLM.from_config, config)
+
+
+def drawn(make: Any, config: Any) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model = make(config).float().eval()
     _draw_wide_weights(model, 1)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = None
@@ -31,6 +39,16 @@ def made(name: str, **settings: Any) -> Any:
 
 def some(tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(2, VOCAB - 2, (1, tokens), generator=torch.Generator("cpu").manual_seed(seed))
+
+
+def of_images(name: str, text: dict[str, Any], vision: dict[str, Any], **settings: Any) -> Any:
+    """A tiny model of images and text, where this Transformers has it."""
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip("this Transformers does not have it")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCAB, "num_key_value_heads": 4, "head_dim": 8, "bos_token_id": 1, "eos_token_id": None}
+    config = getattr(transformers, f"{name}Config")(text_config=sizes | text, vision_config=vision, **settings)
+    return drawn(getattr(transformers, f"{name}ForConditionalGeneration"), config)
 
 
 def talk(model: Any, turns: int = 3) -> list[int]:
@@ -58,6 +76,48 @@ def test_what_is_dropped_in_between_is_computed_at_its_own_positions() -> None:
         assert torch.equal(store.generate(**ones(ids), **GREEDY), fresh(model, ones(ids)))
         assert 0 < store.reuse[0].cached < 79
         assert store.verify(9) > 0
+
+
+def test_a_prompt_whose_positions_depend_on_the_length_is_computed_at_once() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    model, twin = (
+        build_model("mistral_sliding", "sdpa", max_position_embeddings=256, rope_parameters=rope) for _ in range(2)
+    )
+    options = GREEDY | {"return_dict_in_generate": True, "output_logits": True}
+    with store_of(model) as store:
+        for tokens in (65, 60, 50):  # beyond the length where they change, and up to it, and below
+            ids = some_ids(tokens)
+            right = twin.generate(**ones(ids), **options).logits
+            torch.testing.assert_close(store.generate(**ones(ids), **options).logits, right)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_keys_of_a_stretched_embedding_are_not_kept_at_the_limit_where_that_begins(before: bool) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model, twin = (build_model("llama", "sdpa", rope_parameters=rope, max_position_embeddings=48) for _ in range(2))
+    if before:
+        fresh(model, ones(some_ids(70)))
+    with store_of(model) as store:
+        for tokens, new in ((70, 6), (48, 1), (40, 6)):
+            inputs = ones(some_ids(tokens, seed=tokens // 50))
+            out = store.generate(**inputs, **(GREEDY | {"max_new_tokens": new}))
+            assert torch.equal(out, fresh(twin, inputs, max_new_tokens=new))
+
+
+def test_keys_of_candidates_beyond_the_limit_are_not_kept_below_it() -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model, ids = build_model("llama", "sdpa", rope_parameters=rope, max_position_embeddings=48), some_ids(44)
+
+    def own(model: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        cache = inputs[CACHE]
+        model(input_ids=torch.cat([input_ids, some_ids(9)], 1), use_cache=True, **{CACHE: cache})
+        cache.crop(-9)
+        return input_ids
+
+    with store_of(model) as store:
+        store.generate(**ones(ids), custom_generate=own, **GREEDY)
+        assert store.stats.sequences == 0
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "big_bird", "roformer"])
