@@ -117,7 +117,7 @@ class PrefixReuse:
         call, cache = run.call, run.cache
         call.why = call.why or self._why_whole(run)
         whole, states = bool(call.why), dict[int, list[States]]()
-        cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
+        cache.begin(self._tokens(call, 0))
         run.cached = 0 if whole else self._begin(run)
         reuse = call.reuse(run.cached)
         try:
@@ -127,7 +127,7 @@ class PrefixReuse:
                     states = self._prefill(cache, call, run.cached)
                 else:
                     cache.reset()
-                    cache.begin(call.ids[:, :0].repeat_interleave(call.expand, 0))
+                    cache.begin(self._tokens(call, 0))
                     run.cached, call.why = 0, _IN_ITSELF
                     reuse = call.reuse(0)
             cache.prompt = call.ids.shape[1] if cache.get_seq_length() else None
@@ -243,7 +243,7 @@ class PrefixReuse:
             cache._recurrent.watch(cache.layers)
         with self._memory.lock, self._memory.change:
             self._kept.use(entries, [columns - pad for pad in call.pads])
-        cache.begin(call.ids[:, :columns].repeat_interleave(call.expand, 0))
+        cache.begin(self._tokens(call, columns))
 
     def _go_on(self, run: _Run, columns: int) -> int:
         """Go on from the columns that are there with what is kept further on, and with what is loaded while the columns
@@ -294,7 +294,7 @@ class PrefixReuse:
                 passed.append(entry)  # what is further on may be whole
                 continue
             columns += got
-            run.cache.begin(call.ids[:, :columns].repeat_interleave(call.expand, 0))
+            run.cache.begin(self._tokens(call, columns))
         if (piece is not None or passed) and columns == call.filled:
             call.why = "what was kept behind a gap was dropped meanwhile, or there is no room for it"
         return columns
@@ -400,16 +400,22 @@ class PrefixReuse:
 
     def _forward(self, cache: JournalledCache, call: Call, start: int, stop: int) -> None:
         """Compute these columns of a prompt, behind those that a cache holds."""
-        model = of.inner(self._model)
+        model, ids = of.inner(self._model), self._tokens(call, stop)
+        mask = call.mask[:, :stop].repeat_interleave(call.expand, 0).to(ids.device)
         with torch.no_grad():
             model(
-                input_ids=call.ids[:, start:stop].repeat_interleave(call.expand, 0),
-                attention_mask=call.mask[:, :stop].repeat_interleave(call.expand, 0),
+                input_ids=ids[:, start:],
+                attention_mask=mask,
                 use_cache=True,
                 **{CACHE: cache},
-                **of.positions(model, call.mask[:, :stop].repeat_interleave(call.expand, 0), start),
+                **of.positions(model, mask, start),
                 **({"logits_to_keep": 1} if of.takes_logits_to_keep(model) else {}),
             )
+
+    def _tokens(self, call: Call, columns: int) -> torch.Tensor:
+        """The ids of the first columns of a prompt, for each row of a cache, where the model is: a call may have them
+        elsewhere."""
+        return call.ids[:, :columns].repeat_interleave(call.expand, 0).to(of.device_of(self._model))
 
     def _learn(self, run: _Run) -> None:
         """Learn what a prefill takes. Where work goes on behind the CPU's back, what a forward takes is known if its
