@@ -17,8 +17,9 @@ from kvtier.hf.models.names import CACHE
 _TIMED = 12
 
 
-class GivenAgain(Exception):
-    """`generate` gives the model tokens that the cache holds already: it does not expect that there are any."""
+class GivenOthers(Exception):
+    """`generate` gives the model other tokens than those that are missing of the prompt: it does not expect that there
+    are any in the cache, or has changed the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,15 @@ class JournalledCache(TieredKVCache):
     Attributes:
         unknown: the model was given something else than token ids, or keeps more than these: what the cache holds is of
             no use to others.
-        prompt: tokens that the next forward may come to at the most, for what is cached is part of them; None: any.
+        prompt: ids, `[rows, tokens]`, of which the next forward is given all that the cache does not hold; None: it may
+            be given any.
         took: the forwards so far but the last one: the first few.
         longest: tokens of each row that it has held, and was about to hold, at the most.
     """
 
     _noted: list[torch.Tensor]
     unknown: bool
-    prompt: int | None = None
+    prompt: torch.Tensor | None = None
     took: list[Took]
     longest: int
     _began: tuple[int, int, int, float] | None = None
@@ -76,8 +78,8 @@ class JournalledCache(TieredKVCache):
                 self.took.append(Took(new, before, rows, now - began))
             self._began = (ids.shape[1], past, ids.shape[0], now)
         if self.prompt is not None:
-            if past + ids.shape[1] > self.prompt:
-                raise GivenAgain
+            if not torch.equal(self.prompt[:, past:].to(ids.device), ids):
+                raise GivenOthers
             self.prompt = None
         if past != sum(x.shape[1] for x in self._noted):
             self._keep(past)  # tokens were dropped since, or a forward did not finish

@@ -181,7 +181,34 @@ def test_a_way_to_generate_that_begins_with_the_whole_prompt_is_noticed() -> Non
         store.generate(**inputs, **GREEDY)
         out = store.generate(**inputs, custom_generate=own, **GREEDY)
         assert torch.equal(out, fresh(model, inputs, max_new_tokens=1))
-        assert "whole prompt" in store.reuse[0].why
+        assert "rest of the prompt" in store.reuse[0].why
+
+
+def test_a_prompt_that_generate_changes_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = build_model("gemma3", "sdpa"), some_ids(40)
+    monkeypatch.setattr(model, "heal_tokens", lambda ids, tokenizer: ids.index_fill(1, torch.tensor([0]), 0))
+    with store_of(model) as store:
+        for _ in range(2):
+            out = store.generate(**ones(ids), token_healing=True, **GREEDY)
+            assert torch.equal(out, fresh(model, ones(ids), token_healing=True))
+            assert "token_healing" in store.reuse[0].why
+        assert store.stats.sequences == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_way_to_generate_that_shortens_the_prompt_is_noticed(name: str) -> None:
+    model, ids = tiny_model(name), some_ids(40)
+
+    def own(model: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        past = inputs[CACHE].get_seq_length()
+        logits = model(input_ids=input_ids[:, past:-5], use_cache=True, **{CACHE: inputs[CACHE]}).logits
+        return torch.cat([input_ids[:, :-5], logits[:, -1:].argmax(-1)], 1)
+
+    with store_of(model) as store:
+        store.generate(**ones(ids[:, :30]), **GREEDY)
+        out = store.generate(**ones(ids), custom_generate=own, **GREEDY)
+        assert torch.equal(out, fresh(model, ones(ids[:, :-5]), max_new_tokens=1))
+        assert "rest of the prompt" in store.reuse[0].why
 
 
 def test_a_shared_beginning_is_there_once() -> None:

@@ -101,8 +101,12 @@ class Calls:
             return None, "tokens of a prompt attend to those behind them"
         if self._forgets_unmasked:
             return None, "what the cache lets go of is not masked"
+        if not of.prefills_as_usual(model):
+            return None, "the model computes prompts in a way of its own"
         if of.setting("prefill_chunk_size", model, kwargs):
             return None, "prefill_chunk_size"
+        if of.setting("token_healing", model, kwargs):
+            return None, "token_healing changes the prompt"
         if not of.knows_length(model.config):
             return None, "no layer of the model counts tokens"
         mask = kwargs.pop("attention_mask", None)

@@ -13,7 +13,7 @@ from kvtier.conversation.calls.call import Call, Calls
 from kvtier.conversation.calls.columns import Columns
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.index import WIDTH, packed
-from kvtier.conversation.journal import GivenAgain, JournalledCache, Took
+from kvtier.conversation.journal import GivenOthers, JournalledCache, Took
 from kvtier.conversation.kept.kept import MOST_STATES, SPACING, Entry, Kept
 from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.tail import Tail
@@ -89,8 +89,8 @@ class PrefixReuse:
             return self._generate(call, kwargs)
         try:
             return self._generate(call, kwargs)
-        except GivenAgain:
-            call.why = "this way to generate begins with the whole prompt"
+        except GivenOthers:
+            call.why = "this way to generate computes other tokens than the rest of the prompt"
         except BudgetError:
             # To read what was there takes room too, that a prompt which is computed whole does not need.
             if not call.refused:
@@ -130,7 +130,7 @@ class PrefixReuse:
                     cache.begin(self._tokens(call, 0))
                     run.cached, call.why = 0, _IN_ITSELF
                     reuse = call.reuse(0)
-            cache.prompt = call.ids.shape[1] if cache.get_seq_length() else None
+            cache.prompt = self._tokens(call, call.ids.shape[1]) if cache.get_seq_length() else None
             out = self._model.generate(call.ids, attention_mask=call.mask, **{CACHE: cache}, **kwargs)
         except BaseException:
             # What is whole is kept: the next call continues it.

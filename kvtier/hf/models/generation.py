@@ -81,6 +81,13 @@ def generates_as_usual(model: Any) -> bool:
     return type(model).generate is GenerationMixin.generate
 
 
+def prefills_as_usual(model: Any) -> bool:
+    """Whether `generate` computes prompts of a model as Transformers does, and not in a way of the model's own, which
+    may tell an empty cache something first."""
+    usual = getattr(GenerationMixin, "_prefill", None)
+    return getattr(type(inner(model)), "_prefill", usual) is usual
+
+
 def generate(model: Any, ids: Any, kwargs: Mapping[str, Any], named: bool) -> Any:
     """`model.generate` with ids, if there are any, as they were given: the first argument of some models is another
     (Whisper: features; BLIP-2: pixels)."""
