@@ -89,6 +89,9 @@ class Calls:
             return None, "no token ids"
         if others:
             return None, f"keys and values depend on {', '.join(others)} too"
+        adapter = of.computed_from_prompt(model)
+        if adapter:
+            return None, f"keys and values depend on {adapter} too"
         if of.setting("use_cache", model, kwargs) is False:
             return None, "use_cache=False"
         if not self.takes_cache:

@@ -53,6 +53,15 @@ def inner(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def computed_from_prompt(model: Any) -> str:
+    """Which adapter of peft (https://github.com/huggingface/peft) computes from a prompt what no module shows, such as
+    virtual tokens before it; "": none does. The model that the adapter is in knows nothing of it."""
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        return "an adapter of virtual tokens"
+    return "an adapter that begins within the prompt" if getattr(config, "alora_invocation_tokens", None) else ""
+
+
 def vocabulary_of(model: Any) -> int | None:
     """Token ids that a model has embeddings for; None: it does not say."""
     try:
@@ -90,10 +99,11 @@ def prefills_as_usual(model: Any) -> bool:
 
 def generate(model: Any, ids: Any, kwargs: Mapping[str, Any], named: bool) -> Any:
     """`model.generate` with ids, if there are any, as they were given: the first argument of some models is another
-    (Whisper: features; BLIP-2: pixels)."""
+    (Whisper: features; BLIP-2: pixels). An adapter finds them by their name only."""
     if ids is None:
         return model.generate(**kwargs)
-    return model.generate(input_ids=ids, **kwargs) if named else model.generate(ids, **kwargs)
+    by_name = named or computed_from_prompt(model)
+    return model.generate(input_ids=ids, **kwargs) if by_name else model.generate(ids, **kwargs)
 
 
 def encoder_output(states: torch.Tensor) -> Any:

@@ -64,6 +64,12 @@ def choose_runner(
     """
     if name not in RUNNERS:
         raise ConfigError(f"runner={name!r}: give one of {', '.join(map(repr, RUNNERS))}.")
+    adapter = of.computed_from_prompt(model)
+    if adapter:
+        raise UnsupportedError(
+            f"{type(model).__name__} has {adapter}. An engine runs the model that the adapter is in, which knows "
+            "nothing of it. Use its `generate`, or give the engine that model."
+        )
     try:
         return _chosen(model, memory, options, name)
     except BudgetError as error:

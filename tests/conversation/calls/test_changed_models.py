@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from test_store import GREEDY, fresh, ones, some_ids, store_of
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from transformers import BartConfig, BartForConditionalGeneration, Gemma3ForCausalLM, Gemma3TextConfig
 
-from kvtier import ConfigError, ConversationStore, KVTierError, TieredKVCache
+from kvtier import ConfigError, ConversationStore, Engine, KVTierError, TieredKVCache, UnsupportedError
 from kvtier.conversation.calls import prefix_reuse
 from kvtier.conversation.journal import JournalledCache
 from kvtier.hf.models import generation
