@@ -240,7 +240,14 @@ def computed_as(model: Any) -> tuple[Any, ...]:
 
 
 def _computed_as(model: Any, modules: list[Any]) -> tuple[Any, ...]:
-    return (*_adapters(modules), _autocast(model))
+    return (*_adapters(modules), *_left_out(model), _autocast(model))
+
+
+def _left_out(model: Any) -> tuple[str, ...]:
+    """What a config asks of attention and its implementation leaves out without a word: torch's the cap on scores."""
+    config = model.config.get_text_config(decoder=True)
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return ("no cap on scores",) if capped and config._attn_implementation == "sdpa" else ()
 
 
 def _autocast(model: Any) -> torch.dtype | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, build_model, tiny_model
+from families import VOCAB, attentions, build_model, tiny_model
 from test_store import GREEDY, fresh, ones, some_ids, store_of
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from transformers import BartConfig, BartForConditionalGeneration, Gemma3ForCausalLM, Gemma3TextConfig
@@ -257,6 +257,56 @@ def test_an_adapter_that_differs_from_module_to_module_is_told_by_where_it_does(
             for i, module in enumerate(scaled):
                 module.disable_adapters = i == off
             assert tell(store, model, ids) == 0
+
+
+class Adapted:
+    """A model in an adapter of peft, which looks for token ids by their name only.
+
+    Args:
+        model: of Transformers.
+        config: of the adapter that is active.
+    """
+
+    def __init__(self, model: Any, **config: Any) -> None:
+        self.model, self.active_peft_config = model, SimpleNamespace(**config)
+        self.given: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def get_base_model(self) -> Any:
+        return self.model
+
+    def generate(self, *_: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> Any:
+        """Generate behind two virtual tokens."""
+        self.given.append(input_ids)
+        virtual = torch.tensor([[3, 5]])
+        ids, mask = (torch.cat([x, y], 1) for x, y in ((virtual, input_ids), (virtual > 0, attention_mask)))
+        return self.model.generate(input_ids=ids, attention_mask=mask, **options)[:, 2:]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("config", [{"is_prompt_learning": True}, {"alora_invocation_tokens": [3, 5]}])
+def test_an_adapter_that_computes_from_the_prompt_leaves_and_finds_nothing(name: str, config: Any) -> None:
+    model, ids = tiny_model(name), some_ids(40)
+    adapted = Adapted(model, **config)
+    with store_of(adapted) as store:
+        for given in ({"inputs": ids}, {"input_ids": ids}):
+            out = store.generate(**given, attention_mask=torch.ones_like(ids), **GREEDY)
+            assert torch.equal(out, adapted.generate(**ones(ids), **GREEDY))
+            assert "adapter" in store.reuse[0].why
+        assert store.stats.sequences == 0
+    with pytest.raises(UnsupportedError, match="adapter"):
+        Engine(adapted)
+
+
+@pytest.mark.skipif("sdpa" not in attentions("gemma2"), reason="newer Transformers refuses it")
+def test_what_attention_without_a_cap_on_scores_gave_is_of_use_there_only() -> None:
+    model, ids = build_model("gemma2", "eager", attn_logit_softcapping=1.0), some_ids(40)
+    with store_of(model) as store:
+        for attention, cached in (("eager", 0), ("sdpa", 0), ("eager", 39), ("sdpa", 39)):
+            model.set_attn_implementation(attention)
+            assert tell(store, model, ids) == cached
 
 
 def test_a_part_of_the_model_in_training_mode_leaves_and_finds_nothing() -> None:
