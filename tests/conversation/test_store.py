@@ -245,6 +245,7 @@ def test_other_salts_share_nothing_and_the_same_shares_all(salts: tuple[Any, Any
         (lambda m, x: {"inputs_embeds": m.get_input_embeddings()(x["input_ids"])}, "no token ids"),
         (lambda m, x: x | {"position_ids": torch.arange(40)[None]}, "position_ids"),
         (lambda m, x: x | {"use_cache": False}, "use_cache"),
+        (lambda m, x: x | {"output_hidden_states": True}, "is asked for"),
         (lambda m, x: x | {"attention_mask": x["attention_mask"].index_fill(1, torch.tensor([20]), 0)}, "left padding"),
     ],
 )

@@ -100,6 +100,8 @@ class Calls:
             return None, "the model keeps positions from one call to the next"
         if depends.training:
             return None, f"{depends.training} is in training mode"
+        if any(of.setting(name, model, kwargs) for name in ("output_attentions", "output_hidden_states")):
+            return None, "what layers give for tokens of the prompt is asked for"
         if of.attends_ahead(model):
             return None, "tokens of a prompt attend to those behind them"
         if self._forgets_unmasked:
