@@ -66,7 +66,6 @@ class Calls:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._keeps_positions = of.keeps_positions(model)
-        self._reads_positions = of.reads_positions(model)
         self._forgets_unmasked = of.forgets_unmasked(model)
         #: Whether the model can be handed a cache.
         self.takes_cache = of.takes_cache(model)
@@ -123,7 +122,7 @@ class Calls:
             return None, "a mask that is not that of left padding"
         expand = max(of.setting(name, model, kwargs) or 1 for name in ("num_beams", "num_return_sequences"))
         pads = (~here).sum(1).tolist()
-        if any(pads) and not self._reads_positions:
+        if any(pads) and of.shift_of_positions(model) is None:
             kwargs["attention_mask"] = mask
             return None, "positions of the model count the padding"
         rows = [packed(row[pad:]) for row, pad in zip(ids.tolist(), pads, strict=True)]

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 import sys
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,8 @@ _SAME_IN_TRAINING = frozenset(
 _TRIAL, _FIRST = 12, 7
 #: Bytes of weights of which one checksum is digested.
 _PIECE = 4096
+#: Of each model that was asked: see `shift_of_positions`.
+_shifts: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
 
 
 def model_inputs(arguments: dict[str, Any]) -> list[str]:
@@ -112,20 +115,44 @@ def encoder_output(states: torch.Tensor) -> Any:
 
 
 def reads_positions(model: Any) -> bool:
-    """Whether positions come from the mask, so that padding does not shift them."""
+    """Whether a model can be told the positions of tokens."""
     return "position_ids" in inspect.signature(inner(model).forward).parameters
 
 
+def shift_of_positions(model: Any) -> int | None:
+    """What `generate` adds to the positions of tokens, which come from the mask, before it gives them to a model; None:
+    it gives none, so that the model counts the padding. Asked once of each model."""
+    model = inner(model)
+    if model not in _shifts:
+        _shifts[model] = _shift_of_positions(model)
+    return _shifts[model]
+
+
+def _shift_of_positions(model: Any) -> int | None:
+    if not reads_positions(model):
+        return None
+    mask = torch.ones(1, 2, dtype=torch.long, device=device_of(model))
+    wanted = mask.cumsum(-1)
+    try:
+        found = model.prepare_inputs_for_generation(
+            mask, attention_mask=mask, position_ids=wanted, use_cache=True, is_first_iteration=True
+        ).get("position_ids")
+    except Exception:  # of a model whose inputs are others: most are given their positions as they are
+        return 0
+    return None if found is None else int((found - wanted).max())
+
+
 def positions(model: Any, mask: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
-    """The argument with the positions of the tokens from column `start` on, as `generate` gives it; none, where the
-    model takes none. Some models count from 0 in every forward that is given none.
+    """The argument with the positions of the tokens from column `start` on, as `generate` gives it; none, where it
+    gives none. Some models count from 0 in every forward that is given none.
 
     Args:
         mask: of all tokens so far, `[rows, columns]`.
     """
-    if not reads_positions(model):
+    shift = shift_of_positions(model)
+    if shift is None:
         return {}
-    return {"position_ids": (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)[:, start:]}
+    return {"position_ids": ((mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0) + shift)[:, start:]}
 
 
 def keeps_positions(model: Any) -> bool:

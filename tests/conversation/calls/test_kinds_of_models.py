@@ -67,6 +67,38 @@ def test_a_model_that_counts_positions_in_each_forward_is_told_them() -> None:
     assert talk(made("bamba")) == [0, 35, 46]
 
 
+@pytest.mark.filterwarnings("ignore:No layer of this model:RuntimeWarning")
+def test_a_model_that_computes_prompts_in_a_way_of_its_own_re_uses_nothing() -> None:
+    text = {"sliding_window": WINDOW, "mlp_layer_types": ["dense"] * 2, "n_routed_experts": 2}
+    sam = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 16, "output_channels": 8}
+    encoder = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"sam_config": sam | {"image_size": 64, "downsample_channels": [8, 16]}, "encoder_config": encoder}
+    assert talk(of_images("UnlimitedOcr", text, vision)) == [0, 0, 0]
+
+
+def test_a_model_that_is_told_no_positions_counts_the_padding() -> None:
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    tokens = {"image_token_id": VOCAB - 1, "video_token_id": VOCAB - 2, "tie_word_embeddings": False}
+    model = of_images("HyperCLOVAXVisionV2", {"model_type": "hyperclovax"}, vision, **tokens)
+    assert talk(model) == [0, 35, 46]
+    ids = torch.nn.functional.pad(some(30), (12, 0))
+    with store_of(model) as store:
+        for inputs in ({"input_ids": ids, "attention_mask": (ids != 0).long()}, ones(some(30))):
+            assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+            assert store.reuse[0].cached == 0
+
+
+@pytest.mark.filterwarnings("ignore:No layer of this model:RuntimeWarning")
+@pytest.mark.skipif(not hasattr(transformers, "Qwen4ExpForCausalLM"), reason="this Transformers does not have it")
+def test_a_model_that_keeps_positions_of_tokens_continues() -> None:
+    model, ids = model_of("qwen4_exp"), some_ids(24, rows=2)
+    in_layers = hasattr(DynamicIndexedLayer(), "indexer_position_ids")  # in Transformers 5.17 they are in the cache
+    with store_of(model) as store:
+        for cached in (0, 23 if in_layers else 0):
+            assert torch.equal(store.generate(**ones(ids), **GREEDY), fresh(model, ones(ids)))
+            assert store.reuse[1].cached == cached
+
+
 def test_what_is_dropped_in_between_is_computed_at_its_own_positions() -> None:
     model = made("roberta", is_decoder=True, max_position_embeddings=200)  # which begins at 1 where it is told none
     with store_of(model) as store:
