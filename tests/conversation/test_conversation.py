@@ -241,13 +241,14 @@ def test_what_a_call_has_computed_while_a_store_closes_is_saved(
 ) -> None:
     model, ids = tiny_model("llama"), some_ids(40)
     store = store_of(model, directory=tmp_path)
-    flush = store.flush
+    flush = store._flush
 
-    def called_behind() -> None:
-        flush()
+    def called_behind() -> list[str]:
+        lost = flush()
         assert in_another_thread(lambda: store.generate(**ones(ids), **GREEDY)) is None
+        return lost
 
-    monkeypatch.setattr(store, "flush", called_behind)
+    monkeypatch.setattr(store, "_flush", called_behind)
     store.close()
     with store_of(model, directory=tmp_path) as store:
         store.generate(**ones(ids), **GREEDY)

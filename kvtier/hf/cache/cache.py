@@ -355,7 +355,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         """
         self._check_whole()
         picked = row_indices("reorder_cache", beam_idx, self._batch(), mask=False)
-        if self._parted is None and self._counts_tokens and not torch.equal(picked, torch.arange(len(picked))):
+        if self._parted is None and self._counts_tokens and picked.tolist() != list(range(len(picked))):
             self._parted = self.get_seq_length()
         self._change("reorder_cache", picked)
 
