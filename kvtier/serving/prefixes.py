@@ -4,7 +4,8 @@ Each request begins with the longest beginning that is kept of its prompt, to th
 in turn: when its prompt is there, when it gives up its blocks, and when it ends (Pensieve, sections 4.2 and 4.3; blocks
 are shared as in vLLM). What is kept takes no room that a request needs: it goes by an eviction policy, ends first.
 
-A request whose prompt begins as one that is being computed waits for that one: computed once, it serves both.
+A request whose prompt begins as one that is being computed waits until that has computed what they share: computed
+once, it serves both. Which of several is computed first is the scheduler's choice: nobody waits for one that queues.
 
 A model with recurrent states goes on from copies of them only. They are made before the last token of a prompt, which
 is then computed with those that decode, every `SPACING` tokens of a longer one, and where a request ends or gives up
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterable
-from typing import Any
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
 from kvtier.conversation.kept.kept import SPACING, Entry, Kept
@@ -31,6 +33,8 @@ from kvtier.serving.costs import Costs
 from kvtier.serving.request import Request
 from kvtier.serving.runners.packed import PackedRunner
 from kvtier.serving.runners.ragged import RaggedRunner
+
+_LOG = logging.getLogger("kvtier.serving")
 
 #: Tokens that a prompt must share with one that is being computed to wait for it.
 WORTH_WAITING = 64
@@ -73,6 +77,28 @@ def _own(runner: PackedRunner | RaggedRunner, state_budget: int) -> Kept:
         raise AssertionError("rows of an engine are not padded")
 
     return Kept(runner.forward.memory, new_cache, policy_of(None), state_budget)
+
+
+def try_to_keep(keep: Callable[[Request], None], request: Request) -> None:
+    """What cannot be kept of a request is computed again where it is asked for, and fails nothing."""
+    try:
+        keep(request)
+    except AssertionError:
+        raise  # of no request: what is counted does not agree
+    except Exception as error:
+        _LOG.warning("What request %r has computed is not kept: %s", request.name, error)
+
+
+class _Follows(NamedTuple):
+    """What a request waits for.
+
+    Attributes:
+        other: that computes what this one begins with.
+        tokens: of `other`, behind which this one has no more to wait for.
+    """
+
+    other: Request
+    tokens: int
 
 
 class Prefixes:
@@ -119,12 +145,14 @@ class Prefixes:
         self._adapted = depends.adapted
         self._modes = of.modes(model, self._adapted)
         costs.loads = self._loads
-        # Prompts that are being computed or wait to be.
+        # Prompts that are being computed. None of them waits for another one.
         self._coming: PrefixIndex[Request] = PrefixIndex()
-        self._waits_for: dict[Request, Request] = {}
+        # Of these, those that are about to begin.
+        self._next: set[Request] = set()
+        self._follows: dict[Request, _Follows] = {}
+        self._followers: dict[Request, list[Request]] = {}
         # What is read from the disk, and until when a request waits for that.
         self._wakes: dict[Request, tuple[Wake, float]] = {}
-        self._followers: dict[Request, list[Request]] = {}
         # What waits on the host for its request.
         self._swapped: dict[Request, Entry] = {}
 
@@ -170,33 +198,58 @@ class Prefixes:
     # Coming
 
     def comes(self, request: Request, until: float) -> None:
-        """A request was added: see whether what it begins with is kept, or is to be computed for another one, or is on
-        the disk.
+        """A request was added: see whether what it begins with is kept, or is on the disk.
 
         Args:
             until: when it would be computed, if it were not loaded. It waits for no longer than that.
         """
         request.key = self.key(request.salt)
-        ids = packed(request.ids)
-        self._look_up(request, ids)
-        shared, other = self._coming.find(request.key, ids)
-        if (
-            other is not None
-            and self._useful(shared, other) - request.job.swapped >= WORTH_WAITING
-            and other.job.priority >= request.job.priority
-        ):
-            self._waits_for[request] = other
-            self._followers.setdefault(other, []).append(request)
-        self._coming.add(request.key, ids, request)
+        self._look_up(request, packed(request.ids))
         if self._store is not None and self._store.disk_tier is not None:
             wake = self._store.wake(request.ids, salt=request.salt)
             if wake.reads:
                 self._wakes[request] = wake, until
 
+    def hold_back(self, requests: Sequence[Request]) -> bool:
+        """Of requests that are about to begin, in this order, let those wait whose beginning another one computes, or
+        one before them here. Whether there are any: then it is to be decided again who begins."""
+        held = [request for request in requests if self._holds_back(request)]
+        if not held:
+            for each in self._next.difference(requests):  # it was decided otherwise
+                self._coming.remove(each)
+                self._release(each, ends=True)
+            self._next.clear()
+        return bool(held)
+
+    def _holds_back(self, request: Request) -> bool:
+        if request.alone or request in self._coming:
+            return False
+        ids = packed(request.ids)
+        shared, other = self._coming.find(request.key, ids)
+        if other is not None and (tokens := self._useful(shared, other)) >= WORTH_WAITING:
+            if other.job.cached >= tokens:
+                self._share(other)
+            self._look_up(request, ids)
+            if (
+                other.job.cached < tokens
+                and tokens - request.job.swapped >= WORTH_WAITING
+                and other.job.priority >= request.job.priority
+            ):
+                self._follows[request] = _Follows(other, tokens)
+                self._followers.setdefault(other, []).append(request)
+                return True
+        self._coming.add(request.key, ids, request)
+        self._next.add(request)
+        return False
+
     def _useful(self, shared: int, other: Request) -> int:
         """Of tokens that a request shares with one that is being computed, those that it can begin with then."""
         last = len(other.ids) - 1
-        return shared if not self._stateful else last if shared >= last else shared - shared % SPACING
+        if not self._stateful:
+            return shared
+        if shared >= last:
+            return last
+        return shared - shared % SPACING if self._runner.chunked else 0  # else a prompt is not computed in parts
 
     def waits(self, request: Request, now: float) -> bool:
         """Whether another request is to compute what this one begins with, or it is being loaded."""
@@ -206,7 +259,26 @@ class Prefixes:
                 return True
             del self._wakes[request]
             self._look_up(request, packed(request.ids))
-        return request in self._waits_for
+        awaited = self._follows.get(request)
+        if awaited is not None and awaited.other.job.cached >= awaited.tokens:
+            self._share(awaited.other)
+            self._release(awaited.other)
+        return request in self._follows
+
+    def _share(self, request: Request) -> None:
+        """Keep what a request has computed of its prompt so far, between two steps: others begin with a part of it.
+        Copies of states are made on the way (see `computed`): one at this place would be of no use to them."""
+        if not self._stateful:
+            try_to_keep(self.keep, request)
+
+    def _release(self, request: Request, *, ends: bool = False) -> None:
+        """Who waits for a request waits no longer, as far as it has computed what they share, or computes no more."""
+        for each in self._followers.pop(request, ()):
+            if ends or request.job.cached >= self._follows[each].tokens:
+                del self._follows[each]
+                self._look_up(each, packed(each.ids))
+            else:
+                self._followers.setdefault(request, []).append(each)
 
     def there(self, request: Request) -> None:
         """A request's prompt is computed, or it has given up its blocks, or ended: nobody waits for it any more."""
@@ -216,12 +288,10 @@ class Prefixes:
         wake, _ = self._wakes.pop(request, (None, 0.0))
         if wake is not None:
             wake.cancel()
-        before = self._waits_for.pop(request, None)
-        if before is not None and request in self._followers.get(before, ()):
-            self._followers[before].remove(request)
-        for follower in self._followers.pop(request, ()):
-            del self._waits_for[follower]
-            self._look_up(follower, packed(follower.ids))
+        awaited = self._follows.pop(request, None)
+        if awaited is not None and request in self._followers.get(awaited.other, ()):
+            self._followers[awaited.other].remove(request)
+        self._release(request, ends=True)
 
     def _look_up(self, request: Request, ids: bytes) -> None:
         """What a request that waits is expected to begin with: in all, and of that what takes no more room."""
@@ -355,9 +425,10 @@ class Prefixes:
     def reset(self, requests: Iterable[Request]) -> None:
         """After an interrupt: no request is known, and what is the engine's own is dropped."""
         self._coming = PrefixIndex()
-        self._waits_for.clear()
-        self._wakes.clear()
+        self._next.clear()
+        self._follows.clear()
         self._followers.clear()
+        self._wakes.clear()
         self._swapped.clear()
         with self._memory.lock, self._memory.change:
             for entry in list(self._kept.entries.values()):
@@ -380,5 +451,10 @@ class Prefixes:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""
+        assert not self._next, "who was to begin has not begun"
+        for request, (other, tokens) in self._follows.items():
+            assert request in self._followers[other]
+            assert other.job.running, "a request waits for one that queues"
+            assert tokens <= len(other.ids), "a request waits for more than is computed"
         with self._memory.lock, self._memory.change:
             self._kept.check_integrity()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from kvtier.conversation.store import ConversationStore
@@ -18,11 +17,9 @@ from kvtier.scheduling.job import Job
 from kvtier.scheduling.prices import RECOMPUTE, SWAP
 from kvtier.scheduling.shares import Shares
 from kvtier.serving.costs import Costs
-from kvtier.serving.prefixes import Prefixes
+from kvtier.serving.prefixes import Prefixes, try_to_keep
 from kvtier.serving.request import Request, RequestOptions, RequestOutput
 from kvtier.serving.runners.runner import Runner
-
-_LOG = logging.getLogger("kvtier.serving")
 
 #: Requests that have ended, whose outputs are kept for whoever asks.
 MAX_ENDED = 4096
@@ -194,6 +191,13 @@ class Requests:
 
     # Running
 
+    def hold_back(self, jobs: Iterable[Job]) -> bool:
+        """Of jobs that are about to run, in this order, let those wait whose beginning another one computes, or one
+        before them here. Whether there are any."""
+        if self._prefixes is None:
+            return False
+        return self._prefixes.hold_back([self.waiting[job] for job in jobs if job in self.waiting])
+
     def admit(self, job: Job) -> Request:
         """The request of a job that runs from now on, if it did not before."""
         request = self.running.get(job)
@@ -220,7 +224,7 @@ class Requests:
     def computed(self, request: Request) -> None:
         """A part of its prompt is there, for others to begin with."""
         if self._prefixes is not None:
-            self._try_to_keep(self._prefixes.computed, request)
+            try_to_keep(self._prefixes.computed, request)
 
     def fork(self, request: Request) -> list[Request]:
         """The other samples of a prompt that is there now: those that go on with its blocks."""
@@ -244,21 +248,11 @@ class Requests:
         """A request gives up its sequence; what it has computed is kept, as long as nobody needs the room."""
         if self._prefixes is not None:
             if keep:
-                self._try_to_keep(self._prefixes.keep, request)
+                try_to_keep(self._prefixes.keep, request)
             self._prefixes.there(request)
         if request.sequence is not None:
             self._runner.remove(request.sequence)
             request.sequence = None
-
-    @staticmethod
-    def _try_to_keep(keep: Callable[[Request], None], request: Request) -> None:
-        """What cannot be kept of a request is computed again where it is asked for, and fails nothing."""
-        try:
-            keep(request)
-        except AssertionError:
-            raise  # of no request: what is counted does not agree
-        except Exception as error:
-            _LOG.warning("What request %r has computed is not kept: %s", request.name, error)
 
     # The end
 

@@ -10,7 +10,7 @@ import torch
 
 from kvtier.errors import BudgetError
 from kvtier.hf.engine.sampling import choose, log_probabilities
-from kvtier.scheduling.job import Job, Load, Ways
+from kvtier.scheduling.job import Job, Load, Step, Ways
 from kvtier.scheduling.prices import RECOMPUTE
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.serving.costs import Costs
@@ -114,7 +114,7 @@ class StepRunner:
                 return None
             if self._prefixes is not None:
                 self._prefixes.watch()
-            plan = self._scheduler.plan(self._load())
+            plan = self._plan()
             for job in plan.preempt:
                 requests.preempt(job, plan.ways.get(job, RECOMPUTE))
             work = [each for job, n in plan.tokens.items() for each in self._admitted(job, n)]
@@ -122,6 +122,13 @@ class StepRunner:
                 # What somebody waits for is on its way from the disk.
                 requests.lock.wait(_PAUSE)
             return work
+
+    def _plan(self) -> Step:
+        """What the scheduler says where nobody is let in who waits for what another one computes. Holds the lock."""
+        while True:
+            plan = self._scheduler.plan(self._load())
+            if not self._requests.hold_back(plan.tokens):
+                return plan
 
     def _admitted(self, job: Job, tokens: int) -> list[tuple[Request, Work]]:
         """A job's part of a step. What fails as it begins takes no other with it. Holds the lock."""
