@@ -11,6 +11,7 @@ from typing import Any, Literal
 from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ConcurrentUseError, ConfigError, QueueFullError, UnsupportedError
+from kvtier.hf.engine.copies import options_of_each
 from kvtier.hf.engine.sampling import Sampling
 from kvtier.hf.models import generation as of
 from kvtier.memory import measured
@@ -274,7 +275,7 @@ class Engine:
                 keeps no output of a request with a listener that has ended.
             options: settings of `generate`, `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`. With
                 `num_return_sequences` there are more sequences of the prompt, named `NAME#1`, `NAME#2` and so on, which
-                share its blocks.
+                share its blocks; each of them has copies of these objects, which may keep what they see of a sequence.
 
         Returns:
             The name.
@@ -283,7 +284,8 @@ class Engine:
             BudgetError: it could never fit the budgets. QueueFullError: too many wait.
             ConfigError: no tokens, or none of the model's; a name in use, an option that is malformed or that
                 `generate` does not know.
-            UnsupportedError: beams, and other ways to decode that are not token by token.
+            UnsupportedError: beams, and other ways to decode that are not token by token; several sequences, and a
+                processor or a criterion cannot be copied.
         """
         terms = RequestOptions(request_id, priority, logprobs, top_logprobs, salt, conversation, tenant, listener)
         first, *_ = self._add(ids, generation_config, terms, seed, options)
@@ -309,10 +311,13 @@ class Engine:
             raise ConfigError(
                 f"The prompt has {len(prompt)} tokens, and max_length={sampling.max_length} leaves none to generate."
             )
+        if sampling.count > self.max_waiting:
+            raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self.max_waiting}.")
+        samplings = sampling.each()
         with requests.lock, requests.change:
             requests.check_open()
             self._check_fits(prompt, sampling)
-            return requests.add(prompt, sampling, terms)
+            return requests.add(prompt, samplings, terms)
 
     def _check_fits(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what could never run, even alone."""
@@ -407,10 +412,14 @@ class Engine:
 
         Args:
             inputs: token ids of each.
-            generation_config, options: as of `add_request`, for all of them.
+            generation_config, options: as of `add_request`, for all of them. Prompts behind the first have copies of
+                processors and criteria.
 
         Returns:
             The outputs by name, in the order of `inputs`. Those that failed have an `error`.
+
+        Raises:
+            UnsupportedError: as of `add_request`.
         """
         self._loop.check_outside()
         terms = RequestOptions(**{name: options.pop(name) for name in RequestOptions.names() & options.keys()})
@@ -418,11 +427,13 @@ class Engine:
         found: dict[str, RequestOutput] = {}
         added: list[Request] = []
         pending = list(enumerate(map(prompt_of, inputs)))
+        own = options_of_each(options, len(pending))
+        mine = next(own)
         while pending or not all(each.done.is_set() for each in added):
             while pending:
                 i, ids = pending[0]
                 try:
-                    made = self._add(ids, generation_config, terms, seed, options)
+                    made = self._add(ids, generation_config, terms, seed, mine)
                 except QueueFullError:
                     break
                 except (BudgetError, ConfigError) as error:
@@ -433,6 +444,7 @@ class Engine:
                     added += made
                     found |= {each.name: each.output for each in made}
                 pending.pop(0)
+                mine = next(own, mine)
             if not self._loop.alive:
                 self.step()
             else:

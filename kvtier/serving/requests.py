@@ -139,8 +139,11 @@ class Requests:
 
     # Coming
 
-    def add(self, prompt: Sequence[int], sampling: Sampling, terms: RequestOptions) -> list[Request]:
+    def add(self, prompt: Sequence[int], samplings: Sequence[Sampling], terms: RequestOptions) -> list[Request]:
         """A request for each sequence of a prompt. The first one waits from now on, the others until it has its prompt.
+
+        Args:
+            samplings: what each asks.
 
         Raises:
             ConfigError: a name is in use, or the conversation is of another salt. QueueFullError: too many wait.
@@ -149,27 +152,24 @@ class Requests:
         active = {each.job.tenant for each in self.named.values()}
         if terms.tenant not in active:
             self.shares.arrives(terms.tenant, active)
-        if sampling.count > self.max_waiting:
-            raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self.max_waiting}.")
-        if len(self.waiting) + sampling.count > self.max_waiting:
+        if len(self.waiting) + len(samplings) > self.max_waiting:
             raise QueueFullError(
                 f"{len(self.waiting)} requests wait, and max_waiting is {self.max_waiting}: wait for one to end, or "
                 "make the engine with a larger max_waiting."
             )
         number = next(self._numbers)
         name = f"request-{number}" if terms.request_id is None else str(terms.request_id)
-        names = [name, *(f"{name}#{i}" for i in range(1, sampling.count))]
+        names = [name, *(f"{name}#{i}" for i in range(1, len(samplings)))]
         for each in names:
             if each in self.named:
                 raise ConfigError(f"A request named {each!r} has not ended yet.")
         if terms.conversation is not None and self._store is not None:  # last: what is refused makes no conversation
             chat = self._store.open(terms.conversation, salt=terms.salt)
         made = []
-        for i, each in enumerate(names):
+        for i, (each, own) in enumerate(zip(names, samplings, strict=True)):
             output = RequestOutput(each, list(prompt), arrived=now)
             output.logprobs = [] if terms.logprobs or terms.top_logprobs else None
             output.top_logprobs = [] if terms.top_logprobs else None
-            own = sampling if not i else sampling.again(i)
             number = number if not i else next(self._numbers)
             job = Job(number, now, len(prompt), own.max_length, priority=terms.priority, tenant=terms.tenant)
             made.append(Request(output, own, job, terms))

@@ -116,6 +116,10 @@ class StopsInAnswer:
         # A token has at least a byte; a few more are behind the string, or begin with half of a character.
         self._last = max(len(x.encode()) for x in self._strings) + _LONGEST_CHARACTER
 
+    def __deepcopy__(self, memo: Any) -> StopsInAnswer:
+        """Itself: it keeps nothing of a sequence."""
+        return self
+
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> bool:
         """Whether a sequence `[1, tokens]` ends."""
         start = max(self._prompt, input_ids.shape[1] - self._last)

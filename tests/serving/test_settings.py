@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -273,3 +274,81 @@ def test_a_watermark_is_its_own_where_the_processor_of_another_request_raises() 
         assert [str(engine.output(x).error) for x in failing] == ["as told"] * others
     assert found[0] == found[1]
     engine.close()
+
+
+class NeverAgain:
+    """A processor that forbids the tokens that came of its calls, and a criterion that ends with the sixth of them."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] | None = None
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        if scores is None:
+            return self.seen is not None and len(self.seen) >= 5
+        self.seen = [] if self.seen is None else [*self.seen, int(ids[0, -1])]
+        return scores.index_fill(1, torch.tensor(self.seen, dtype=torch.long), -torch.inf)
+
+
+class Locked(NeverAgain):
+    """One that has what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def both(made: NeverAgain) -> dict[str, Any]:
+    return {"logits_processor": [made], "stopping_criteria": [made], "max_new_tokens": 9}
+
+
+def test_what_a_processor_keeps_is_of_one_sequence_of_a_prompt() -> None:
+    engine = Engine(tiny_model("llama"), host_budget="8MiB")
+    options: dict[str, Any] = {"do_sample": True, "temperature": 3.0}
+    made = NeverAgain()
+    name = engine.add_request(PROMPT, seed=1, num_return_sequences=3, **options, **both(made))
+    alone = [engine.add_request(PROMPT, seed=seed, **options, **both(NeverAgain())) for seed in (1, 2, 3)]
+    while engine.step():
+        pass
+    found = [engine.output(each).generated_tokens for each in (name, f"{name}#1", f"{name}#2")]
+    assert found == [engine.output(each).generated_tokens for each in alone]
+    assert all(len(set(tokens)) == 6 for tokens in found)
+    assert made.seen == found[0][:-1], "the first sequence has the object that was given"
+    engine.close()
+
+
+def test_what_a_processor_keeps_is_of_one_prompt_of_a_batch() -> None:
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[3:]]
+    # Room for one that waits: the others are added when the first one has begun.
+    engine = Engine(tiny_model("llama"), host_budget="8MiB", max_waiting=1)
+    found = [x.generated_tokens for x in engine.generate_batch(prompts, do_sample=False, **both(NeverAgain())).values()]
+    for prompt, tokens in zip(prompts, found, strict=True):
+        (alone,) = engine.generate_batch([prompt], do_sample=False, **both(NeverAgain())).values()
+        assert tokens == alone.generated_tokens
+        assert len(set(tokens)) == 6
+    engine.close()
+
+
+def test_what_cannot_be_copied_is_refused_where_there_are_several_sequences() -> None:
+    with Engine(tiny_model("llama"), host_budget="8MiB") as engine:
+        with pytest.raises(UnsupportedError, match=r"Locked cannot be copied.*Add a request for each sequence"):
+            engine.add_request(PROMPT, do_sample=True, num_return_sequences=2, **both(Locked()))
+        with pytest.raises(UnsupportedError, match="Locked cannot be copied"):
+            engine.generate_batch([PROMPT, PROMPT], do_sample=False, **both(Locked()))
+        assert not engine.load.waiting
+        (output,) = engine.generate_batch([PROMPT], do_sample=False, **both(Locked())).values()
+        assert len(output.generated_tokens) == 6
+
+
+def test_models_that_a_processor_has_are_not_copied() -> None:
+    class Guided(NeverAgain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = tiny_model("llama")
+
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> Any:
+            assert self.model is tiny_model("llama")
+            return super().__call__(ids, scores)
+
+    with Engine(tiny_model("llama"), host_budget="8MiB") as engine:
+        outputs = engine.generate_batch([PROMPT, PROMPT[::-1]], do_sample=False, **both(Guided())).values()
+        assert [x.finish_reason for x in outputs] == ["stop", "stop"]

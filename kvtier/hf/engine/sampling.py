@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -23,10 +24,13 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.hf.engine.copies import copied
 from kvtier.hf.models.generation import device_of
 
 #: Processors that look at the scores of one row alone, so that rows with equal ones are processed together.
 _OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+#: Processors of Transformers' own that keep, or may keep, what they have seen of a sequence.
+_OF_SEQUENCES = (SynthIDTextWatermarkLogitsProcessor, PrefixConstrainedLogitsProcessor)
 #: Settings that ask for something other than one sequence, token by token.
 _OTHER_WAYS: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
@@ -151,6 +155,10 @@ class Sampling:
             device=device,
             model_kwargs={},
         )
+        # What no sequence of the prompt has one of its own of.
+        self._shared: list[Any] = [
+            x for x in self._processors if type(x) not in _OF_SEQUENCES and not any(x is given for given in processors)
+        ]
         eos = config._eos_token_tensor
         self._ends = frozenset(() if eos is None else eos.flatten().tolist())
         self._criteria = list(criteria)
@@ -158,7 +166,8 @@ class Sampling:
             if tokenizer is None:
                 raise ConfigError("stop_strings need the engine's tokenizer.")
             strings = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings)
-            self._criteria.append(StopStringCriteria(tokenizer, strings))
+            self._shared.append(StopStringCriteria(tokenizer, strings))
+            self._criteria.append(self._shared[-1])
         self._until = None if config.max_time is None else time.monotonic() + config.max_time
         self._seed = _checked(seed)
         self.generator: torch.Generator | None = None
@@ -166,14 +175,20 @@ class Sampling:
         if self.samples:
             self._seeded(0)
 
-    def again(self, number: int) -> Sampling:
-        """The same for another sequence of the prompt, with random numbers of its own."""
+    def each(self) -> list[Sampling]:
+        """One for each sequence of the prompt: this, and others with random numbers, processors and criteria of their
+        own.
+
+        Raises:
+            UnsupportedError: a processor or a criterion of the user's cannot be copied.
+        """
+        return [self, *(self._again(number) for number in range(1, self.count))]
+
+    def _again(self, number: int) -> Sampling:
         made = copy.copy(self)
-        # The state of one is of the sequence that it has seen so far.
-        made._processors = LogitsProcessorList(
-            copy.deepcopy(each) if isinstance(each, SynthIDTextWatermarkLogitsProcessor) else each
-            for each in self._processors
-        )
+        own = copied([*self._processors, *self._criteria], self._shared)
+        made._processors = LogitsProcessorList(own[: len(self._processors)])
+        made._criteria = own[len(self._processors) :]
         if self.samples:
             made._seeded(number)
         return made
