@@ -64,6 +64,9 @@ class Store(Protocol):
     def changed(self, chat: Conversation, *, generated: bool = False) -> None:
         """A conversation went on, by this thread's last call or in another way."""
 
+    def went_on(self, chat: Conversation) -> None:
+        """A conversation went on by an engine, and is saved soon."""
+
     def ranked(self, chat: Conversation) -> None:
         """A conversation has another rank."""
 
@@ -189,11 +192,11 @@ class Conversation:
         return out, rows[0, pad:].tolist()
 
     def went_on(self, ids: Sequence[int]) -> None:
-        """Its history is this now: an engine has generated with it."""
+        """Its history is this now: an engine has generated with it. Nobody waits until that is saved."""
         self._check_open()
         self.ids = list(ids)
         self.used = time.time()
-        self.store.changed(self)
+        self.store.went_on(self)
 
     def send(self, message: str | Message, *, tokenizer: Any, system: str | None = None, **kwargs: Any) -> str:
         """Say something and get the answer, by the tokenizer's chat template; without one, contents are joined.

@@ -97,7 +97,6 @@ class Conversations:
 
     def open(self, name: str, salt: Hashable, new: bool) -> Conversation:
         """See `ConversationStore.open`."""
-        self.let_go()
         while True:
             found = self.find(name)
             with self._memory.lock, self._memory.change:
@@ -183,7 +182,9 @@ class Conversations:
         """Put away what nobody has held for longest; see the class."""
         if not self._dropped and len(self._idle) <= MOST_IDLE:
             return
-        with self.lock:
+        if not self.lock.acquire(blocking=False):
+            return  # somebody saves: who opens a conversation next does it, and does not wait for the disk either
+        try:
             while self._dropped:
                 ref = self._dropped[0]
                 assert isinstance(ref, _Ref)
@@ -198,6 +199,8 @@ class Conversations:
                 if not self._put_away(name, self._idle[name]):
                     break  # the disk fails: the next one tries again
                 self._idle.pop(name, None)
+        finally:
+            self.lock.release()
 
     def _put_away(self, name: str, ref: _Ref) -> bool:
         """Let a conversation leave the memory, if that loses nothing. Whether there is no more to do."""

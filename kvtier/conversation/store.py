@@ -32,6 +32,7 @@ from kvtier.conversation.kept.ranks import naming_who_is_pinned, rank_of
 from kvtier.conversation.kept.verify import verify
 from kvtier.conversation.names import Conversations
 from kvtier.conversation.saved.disk_tier import DiskTier, prefix
+from kvtier.conversation.saved.soon import Soon
 from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError, StoreInUseError
 from kvtier.eviction.policies.names import policy_of
@@ -139,6 +140,7 @@ class ConversationStore:
         #: Engines that serve from it.
         self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self._disk_tier: DiskTier | None = None
+        self._soon = Soon()
         self.closed = False
         if directory is not None:
             limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
@@ -248,6 +250,7 @@ class ConversationStore:
         """As `flush`. The names of conversations that could not be saved."""
         if self._disk_tier is None:
             return []
+        self._soon.join()
         lost = self._conversations.save_all()
         self._conversations.let_go()
         self._disk_tier.flush()
@@ -285,10 +288,22 @@ class ConversationStore:
         rank_of(
             False if pinned is None else pinned, 0 if priority is None else priority, math.inf if ttl is None else ttl
         )  # what is wrong makes no conversation
+        self._conversations.let_go()
         found = self._conversations.open(name, salt, new)
         if (pinned, priority, ttl) != (None, None, None):
             found.set_rank(pinned=pinned, priority=priority, ttl=ttl)
         return found
+
+    def find(self, name: str) -> Conversation | None:
+        """The conversation of a name; None: there is none. It is in memory from now on, as long as somebody holds it.
+
+        Raises:
+            ConfigError: what no conversation can be named; or it is saved and cannot be read now.
+        """
+        self._check_open()
+        check_name(name)
+        self._conversations.let_go()
+        return self._conversations.find(name)
 
     @contextlib.contextmanager
     def going_on(self, chat: Conversation) -> Iterator[None]:
@@ -318,15 +333,29 @@ class ConversationStore:
         """A conversation went on, by this thread's last call or in another way: its history has its rank, and what it
         is is saved. Nothing, if its name was forgotten meanwhile."""
         with self._conversations.lock:
-            if self.closed or not self._conversations.has(chat):
+            self._follow(chat, self._last.computed_as if generated else of.computed_as(self.model))
+            self._save(chat)
+
+    def went_on(self, chat: Conversation) -> None:
+        """The same, by an engine, whose steps wait for no disk: what the conversation is is saved soon."""
+        self._follow(chat, of.computed_as(self.model))
+        if self._disk_tier is not None:
+            self._soon.put(chat, functools.partial(self._save, chat))
+
+    def _follow(self, chat: Conversation, computed_as: Hashable) -> None:
+        """The history of a conversation has its rank."""
+        ids = _ranked_ids(chat)
+        with self.memory.lock, self.memory.change:
+            if not self.closed and self._conversations.has(chat):
+                self._kept.ranks.follow(chat.name, (computed_as, chat.salt), ids, chat.rank)
+
+    def _save(self, chat: Conversation) -> None:
+        """What a conversation is is saved, and its history there has its rank."""
+        with self._conversations.lock:
+            if self._disk_tier is None or self.closed or not self._conversations.has(chat):
                 return
-            key = (self._last.computed_as if generated else of.computed_as(self.model), chat.salt)
-            ids = b"" if chat.rank == DEFAULT else packed(chat.ids[:-1])  # without a rank nobody looks for them
-            with self.memory.lock, self.memory.change:
-                self._kept.ranks.follow(chat.name, key, ids, chat.rank)
-            if self._disk_tier is not None:
-                self._disk_tier.disk.rank(chat.name, chat.salt, ids, chat.rank, chat.used)
-                self._conversations.save(chat)
+            self._disk_tier.disk.rank(chat.name, chat.salt, _ranked_ids(chat), chat.rank, chat.used)
+            self._conversations.save(chat)
 
     def ranked(self, chat: Conversation) -> None:
         """A conversation has another rank. Raises BudgetError, see `Conversation.pinned`."""
@@ -467,6 +496,15 @@ class ConversationStore:
         """Saves what is kept, and loads it; None: nothing does, or not any more."""
         return None if self._disk_tier is None or self._disk_tier.stopped else self._disk_tier
 
+    def turn_of(self, name: str, salt: Hashable) -> Conversation:
+        """As `open`, in the way of a step: it waits for no disk where somebody holds what `find` gave.
+
+        Raises:
+            ConfigError: as of `open`.
+        """
+        self._check_open()
+        return self._conversations.open(name, salt, False)
+
     def check_weights(self) -> of.Depends:
         """Drop everything if the model was changed. What it is now."""
         self._check_open()
@@ -569,3 +607,8 @@ class ConversationStore:
         self.memory.check_integrity()
         with self.memory.lock, self.memory.change:
             self._kept.check_integrity()
+
+
+def _ranked_ids(chat: Conversation) -> bytes:
+    """The history of a conversation that was computed; without a rank of its own nobody looks for that."""
+    return b"" if chat.rank == DEFAULT else packed(chat.ids[:-1])

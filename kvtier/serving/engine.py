@@ -314,10 +314,14 @@ class Engine:
         if sampling.count > self.max_waiting:
             raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self.max_waiting}.")
         samplings = sampling.each()
+        # Held until it is the request's: it is read here, if it is on the disk, and steps do not wait for that.
+        chat = None if terms.conversation is None or self._store is None else self._store.find(terms.conversation)
         with requests.lock, requests.change:
             requests.check_open()
             self._check_fits(prompt, sampling)
-            return requests.add(prompt, samplings, terms)
+            made = requests.add(prompt, samplings, terms)
+        del chat
+        return made
 
     def _check_fits(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what could never run, even alone."""

@@ -164,7 +164,7 @@ class Requests:
             if each in self.named:
                 raise ConfigError(f"A request named {each!r} has not ended yet.")
         if terms.conversation is not None and self._store is not None:  # last: what is refused makes no conversation
-            chat = self._store.open(terms.conversation, salt=terms.salt)
+            chat = self._store.turn_of(terms.conversation, terms.salt)
         made = []
         for i, (each, own) in enumerate(zip(names, samplings, strict=True)):
             output = RequestOutput(each, list(prompt), arrived=now)

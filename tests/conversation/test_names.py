@@ -64,6 +64,7 @@ def test_of_what_is_saved_a_name_stays_in_memory(tmp_path: Path) -> None:
         taken, _ = tracemalloc.get_traced_memory()
         for n in range(count):
             store.open(f"{n}").went_on([*ids, 5000 + n])
+        store.flush()
         after, (now, _) = objects(), tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert after - before < 20 * MOST_IDLE < count
@@ -129,6 +130,7 @@ def test_without_a_folder_what_was_said_stays_though_nobody_holds_it() -> None:
 def test_what_a_user_has_changed_is_saved_though_nobody_holds_it(tmp_path: Path) -> None:
     with store_of(tiny_model("llama"), directory=tmp_path) as store:
         store.open("a").went_on([1, 2, 3])
+        store.flush()
         store.open("a").ids = [4, 5]
         store.open("b").messages = [{"role": "user", "content": "Hello."}]
         others(store)

@@ -1,13 +1,22 @@
-"""Of a request whose store saves, the price of preemption counts the disk: what is there, and what loads took."""
+"""Of a request whose store saves, the price of preemption counts the disk: what is there, and what loads took. A disk
+that is slow stops nobody."""
 
 from __future__ import annotations
 
 import math
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from families import build_model
 
 from kvtier import ConversationStore, Engine
+from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.names import MOST_IDLE
 from kvtier.serving.request import Request
 
 PROMPT = list(range(1, 70))
@@ -54,3 +63,119 @@ def test_without_a_disk_nothing_is_saved() -> None:
     assert request.job.saved == 0
     assert math.isinf(engine._costs.prices().load)
     engine.close()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """From when the first event is set, no conversation is saved until the second one is."""
+    saves, is_slow, go_on = Disk.save_conversation, threading.Event(), threading.Event()
+
+    def save(self: Disk, *args: Any) -> bool:
+        assert not is_slow.is_set() or go_on.wait(30)
+        return saves(self, *args)
+
+    monkeypatch.setattr(Disk, "save_conversation", save)
+    yield is_slow, go_on
+    go_on.set()
+
+
+def test_a_turn_that_a_slow_disk_saves_stops_no_other_request(
+    tmp_path: Path, slow: tuple[threading.Event, threading.Event]
+) -> None:
+    model, options = build_model("llama", "sdpa"), {"max_new_tokens": 12, "do_sample": False}
+    right = model.generate(torch.tensor([PROMPT]), **options)[0].tolist()
+    (is_slow, go_on), names = slow, ["alice", "bob"]
+    is_slow.set()
+    with (
+        ConversationStore(model, directory=tmp_path, host_budget="8MiB", block_size=4) as store,
+        Engine(model, store=store) as engine,
+    ):
+        try:
+            for name in names:
+                turn = engine.add_request(PROMPT, conversation=name, **options)
+                assert engine.wait(turn, timeout=5).finish_reason == "length"
+                assert store.open(name).ids == right
+            other = engine.add_request(PROMPT[::-1], **options)
+            assert len(list(engine.stream(other, timeout=5))) == 12
+        finally:
+            go_on.set()
+    with ConversationStore(model, directory=tmp_path, host_budget="8MiB", block_size=4) as store:
+        assert [store.open(name).ids for name in names] == [right, right]
+
+
+@pytest.mark.parametrize("what", ["read", "put away"])
+def test_a_conversation_that_comes_from_a_slow_disk_or_goes_there_stops_no_other_request(
+    what: str, tmp_path: Path, slow: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, options = build_model("llama", "sdpa"), {"max_new_tokens": 12, "do_sample": False}
+    (is_slow, go_on), reads = slow, Disk.conversation
+    with ConversationStore(model, directory=tmp_path, host_budget="8MiB", block_size=4) as store:
+        for i in range(MOST_IDLE + 1):
+            store.open(f"{i}").went_on([i])
+        store.flush()
+        if what == "read":
+            monkeypatch.setattr(Disk, "conversation", lambda *args: go_on.wait(30) and reads(*args))
+        else:
+            store.open("one too many").went_on([1])
+            is_slow.set()
+        with Engine(model, store=store) as engine:
+            turns = list[str]()
+            adds = threading.Thread(
+                target=lambda: turns.append(engine.add_request(PROMPT, conversation="0", **options))
+            )
+            adds.start()
+            time.sleep(0.1)
+            try:
+                other = engine.add_request(PROMPT[::-1], **options)
+                assert len(list(engine.stream(other, timeout=5))) == 12
+            finally:
+                go_on.set()
+            adds.join(10)
+            assert engine.wait(turns[0], timeout=5).finish_reason == "length"
+
+
+@pytest.mark.parametrize("when", ["forgotten", "gone on"])
+def test_what_a_conversation_is_when_it_is_saved_counts(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is forgotten, or goes on, while the disk saves another one."""
+    model, ticket = build_model("llama", "sdpa"), threading.Semaphore(1)
+    saves = Disk.save_conversation
+
+    def is_slow(self: Disk, *args: Any) -> bool:
+        assert ticket.acquire(timeout=30)
+        return saves(self, *args)
+
+    with ConversationStore(model, directory=tmp_path, host_budget="8MiB", block_size=4) as store:
+        first, second = store.open("first"), store.open("second")
+        monkeypatch.setattr(Disk, "save_conversation", is_slow)
+        ticket.acquire()
+        first.went_on([1])
+        second.went_on([2])
+        if when == "forgotten":
+            ticket.release(5)
+            second.close()
+        else:
+            second.went_on([2, 3])
+            ticket.release(5)
+        store.flush()
+        monkeypatch.undo()
+    with ConversationStore(model, directory=tmp_path, host_budget="8MiB", block_size=4) as store:
+        assert store.names == ["first"] if when == "forgotten" else ["first", "second"]
+        assert when == "forgotten" or store.open("second").ids == [2, 3]
+
+
+def test_no_process_ends_before_a_turn_is_saved(tmp_path: Path, slow: tuple[threading.Event, threading.Event]) -> None:
+    is_slow, go_on = slow
+    model = build_model("llama", "sdpa")
+    with ConversationStore(model, directory=tmp_path, host_budget="8MiB", block_size=4) as store:
+        is_slow.set()
+        for name in ("alice", "bob"):
+            store.open(name).went_on([1, 2, 3])
+        (saving,) = [each for each in threading.enumerate() if each.name == "kvtier-turns"]
+        assert not saving.daemon, "Python waits for its end"
+        go_on.set()
+        saving.join(10)
+        assert store._disk_tier is not None
+        assert store._disk_tier.disk.names().keys() == {"alice", "bob"}
+        assert not saving.is_alive()

@@ -1,0 +1,60 @@
+"""`Soon`: what is to be saved by a thread of its own, which ends when nothing is left."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable
+
+_LOG = logging.getLogger("kvtier.conversation")
+
+
+class Soon:
+    """Saves in the background, what was put there first first. Nobody who puts something there waits for a disk.
+
+    What waits already is not put there twice: it is saved as it is by then. The process does not end before all is
+    saved.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[Hashable, Callable[[], None]] = {}
+        self._thread: threading.Thread | None = None
+        self._works = False
+
+    def put(self, what: Hashable, save: Callable[[], None]) -> None:
+        """Save something soon."""
+        with self._lock:
+            self._waiting.setdefault(what, save)
+            if self._works and self._thread is not None and self._thread.is_alive():
+                return
+            # Python waits for its end before the process ends.
+            self._thread = thread = threading.Thread(target=self._work, name="kvtier-turns", daemon=False)
+            self._works = True
+            try:
+                thread.start()
+                return
+            except RuntimeError:  # the system has none to give, or the process ends
+                self._thread = None
+        self._work()
+
+    def join(self) -> None:
+        """Return when all that was put there is saved, or cannot be."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None and thread.is_alive():
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                what = next(iter(self._waiting), None)
+                if what is None:
+                    self._works = False
+                    return
+                save = self._waiting.pop(what)  # first: what changes while it is saved is saved again
+            try:
+                save()
+            except Exception as error:  # nobody waits for it
+                _LOG.warning("What went on is not saved: %s", error)
+            del what, save  # before somebody hears that all is done
