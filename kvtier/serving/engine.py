@@ -455,6 +455,9 @@ class Engine:
                 waited = next((each for each in added if not each.done.is_set()), None)
                 if waited is not None:
                     waited.done.wait(1.0)
+                elif pending:  # others fill the queue
+                    with self._requests.lock:
+                        self._requests.lock.wait(1.0)
         failed = [x for x in found.values() if x.error is not None]
         if failed:
             _LOG.warning("%d of %d requests failed, the first with: %s", len(failed), len(found), failed[0].error)

@@ -128,6 +128,7 @@ class Request:
         sequence: of the runner, while it runs.
         salt, key: who may share what it computes, and all else that this depends on.
         conversation, chat: that it is a turn of, by name and as it was when it came; None: of none.
+        begun: it had a sequence, now or before.
         alone: there was no room for it and for what is kept of it: it begins with nothing, and nothing of it is kept.
         epoch, changes: of what is kept, see `Kept`, and of the model, see `Prefixes`, when it got its sequence.
         lost: times that a failure has cost what was computed.
@@ -150,7 +151,7 @@ class Request:
         self.job = job
         self.ids = list(output.prompt_ids)
         self.sequence: Any = None
-        self.alone = False
+        self.begun = self.alone = False
         self.epoch = self.changes = 0
         self.lost = 0
         self.cancelled = False

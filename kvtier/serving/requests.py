@@ -207,7 +207,10 @@ class Requests:
             if not cached:
                 request.sequence = self._runner.add()
             if request.output.first_token is None:
-                request.output.cached_tokens = min(cached, len(request.output.prompt_ids))
+                # What it finds when it begins again may be its own work.
+                most = request.output.cached_tokens if request.begun else len(request.output.prompt_ids)
+                request.output.cached_tokens = min(cached, most)
+            request.begun = True
             job.running, job.cached, job.reusable, job.swapped = True, cached, 0, 0
         return request
 

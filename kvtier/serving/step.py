@@ -184,11 +184,13 @@ class StepRunner:
 
     def _run(self, work: list[tuple[Request, Work]]) -> None:
         """Compute a part of a step. A request that fails takes no other with it."""
+        whole = work
         while work:
             try:
                 scores = self._runner.step([each for _, each in work])
             except BudgetError as error:
-                work = self._with_less(work, error)
+                # Who was left out for one that has given way since has its turn.
+                work = self._with_less(work, error) or self._still(whole)
             except Exception as error:
                 alone, work = len(work) == 1, self._follow(work, error)
                 if alone and work:
@@ -197,7 +199,8 @@ class StepRunner:
                 if work:
                     _LOG.warning("A step of %d requests failed, and each is tried alone: %s", len(work), error)
                 for each in work:
-                    self._run([each])
+                    if self._still([each]):  # for want of room one may have been preempted for another one meanwhile
+                        self._run([each])
                 return
             else:
                 self._deliver(work, scores)
@@ -205,15 +208,14 @@ class StepRunner:
 
     def _with_less(self, work: list[tuple[Request, Work]], error: BudgetError) -> list[tuple[Request, Work]]:
         """What is left of a part of a step for which there was no room: less of it, or fewer others."""
-        first = work[0][0]
-        work = self._follow(work, error, counts=not self._others(first))
+        work = self._follow(work, error, counts=len(self._requests.running) == 1)
         if not work:
-            self._preempt_last(self._others(first))
+            self._preempt_last()
             return []
         prompts = [i for i, (_, each) in enumerate(work) if each.tokens > 1]
         if prompts and len(work) > 1:
             return [each for i, each in enumerate(work) if i != prompts[-1]]
-        last = self._preempt_last(self._others(work[0][0]))
+        last = self._preempt_last()
         if last is not None:
             return [(r, w) for r, w in work if r.job is not last]
         ((request, each),) = work
@@ -228,13 +230,15 @@ class StepRunner:
         self._fail(request, error)
         return []
 
-    def _others(self, request: Request) -> list[Job]:
-        """Jobs that run besides a request's."""
-        return [job for job in self._requests.running if job is not request.job]
+    @staticmethod
+    def _still(work: list[tuple[Request, Work]]) -> list[tuple[Request, Work]]:
+        """What of a part can be computed as it is: no request of it has got further, or given up its sequence."""
+        return [(x, each) for x, each in work if x.sequence is each.sequence and x.job.cached == each.cached]
 
-    def _preempt_last(self, jobs: list[Job]) -> Job | None:
-        """Preempt the last of some jobs; None: there is none."""
-        if not jobs:
+    def _preempt_last(self) -> Job | None:
+        """Preempt the last in rank of the jobs that run; None: there are not several."""
+        jobs = self._requests.running
+        if len(jobs) < 2:
             return None
         last = max(jobs, key=lambda job: (-job.priority, job.number))
         with self._requests.lock, self._requests.change:

@@ -425,3 +425,103 @@ def test_sequences_of_a_prompt_have_seeds_behind_the_largest_one() -> None:
         pass
     assert engine.output(f"{name}#1").generated_tokens == engine.output(again).generated_tokens
     engine.close()
+
+
+def test_what_a_preempted_prompt_has_computed_itself_is_not_counted_as_cached() -> None:
+    """And what it began with at first is."""
+    prompt = tuple(range(3, 73))
+    by_generate("llama", prompt, NEW)
+    with_head = [0, 33]
+    for head in with_head:
+        engine = Engine(tiny_model("llama"), host_budget="8MiB", block_size=4, max_batch_tokens=16)
+        if head:
+            engine.generate_batch([prompt[:head]], max_new_tokens=1)
+        name = engine.add_request(list(prompt), max_new_tokens=NEW, do_sample=False)
+        engine.step()
+        requests = engine._requests
+        for _ in range(2):
+            with requests.lock, requests.change:
+                requests.preempt(requests.named[name].job)
+            engine.step()
+        while engine.step():
+            pass
+        check(engine, "llama", [prompt], [name])
+        assert (engine.output(name).preempted, engine.output(name).cached_tokens) == (2, head)
+        engine.close()
+
+
+def test_who_waits_for_a_queue_that_others_fill_does_nothing_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(tiny_model("llama"), host_budget="8MiB", max_waiting=1, max_running=1) as engine:
+        add, tries, go_on, step = engine._add, list[int](), threading.Event(), engine._runner.step
+        engine._runner.step = lambda work: step(work) if go_on.wait(30) else []  # type: ignore[method-assign]
+        running = engine.add_request([5, 6], max_new_tokens=2)
+        assert until(lambda: engine.load.running == 1)
+        engine.add_request([5, 7], max_new_tokens=2)
+        monkeypatch.setattr(engine, "_add", lambda *args: tries.append(1) or add(*args))
+        batch = threading.Thread(target=engine.generate_batch, args=([[5, 8]],), kwargs={"max_new_tokens": 2})
+        batch.start()
+        time.sleep(0.3)
+        few = len(tries)
+        go_on.set()
+        batch.join(30)
+        assert not batch.is_alive()
+        assert engine.output(running).finish_reason == "length"
+        assert 1 <= few <= 2
+
+
+def no_room() -> BudgetError:
+    return BudgetError("as told", tier="host", needed=1, budget=0)
+
+
+def test_what_is_last_in_rank_gives_way_although_it_is_the_one_that_lacks_room() -> None:
+    """It decodes, and the prompt of a higher priority goes on."""
+    low, high = (5, 6, 7), tuple(range(9, 59))
+    for prompt in (low, high):
+        by_generate("llama", prompt, NEW)
+    engine = Engine(tiny_model("llama"), host_budget="8MiB", block_size=4, max_batch_tokens=16)
+    names = [engine.add_request(list(low), max_new_tokens=NEW, do_sample=False)]
+    engine.step()
+    names.append(engine.add_request(list(high), max_new_tokens=NEW, do_sample=False, priority=5))
+    engine.step()
+    first, second = (engine._requests.named[name] for name in names)
+    step = engine._runner.step
+
+    def refuses(work: Any) -> Any:
+        if second.sequence is not None and any(each.sequence is first.sequence for each in work):
+            raise no_room()
+        return step(work)
+
+    engine._runner.step = refuses  # type: ignore[method-assign]
+    cached = second.job.cached
+    engine.step()
+    assert (first.output.preempted, second.output.preempted) == (1, 0)
+    assert second.job.cached > cached, "the step was lost"
+    while engine.step():
+        engine.check_integrity()
+    check(engine, "llama", [low, high], names)
+    assert second.output.preempted == 0
+    engine.close()
+
+
+def test_a_request_that_is_preempted_while_a_failed_step_is_tried_again_is_not_computed() -> None:
+    prompts = [(5, 6, 7), (8, 9, 10)]
+    for prompt in prompts:
+        by_generate("llama", prompt, NEW)
+    engine = Engine(tiny_model("llama"), host_budget="8MiB", block_size=4)
+    names = [engine.add_request(list(prompt), max_new_tokens=NEW, do_sample=False) for prompt in prompts]
+    engine.step()
+    step, failures = engine._runner.step, [RuntimeError("a forward fails"), no_room()]
+    second = engine._requests.named[names[1]]
+
+    def fails(work: Any) -> Any:
+        if failures:
+            raise failures.pop(0)
+        return step(work)
+
+    engine._runner.step = fails  # type: ignore[method-assign]
+    while engine.step():
+        engine.check_integrity()
+    check(engine, "llama", prompts, names)
+    assert [engine.output(name).preempted for name in names] == [0, 1]
+    assert not second.lost, "its forward was tried, and has failed"
+    engine.close()
