@@ -264,7 +264,7 @@ class Engine:
             generation_config: as of `generate`; None: the model's.
             request_id: a name that no request has which has not ended; None: a new one.
             priority: requests with a higher one go first.
-            seed: of the request's own random numbers.
+            seed: of the request's own random numbers; None: one that torch's generator on the CPU gives now.
             logprobs: whether the log-probability of each token is kept.
             top_logprobs: how many of the likeliest tokens are kept at each place, with their log-probabilities.
             salt: what is kept of a request is found by those with an equal salt only, so that tenants share nothing.

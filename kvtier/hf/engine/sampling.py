@@ -87,7 +87,7 @@ class Sampling:
         prompt: token ids.
         generation_config: as of `generate`; None: the model's.
         tokenizer: for stop strings.
-        seed: of the sequence's own random numbers; None: a new one.
+        seed: of the sequence's own random numbers; None: one that torch's generator gives.
         options: as of `generate`: settings, `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`.
 
     Raises:
@@ -196,8 +196,8 @@ class Sampling:
     def _seeded(self, number: int) -> None:
         self._drawn = (-1, torch.empty((), device="cpu"))
         self.generator = torch.Generator("cpu")
-        if self._seed is None:
-            self.generator.seed()
+        if self._seed is None:  # of torch's numbers, as `generate` draws: who seeds these has the same tokens again
+            self.generator.manual_seed(int(torch.randint(1 << 62, (), device="cpu")))
         else:
             self.generator.manual_seed((self._seed + number) % (_LARGEST_SEED + 1))  # of negative ones torch takes that
 
