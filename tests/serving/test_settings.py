@@ -352,3 +352,41 @@ def test_models_that_a_processor_has_are_not_copied() -> None:
     with Engine(tiny_model("llama"), host_budget="8MiB") as engine:
         outputs = engine.generate_batch([PROMPT, PROMPT[::-1]], do_sample=False, **both(Guided())).values()
         assert [x.finish_reason for x in outputs] == ["stop", "stop"]
+
+
+def test_without_a_seed_requests_draw_by_torchs_generator() -> None:
+    """As `generate` does: processes that have seeded it alike draw alike."""
+    engine = Engine(tiny_model("llama"), host_budget="8MiB")
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 8, "num_return_sequences": 2}
+    drawn = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        outputs = engine.generate_batch([PROMPT, PROMPT], **options).values()
+        drawn.append([tuple(each.generated_tokens) for each in outputs])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 4, "each sequence has numbers of its own"
+    engine.close()
+
+
+def test_the_tokens_that_processors_and_criteria_see_are_those_of_their_sequence() -> None:
+    seen = dict[int, list[torch.Tensor]]()
+
+    def sees(ids: torch.Tensor, scores: Any) -> Any:
+        seen.setdefault(int(ids[0, 0]), []).append(ids)
+        return False if scores is None else scores
+
+    engine = Engine(tiny_model("llama"), host_budget="8MiB")
+    options: dict[str, Any] = {"logits_processor": [sees], "stopping_criteria": [sees], "do_sample": False}
+    names = [engine.add_request([first, *PROMPT], max_new_tokens=20, **options) for first in (7, 8)]
+    with torch.inference_mode():
+        for _ in range(5):
+            engine.step()
+    while engine.step():
+        pass
+    for name in names:
+        output = engine.output(name)
+        assert output.error is None
+        whole = output.prompt_ids + output.generated_tokens
+        ends = [n for i in range(20) for n in (len(PROMPT) + 1 + i, len(PROMPT) + 2 + i)]
+        assert [each.tolist() for each in seen[whole[0]]] == [[whole[:n]] for n in ends]
+    engine.close()

@@ -79,6 +79,33 @@ def _checked(seed: Any) -> int | None:
     raise ConfigError(f"seed={seed!r:.80}: give a whole number from {_LEAST_SEED} to {_LARGEST_SEED}, or None.")
 
 
+class _History:
+    """The tokens of a sequence as a tensor, to which only those are added that have come since it was asked for last:
+    what is computed for a token does not grow with the sequence."""
+
+    def __init__(self) -> None:
+        self._tensor = torch.empty(0, dtype=torch.long, device="cpu")
+        self._count = 0
+
+    def of(self, ids: Sequence[int]) -> torch.Tensor:
+        """`[1, tokens]` on the host. What was given before stays what it was.
+
+        Args:
+            ids: those that were given before, and more; where they are fewer, it begins from nothing.
+        """
+        count = len(ids)
+        if count < self._count:
+            self._tensor, self._count = torch.empty(0, dtype=torch.long, device="cpu"), 0
+        with torch.inference_mode(False):  # one that is made within could not be written to outside
+            if count > len(self._tensor):
+                before, self._tensor = self._tensor, torch.empty(2 * count, dtype=torch.long, device="cpu")
+                self._tensor[: self._count] = before[: self._count]
+            if count > self._count:
+                self._tensor[self._count : count] = torch.tensor(ids[self._count :], dtype=torch.long, device="cpu")
+                self._count = count
+            return self._tensor[None, :count]
+
+
 class Sampling:
     """What one sequence is given next, and whether it ends there.
 
@@ -168,6 +195,7 @@ class Sampling:
             strings = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings)
             self._shared.append(StopStringCriteria(tokenizer, strings))
             self._criteria.append(self._shared[-1])
+        self._history = _History()
         self._until = None if config.max_time is None else time.monotonic() + config.max_time
         self._seed = _checked(seed)
         self.generator: torch.Generator | None = None
@@ -186,6 +214,7 @@ class Sampling:
 
     def _again(self, number: int) -> Sampling:
         made = copy.copy(self)
+        made._history = _History()
         own = copied([*self._processors, *self._criteria], self._shared)
         made._processors = LogitsProcessorList(own[: len(self._processors)])
         made._criteria = own[len(self._processors) :]
@@ -224,9 +253,9 @@ class Sampling:
         """
         if not self._processors:
             return scores
-        read = [[]] * len(scores) if self.group is not None else [list(ids)]
-        history = torch.tensor(read, dtype=torch.long, device=scores.device)
-        processed: torch.Tensor = self._processors(history, scores)
+        none = torch.empty((len(scores), 0), dtype=torch.long, device="cpu")
+        history = none if self.group is not None else self._history.of(ids)
+        processed: torch.Tensor = self._processors(history.to(scores.device), scores)
         return processed
 
     def ends(self, ids: Sequence[int]) -> str:
@@ -234,7 +263,7 @@ class Sampling:
         if ids[-1] in self._ends:
             return "stop"
         if self._criteria:
-            tensor = torch.tensor([list(ids)], device="cpu")
+            tensor = self._history.of(ids)
             if any(bool(torch.as_tensor(each(tensor, None)).any()) for each in self._criteria):
                 return "stop"
         if len(ids) >= self.max_length:
