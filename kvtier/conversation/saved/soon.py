@@ -6,6 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Hashable
 
+from kvtier.forks import heed
+
 _LOG = logging.getLogger("kvtier.conversation")
 
 
@@ -13,10 +15,15 @@ class Soon:
     """Saves in the background, what was put there first first. Nobody who puts something there waits for a disk.
 
     What waits already is not put there twice: it is saved as it is by then. The process does not end before all is
-    saved.
+    saved. In a process that is forked nothing waits: the parent saves what it has put there.
     """
 
     def __init__(self) -> None:
+        self.forked()
+        heed(self)
+
+    def forked(self) -> None:
+        """As of `Inherited`: the thread that saves is not here, and may have had the lock."""
         self._lock = threading.Lock()
         self._waiting: dict[Hashable, Callable[[], None]] = {}
         self._thread: threading.Thread | None = None

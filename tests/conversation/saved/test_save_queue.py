@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import random
+import signal
 import threading
 import time
 import weakref
@@ -21,6 +23,7 @@ from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import packed
 from kvtier.conversation.saved import waiting
 from kvtier.conversation.saved.archive import Archive
+from kvtier.conversation.saved.soon import Soon
 from kvtier.conversation.saved.waiting import Saved, Waiting
 
 
@@ -212,3 +215,28 @@ def test_an_interrupt_while_the_thread_begins_leaves_one_thread_for_what_is_save
     assert here == ["0", "1", "2"]
     archive.close()
     assert "kvtier-saving" not in [x.name for x in threading.enumerate()]
+
+
+def test_a_process_that_is_forked_waits_for_no_turn_that_its_parent_saves() -> None:
+    soon, began, goes_on, saved = Soon(), threading.Event(), threading.Event(), list[str]()
+
+    def slow() -> None:
+        began.set()
+        assert goes_on.wait(30)
+        saved.append("slow")
+
+    soon.put("a", slow)
+    soon.put("b", lambda: saved.append("b"))
+    assert began.wait(30)
+    with soon._lock:  # as a thread has it that the child has not
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            soon.join()
+            soon.put("c", lambda: saved.append("c"))
+            soon.join()
+            os._exit(saved != ["c"])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    goes_on.set()
+    soon.join()
+    assert saved == ["slow", "b"]
