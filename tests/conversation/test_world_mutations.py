@@ -154,7 +154,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a disk budget is none": both(gone(Room, "fits", True), gone(Room, "leaves", "")),
     "a flush does not wait": gone(Archive, "flush"),
-    "the lock of a folder stays": edit(folder, "_release", "os.close(handle)", "pass"),
+    "the lock of a folder stays": edit(folder, "_close", "os.close(handle)", "pass"),
     "a conversation that goes on is not saved": gone(ConversationStore, "changed"),
     "a conversation that is closed is not forgotten": gone(Disk, "drop_conversation"),
     "a rewound conversation keeps its end": edit(
