@@ -16,6 +16,7 @@ import torch
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.given import check_count
+from kvtier.conversation.index import packed
 from kvtier.conversation.kept.ranks import rank_of, saved_rank
 from kvtier.conversation.saved.wake import Wake
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
@@ -419,6 +420,12 @@ class Conversation:
     def is_blank(self) -> bool:
         """Whether there is nothing in it that another one of its name would not have."""
         return not self.ids and not self.messages and self.rank == DEFAULT
+
+    @property
+    def ranked_ids(self) -> bytes:
+        """The tokens of its history that were computed, packed; without a rank of its own none, for nobody looks for
+        them."""
+        return b"" if self.rank == DEFAULT else packed(self.ids[:-1])
 
     def state(self) -> dict[str, Any]:
         """What it is, as JSON takes it."""

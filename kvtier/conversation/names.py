@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from kvtier.conversation.conversation import Conversation, Store
@@ -17,6 +17,8 @@ from kvtier.memory.tiered import TieredMemory
 
 #: Conversations that nobody holds and that stay in memory as they are, so that who opens one for each turn reads none.
 MOST_IDLE = 32
+#: Conversations that a warning names.
+MOST_NAMED = 5
 
 
 class OtherSaltError(ConfigError):
@@ -247,3 +249,12 @@ class Conversations:
             self._known.pop(name, None)
             self._idle.pop(name, None)
             self._ranks.forget(name)
+
+
+def what_is_lost(names: Sequence[str], disk: Disk) -> str:
+    """What to say of conversations that the disk did not take when their store was closed."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return (
+        f"Of these conversations, what was not saved in {disk.path} before is lost with this store: "
+        f"{', '.join(map(repr, names[:MOST_NAMED]))}{more}. {disk.problem}"
+    )

@@ -30,22 +30,18 @@ from kvtier.conversation.journal import note_forward
 from kvtier.conversation.kept.kept import Kept
 from kvtier.conversation.kept.ranks import naming_who_is_pinned, rank_of
 from kvtier.conversation.kept.verify import verify
-from kvtier.conversation.names import Conversations
+from kvtier.conversation.names import Conversations, what_is_lost
 from kvtier.conversation.saved.disk_tier import DiskTier, prefix
 from kvtier.conversation.saved.soon import Soon
 from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError, StoreInUseError
 from kvtier.eviction.policies.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
-from kvtier.eviction.rank import DEFAULT
 from kvtier.frames import is_running
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.names import ARGUMENTS, CACHE
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
-
-#: Conversations that a warning names.
-MOST_NAMED = 5
 
 
 class ConversationStore:
@@ -344,7 +340,7 @@ class ConversationStore:
 
     def _follow(self, chat: Conversation, computed_as: Hashable) -> None:
         """The history of a conversation has its rank."""
-        ids = _ranked_ids(chat)
+        ids = chat.ranked_ids
         with self.memory.lock, self.memory.change:
             if not self.closed and self._conversations.has(chat):
                 self._kept.ranks.follow(chat.name, (computed_as, chat.salt), ids, chat.rank)
@@ -354,7 +350,7 @@ class ConversationStore:
         with self._conversations.lock:
             if self._disk_tier is None or self.closed or not self._conversations.has(chat):
                 return
-            self._disk_tier.disk.rank(chat.name, chat.salt, _ranked_ids(chat), chat.rank, chat.used)
+            self._disk_tier.disk.rank(chat.name, chat.salt, chat.ranked_ids, chat.rank, chat.used)
             self._conversations.save(chat)
 
     def ranked(self, chat: Conversation) -> None:
@@ -573,17 +569,8 @@ class ConversationStore:
             self._disk_tier.close()
         if self._own:
             self.memory.close()
-        if lost:  # last: where warnings are errors, all is closed
-            warnings.warn(self._what_is_lost(lost), RuntimeWarning, stacklevel=2)
-
-    def _what_is_lost(self, names: Sequence[str]) -> str:
-        assert self._disk_tier is not None
-        disk = self._disk_tier.disk
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        return (
-            f"Of these conversations, what was not saved in {disk.path} before is lost with this store: "
-            f"{', '.join(map(repr, names[:MOST_NAMED]))}{more}. {disk.problem}"
-        )
+        if lost and self._disk_tier is not None:  # last: where warnings are errors, all is closed
+            warnings.warn(what_is_lost(lost, self._disk_tier.disk), RuntimeWarning, stacklevel=2)
 
     @property
     def _in_call(self) -> bool:
@@ -607,8 +594,3 @@ class ConversationStore:
         self.memory.check_integrity()
         with self.memory.lock, self.memory.change:
             self._kept.check_integrity()
-
-
-def _ranked_ids(chat: Conversation) -> bytes:
-    """The history of a conversation that was computed; without a rank of its own nobody looks for that."""
-    return b"" if chat.rank == DEFAULT else packed(chat.ids[:-1])

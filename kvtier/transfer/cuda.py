@@ -278,6 +278,9 @@ class CudaTransfers(TransferEngine):
         try:
             if ticket is not None:
                 self._count(transfer, ticket, timed=error is None and ticket.timed)
+        except Exception as failure:  # of a device that has failed: nobody knows what it has copied
+            transfer.settle(error or failure)
+            raise
         finally:
             transfer.settle(error)
 

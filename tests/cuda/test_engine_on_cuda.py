@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier import Engine
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.cuda
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "min_new_tokens": {"min_new_tokens": 8},
-    "min_length": {"min_length": 60},
+    "min_length": {"min_length": 20},
     "suppress_tokens": {"suppress_tokens": [3, 5, 7]},
     "begin_suppress_tokens": {"begin_suppress_tokens": [3, 5, 7]},
     "repetition_penalty": {"repetition_penalty": 1.3},
@@ -26,46 +25,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    """Random weights, in fp32."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval().cuda()
-
-
-def prompts() -> list[list[int]]:
-    return [torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 40, 300)]
-
-
 @pytest.mark.parametrize("budget", ["64MiB", "2MB"], ids=["resident", "spilled"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_packed_requests_get_the_tokens_of_generate(name: str, budget: str, model: Any) -> None:
+def test_packed_requests_get_the_tokens_of_generate(
+    name: str, budget: str, llama: Any, prompts: list[list[int]]
+) -> None:
     options = {"max_new_tokens": 16, "do_sample": False, **SETTINGS[name]}
-    with Engine(model, device_budget=budget, host_budget="64MiB", block_size=16) as engine:
+    with Engine(llama, device_budget=budget, host_budget="64MiB", block_size=16) as engine:
         assert engine.runner == "packed"
-        outputs = engine.generate_batch(prompts(), **options)
+        outputs = engine.generate_batch(prompts, **options)
         found = [output.generated_tokens for output in outputs.values()]
         assert [output.error for output in outputs.values()] == [None] * len(found)
-    for prompt, tokens in zip(prompts(), found, strict=True):
-        alone = model.generate(torch.tensor([prompt], device="cuda"), **options)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        alone = llama.generate(torch.tensor([prompt], device="cuda"), **options)
         assert tokens == alone[0, len(prompt) :].tolist()
 
 
-def test_what_a_seed_draws_does_not_depend_on_the_batch(model: Any) -> None:
+def test_what_a_seed_draws_does_not_depend_on_the_batch(llama: Any, prompts: list[list[int]]) -> None:
     options = {"max_new_tokens": 16, "do_sample": True, "seed": 3}
-    with Engine(model, device_budget="64MiB", host_budget="64MiB", block_size=16) as engine:
-        together = [x.generated_tokens for x in engine.generate_batch(prompts(), **options).values()]
-        alone = [next(iter(engine.generate_batch([x], **options).values())).generated_tokens for x in prompts()]
+    with Engine(llama, device_budget="64MiB", host_budget="64MiB", block_size=16) as engine:
+        together = [x.generated_tokens for x in engine.generate_batch(prompts, **options).values()]
+        alone = [next(iter(engine.generate_batch([x], **options).values())).generated_tokens for x in prompts]
     assert together == alone

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier import Engine
 
 pytestmark = pytest.mark.cuda
 
 
-def test_two_forwards_that_take_turns_give_the_tokens_of_one() -> None:
+def test_two_forwards_that_take_turns_give_the_tokens_of_one(llama: Any, prompts: list[list[int]]) -> None:
     pytest.importorskip("greenlet")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-    )
-    model = LlamaForCausalLM(config).eval().cuda()
-    prompts = [torch.randint(1, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (40, 300, 900)]
     found = []
     for apart in (False, True):
-        engine = Engine(model, device_budget="2MB", host_budget="64MiB", block_size=16, sub_batches=apart)
+        engine = Engine(llama, device_budget="2MB", host_budget="64MiB", block_size=16, sub_batches=apart)
         try:
             if apart:  # whatever is predicted
                 decider = engine._runner.sub_batches  # type: ignore[attr-defined]

@@ -50,10 +50,12 @@ def test_every_request_gets_the_tokens_of_generate(name: str, came_about: Counte
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_check_at_the_start_chooses_the_runner(name: str) -> None:
+def test_the_check_at_the_start_chooses_the_runner(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And warns of the one that is slow."""
     engine = Engine(model_of(name), host_budget="64MiB")
     try:
         assert engine.runner == MODELS[name][3]
+        assert ("is run one sequence at a time: " in caplog.text) == (engine.runner == "single")
     finally:
         engine.close()
 

@@ -24,7 +24,7 @@ from kvtier.stats import Counters
 from kvtier.transfer import launches as module
 from kvtier.transfer.copies import Copy, TensorCopy
 from kvtier.transfer.cuda import CudaTransfers
-from kvtier.transfer.engine import Direction, State
+from kvtier.transfer.engine import Direction, InlineTransfers, State
 from kvtier.transfer.launches import NEVER, Launches, pays
 
 Patch = pytest.MonkeyPatch
@@ -331,3 +331,46 @@ def test_what_an_interrupt_kept_from_being_copied_is_not_done(
         engine.close()
     near.close()
     far.close()
+
+
+@pytest.mark.parametrize("mutation", [False, True])
+def test_what_a_device_that_has_failed_may_have_copied_is_not_done(mutation: bool, monkeypatch: Patch) -> None:
+    if mutation:
+        edit(CudaTransfers, "_end", "transfer.settle(error or failure)", "pass")(monkeypatch)
+    with StreamModel(0, monkeypatch, eagerness=1.0, strict=False) as model:
+        engine = model.engine(CPU)
+        near, far, copies = some()
+        transfer = engine.submit(copies, WRITE_BACK, Counters())
+
+        def fails(*_: object) -> float:
+            raise RuntimeError("an illegal memory access")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(transfer.ticket.began), "elapsed_time", fails)
+            with pytest.raises(RuntimeError, match="illegal memory access"):
+                engine.poll()
+        assert transfer.state is (State.DONE if mutation else State.FAILED)
+        engine.close()
+    near.close()
+    far.close()
+
+
+def test_a_time_limit_within_a_submission_reaches_the_caller(monkeypatch: Patch) -> None:
+    """A handler of SIGALRM raises `TimeoutError`: a transfer that only failed would let the caller go on."""
+    with StreamModel(0, monkeypatch, strict=False) as model:
+        for engine in (model.engine(CPU), InlineTransfers(CPU)):
+            near, far, copies = some()
+            told: list[str] = []
+
+            def over(self: Copy, non_blocking: bool = False) -> None:
+                raise TimeoutError
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Copy, "run", over)
+                with pytest.raises(TimeoutError):
+                    engine.submit(copies[:2], FETCH, Counters(), on_failed=lambda told=told: told.append("failed"))  # type: ignore[misc]
+            assert told == ["failed"]
+            assert not engine.in_flight()
+            engine.close()
+            near.close()
+            far.close()
