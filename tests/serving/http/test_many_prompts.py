@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import threading
 import time
 import urllib.request
 from typing import Any
+from unittest.mock import ANY
 from urllib.error import HTTPError
 
 import pytest
@@ -38,6 +40,13 @@ def connected(running: Running, **body: Any) -> socket.socket:
     return connection
 
 
+def answered(connection: socket.socket) -> tuple[int, str]:
+    """The status and the body of one answer, whole, in as many pieces as it comes."""
+    with connection, http.client.HTTPResponse(connection) as answer:
+        answer.begin()
+        return answer.status, answer.read().decode()
+
+
 def until(what: Any) -> None:
     end = time.monotonic() + 60
     while not what():
@@ -54,8 +63,7 @@ def test_another_client_is_let_in_between_many_prompts(running: Running, added: 
     assert 33 in added
     assert added.index(33) < PROMPTS // 2
     until(lambda: len(added) == PROMPTS + 1)
-    assert many.recv(12).endswith(b"200")
-    many.close()
+    assert answered(many) == (200, ANY)
 
 
 def test_nothing_more_is_added_for_a_client_that_has_left(running: Running, added: list[int]) -> None:
@@ -75,10 +83,9 @@ def test_who_is_cancelled_while_its_prompts_are_added_hears_that_the_server_ends
     many = connected(running, prompt=["a b c"] * PROMPTS, max_tokens=1)
     until(lambda: added)
     running.server.manager.cancel_everything()
-    answer = many.recv(65536).decode()
-    assert answer.startswith("HTTP/1.1 503")
-    assert "The server is shutting down." in answer
-    many.close()
+    status, text = answered(many)
+    assert status == 503
+    assert "The server is shutting down." in text
     until(lambda: not running.engine.load.running + running.engine.load.waiting)
     assert not running.server.manager._names
 
