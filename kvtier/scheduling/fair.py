@@ -2,7 +2,8 @@
 
 AdaptiveLLM (section 4) ranks requests by (time waited + service time) / service time, the service time being that of
 what must be computed: a short prompt, and one whose history is cached, need not wait for a long one, and a long one
-that has waited long goes first: those that have waited for longer than a bound go before all others.
+that has waited long goes first: those that have waited for longer than a bound go before all others. A prompt of which
+a part is computed is ranked by the rest.
 
 All of that is among the requests of one tenant. Where several tenants wait, the next request is of the one that was
 served least so far (`Shares`), so that a flood of one tenant delays its own.
@@ -11,7 +12,6 @@ served least so far (`Shares`), so that a flood of one tenant delays its own.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from typing import Any
 
 from kvtier.scheduling.job import Job, Load
@@ -32,36 +32,38 @@ class Fair(Scheduler):
         self.bound = bound
 
     def key(self, job: Job, load: Load) -> Any:
-        """Overdue jobs first; then by falling response ratio. A job that runs goes on before others are let in."""
+        """Those that run in the order in which they came; then overdue jobs; then by falling response ratio."""
+        return (0, job.number) if job.running else self._turn(job, load)
+
+    def prompts(self, ranked: list[Job], load: Load) -> list[Job]:
+        """By priority, tenant and turn, whether a part of the prompt is computed or nothing.
+
+        So a long prompt that has begun does not keep short ones waiting until its end. Whoever has its prompt keeps its
+        rank.
+        """
+        queues: dict[tuple[int, str], list[Job]] = {}
+        begun = list[Job]()
+        for job in ranked:
+            if job.running and job.left <= 1:
+                begun.append(job)
+            else:
+                queues.setdefault((-job.priority, job.tenant), []).append(job)
+        heap = list[tuple[int, float, str]]()
+        for (priority, tenant), queue in queues.items():
+            queue.sort(key=lambda job: (self._turn(job, load), job.number), reverse=True)
+            heap.append((priority, load.served.get(tenant, 0.0), tenant))
+        heapq.heapify(heap)
+        while heap:
+            priority, served, tenant = heapq.heappop(heap)
+            queue = queues[priority, tenant]
+            begun.append(job := queue.pop())
+            if queue:
+                heapq.heappush(heap, (priority, served + max(job.left, 1), tenant))
+        return begun
+
+    def _turn(self, job: Job, load: Load) -> tuple[int, float]:
         waited = load.now - job.arrived
-        if job.running:
-            return (0, job.number)
         if waited > self.bound:
             return (1, job.number)
         service = max(job.left, 1) / load.tokens_per_second
         return (2, -(waited + service) / service)
-
-    def order(self, load: Load) -> list[Job]:
-        """As of `Scheduler`; those that wait take turns by tenant."""
-        ranked = super().order(load)
-        if len({job.tenant for job in load.waiting}) < 2:
-            return ranked
-        queues: dict[tuple[int, str], deque[Job]] = {}
-        for job in ranked:
-            if not job.running:
-                queues.setdefault((-job.priority, job.tenant), deque()).append(job)
-        served = {tenant: load.served.get(tenant, 0.0) for _, tenant in queues}
-        heap = [(priority, served[tenant], tenant) for priority, tenant in queues]
-        heapq.heapify(heap)
-        turns: list[Job] = []
-        while heap:
-            priority, before, tenant = heapq.heappop(heap)
-            queue = queues[priority, tenant]
-            job = queue.popleft()
-            turns.append(job)
-            if queue:
-                heapq.heappush(heap, (priority, before + max(job.left, 1), tenant))
-        # Running jobs of a priority go before those that wait with the same one.
-        return sorted(
-            [*(job for job in ranked if job.running), *turns], key=lambda job: (-job.priority, not job.running)
-        )

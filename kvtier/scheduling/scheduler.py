@@ -33,12 +33,19 @@ class Scheduler:
         jobs = (*load.running, *load.waiting)
         return sorted(jobs, key=lambda job: (-job.priority, self.key(job, load), job.number))
 
+    def prompts(self, ranked: list[Job], load: Load) -> list[Job]:
+        """The jobs, by rank so far, in the order in which their prompts are computed.
+
+        Who is preempted depends on the rank alone.
+        """
+        return ranked
+
     def plan(self, load: Load) -> Step:
         """What the next step computes. Changes nothing."""
         ranked = self.order(load)
         made = _Planning(load, [job for job in ranked if job.running])
         made.decode()
-        made.compute_prompts(ranked)
+        made.compute_prompts(self.prompts(ranked, load))
         if not made.step.tokens and not made.step.preempt:
             made.end_deadlock()
         return made.step
@@ -78,8 +85,11 @@ class _Planning:
     def compute_prompts(self, ranked: list[Job]) -> None:
         """Give the rest of the tokens to prompts by rank: of jobs that run, and of those that wait and are let in."""
         load, step = self._load, self.step
+        running = [job for job in self._running if job not in step.preempt]
         # Whoever runs and grows by a block next is not to be preempted for someone who is let in now.
-        count = sum(job not in step.preempt for job in self._running)
+        count = len(running)
+        # Nor does one who is let in take the room of prompts that are computed in part.
+        kept = sum(_more(job, job.left, load.block_size) for job in running if job not in step.tokens)
         closed, first = bool(step.preempt), True
         for job in ranked:
             if self.budget <= 0:
@@ -96,9 +106,12 @@ class _Planning:
                 # says so.
                 if not fits or (need > self.free and count > 1):
                     continue
+                kept -= _more(job, job.left, load.block_size)
             else:
                 # Nobody behind one that is not let in passes it: else large ones would wait for ever.
-                closed = closed or not fits or bool(count and (count >= load.max_running or need + count > self.free))
+                closed = (
+                    closed or not fits or bool(count and (count >= load.max_running or need + count + kept > self.free))
+                )
                 if closed:
                     continue
                 count += 1

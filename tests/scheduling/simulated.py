@@ -124,6 +124,11 @@ class World:
         decodes = [job for job in load.running if job.left == 1 and job not in step.preempt]
         out = [job for job in decodes if job not in step.tokens]
         must(not out or sum(step.tokens.get(job, 0) for job in decodes) >= load.max_tokens, "a prompt goes before")
+        # Who is let in leaves the room that the prompts need which are computed in part.
+        new = [job for job in step.tokens if not job.running]
+        if new and len(after) > 1:
+            whole = sum(blocks_of(max(job.cached + job.left, job.cached), self.size) for job in after)
+            must(whole <= self.total, "one is let in on the room of another")
         # Nobody gives up blocks that nobody lacks.
         if step.preempt:
             needs = sum(job.cached % self.size == 0 for job in load.running if job.left == 1)

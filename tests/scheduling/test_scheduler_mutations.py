@@ -22,7 +22,8 @@ BREAKS = {
     "whoever gives way runs": ("return False\n        return True", "return True\n        return True"),
     "prompts before next tokens": ("if job.left != 1 or", "if True or"),
     "any number runs": ("count >= load.max_running or ", ""),
-    "a prompt needs no room": ("need + count > self.free", "False"),
+    "a prompt needs no room": ("need + count + kept > self.free", "False"),
+    "a prompt takes the room of another": ("need + count + kept > self.free", "need + count > self.free"),
     "a prompt that runs needs no room": ("(need > self.free and count > 1)", "False"),
     "some come while others go": ("closed, first = bool(step.preempt), True", "closed, first = False, True"),
     "one that waits stops those that run": (

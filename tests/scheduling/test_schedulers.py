@@ -59,6 +59,55 @@ def test_a_short_job_goes_before_a_long_one_that_came_just_before() -> None:
     assert world.order == [running, short, long]
 
 
+def test_a_short_job_goes_before_the_rest_of_a_long_one_that_has_begun() -> None:
+    world = World(Fair(), total=40, size=4, max_tokens=8)
+    decoding = world.add(3, 30)
+    world.step()
+    long = world.add(100, 2)
+    world.step()
+    short = world.add(5, 2)
+    world.step()  # who has waited for nothing yet passes nobody
+    step = world.step()
+    assert step.tokens == {decoding: 1, short: 5, long: 2}
+    assert not step.preempt
+    world.run()
+    assert world.ended[short] < world.ended[long]
+    assert not world.preempted
+
+
+def test_what_is_left_of_a_long_prompt_is_soon_short_enough() -> None:
+    world = World(Fair(), total=40, size=4, max_tokens=8)
+    long = world.add(100, 2)
+    for _ in range(11):
+        world.step()
+    short = world.add(6, 2)
+    world.step()
+    assert long.left == 4
+    assert world.step().tokens == {long: 4, short: 4}
+
+
+def test_a_long_prompt_that_has_begun_is_passed_for_no_longer_than_the_bound() -> None:
+    world = World(Fair(bound=20.0), total=100, size=4, max_tokens=8)
+    long = world.add(100, 2)
+    world.step()
+    while long not in world.ended:
+        world.add(8, 1)  # short ones come for ever, of which each takes a whole step
+        world.step()
+        assert world.steps < 40
+    world.run()
+
+
+def test_a_short_job_is_not_let_in_on_the_room_of_a_long_one_that_has_begun() -> None:
+    world = World(Fair(), total=26, size=4, max_tokens=8)
+    long = world.add(100, 2)
+    world.step()
+    short = world.add(5, 2)
+    for _ in range(3):
+        assert world.step().tokens == {long: 8}
+    world.run()
+    assert {long, short} <= world.ended.keys()
+
+
 def test_a_job_whose_prompt_is_cached_goes_before_a_shorter_one() -> None:
     world = World(Fair(), total=40, size=4, max_tokens=4, max_running=1)
     first = world.add(3, 6)
