@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,9 +116,10 @@ class StepsSession:
             with_doubles(self.cache, self.emulated, poison=False)
         self.token = torch.zeros((1, 1), dtype=torch.long)
         self.steps, self.idle = 0, 0.0
+        before = LEARN if policy == "adaptive" and machine is not None else SETTLE
         try:
-            fill(self.cache, case)
-            self.run(LEARN if policy == "adaptive" and machine is not None else SETTLE)
+            fill(self.cache, replace(case, context=case.context - before))  # all begin their turns with as many tokens
+            self.run(before)
         except BaseException:
             self.close()
             raise

@@ -96,9 +96,11 @@ class CostModel:
 
     Args:
         rates: to begin with.
+        chooses: whether shares are chosen with it. Then what it takes for too little is soon seen at another share.
     """
 
-    def __init__(self, rates: Rates | None = None) -> None:
+    def __init__(self, rates: Rates | None = None, *, chooses: bool = False) -> None:
+        self._chooses = chooses
         rates = Rates() if rates is None else rates
         self.rates = replace(rates, host_overhead=min(rates.host_overhead, MOST_OVERHEAD))
         self._up, self._down = Median(), Median()
@@ -259,6 +261,7 @@ class CostModel:
                 self._errors.add(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
             waited = self._waited(record, prediction) + prediction.device
             rest = record.seconds - record.stall_seconds - waited / part
+            rest = min(rest, self._most(record, prediction))
             jumped = self._learn_linear(rest, prediction, prediction.device / part, part) or jumped
             self._fit_overheads(prediction, part)
         return jumped
@@ -309,6 +312,18 @@ class CostModel:
             return False
         spilled = prediction.fetched_bytes + prediction.host_bytes
         return abs(record.bytes_up - prediction.fetched_bytes) > MOVING * spilled
+
+    def _most(self, record: StepRecord, prediction: Prediction) -> float:
+        """What the linear part is at the most, for all that a step took: what is known, where it waited for the link.
+
+        While fetches wait for room, and reads for fetches, the device is idle for longer than it stalls. That is no
+        part of steps that fetch less. What was shorter is still learned, so the median stays where it is for noise.
+        """
+        bound = prediction.binding == "link" or record.stall_seconds > STALLED * record.seconds
+        if not (bound and prediction.waits and self._chooses and len(self._with_host) >= OF_EACH):
+            return math.inf
+        assert self._with_host.value is not None
+        return self._with_host.value
 
     def _learn_linear(self, seconds: float, prediction: Prediction, device: float, part: float) -> bool:
         """The linear part. What it seems to be longer with host attention than without is that one's overhead.

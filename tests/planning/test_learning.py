@@ -166,6 +166,41 @@ def test_a_step_in_which_blocks_still_move_says_nothing_of_the_linear_part() -> 
     assert "up" in model.learned, "the link's rate is learned from it all the same"
 
 
+def test_what_is_idle_behind_a_link_that_is_late_is_no_linear_part() -> None:
+    """While fetches wait for room and reads for fetches, nothing computes, and no stall says so."""
+    model, groups = CostModel(TRUE, chooses=True), alike(LAYERS)
+    for share in (0.0, 0.95):
+        for _ in range(100):
+            prediction, record = model.step(groups, share), step_of(TRUE, share)
+            if share:
+                assert prediction.waits
+                assert prediction.binding == "link"
+                record.seconds += 0.5 * LINEAR
+            model.observe(record, prediction)
+    assert model.linear == pytest.approx(LINEAR)
+    assert model.step(groups, 0.0).seconds == pytest.approx(step_of(TRUE, 0.0).seconds)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.95, 1.0])
+def test_a_linear_part_that_is_shorter_than_known_is_learned_from_all_steps(share: float) -> None:
+    model, groups = CostModel(TRUE, chooses=True), alike(LAYERS)
+    model._without.add(2 * LINEAR)
+    model._with_host.add(2 * LINEAR)
+    for _ in range(200):
+        model.observe(step_of(TRUE, share), model.step(groups, share))
+    assert model.linear == pytest.approx(LINEAR)
+
+
+def test_of_noise_behind_a_link_that_is_late_the_linear_part_does_not_become_shorter() -> None:
+    model, groups, rng = CostModel(TRUE, chooses=True), alike(LAYERS), random.Random(0)
+    for share in (0.0, 0.95):
+        for _ in range(300):
+            record = step_of(TRUE, share)
+            record.seconds += rng.gauss(0.0, 0.1 * LINEAR)
+            model.observe(record, model.step(groups, share))
+    assert model.linear == pytest.approx(LINEAR, rel=0.05)
+
+
 @pytest.mark.parametrize("believed", [10e-6, 300e-6])
 def test_the_overhead_of_host_attention_is_learned_from_steps_with_it_and_without(believed: float) -> None:
     true = replace(TRUE, host_overhead=100e-6)

@@ -200,7 +200,7 @@ class Adaptive(FixedShare):
             if latest is not None:  # it is the same link
                 link = latest.model.rates
                 rates = replace(rates, up=link.up, down=link.down, copy_overhead=link.copy_overhead)
-            known = _Cache(CostModel(rates))
+            known = _Cache(CostModel(rates, chooses=True))
         self._caches[cache], mine[kind] = mine, known  # the latest last
         return known
 
