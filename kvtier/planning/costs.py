@@ -320,10 +320,8 @@ class CostModel:
         part of steps that fetch less. What was shorter is still learned, so the median stays where it is for noise.
         """
         bound = prediction.binding == "link" or record.stall_seconds > STALLED * record.seconds
-        if not (bound and prediction.waits and self._chooses and len(self._with_host) >= OF_EACH):
-            return math.inf
-        assert self._with_host.value is not None
-        return self._with_host.value
+        known = self._with_host.value if bound and prediction.waits and self._chooses else None
+        return math.inf if known is None else known
 
     def _learn_linear(self, seconds: float, prediction: Prediction, device: float, part: float) -> bool:
         """The linear part. What it seems to be longer with host attention than without is that one's overhead.

@@ -69,7 +69,7 @@ def test_a_device_that_is_full_before_its_budget_is_used_up_does_with_less(
 
     def allocated(slabs: SlabAllocator, real: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
         if slabs.budget.used > has:  # only while it is asked: what is asked for is counted by now
-            raise MemoryError if device == "cpu" else torch.OutOfSlabAllocatorError
+            raise MemoryError if device == "cpu" else torch.OutOfMemoryError
         return real(*args, **options)
 
     with warnings.catch_warnings(record=True) as said:

@@ -123,3 +123,11 @@ def test_a_read_that_nobody_waits_for_any_more_breaks_off(tmp_path: Path, monkey
     parts.close()
     assert pieces[0] < 500 < nbytes // 64
     assert not reading()
+
+
+def test_a_default_device_has_no_part_in_what_is_read(tmp_path: Path) -> None:
+    wrote = torch.arange(6.0)
+    nbytes, sums = write_tensors(tmp_path / "file", {"x": wrote}, "")
+    with torch.device("meta"):
+        read, _ = read_tensors(tmp_path / "file", nbytes, sums)
+    assert torch.equal(read["x"], wrote)

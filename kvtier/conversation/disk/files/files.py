@@ -89,7 +89,7 @@ class Buffer:
 
     def __init__(self) -> None:
         self.awaited = True
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, nbytes: int) -> torch.Tensor:
         """So many bytes, and what was taken before is not valid any more.
@@ -98,9 +98,9 @@ class Buffer:
             MemoryError: there are not so many.
         """
         if len(self._bytes) < nbytes:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # not both at once
+            self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")  # not both at once
             try:
-                self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+                self._bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             except RuntimeError as error:
                 raise MemoryError(f"there is no room to read {nbytes} bytes: {error}") from error
         return self._bytes[:nbytes]
