@@ -260,8 +260,7 @@ class CostModel:
             if self._linear.value is not None:
                 self._errors.add(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
             waited = self._waited(record, prediction) + prediction.device
-            rest = record.seconds - record.stall_seconds - waited / part
-            rest = min(rest, self._most(record, prediction))
+            rest = min(record.seconds - record.stall_seconds - waited / part, self._most(record, prediction))
             jumped = self._learn_linear(rest, prediction, prediction.device / part, part) or jumped
             self._fit_overheads(prediction, part)
         return jumped
@@ -314,10 +313,11 @@ class CostModel:
         return abs(record.bytes_up - prediction.fetched_bytes) > MOVING * spilled
 
     def _most(self, record: StepRecord, prediction: Prediction) -> float:
-        """What the linear part is at the most, for all that a step took: what is known, where it waited for the link.
+        """Seconds that the linear part is taken for at the most: those known so far, where a step waited for the link.
 
         While fetches wait for room, and reads for fetches, the device is idle for longer than it stalls. That is no
-        part of steps that fetch less. What was shorter is still learned, so the median stays where it is for noise.
+        part of steps that fetch less. A longer step counts as one of the known length, not as none: else noise would
+        shorten the median.
         """
         bound = prediction.binding == "link" or record.stall_seconds > STALLED * record.seconds
         known = self._with_host.value if bound and prediction.waits and self._chooses else None

@@ -32,36 +32,37 @@ class Fair(Scheduler):
         self.bound = bound
 
     def key(self, job: Job, load: Load) -> Any:
-        """Those that run in the order in which they came; then overdue jobs; then by falling response ratio."""
+        """Those that run, in the order in which they came; then the others by turn."""
         return (0, job.number) if job.running else self._turn(job, load)
 
-    def prompts(self, ranked: list[Job], load: Load) -> list[Job]:
-        """By priority, tenant and turn, whether a part of the prompt is computed or nothing.
+    def prompt_order(self, ranked: list[Job], load: Load) -> list[Job]:
+        """By priority, tenant and turn, of prompts of which nothing is computed and of those that have begun alike.
 
-        So a long prompt that has begun does not keep short ones waiting until its end. Whoever has its prompt keeps its
-        rank.
+        So a long prompt that has begun does not keep short ones waiting until its end. Those that have their prompt
+        come first, by rank.
         """
         queues: dict[tuple[int, str], list[Job]] = {}
-        begun = list[Job]()
+        ordered = list[Job]()
         for job in ranked:
             if job.running and job.left <= 1:
-                begun.append(job)
+                ordered.append(job)
             else:
                 queues.setdefault((-job.priority, job.tenant), []).append(job)
         heap = list[tuple[int, float, str]]()
         for (priority, tenant), queue in queues.items():
-            queue.sort(key=lambda job: (self._turn(job, load), job.number), reverse=True)
+            queue.sort(key=lambda job: (self._turn(job, load), job.number), reverse=True)  # the next one last
             heap.append((priority, load.served.get(tenant, 0.0), tenant))
         heapq.heapify(heap)
         while heap:
             priority, served, tenant = heapq.heappop(heap)
             queue = queues[priority, tenant]
-            begun.append(job := queue.pop())
+            ordered.append(job := queue.pop())
             if queue:
                 heapq.heappush(heap, (priority, served + max(job.left, 1), tenant))
-        return begun
+        return ordered
 
     def _turn(self, job: Job, load: Load) -> tuple[int, float]:
+        """Overdue jobs first, in the order in which they came; then by falling response ratio."""
         waited = load.now - job.arrived
         if waited > self.bound:
             return (1, job.number)

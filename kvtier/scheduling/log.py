@@ -58,6 +58,10 @@ class LoggedScheduler(Scheduler):
         """See `Scheduler.order`."""
         return self.scheduler.order(load)
 
+    def prompt_order(self, ranked: list[Job], load: Load) -> list[Job]:
+        """See `Scheduler.prompt_order`."""
+        return self.scheduler.prompt_order(ranked, load)
+
     def plan(self, load: Load) -> Step:
         """See `Scheduler.plan`."""
         # What is decided on is what the log has: prices are still learned meanwhile, by other threads.

@@ -33,11 +33,8 @@ class Scheduler:
         jobs = (*load.running, *load.waiting)
         return sorted(jobs, key=lambda job: (-job.priority, self.key(job, load), job.number))
 
-    def prompts(self, ranked: list[Job], load: Load) -> list[Job]:
-        """The jobs, by rank so far, in the order in which their prompts are computed.
-
-        Who is preempted depends on the rank alone.
-        """
+    def prompt_order(self, ranked: list[Job], load: Load) -> list[Job]:
+        """The order in which prompts are computed, of all jobs by rank. Who is preempted depends on the rank alone."""
         return ranked
 
     def plan(self, load: Load) -> Step:
@@ -45,7 +42,7 @@ class Scheduler:
         ranked = self.order(load)
         made = _Planning(load, [job for job in ranked if job.running])
         made.decode()
-        made.compute_prompts(self.prompts(ranked, load))
+        made.compute_prompts(self.prompt_order(ranked, load))
         if not made.step.tokens and not made.step.preempt:
             made.end_deadlock()
         return made.step
@@ -82,16 +79,16 @@ class _Planning:
             if self._has_room(job, need):
                 self._compute(job, 1, need)
 
-    def compute_prompts(self, ranked: list[Job]) -> None:
-        """Give the rest of the tokens to prompts by rank: of jobs that run, and of those that wait and are let in."""
+    def compute_prompts(self, ordered: list[Job]) -> None:
+        """Give the rest of the tokens to prompts in this order: of jobs that run, and of those that are let in."""
         load, step = self._load, self.step
         running = [job for job in self._running if job not in step.preempt]
         # Whoever runs and grows by a block next is not to be preempted for someone who is let in now.
         count = len(running)
-        # Nor does one who is let in take the room of prompts that are computed in part.
+        # Nor does anybody who is let in take the room of prompts that are computed in part.
         kept = sum(_more(job, job.left, load.block_size) for job in running if job not in step.tokens)
         closed, first = bool(step.preempt), True
-        for job in ranked:
+        for job in ordered:
             if self.budget <= 0:
                 break
             if job in step.tokens or job in step.preempt:

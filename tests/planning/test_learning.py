@@ -181,6 +181,16 @@ def test_what_is_idle_behind_a_link_that_is_late_is_no_linear_part() -> None:
     assert model.step(groups, 0.0).seconds == pytest.approx(step_of(TRUE, 0.0).seconds)
 
 
+def test_a_policy_that_chooses_does_not_take_waits_for_computing() -> None:
+    told = Told()
+    told.run(40)
+    model = told.policy.model(1)
+    assert model is not None
+    before = model.linear
+    told.run(100, lambda share, step: 1.1)  # no rate is another one, and no stall is longer
+    assert model.linear == pytest.approx(before)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.95, 1.0])
 def test_a_linear_part_that_is_shorter_than_known_is_learned_from_all_steps(share: float) -> None:
     model, groups = CostModel(TRUE, chooses=True), alike(LAYERS)
@@ -202,9 +212,12 @@ def test_of_noise_behind_a_link_that_is_late_the_linear_part_does_not_become_sho
 
 
 @pytest.mark.parametrize("believed", [10e-6, 300e-6])
-def test_the_overhead_of_host_attention_is_learned_from_steps_with_it_and_without(believed: float) -> None:
+@pytest.mark.parametrize("chooses", [False, True])
+def test_the_overhead_of_host_attention_is_learned_from_steps_with_it_and_without(
+    believed: float, chooses: bool
+) -> None:
     true = replace(TRUE, host_overhead=100e-6)
-    model = CostModel(replace(true, host_overhead=believed))
+    model = CostModel(replace(true, host_overhead=believed), chooses=chooses)
     for _ in range(5):
         learned(model, step_of(true, 0.0), 0.0)
         learned(model, step_of(true, 1.0), 1.0)

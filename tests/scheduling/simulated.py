@@ -127,7 +127,7 @@ class World:
         # Who is let in leaves the room that the prompts need which are computed in part.
         new = [job for job in step.tokens if not job.running]
         if new and len(after) > 1:
-            whole = sum(blocks_of(max(job.cached + job.left, job.cached), self.size) for job in after)
+            whole = sum(blocks_of(job.tokens, self.size) for job in after)
             must(whole <= self.total, "one is let in on the room of another")
         # Nobody gives up blocks that nobody lacks.
         if step.preempt:

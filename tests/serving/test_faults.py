@@ -460,13 +460,14 @@ def test_who_waits_for_a_queue_that_others_fill_does_nothing_meanwhile(monkeypat
         monkeypatch.setattr(engine, "_add", lambda *args: tries.append(1) or add(*args))
         batch = threading.Thread(target=engine.generate_batch, args=([[5, 8]],), kwargs={"max_new_tokens": 2})
         batch.start()
+        assert until(lambda: bool(tries))
         time.sleep(0.3)
         few = len(tries)
         go_on.set()
         batch.join(30)
         assert not batch.is_alive()
         assert engine.output(running).finish_reason == "length"
-        assert 1 <= few <= 2
+        assert few <= 2
 
 
 def no_room() -> BudgetError:

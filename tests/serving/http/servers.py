@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,13 @@ class Running:
     def engine(self) -> Any:
         """Behind it."""
         return self.server.manager.engine
+
+
+def answer_on(connection: socket.socket) -> tuple[int, str]:
+    """The status and the body of the next answer, whole, in as many pieces as it comes."""
+    with http.client.HTTPResponse(connection) as answer:
+        answer.begin()
+        return answer.status, answer.read().decode()
 
 
 def by_generate(trained: tuple[Any, Any], prompt: str, count: int, **options: Any) -> str:

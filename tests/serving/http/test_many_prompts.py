@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import threading
 import time
 import urllib.request
 from typing import Any
-from unittest.mock import ANY
 from urllib.error import HTTPError
 
 import pytest
-from servers import NAME, Running, Start
+from servers import NAME, Running, Start, answer_on
 
 PROMPTS = 200
 
@@ -40,13 +38,6 @@ def connected(running: Running, **body: Any) -> socket.socket:
     return connection
 
 
-def answered(connection: socket.socket) -> tuple[int, str]:
-    """The status and the body of one answer, whole, in as many pieces as it comes."""
-    with connection, http.client.HTTPResponse(connection) as answer:
-        answer.begin()
-        return answer.status, answer.read().decode()
-
-
 def until(what: Any) -> None:
     end = time.monotonic() + 60
     while not what():
@@ -57,13 +48,15 @@ def until(what: Any) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 def test_another_client_is_let_in_between_many_prompts(running: Running, added: list[int], n: int) -> None:
     asked = {"prompt": ["a b c"] * (PROMPTS // n), "max_tokens": 1, "temperature": 0, "n": n}
+    client = running.client()  # it takes a while to make one
     many = connected(running, **asked)
     until(lambda: added)
-    running.client().completions.create(model=NAME, prompt=[5] * 33, max_tokens=1, temperature=0)
+    client.completions.create(model=NAME, prompt=[5] * 33, max_tokens=1, temperature=0)
     assert 33 in added
     assert added.index(33) < PROMPTS // 2
     until(lambda: len(added) == PROMPTS + 1)
-    assert answered(many) == (200, ANY)
+    assert answer_on(many)[0] == 200
+    many.close()
 
 
 def test_nothing_more_is_added_for_a_client_that_has_left(running: Running, added: list[int]) -> None:
@@ -83,7 +76,8 @@ def test_who_is_cancelled_while_its_prompts_are_added_hears_that_the_server_ends
     many = connected(running, prompt=["a b c"] * PROMPTS, max_tokens=1)
     until(lambda: added)
     running.server.manager.cancel_everything()
-    status, text = answered(many)
+    status, text = answer_on(many)
+    many.close()
     assert status == 503
     assert "The server is shutting down." in text
     until(lambda: not running.engine.load.running + running.engine.load.waiting)
