@@ -31,6 +31,9 @@ LEAST_MOVING = 1 / 8
 DIFFERENT, OFTEN = 1.5, 4
 #: A step that moved other bytes than planned, by such a part of what is spilled, says little: blocks are still moving.
 MOVING = 0.1
+#: Layers whose fetches have to fit into the room for them, so that none waits for another's; and the blocks by which a
+#: predicted room may fall short of that, for it is rounded.
+AT_A_TIME, ROUNDED = 2, 2
 
 
 @dataclass(slots=True)
@@ -43,9 +46,10 @@ class Prediction:
         base: of the linear part and of device attention; 0.0 before the linear part is known.
         exposed: in which the device waits for host attention.
         link: in which the link is busy.
+        fetching: that fetches take, one behind the other: the link, and waits for the room of the layer before.
         fetched_bytes, host_bytes: fetched, and attended to on the host.
         device: of device attention.
-        copies: layers for which anything is fetched.
+        layers, copies: for which anything is fetched, and in how many copies.
         busy: share of host attention during which the link is busy.
         waits: for layers that are alike, how many, the bytes that the host attends to in each, and the seconds of
             device attention behind which that hides.
@@ -58,9 +62,11 @@ class Prediction:
     base: float
     exposed: float
     link: float
+    fetching: float
     fetched_bytes: int
     host_bytes: int
     device: float = 0.0
+    layers: int = 0
     copies: int = 0
     busy: float = 0.0
     waits: tuple[tuple[int, float, float], ...] = ()
@@ -69,7 +75,7 @@ class Prediction:
     @property
     def binding(self) -> str:
         """What makes the step as long as it is: "link", "host" or "compute"."""
-        if self.link >= self.base + self.exposed:
+        if self.fetching >= self.base + self.exposed:
             return "link"
         return "host" if self.exposed > 0.05 * self.seconds else "compute"
 
@@ -162,8 +168,8 @@ class CostModel:
                 layer was to fetch the host attends to.
         """
         rates = self.rates
-        link = exposed = device = busy_bytes = 0.0
-        fetched = hosted = layers = copies = 0
+        link = fetching = exposed = device = busy_bytes = 0.0
+        fetched = hosted = layers = fetches = copies = 0
         known = self.linear
         linear = (known or 0.0) * part / max(sum([count for _, count in groups]), 1)
         waits = []
@@ -183,10 +189,22 @@ class CostModel:
             take = spilled
             if layer.host_attention:
                 take = min(int(spilled * share + 0.5) if share < 1 else spilled, room // nbytes)
-            on_link = rates.copy_overhead + take * nbytes / rates.up if take else 0.0
-            link += count * on_link
-            copies += count if take else 0
-            fetched += int(count * take * nbytes)
+            on_link = alone = 0.0
+            if take:
+                on_link = rates.copy_overhead + take * nbytes / rates.up
+                late = AT_A_TIME * take - room // nbytes
+                if late > ROUNDED:
+                    # So many blocks wait for the layer before to be read; the others came while it was.
+                    late, early = min(late, take), max(take - late, 0.0)
+                    alone = rates.copy_overhead + late * nbytes / rates.up + take * nbytes / rates.device
+                    if early:
+                        on_link += rates.copy_overhead
+                        copies += count
+                link += count * on_link
+                fetching += count * max(on_link, alone)
+                fetches += count
+                copies += count
+                fetched += int(count * take * nbytes)
             attended = (layer.resident + had - spilled + take + layer.sequences) * nbytes / rates.device
             device += count * attended
             layers += count
@@ -201,10 +219,10 @@ class CostModel:
                 exposed += count * max(rates.host_overhead + alone / (1 - rates.shared * busy) - attended, 0.0)
         base = 0.0 if known is None else linear * layers + device
         busy = busy_bytes / hosted if hosted else 0.0
-        seconds = max(base + exposed, link)
-        waited = tuple(waits)
+        seconds = max(base + exposed, fetching)
         return Prediction(
-            share, seconds, base, exposed, link, fetched, hosted, device, copies, busy, waited, self._errors.value
+            *(share, seconds, base, exposed, link, fetching, fetched, hosted, device, fetches, copies, busy),
+            *(tuple(waits), self._errors.value),
         )
 
     def observe(
@@ -224,7 +242,7 @@ class CostModel:
             part: of the model that the prediction is of.
             alike: whether it is a step of the kind that this model predicts. Others tell the link's rates: more queries
                 take longer for the same bytes.
-            copies: layers for which the step fetched anything, on all devices; None: as predicted.
+            copies: in which the step fetched, on all devices; None: as predicted.
 
         Returns:
             whether a rate that predictions depend on is no longer what it was: what was seen before says little then.
@@ -374,7 +392,7 @@ class CostModel:
             if self.linear is None:
                 return {}  # nobody knows yet for how much of host attention the link was busy
             layers = sum([count for count, _, _ in prediction.waits])
-            linear, on_link = self.linear * part / layers, record.seconds_up * part / prediction.copies
+            linear, on_link = self.linear * part / layers, record.seconds_up * part / prediction.layers
             attending = record.host_bytes * part / layers / self.rates.host
             busy = min(max(on_link - linear, 0.0) / attending, 1.0)
             if record.stall_seconds > STALLED * record.seconds:

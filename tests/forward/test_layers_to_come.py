@@ -114,7 +114,7 @@ def test_a_step_is_predicted_where_all_of_its_devices_are(
 ) -> None:
     class Foreseen(Policy):
         def prediction(self, cache: int, device: str) -> Prediction:
-            return Prediction(0.0, 1.0, 1.0, 0.0, 0.0, 0, 0)
+            return Prediction(0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0, 0)
 
     first, second = budgets
     cache = TieredKVCache(

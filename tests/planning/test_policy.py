@@ -361,7 +361,7 @@ def test_a_number_that_is_no_whole_one_is_refused_by_name_and_the_cache_goes_on(
         ({"victims": None}, "list of Victims"),
         ({"victims": [3]}, r"Victims\(candidate"),
         ({"prediction": 0.1}, "prediction is 0.1"),
-        ({"prediction": Prediction(0.5, math.nan, 0.0, 0.0, 0.0, 0, 0)}, "prediction is Prediction"),
+        ({"prediction": Prediction(0.5, math.nan, 0.0, 0.0, 0.0, 0.0, 0, 0)}, "prediction is Prediction"),
     ],
 )
 def test_what_is_no_decision_is_refused_in_a_sentence_and_the_cache_goes_on(

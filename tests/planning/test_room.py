@@ -136,6 +136,26 @@ def test_where_room_for_fetches_is_short_the_host_attends_to_the_rest() -> None:
     assert found.fetched_bytes == pytest.approx(seen.bytes_up, rel=0.05)
 
 
+@pytest.mark.parametrize("budget", [0.06, 0.1, 0.5])
+@pytest.mark.parametrize("up", [10e9, 50e9])
+@pytest.mark.parametrize("overhead", [0.0, 5e-4])
+def test_fetches_that_wait_for_room_take_what_is_predicted(budget: float, up: float, overhead: float) -> None:
+    """Where two layers' fetches do not fit into it, a part of each waits for the layer before, in a copy of its own."""
+    load = replace(LOAD, device_bytes=int(2 * budget * LOAD.device_bytes))
+    rates = replace(RATES, up=up, device=5e11, copy_overhead=overhead)
+    for share in (0.2, 0.4, 0.6, 0.8, 1.0):
+        trial = Simulation(FixedShare(share), Machine(rates), load, traced=True)
+        trial.run(24)
+        seen, step = trial.records[-1], len(trial.records) - 1
+        model = CostModel(rates)
+        model._without.add(load.layers * load.linear)
+        found = model.step(alike(trial._state().layers), share, room=trial.plans[-1].reserve)
+        assert found.seconds == pytest.approx(seen.seconds, rel=0.005)
+        assert found.link == pytest.approx(seen.seconds_up, rel=0.005)
+        assert found.copies == sum(x.lane == "up" and x.args["step"] == step for x in trial.events)
+        assert found.layers == load.layers
+
+
 @pytest.mark.parametrize("kept", [(), (0.25, 1.0, 0.25)])
 @pytest.mark.parametrize("up", [2e9, 20e9, 60e9])
 def test_room_for_two_layers_keeps_the_link_as_busy_as_room_for_more(up: float, kept: tuple[float, ...]) -> None:

@@ -225,18 +225,19 @@ def _share(policy: Policy, steps: Sequence[StepRecord]) -> float:
 def _one_after_the_other(steps: Sequence[StepRecord]) -> Prediction:
     """A step in which copies only add to it: as the last ones were."""
     if not steps:
-        return Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
+        return Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
     seconds, stalled = statistics.median(x.seconds for x in steps), statistics.median(x.stall_seconds for x in steps)
     fetched, hosted = statistics.median(x.bytes_up for x in steps), statistics.median(x.host_bytes for x in steps)
     share = fetched / (fetched + hosted) if fetched + hosted else 0.0
-    return Prediction(share, seconds, seconds - stalled, 0.0, stalled, int(fetched), int(hosted))
+    return Prediction(share, seconds, seconds - stalled, 0.0, stalled, stalled, int(fetched), int(hosted))
 
 
 def _binding(now: Prediction, steps: Sequence[StepRecord], resident: float) -> str:
     if now.seconds <= resident * 1.05:
         return "compute"
     stalled = statistics.median([x.stall_seconds / x.seconds for x in steps] or [0.0])
-    if now.exposed and stalled > STALLED and now.link < BUSY * now.seconds:
+    waits = now.fetching > now.base + now.exposed or (now.exposed and stalled > STALLED)
+    if waits and now.link < BUSY * now.seconds:
         return "device memory"
     return "host attention" if now.binding == "host" else "link"
 
