@@ -9,30 +9,26 @@ from dataclasses import dataclass, replace
 
 from kvtier.planning.fit import line_of
 from kvtier.planning.groups import Group, height_after, raised_to
+from kvtier.planning.linear import OF_EACH, LinearPart
 from kvtier.planning.rates import FASTEST, WINDOW, Median, Rates
 from kvtier.planning.step import StepRecord
 
-#: Steps over which the linear part is the median. It follows slowly: what differs between two choices is then told of
-#: each by its own record, and is not taken for a change of all.
-LINEAR = 63
 #: A rate that changes by such a share between two steps is another rate, not noise.
 JUMP = 0.15
 #: The link is idle if it is busy for less than such a share of a step; the most that it takes from the host's rate.
 IDLE, MOST_LOST = 0.2, 0.8
 #: Steps that stall for longer than such a part of them have the link busy all the time.
 STALLED = 0.01
-#: Steps of either kind that tell the overhead of host attention, and the most that it is taken to be, seconds a layer.
-OF_EACH, MOST_OVERHEAD = 3, 1e-3
-#: Standard errors from which a difference counts as one.
-SIGNIFICANT = 3.0
+#: The most that an overhead is taken to be, seconds a layer.
+MOST_OVERHEAD = 1e-3
 #: The part of a copy that moves bytes, at the least; the rest is overhead.
 LEAST_MOVING = 1 / 8
 #: Copies that differ so much in bytes tell what a copy takes besides; looked at after so many steps that fetch.
 DIFFERENT, OFTEN = 1.5, 4
 #: A step that moved other bytes than planned, by such a part of what is spilled, says little: blocks are still moving.
 MOVING = 0.1
-#: Layers whose fetches have to fit into the room for them, so that none waits for another's; and the blocks by which a
-#: predicted room may fall short of that, for it is rounded.
+#: Layers whose fetches have to fit into the room, so that none waits for another's; and the blocks by which a predicted
+#: room may fall short of that, for it is rounded.
 AT_A_TIME, ROUNDED = 2, 2
 
 
@@ -49,10 +45,11 @@ class Prediction:
         fetching: that fetches take, one behind the other: the link, and waits for the room of the layer before.
         fetched_bytes, host_bytes: fetched, and attended to on the host.
         device: of device attention.
-        layers, copies: for which anything is fetched, and in how many copies.
+        layers: of the step.
+        copies: in which is fetched.
         busy: share of host attention during which the link is busy.
-        waits: for layers that are alike, how many, the bytes that the host attends to in each, and the seconds of
-            device attention behind which that hides.
+        waits: for layers that are alike, how many, the bytes that the host attends to in each, the seconds of device
+            attention behind which that hides, and those that the fetch of each takes.
         error: what predictions of such steps have been wrong by, relative, the median of the last ones; None before the
             first.
     """
@@ -69,7 +66,7 @@ class Prediction:
     layers: int = 0
     copies: int = 0
     busy: float = 0.0
-    waits: tuple[tuple[int, float, float], ...] = ()
+    waits: tuple[tuple[int, float, float, float], ...] = ()
     error: float | None = None
 
     @property
@@ -103,17 +100,16 @@ class CostModel:
     Args:
         rates: to begin with.
         chooses: whether shares are chosen with it. Then what it takes for too little is soon seen at another share.
+        linear: seconds of a step besides attention and waiting, to begin with; None: not known.
     """
 
-    def __init__(self, rates: Rates | None = None, *, chooses: bool = False) -> None:
+    def __init__(self, rates: Rates | None = None, *, chooses: bool = False, linear: float | None = None) -> None:
         self._chooses = chooses
         rates = Rates() if rates is None else rates
         self.rates = replace(rates, host_overhead=min(rates.host_overhead, MOST_OVERHEAD))
         self._up, self._down = Median(), Median()
-        # The linear part as it seems in steps with host attention and without it, the kind of the last step, and in how
-        # many layers the host attends.
-        self._with_host, self._without, self._waiting = Median(LINEAR), Median(LINEAR), 0
-        self._linear = self._without
+        # And in how many layers the host attends.
+        self._linear, self._waiting = LinearPart(linear), 0
         #: What the host is known to attend to in a second, before any step has shown it.
         self._known = self.rates.host if self.rates.measured else None
         self._shared = self.rates.shared
@@ -168,8 +164,9 @@ class CostModel:
                 layer was to fetch the host attends to.
         """
         rates = self.rates
-        link = fetching = exposed = device = busy_bytes = 0.0
-        fetched = hosted = layers = fetches = copies = 0
+        link = exposed = device = busy_bytes = 0.0
+        fetched = hosted = layers = 0
+        fetches = list[tuple[float, int, int]]()
         known = self.linear
         linear = (known or 0.0) * part / max(sum([count for _, count in groups]), 1)
         waits = []
@@ -189,21 +186,10 @@ class CostModel:
             take = spilled
             if layer.host_attention:
                 take = min(int(spilled * share + 0.5) if share < 1 else spilled, room // nbytes)
-            on_link = alone = 0.0
+            on_link = rates.copy_overhead + take * nbytes / rates.up if take else 0.0
             if take:
-                on_link = rates.copy_overhead + take * nbytes / rates.up
-                late = AT_A_TIME * take - room // nbytes
-                if late > ROUNDED:
-                    # So many blocks wait for the layer before to be read; the others came while it was.
-                    late, early = min(late, take), max(take - late, 0.0)
-                    alone = rates.copy_overhead + late * nbytes / rates.up + take * nbytes / rates.device
-                    if early:
-                        on_link += rates.copy_overhead
-                        copies += count
+                fetches.append((take, nbytes, count))
                 link += count * on_link
-                fetching += count * max(on_link, alone)
-                fetches += count
-                copies += count
                 fetched += int(count * take * nbytes)
             attended = (layer.resident + had - spilled + take + layer.sequences) * nbytes / rates.device
             device += count * attended
@@ -215,15 +201,45 @@ class CostModel:
                 # A layer's turn on the link begins as the layer before it ends, with the linear part.
                 busy = min(max(on_link - linear, 0.0) / alone, 1.0)
                 busy_bytes += count * left * busy
-                waits.append((count, left, attended))
+                waits.append((count, left, attended, on_link))
                 exposed += count * max(rates.host_overhead + alone / (1 - rates.shared * busy) - attended, 0.0)
         base = 0.0 if known is None else linear * layers + device
         busy = busy_bytes / hosted if hosted else 0.0
+        copies, fetching = sum([count for _, _, count in fetches]), link
+        if fetches and AT_A_TIME * max([take * nbytes for take, nbytes, _ in fetches]) > room:
+            link, fetching, copies = self._short_of_room(fetches, fetched / copies, room)
         seconds = max(base + exposed, fetching)
         return Prediction(
-            *(share, seconds, base, exposed, link, fetching, fetched, hosted, device, fetches, copies, busy),
+            *(share, seconds, base, exposed, link, fetching, fetched, hosted, device, layers, copies, busy),
             *(tuple(waits), self._errors.value),
         )
+
+    def _short_of_room(
+        self, fetches: Sequence[tuple[float, int, int]], before: float, room: float
+    ) -> tuple[float, float, int]:
+        """Seconds in which the link is busy, seconds that fetches take one behind the other, and copies, where two
+        layers' fetches do not fit into the room: a part of a layer's waits for the layer before it to be read, and is a
+        copy of its own.
+
+        Args:
+            fetches: blocks, bytes of a block, and how many layers fetch these.
+            before: bytes that the layer before fetches, on average.
+            room: bytes.
+        """
+        rates, link, fetching, copies = self.rates, 0.0, 0.0, 0
+        for take, nbytes, count in fetches:
+            late = take - max(room - before, 0.0) // nbytes
+            on_link, alone = rates.copy_overhead + take * nbytes / rates.up, 0.0
+            copies += count
+            if late > ROUNDED:
+                late = min(late, take)
+                alone = rates.copy_overhead + late * nbytes / rates.up + take * nbytes / rates.device
+                if late < take:
+                    on_link += rates.copy_overhead
+                    copies += count
+            link += count * on_link
+            fetching += count * max(on_link, alone)
+        return link, fetching, copies
 
     def observe(
         self,
@@ -278,8 +294,8 @@ class CostModel:
             if self._linear.value is not None:
                 self._errors.add(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
             waited = self._waited(record, prediction) + prediction.device
-            rest = min(record.seconds - record.stall_seconds - waited / part, self._most(record, prediction))
-            jumped = self._learn_linear(rest, prediction, prediction.device / part, part) or jumped
+            rest = record.seconds - record.stall_seconds - waited / part
+            jumped = self._learn_linear(rest, prediction, part, self._is_late(record, prediction)) or jumped
             self._fit_overheads(prediction, part)
         return jumped
 
@@ -311,7 +327,7 @@ class CostModel:
         if len(seen) < OF_EACH or seen.value is None or seen.value >= 0:
             return
         rates, over = self.rates, -seen.value * part
-        waiting = sum([count for count, _, _ in prediction.waits])
+        waiting = sum([x[0] for x in prediction.waits])
         if waiting:
             less = min(rates.host_overhead, over / waiting)
             rates, over = replace(rates, host_overhead=rates.host_overhead - less), over - less * waiting
@@ -319,9 +335,7 @@ class CostModel:
             left = max(1 - over / prediction.device, 1 - MOST_LOST)
             rates = replace(rates, device=min(rates.device / left, FASTEST))
         self.rates = rates
-        self._with_host, self._without = Median(LINEAR), Median(LINEAR)
-        self._linear = self._with_host if waiting else self._without
-        self._linear.add(0.0)
+        self._linear = LinearPart(0.0, hosted=waiting > 0)
 
     def _moving(self, record: StepRecord, prediction: Prediction, part: float) -> bool:
         """Whether a step carried out something other than what was predicted, as after a change of the share."""
@@ -330,45 +344,33 @@ class CostModel:
         spilled = prediction.fetched_bytes + prediction.host_bytes
         return abs(record.bytes_up - prediction.fetched_bytes) > MOVING * spilled
 
-    def _most(self, record: StepRecord, prediction: Prediction) -> float:
-        """Seconds that the linear part is taken for at the most: those known so far, where a step waited for the link.
+    def _is_late(self, record: StepRecord, prediction: Prediction) -> bool:
+        """Whether a step waited for the link, so that the linear part is at most what is left of it. Where nobody
+        chooses another share that is taken for it."""
+        waited = prediction.fetching > (1 - JUMP) * (prediction.base + prediction.exposed)
+        waited = waited or record.stall_seconds > STALLED * record.seconds
+        return waited and self._chooses and bool(prediction.waits)
 
-        While fetches wait for room, and reads for fetches, the device is idle for longer than it stalls. That is no
-        part of steps that fetch less. A longer step counts as one of the known length, not as none: else noise would
-        shorten the median.
-        """
-        bound = prediction.binding == "link" or record.stall_seconds > STALLED * record.seconds
-        known = self._with_host.value if bound and prediction.waits and self._chooses else None
-        return math.inf if known is None else known
-
-    def _learn_linear(self, seconds: float, prediction: Prediction, device: float, part: float) -> bool:
+    def _learn_linear(self, seconds: float, prediction: Prediction, part: float, late: bool) -> bool:
         """The linear part. What it seems to be longer with host attention than without is that one's overhead.
 
         Returns:
             whether it is no longer what it was in such steps.
         """
-        waiting = sum([count for count, _, _ in prediction.waits])
+        found, waiting = self._linear, sum([x[0] for x in prediction.waits])
         self._waiting = waiting or self._waiting
-        seen = self._linear = self._with_host if waiting else self._without
-        before = seen.value
-        seen.add(seconds)
-        with_host, without = self._with_host.value, self._without.value
-        sure = min(len(self._with_host), len(self._without)) >= OF_EACH
-        if sure and with_host is not None and without is not None:
-            more = with_host - without
-            sure = abs(more) >= SIGNIFICANT * math.hypot(self._with_host.error, self._without.error)
-        if sure and with_host is not None and without is not None:
-            more *= part / max(self._waiting, 1)
-            overhead = min(max(self.rates.host_overhead + more, 0.0), MOST_OVERHEAD)
-            self.rates = replace(self.rates, host_overhead=overhead)
-            self._with_host, self._without = Median(LINEAR), Median(LINEAR)
-            self._linear = self._with_host if waiting else self._without
-            self._linear.add(without)
+        first, before = found.value is None, found.of(waiting > 0)
+        found.add(seconds, hosted=waiting > 0, late=late)
+        more = None if late else found.more_with_host()
+        if more is not None:
+            overhead = self.rates.host_overhead + more * part / max(self._waiting, 1)
+            self.rates = replace(self.rates, host_overhead=min(max(overhead, 0.0), MOST_OVERHEAD))
+            self._linear = LinearPart(found.without.value, hosted=waiting > 0)
             return False
-        assert seen.value is not None
         if before is None:
-            return with_host is None or without is None  # the first step of all
-        return abs(seen.value - before) > JUMP * (before + device)
+            return first
+        assert found.value is not None
+        return abs(found.value - before) > JUMP * (before + prediction.device / part)
 
     def _waited(self, record: StepRecord, prediction: Prediction) -> float:
         """Seconds in which the device waited for host attention, from what that took."""
@@ -380,7 +382,7 @@ class CostModel:
         return sum(
             [
                 count * max(self.rates.host_overhead + left * per_byte - attended, 0.0)
-                for count, left, attended in prediction.waits
+                for count, left, attended, _ in prediction.waits
             ]
         )
 
@@ -391,10 +393,7 @@ class CostModel:
         if prediction is not None and prediction.copies and prediction.waits:
             if self.linear is None:
                 return {}  # nobody knows yet for how much of host attention the link was busy
-            layers = sum([count for count, _, _ in prediction.waits])
-            linear, on_link = self.linear * part / layers, record.seconds_up * part / prediction.layers
-            attending = record.host_bytes * part / layers / self.rates.host
-            busy = min(max(on_link - linear, 0.0) / attending, 1.0)
+            busy = self._busy(record, prediction, part)
             if record.stall_seconds > STALLED * record.seconds:
                 busy = 1.0  # the link is behind
         if busy < IDLE:
@@ -406,7 +405,7 @@ class CostModel:
             assert now is not None
             if self._known is not None and now > self._known * (1 + JUMP):
                 self._known = None  # with a busy link it does more than it was said to do alone
-            alone = self._alone.value if self._alone.value is not None else self._known
+            alone = self._rate_alone()
             if alone is not None:
                 self._lost.add(min(max((1 - seen / alone) / busy, 0.0), MOST_LOST))
             # The first ones differ, for blocks still move.
@@ -415,5 +414,25 @@ class CostModel:
                 self._alone, self._known, self._lost = Median(), None, Median()
                 return {"host": now, "shared": self._shared}
         found = {} if self._lost.value is None else {"shared": self._lost.value}
-        known = (self._alone.value, self._known, self._overlapped.value)
-        return found | {"host": next(x for x in known if x is not None)}
+        alone = self._rate_alone()
+        host = self._overlapped.value if alone is None else alone
+        assert host is not None
+        return found | {"host": host}
+
+    def _busy(self, record: StepRecord, prediction: Prediction, part: float) -> float:
+        """The share of host attention during which the link was busy: longer or shorter than predicted in all layers
+        alike."""
+        linear = (self.linear or 0.0) * part / prediction.layers
+        slower = record.seconds_up * part / prediction.link
+        attended = [left / self.rates.host for _, left, _, _ in prediction.waits]
+        busy = [
+            count * min(max(on_link * slower - linear, 0.0), seconds)
+            for (count, _, _, on_link), seconds in zip(prediction.waits, attended, strict=True)
+        ]
+        return sum(busy) / sum([x[0] * seconds for x, seconds in zip(prediction.waits, attended, strict=True)])
+
+    def _rate_alone(self) -> float | None:
+        """The host's rate with the link idle; None: not known. What was said of it counts until some steps have shown
+        another one: of the first ones nobody knows yet how busy the link was."""
+        few = self._known is not None and len(self._alone) < OF_EACH
+        return self._known if few else self._alone.value

@@ -73,6 +73,12 @@ class Median:
         insort(found, value)  # several are taken at each step: not sorted each time
         self.value = _middle(found)
 
+    def forget(self, least: int) -> None:
+        """The oldest value is no more, unless there are only so many."""
+        if len(self._values) > least:
+            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
+            self.value = _middle(self._sorted) if self._sorted else None
+
     def scale(self, factor: float) -> None:
         """Each of the values is so many times what it was."""
         self._values = deque([x * factor for x in self._values], self._values.maxlen)

@@ -10,6 +10,8 @@ import pytest
 
 from kvtier.planning.costs import CostModel, Prediction
 from kvtier.planning.groups import alike
+from kvtier.planning.linear import KEPT, LATE
+from kvtier.planning.linear import LINEAR as LINEAR_WINDOW
 from kvtier.planning.policies.adaptive import CACHES, MEMORY, PROBE, Adaptive
 from kvtier.planning.policy import Policy
 from kvtier.planning.rates import Rates
@@ -25,8 +27,7 @@ LINEAR = 2e-4 * len(LAYERS)
 
 def step_of(rates: Rates, share: float, linear: float = LINEAR) -> StepRecord:
     """What a step with this share takes, at these rates."""
-    world = CostModel(rates)
-    world._without.add(linear)
+    world = CostModel(rates, linear=linear)
     true = world.step(alike(LAYERS), share)
     return StepRecord(
         *(1, len(LAYERS), true.seconds, true.fetched_bytes),
@@ -142,8 +143,7 @@ def test_where_predictions_are_worse_a_change_has_to_promise_more(wrong: float, 
     told.run(50, lambda share, step: (1 + wrong, 1.0, 1 - wrong, 1.0)[step % 4])
     assert (told.share != before) == moves
     # What there is to gain is more than a change has to promise where predictions are right.
-    model = CostModel(told.rates)
-    model._without.add(LINEAR)
+    model = CostModel(told.rates, linear=LINEAR)
     gain = model.step(alike(LAYERS), before).seconds / min(model.step(alike(LAYERS), i / 32).seconds for i in range(33))
     assert 1.015 < gain < 1.05
 
@@ -193,9 +193,7 @@ def test_a_policy_that_chooses_does_not_take_waits_for_computing() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.95, 1.0])
 def test_a_linear_part_that_is_shorter_than_known_is_learned_from_all_steps(share: float) -> None:
-    model, groups = CostModel(TRUE, chooses=True), alike(LAYERS)
-    model._without.add(2 * LINEAR)
-    model._with_host.add(2 * LINEAR)
+    model, groups = CostModel(TRUE, chooses=True, linear=2 * LINEAR), alike(LAYERS)
     for _ in range(200):
         model.observe(step_of(TRUE, share), model.step(groups, share))
     assert model.linear == pytest.approx(LINEAR)
@@ -209,6 +207,40 @@ def test_of_noise_behind_a_link_that_is_late_the_linear_part_does_not_become_sho
             record.seconds += rng.gauss(0.0, 0.1 * LINEAR)
             model.observe(record, model.step(groups, share))
     assert model.linear == pytest.approx(LINEAR, rel=0.05)
+
+
+def test_what_a_disturbance_adds_to_the_linear_part_goes_also_while_steps_wait_for_the_link() -> None:
+    model, groups = CostModel(TRUE, chooses=True), alike(LAYERS)
+
+    def steps(number: int, share: float, linear: float, idle: float = 0.0) -> None:
+        for _ in range(number):
+            record = step_of(TRUE, share, linear)
+            record.seconds += idle
+            model.observe(record, model.step(groups, share))
+
+    steps(63, 0.0, LINEAR)
+    steps(63, 0.0, 1.5 * LINEAR)  # disturbed
+    assert model.linear == pytest.approx(1.5 * LINEAR)
+    steps(63, 0.95, LINEAR, 0.2 * LINEAR)
+    assert model.linear == pytest.approx(1.2 * LINEAR), "such steps show at most so much"
+    steps(KEPT + 1, 0.0, LINEAR)  # a probe
+    assert model.linear == pytest.approx(LINEAR)
+    steps(LATE, 0.95, LINEAR, 0.2 * LINEAR)
+    assert model.linear == pytest.approx(LINEAR)
+    steps(LINEAR_WINDOW, 0.0, 2 * LINEAR)
+    assert model.linear == pytest.approx(2 * LINEAR), "what waited for the link says nothing of what is slower now"
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_of_noise_alone_nothing_is_host_overhead(late: bool) -> None:
+    """Steps that wait for the link make what is known of others no surer."""
+    model, groups, rng = CostModel(TRUE, chooses=True), alike(LAYERS), random.Random(3)
+    for _ in range(100):
+        for share in (0.0, *[0.95] * (10 * late), 1.0):
+            record = step_of(TRUE, share)
+            record.seconds += abs(rng.gauss(0.0, 0.1 * LINEAR))
+            model.observe(record, model.step(groups, share))
+    assert model.rates.host_overhead == TRUE.host_overhead
 
 
 @pytest.mark.parametrize("believed", [10e-6, 300e-6])

@@ -21,6 +21,9 @@ from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepPlan, StepRe
 CHOICES = 33
 #: Steps between two looks at the choice, and the part by which spilled blocks may change before an earlier one.
 PERIOD, DRIFT = 8, 0.05
+#: A look finds what the last one found, where nothing that it looks at differs by more than such a part; it is believed
+#: for so many periods.
+SAME, BELIEVED = 0.005, 8
 #: A choice is left for another that promises so much less, or a quarter of what predictions are off by, up to so much.
 HYSTERESIS, MOST_HYSTERESIS = 0.01, 0.05
 #: A choice that is not yet believed is left for another that promises so much less.
@@ -70,6 +73,8 @@ class _Cache:
     choice: int = 0
     step: int = 0
     looked: int = -PERIOD
+    looked_at: tuple[float, ...] = ()
+    looks_saved: int = 0
     chosen: int = 0
     starting: bool = False
     fetched: bool = False
@@ -223,9 +228,12 @@ class Adaptive(FixedShare):
 
     def _look(self, known: _Cache, state: StepState, spilled: int) -> None:
         """Choose a share, perhaps another one."""
+        known.looked = known.step
+        if self._is_same(known, spilled):
+            return
         groups = alike(state.layers)
         known.part = len(state.layers) / max(state.model_layers, len(state.layers))
-        known.looked, known.spilled = known.step, spilled
+        known.spilled = spilled
         reason = "model"
         if known.probe_from is not None:
             best, reason = self._after_probe(known, groups)
@@ -251,6 +259,29 @@ class Adaptive(FixedShare):
             if reason in ("probe", "back"):
                 known.moved_until = known.step + SETTLE + WINDOW
             known.decisions.append(Decision(number, reason, self._predict(known, groups, best), before))
+
+    def _is_same(self, known: _Cache, spilled: int) -> bool:
+        """Whether a look would find what the last one found."""
+        busy = known.probe_from is not None or known.starting or known.jumped or not known.started
+        if busy or known.step >= known.next_probe or self._may_compare(known):
+            known.looked_at = ()
+            return False
+        rates, seen = known.model.rates, known.seen.get(known.choice)
+        now = (
+            *(rates.up, rates.host, rates.device, rates.copy_overhead, rates.host_overhead, 1 - rates.shared),
+            *(known.model.linear or 0.0, spilled, known.reserve, known.device_bytes, 1 + self._hysteresis(known)),
+            *(self._is_young(known), known.restless, (seen.ratio.value if seen is not None else None) or 0.0),
+        )
+        before, known.looks_saved = known.looked_at, known.looks_saved + 1
+        if before and known.looks_saved < BELIEVED:
+            if all([abs(x - y) <= SAME * y for x, y in zip(now, before, strict=True)]):
+                return True
+        known.looked_at, known.looks_saved = now, 0
+        return False
+
+    def _is_young(self, known: _Cache) -> bool:
+        """Whether the choice has yet to show what it is worth."""
+        return known.step - known.chosen < SEEN + SETTLE
 
     def _careful(self, known: _Cache, groups: Sequence[Group], best: int) -> int:
         """The largest share up to the best that costs little, should the link be far slower than estimated. Where the
@@ -299,8 +330,7 @@ class Adaptive(FixedShare):
             known.jumped = False
             return best
         # A choice is given the time to show what it is worth, unless what it is chosen for has changed.
-        young = known.step - known.chosen < SEEN + SETTLE
-        least *= 1 + max(self._hysteresis(known), SURE if young else 0.0)
+        least *= 1 + max(self._hysteresis(known), SURE if self._is_young(known) else 0.0)
         return known.choice if expected[known.choice] <= least else best
 
     def _hysteresis(self, known: _Cache) -> float:

@@ -1,0 +1,91 @@
+"""`LinearPart`: what a step takes besides attention and waiting, learned from what is left of each."""
+
+from __future__ import annotations
+
+import math
+
+from kvtier.planning.rates import WINDOW, Median
+
+#: Steps over which the linear part is the median. It follows slowly: what differs between two choices is then told of
+#: each by its own record, and is not taken for a change of all.
+LINEAR = 63
+#: Steps that waited for the link of which the median is taken, and the steps that did not wait that are kept then: what
+#: a disturbance has shown is gone soon behind it.
+LATE, KEPT = 31, WINDOW
+#: Steps of either kind that tell the overhead of host attention.
+OF_EACH = 3
+#: Standard errors from which a difference counts as one.
+SIGNIFICANT = 3.0
+
+
+class LinearPart:
+    """What is left of steps with host attention and of steps without it: medians, each of its kind.
+
+    While fetches wait for room, and reads for fetches, the device is idle for longer than it stalls, and that is no
+    part of steps that fetch less. So what is left of steps that waited for the link is a bound: the linear part is at
+    most their median, and does not become longer with that.
+
+    Attributes:
+        with_host, without: of steps of either kind that did not wait for the link.
+    """
+
+    def __init__(self, seconds: float | None = None, *, hosted: bool = False) -> None:
+        self.with_host, self.without = Median(LINEAR), Median(LINEAR)
+        self._late, self._most = Median(LATE), math.inf
+        self._hosted = hosted
+        if seconds is not None:
+            (self.with_host if hosted else self.without).add(seconds)
+
+    @property
+    def value(self) -> float | None:
+        """Seconds, of steps of the kind that the last one was of; less than 0 where their parts are taken for more than
+        all. None before the first."""
+        return self.of(self._hosted)
+
+    def of(self, hosted: bool) -> float | None:
+        """The same of steps with host attention, or without."""
+        if not hosted:
+            return self.without.value
+        seen = self.with_host.value if len(self.with_host) else self._late.value
+        return None if seen is None else min(seen, self._most)
+
+    def __len__(self) -> int:
+        """Steps that it is known from."""
+        return len(self.with_host) + len(self._late) if self._hosted else len(self.without)
+
+    def add(self, seconds: float, *, hosted: bool, late: bool = False) -> None:
+        """What is left of one more step.
+
+        Args:
+            seconds: of it.
+            hosted: whether it had host attention.
+            late: whether it waited for the link; only of steps with host attention.
+        """
+        self._hosted = hosted
+        if not hosted:
+            self.without.add(seconds)
+        elif late:
+            self._bound(seconds)
+            self.with_host.forget(KEPT)
+        else:
+            self.with_host.add(seconds)
+            self._late.forget(0)
+            if not len(self._late):
+                self._most = math.inf
+
+    def _bound(self, seconds: float) -> None:
+        self._late.add(seconds)
+        late, seen = self._late, self.with_host.value
+        known = self._most if seen is None else min(seen, self._most)
+        assert late.value is not None
+        # Of many medians the least is only noise, unless it is less for sure.
+        if len(late) >= WINDOW // 2 and late.value < known - SIGNIFICANT * late.error:
+            self._most = late.value
+
+    def more_with_host(self) -> float | None:
+        """By how much it is longer with host attention than without; None: that may be noise."""
+        with_host, without = self.with_host, self.without
+        if with_host.value is None or without.value is None or min(len(with_host), len(without)) < OF_EACH:
+            return None
+        more = with_host.value - without.value
+        return more if abs(more) >= SIGNIFICANT * math.hypot(with_host.error, without.error) else None
