@@ -4,6 +4,7 @@ step.py         what a policy sees of a step before (`StepState`), decides (`Ste
 policy.py       `Policy`: what is fetched and when, what stays, what is evicted and written back
 rates.py        `Rates` of a machine, and the median by which they are learned
 costs.py        `CostModel`: seconds of a step predicted from rates, and rates learned from steps
+linear.py       `LinearPart`: what a step takes besides attention and waiting
 groups.py       layers that are alike
 fit.py          least squares
 admission.py    what a step needs, in bytes: for admission and for the error

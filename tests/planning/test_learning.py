@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from kvtier.planning.costs import CostModel, Prediction
 from kvtier.planning.groups import alike
 from kvtier.planning.linear import KEPT, LATE
 from kvtier.planning.linear import LINEAR as LINEAR_WINDOW
-from kvtier.planning.policies.adaptive import CACHES, MEMORY, PROBE, Adaptive
+from kvtier.planning.policies.adaptive import BELIEVED, CACHES, MEMORY, PERIOD, PROBE, Adaptive, _Cache
 from kvtier.planning.policy import Policy
 from kvtier.planning.rates import Rates
 from kvtier.planning.simulation.simulate import Machine, Simulation
@@ -287,6 +289,39 @@ def test_copies_of_one_size_and_a_profile_leave_it_as_it_is(measured: bool, shar
         share = shares[i % len(shares)]
         learned(model, step_of(true, share), share)
     assert model.rates.copy_overhead == 10e-6
+
+
+def test_what_was_measured_of_the_host_counts_until_steps_show_another_rate() -> None:
+    """Of a first step nobody knows what its linear part was, nor so how long the link was busy."""
+    model, busy = CostModel(TRUE), 0.53
+    learned(model, step_of(TRUE, 0.2, 6 * LINEAR), 0.2)
+    for _ in range(10):
+        record = step_of(TRUE, 0.2)
+        learned(model, replace(record, host_seconds=record.host_seconds / (1 - 0.4 * busy)), 0.2)
+        assert model.rates.host == pytest.approx(TRUE.host)
+    assert model.rates.shared == pytest.approx(0.4, abs=0.05)
+    for _ in range(40):
+        learned(model, step_of(replace(TRUE, host=30e9), 0.0), 0.0)
+    assert model.rates.host == pytest.approx(30e9)
+
+
+def test_a_look_that_would_find_the_same_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, best = list[int](), Adaptive._best
+    told = Told()
+
+    def counted(policy: Adaptive, known: _Cache, *args: Any) -> int:
+        looks.append(known.step)
+        return best(policy, known, *args)
+
+    monkeypatch.setattr(Adaptive, "_best", counted)
+    told.run(400)
+    skipped = [b - a for a, b in pairwise(looks) if a > 2 * PROBE]
+    assert max(skipped) == BELIEVED * PERIOD, "nothing is believed for ever"
+    assert len(looks) < 400 // PERIOD // 2
+    looks.clear()
+    told.rates = replace(TRUE, up=1.02 * TRUE.up)
+    told.run(3 * PERIOD)
+    assert len(looks) >= 2, "a rate is another one"
 
 
 def test_of_caches_that_are_long_gone_nothing_is_kept() -> None:

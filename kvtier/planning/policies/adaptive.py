@@ -273,9 +273,9 @@ class Adaptive(FixedShare):
             *(self._is_young(known), known.restless, (seen.ratio.value if seen is not None else None) or 0.0),
         )
         before, known.looks_saved = known.looked_at, known.looks_saved + 1
-        if before and known.looks_saved < BELIEVED:
-            if all([abs(x - y) <= SAME * y for x, y in zip(now, before, strict=True)]):
-                return True
+        near = [abs(x - y) <= SAME * y for x, y in zip(now, before, strict=True)] if before else [False]
+        if known.looks_saved < BELIEVED and all(near):
+            return True
         known.looked_at, known.looks_saved = now, 0
         return False
 
