@@ -123,10 +123,18 @@ def machine(device: torch.device) -> str:
     return f"{name}; kvtier {sys.modules['kvtier'].__version__}, torch {torch.__version__}, triton {triton}"
 
 
+#: What tells generations of processors apart: as it is called here, and in /proc/cpuinfo.
+_GENERATION = {
+    **{"family": "cpu family", "model": "model", "stepping": "stepping"},
+    **{"implementer": "CPU implementer", "part": "CPU part"},
+}
+
+
 def processor() -> str:
     """What launches and copies are issued by: their cost is part of what is measured.
 
-    A virtual machine often says no more than "AMD EPYC". So family and model are named too: generations differ in them.
+    A virtual machine often says no more than "AMD EPYC", and those of ARM name none. So the numbers of its generation
+    are named too: Skylake and Cascade Lake differ in the stepping alone.
     """
     said: dict[str, str] = {}
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
@@ -136,7 +144,7 @@ def processor() -> str:
                 break
             said[name.strip()] = value.strip()
     names = [said.get("model name") or platform.machine()]
-    names += [f"{name} {said[key]}" for name, key in (("family", "cpu family"), ("model", "model")) if key in said]
+    names += [f"{name} {said[key]}" for name, key in _GENERATION.items() if key in said]
     return f"{' '.join(names)}, {os.cpu_count()} CPUs"
 
 

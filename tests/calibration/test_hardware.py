@@ -141,6 +141,15 @@ def test_measuring_gives_all_memory_and_all_threads_back(
     assert threading.active_count() == before
 
 
+def test_copies_that_fail_do_not_pass_for_a_busy_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise OSError("the link is gone")
+
+    monkeypatch.setattr(link.Arena, "call", lambda *args: fails)
+    with pytest.raises(OSError, match="the link is gone"):
+        attention.measure_host(LAYOUT, 2, CPU, 0.2, nbytes=2**20)
+
+
 def test_a_forward_that_is_timed_leaves_its_cache_as_it_was(model: LlamaForCausalLM) -> None:
     trial = models.Trial(model)
     try:

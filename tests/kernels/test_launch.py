@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 from typing import Any
 
@@ -213,3 +214,22 @@ def test_where_a_trial_fails_plain_torch_runs_and_says_why(
     monkeypatch.setattr(copy_programs, "copy", Broken())
     with pytest.warns(RuntimeWarning, match="Failed to find C compiler"):
         assert not launch._runs(device)
+
+
+@pytest.mark.parametrize(
+    ("said", "others"),
+    [
+        ("model name\t: Xeon\ncpu family\t: 6\nmodel\t\t: 85\nstepping\t: 7\n", ("stepping\t: 7", "stepping\t: 4")),
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xd0c\n", ("0xd0c", "0xd4f")),
+    ],
+    ids=["Cascade Lake and Skylake", "Neoverse N1 and V2"],
+)
+def test_processors_of_two_generations_have_two_names(
+    monkeypatch: pytest.MonkeyPatch, said: str, others: tuple[str, str]
+) -> None:
+    def named(content: str) -> str:
+        monkeypatch.setattr(launch, "open", lambda *args, **options: io.StringIO(content), raising=False)
+        return launch.processor()
+
+    assert named(said) == named(said + "\nflags\t: another processor's")
+    assert named(said) != named(said.replace(*others))

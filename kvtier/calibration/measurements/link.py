@@ -7,10 +7,10 @@ Python that issues them counts. On a CPU both ends are host memory.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -157,22 +157,24 @@ def share_kept(up: float, down: float, together: float) -> float:
 
 
 def busy_copies(arena: Arena, nbytes: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What keeps the link to the device busy in the background, and what ends that."""
+    """What keeps the link to the device busy in the background, and what ends that: it raises what a copy raised, for
+    then the link was not busy."""
     stream = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
     copy = arena.call(nbytes, Direction.FETCH, stream)
     pool = ThreadPoolExecutor(1, "kvtier-calibrate")
-    state = {"stop": False}
+    stop, running = threading.Event(), list[Future[None]]()
 
     def loop() -> None:
-        while not state["stop"]:
+        while not stop.is_set():
             copy()
 
     def begin() -> None:
-        state["stop"] = False
-        pool.submit(loop)
+        running.append(pool.submit(loop))
 
     def end() -> None:
-        state["stop"] = True
+        stop.set()
         pool.shutdown()
+        for loops in running:
+            loops.result()
 
-    return begin, partial(end)
+    return begin, end
