@@ -35,7 +35,7 @@ class Running:
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
         """OpenAI's own client."""
-        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=60, **options)
+        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=120, **options)
 
     @property
     def engine(self) -> Any:
