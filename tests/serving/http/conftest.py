@@ -38,12 +38,12 @@ def start(trained: tuple[Any, Any]) -> Start:
         with listening, Server(*trained, ServerOptions(NAME, **options)) as server:
             thread = threading.Thread(target=server.run, args=(listening, ready.set), daemon=True)
             thread.start()
-            assert ready.wait(30)
+            assert ready.wait(120)
             try:
                 yield Running(server, listening.getsockname()[1])
             finally:
                 server.stop()
-                thread.join(30)
+                thread.join(180)
                 assert not thread.is_alive()
 
     return started

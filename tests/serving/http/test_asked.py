@@ -173,7 +173,7 @@ def test_a_session_is_named_by_the_most_telling_field() -> None:
 def post(running: Running, path: str, data: bytes, **headers: str) -> tuple[int, dict[str, Any], Any]:
     request = urllib.request.Request(f"{running.url}{path}", data, {"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, json.load(answer), answer.headers
     except HTTPError as error:
         return error.code, json.load(error), error.headers
