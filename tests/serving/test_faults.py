@@ -194,7 +194,7 @@ def test_who_waits_hears_of_it_when_the_thread_ends_and_it_can_be_started_again(
     added = threading.Event()
 
     def panics(work: object) -> None:
-        added.wait(10)
+        added.wait(120)
         raise Panic
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -203,21 +203,21 @@ def test_who_waits_hears_of_it_when_the_thread_ends_and_it_can_be_started_again(
         engine.start()
         names = [engine.add_request([5, 6, i], max_new_tokens=NEW, do_sample=False) for i in range(1, 4)]
         added.set()
-        found = [engine.wait(name, timeout=10) for name in names]
+        found = [engine.wait(name, timeout=120) for name in names]
         assert all(isinstance(x.error, Panic) for x in found)
         assert until(lambda: not engine.alive)
         engine._runner.step = step
         by_hand = engine.add_request([5, 6, 1], max_new_tokens=NEW, do_sample=False)
-        assert engine.wait(by_hand, timeout=10).finish_reason == "length"
+        assert engine.wait(by_hand, timeout=120).finish_reason == "length"
         engine.start()
         assert engine.alive
         again = engine.add_request([5, 6, 1], max_new_tokens=NEW, do_sample=False)
-        assert engine.wait(again, timeout=10).generated_tokens == engine.output(by_hand).generated_tokens
+        assert engine.wait(again, timeout=120).generated_tokens == engine.output(by_hand).generated_tokens
         engine.stop()
         engine.check_integrity()
 
 
-def until(what: Callable[[], bool], seconds: float = 60.0) -> bool:
+def until(what: Callable[[], bool], seconds: float = 120.0) -> bool:
     end = time.monotonic() + seconds
     while not what() and time.monotonic() < end:
         time.sleep(0.01)
@@ -234,9 +234,9 @@ def test_threads_add_stream_and_cancel_while_the_loop_runs() -> None:
                 name = engine.add_request(list(prompt), max_new_tokens=NEW, do_sample=False)
                 if rng.random() < 0.3:
                     engine.cancel(name)
-                    assert engine.wait(name, 60).finish_reason in ("cancelled", "length")
+                    assert engine.wait(name, 120).finish_reason in ("cancelled", "length")
                     continue
-                assert list(engine.stream(name, 60)) == by_generate("llama", prompt, NEW)[0]
+                assert list(engine.stream(name, 120)) == by_generate("llama", prompt, NEW)[0]
         except BaseException as error:
             failed.append(error)
 
@@ -452,22 +452,28 @@ def test_what_a_preempted_prompt_has_computed_itself_is_not_counted_as_cached() 
 
 def test_who_waits_for_a_queue_that_others_fill_does_nothing_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(tiny_model("llama"), host_budget="8MiB", max_waiting=1, max_running=1) as engine:
-        add, tries, go_on, step = engine._add, list[int](), threading.Event(), engine._runner.step
-        engine._runner.step = lambda work: step(work) if go_on.wait(30) else []  # type: ignore[method-assign]
+        add, go_on, step = engine._add, threading.Event(), engine._runner.step
+        wait, did = engine._requests.lock.wait, list[str]()
+
+        def waits(seconds: float | None = None) -> bool:
+            if threading.current_thread() is batch:
+                did.append(f"waits {seconds}")
+            return wait(seconds)
+
+        engine._runner.step = lambda work: step(work) if go_on.wait(120) else []  # type: ignore[method-assign]
         running = engine.add_request([5, 6], max_new_tokens=2)
         assert until(lambda: engine.load.running == 1)
         engine.add_request([5, 7], max_new_tokens=2)
-        monkeypatch.setattr(engine, "_add", lambda *args: tries.append(1) or add(*args))
+        monkeypatch.setattr(engine, "_add", lambda *args: did.append("tries") or add(*args))
+        monkeypatch.setattr(engine._requests.lock, "wait", waits)
         batch = threading.Thread(target=engine.generate_batch, args=([[5, 8]],), kwargs={"max_new_tokens": 2})
         batch.start()
-        assert until(lambda: bool(tries))
-        time.sleep(0.3)
-        few = len(tries)
+        assert until(lambda: len(did) > 1)
         go_on.set()
-        batch.join(30)
+        batch.join(120)
         assert not batch.is_alive()
         assert engine.output(running).finish_reason == "length"
-        assert few <= 2
+        assert did == ["tries", "waits 1.0"] * (len(did) // 2) + ["tries"]
 
 
 def no_room() -> BudgetError:
