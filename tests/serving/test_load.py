@@ -30,7 +30,7 @@ def held(model: Any, *locks: Any) -> Iterator[threading.Event]:
             for lock in locks:
                 stack.enter_context(lock)
             there.set()
-            assert go_on.wait(30)
+            assert go_on.wait(180)
 
     handle = model.register_forward_pre_hook(hold)
 
@@ -45,7 +45,7 @@ def load_of(engine: Engine) -> EngineLoad:
     """In a thread of its own: the test fails where it waits."""
     pool = ThreadPoolExecutor(1)
     try:
-        return pool.submit(lambda: engine.load).result(2)
+        return pool.submit(lambda: engine.load).result(60)
     finally:
         pool.shutdown(wait=False)
 
@@ -57,22 +57,22 @@ def test_a_load_is_told_while_a_forward_is_held(kind: str) -> None:
         locks = {"memory": [engine.memory.lock], "requests": [engine._requests.lock]}
         locks["both"] = locks["requests"] + locks["memory"]
         first = engine.add_request(PROMPT, **OPTIONS)
-        engine.wait(first, 30)
+        engine.wait(first, 120)
         with held(model, *locks[kind]) as forward:
             second = engine.add_request([*PROMPT, 5], **OPTIONS)
-            assert forward.wait(30)
+            assert forward.wait(120)
             load = load_of(engine)
             assert (load.running, load.waiting, load.alive, load.steps) == (1, 0, True, engine.steps)
             assert 0 <= load.blocks <= load.total_blocks
             assert load.total_blocks > 0
-        assert engine.wait(second, 30).error is None
+        assert engine.wait(second, 120).error is None
 
 
 def test_loads_agree_while_requests_come_and_go() -> None:
     model = build_model("llama", "sdpa")
     with Engine(model, host_budget="8MiB", block_size=4, max_running=2) as engine:
         names = [engine.add_request([i, *PROMPT], max_new_tokens=12, do_sample=False) for i in range(1, 9)]
-        seen, end = list[EngineLoad](), time.monotonic() + 30
+        seen, end = list[EngineLoad](), time.monotonic() + 120
         while not all(engine.output(name).is_finished() for name in names):
             seen.append(engine.load)
             time.sleep(1e-4)  # who never waits keeps Python from the thread that runs steps

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
     saves, is_slow, go_on = Disk.save_conversation, threading.Event(), threading.Event()
 
     def save(self: Disk, *args: Any) -> bool:
-        assert not is_slow.is_set() or go_on.wait(30)
+        assert not is_slow.is_set() or go_on.wait(180)
         return saves(self, *args)
 
     monkeypatch.setattr(Disk, "save_conversation", save)
@@ -93,10 +92,10 @@ def test_a_turn_that_a_slow_disk_saves_stops_no_other_request(
         try:
             for name in names:
                 turn = engine.add_request(PROMPT, conversation=name, **options)
-                assert engine.wait(turn, timeout=5).finish_reason == "length"
+                assert engine.wait(turn, timeout=60).finish_reason == "length"
                 assert store.open(name).ids == right
             other = engine.add_request(PROMPT[::-1], **options)
-            assert len(list(engine.stream(other, timeout=5))) == 12
+            assert len(list(engine.stream(other, timeout=60))) == 12
         finally:
             go_on.set()
     with ConversationStore(model, directory=tmp_path, host_budget="8MiB", block_size=4) as store:
@@ -108,30 +107,31 @@ def test_a_conversation_that_comes_from_a_slow_disk_or_goes_there_stops_no_other
     what: str, tmp_path: Path, slow: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, options = build_model("llama", "sdpa"), {"max_new_tokens": 12, "do_sample": False}
-    (is_slow, go_on), reads = slow, Disk.conversation
+    (is_slow, go_on), at, reads, saves = slow, threading.Event(), Disk.conversation, Disk.save_conversation
     with ConversationStore(model, directory=tmp_path, host_budget="8MiB", block_size=4) as store:
         for i in range(MOST_IDLE + 1):
             store.open(f"{i}").went_on([i])
         store.flush()
         if what == "read":
-            monkeypatch.setattr(Disk, "conversation", lambda *args: go_on.wait(30) and reads(*args))
+            monkeypatch.setattr(Disk, "conversation", lambda *args: at.set() or (go_on.wait(180) and reads(*args)))
         else:
-            store.open("one too many").went_on([1])
+            monkeypatch.setattr(Disk, "save_conversation", lambda *args: at.set() or saves(*args))
             is_slow.set()
+            store.open("one too many").went_on([1])
         with Engine(model, store=store) as engine:
             turns = list[str]()
             adds = threading.Thread(
                 target=lambda: turns.append(engine.add_request(PROMPT, conversation="0", **options))
             )
             adds.start()
-            time.sleep(0.1)
             try:
+                assert at.wait(60)
                 other = engine.add_request(PROMPT[::-1], **options)
-                assert len(list(engine.stream(other, timeout=5))) == 12
+                assert len(list(engine.stream(other, timeout=60))) == 12
             finally:
                 go_on.set()
-            adds.join(10)
-            assert engine.wait(turns[0], timeout=5).finish_reason == "length"
+            adds.join(120)
+            assert engine.wait(turns[0], timeout=60).finish_reason == "length"
 
 
 @pytest.mark.parametrize("when", ["forgotten", "gone on"])
@@ -143,7 +143,7 @@ def test_what_a_conversation_is_when_it_is_saved_counts(
     saves = Disk.save_conversation
 
     def is_slow(self: Disk, *args: Any) -> bool:
-        assert ticket.acquire(timeout=30)
+        assert ticket.acquire(timeout=120)
         return saves(self, *args)
 
     with ConversationStore(model, directory=tmp_path, host_budget="8MiB", block_size=4) as store:
@@ -175,7 +175,7 @@ def test_no_process_ends_before_a_turn_is_saved(tmp_path: Path, slow: tuple[thre
         (saving,) = [each for each in threading.enumerate() if each.name == "kvtier-turns"]
         assert not saving.daemon, "Python waits for its end"
         go_on.set()
-        saving.join(10)
+        saving.join(120)
         assert store._disk_tier is not None
         assert store._disk_tier.disk.names().keys() == {"alice", "bob"}
         assert not saving.is_alive()
