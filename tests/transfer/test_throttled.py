@@ -68,6 +68,14 @@ def hurry(link: Link) -> None:
     link.up = link.down = AT_ONCE
 
 
+def wait_for_a_crossing(link: Link) -> None:
+    """Some thread waits for the end of a transfer, and follows changes of the rate from now on."""
+    end = time.monotonic() + 60
+    while not link._changed._waiters:  # type: ignore[attr-defined]
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 @pytest.fixture
 def benches() -> Iterator[list[Bench]]:
     """Closed at the end, however it comes."""
@@ -220,24 +228,25 @@ def test_the_rate_changes_under_a_transfer(benches: list[Bench]) -> None:
         assert time.perf_counter() >= changed + left / 2e5
     bench.link.up = NEVER
     slow, _ = bench.submit(UP, 40_000)
+    wait_for_a_crossing(bench.link)
     time.sleep(0.002)
-    bench.link.up = 1e6
     changed = time.perf_counter()
+    bench.link.up = 1e6
     slow.wait()
     assert time.perf_counter() >= changed + 0.0399, "little had moved before"
 
 
 def test_what_had_crossed_before_the_rate_changed_has_not_to_cross_again() -> None:
-    link, ends = Link(1e6, 1e6), []
+    link, ends, nbytes = Link(1e6, 1e6), list[float](), 120_000_000  # takes two minutes if it goes on like this
     began = time.perf_counter()
-    crossing = threading.Thread(target=lambda: ends.append(link.cross(UP, began, 40_000, 0.0)))
+    crossing = threading.Thread(target=lambda: ends.append(link.cross(UP, began, nbytes, 0.0)))
     crossing.start()
+    wait_for_a_crossing(link)
     time.sleep(0.01)
-    link.up = 5e5
-    changed = link._since
+    link.up = 1e9
+    seconds = link._since - began
     crossing.join()
-    crossed = min((changed - began) * 1e6, 40_000)
-    assert ends == [pytest.approx(began + crossed / 1e6 + (40_000 - crossed) / 5e5)]
+    assert ends[0] - began == pytest.approx(seconds + (nbytes - seconds * 1e6) / 1e9)
 
 
 def test_a_copy_that_raises_is_a_failed_transfer_and_others_go_on(
@@ -284,7 +293,7 @@ def test_an_engine_that_nobody_closed_leaves_no_thread() -> None:
     bench.submit(UP)
     del bench
     gc.collect()
-    for _ in range(500):
+    for _ in range(12_000):
         if lanes() == before:
             return
         time.sleep(0.01)
@@ -301,8 +310,8 @@ def test_an_interrupt_of_a_wait_leaves_the_transfer_in_flight(benches: list[Benc
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # it may come before this thread waits
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
             transfer.wait()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -337,15 +346,22 @@ def test_what_is_cut_short_before_it_was_submitted_fails_and_nobody_waits_for_it
 
 
 def test_a_stall_is_what_the_device_waits_for_a_fetch(benches: list[Bench]) -> None:
-    bench = Bench(up=1e6, down=1e6)
+    bench = Bench(up=NEVER, down=1e6)
     benches.append(bench)
     bench.submit(DOWN, 10_000)[0].wait()
     assert bench.counters.stall_seconds == 0.0
-    began = time.perf_counter()
     transfer = bench.submit(UP, 10_000)[0]
+    ends = transfer.ticket.ended.wait
+
+    def late() -> bool:
+        time.sleep(0.01)
+        hurry(bench.link)
+        return bool(ends())
+
+    transfer.ticket.ended.wait = late
     asked = time.perf_counter()
     transfer.wait()
-    assert began + 0.01 - asked <= bench.counters.stall_seconds <= time.perf_counter() - asked
+    assert 0.01 <= bench.counters.stall_seconds <= time.perf_counter() - asked
     before = bench.counters.stall_seconds
     bench.clock.running = True
     bench.clock.run(3600.0)
