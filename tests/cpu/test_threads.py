@@ -63,8 +63,13 @@ class Call:
         return torch.equal(out, self.right.out) and torch.equal(lse, self.right.lse)
 
 
-def alive() -> int:
-    return len(os.listdir("/proc/self/task"))
+def alive() -> set[str]:
+    """Threads of this process. One that was joined may be among them for a moment yet."""
+    return set(os.listdir("/proc/self/task"))
+
+
+#: How often something is tried that a busy machine may keep from being seen.
+TRIES = 100
 
 
 @pytest.mark.parametrize("team", [True, False])
@@ -164,18 +169,16 @@ int main() {
 
 
 def test_a_submitted_call_goes_on_while_python_does() -> None:
-    turns = []
-    for _ in range(5):  # on a busy machine Python may come to nothing before a call has ended
-        call = Call(LARGE)
-        future = call.submit(1)
-        early, turn = future.done(), 0
+    call, turns = Call(LARGE), 0
+    for _ in range(TRIES):  # on a busy machine Python may come to nothing before a call has ended
+        future, turns = call.submit(1), 0
         while not future.done():
-            turn += 1
+            turns += 1
             time.sleep(0)
-        assert not early
         assert call.is_right(*future.wait())
-        turns.append(turn)
-    assert max(turns) > 1
+        if turns > 1:
+            break
+    assert turns > 1
 
 
 def test_a_call_gives_the_interpreter_to_other_threads() -> None:
@@ -191,13 +194,20 @@ def test_a_call_gives_the_interpreter_to_other_threads() -> None:
     thread.start()
     while not turns[0]:
         time.sleep(1e-3)
-    before = turns[0]
-    # A call through the Python API that held the lock would let no other thread count.
-    for _ in range(5):
-        call.attend(1)
-    stop.set()
-    thread.join()
-    assert turns[0] > before
+    counted, interval = 0, sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody has to give the lock away
+    try:
+        for _ in range(20):
+            before = turns[0]
+            call.attend(1)
+            counted = turns[0] - before
+            if counted > 20:  # the call in C let them count; torch does once or twice
+                break
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+    assert counted > 20
 
 
 def test_a_future_can_be_waited_for_twice() -> None:
@@ -212,11 +222,15 @@ def test_a_future_can_be_waited_for_twice() -> None:
 
 def test_a_future_tells_how_long_its_job_ran() -> None:
     call = Call(LARGE)
-    began = time.perf_counter()
-    future = call.submit(1)
-    assert future.seconds == 0.0
-    future.wait()
-    assert 0.0 < future.seconds <= time.perf_counter() - began
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        future = call.submit(1)
+        seconds, running = future.seconds, not future.done()
+        future.wait()
+        assert 0.0 < future.seconds <= time.perf_counter() - began
+        if running:
+            break
+    assert (running, seconds) == (True, 0.0)
     future.wait()
     assert future.seconds > 0.0
 
@@ -282,10 +296,14 @@ def test_shutdown_leaves_no_thread_and_the_next_call_starts_new_ones() -> None:
         futures = [call.submit(3) for _ in range(5)]
         call.attend(3)
         assert library.kvtier_threads() == 3
-        assert alive() == before + 3
+        assert len(alive() - before) == 3
         library.kvtier_shutdown()  # what was submitted is still done
         assert all(future.done() for future in futures)
-        assert alive() == before
+        for _ in range(60_000):
+            if alive() <= before:
+                break
+            time.sleep(1e-3)
+        assert alive() <= before
         assert all(call.is_right(*future.wait()) for future in futures)
 
 
@@ -306,12 +324,12 @@ def test_shutdowns_and_calls_at_the_same_time_do_not_hang() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=120)
         assert not thread.is_alive()
     assert not wrong
     # Threads that a shutdown ended are not counted as ones that could still work.
     future = call.submit(1)
-    for _ in range(20_000):
+    for _ in range(60_000):
         if future.done():
             break
         time.sleep(1e-3)
@@ -365,15 +383,19 @@ def test_a_forked_child_attends_and_submits() -> None:
 
 def test_blocks_live_as_long_as_calls_over_them() -> None:
     # Memory of this size is unmapped when it is freed: threads that still read it would crash.
-    for _ in range(3):
+    in_flight = 0
+    for _ in range(TRIES):
         call = Call(LARGE)
         right, futures = call.right, [call.submit(1) for _ in range(4)]
-        assert not futures[-1].done()
+        in_flight += not futures[-1].done()
         del call
         for future in futures:
             out, lse = future.wait()
             assert torch.equal(out, right.out)
             assert torch.equal(lse, right.lse)
+        if in_flight == 3:
+            break
+    assert in_flight == 3
 
 
 # The globals of a program are cleared in the order in which they were made, before those of any module. `First` says

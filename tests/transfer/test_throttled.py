@@ -311,8 +311,7 @@ def test_an_interrupt_of_a_wait_leaves_the_transfer_in_flight(benches: list[Benc
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):  # it may come before this thread waits
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
-            transfer.wait()
+            (signal.setitimer(signal.ITIMER_REAL, 0.02), transfer.wait())
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
