@@ -184,7 +184,7 @@ def in_a_thread(act: Callable[[], Any]) -> type[BaseException] | None:
 
     thread = threading.Thread(target=guarded)
     thread.start()
-    thread.join(30)
+    thread.join(120)
     return raised[0] if raised else None
 
 
@@ -229,7 +229,7 @@ def test_two_threads_at_once_take_turns_until_they_meet_and_then_neither_goes_on
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert len(outcomes) == 60, "a thread died of another error"
     try:
         cache.crop(0)

@@ -50,6 +50,6 @@ def test_a_call_ends_though_the_device_does_not_say_when_its_kernels_do() -> Non
         with pytest.raises(RuntimeError, match="no mark"):
             reader.end(reading)
         engine.fails = False
-        waiting.join(10)
+        waiting.join(120)
         assert found == [True]
         assert not memory.readers.mine()

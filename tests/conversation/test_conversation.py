@@ -47,7 +47,7 @@ def test_whoever_goes_on_while_a_message_is_being_sent_is_refused(what: str) -> 
     class Slow(Tokenizer):
         def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
             asked.set()
-            assert goes_on.wait(30)
+            assert goes_on.wait(120)
             return super().apply_chat_template(messages, **options)
 
     with store_of(tiny_model("llama")) as store:
@@ -55,7 +55,7 @@ def test_whoever_goes_on_while_a_message_is_being_sent_is_refused(what: str) -> 
         chat.send("first", tokenizer=tokenizer, **GREEDY)
         thread = threading.Thread(target=chat.send, args=("second",), kwargs={"tokenizer": Slow(), **GREEDY})
         thread.start()
-        assert asked.wait(30)
+        assert asked.wait(120)
         does: dict[str, Callable[[], object]] = {
             "send": lambda: chat.send("third", tokenizer=tokenizer, **GREEDY),
             "regenerate": lambda: chat.regenerate(tokenizer=tokenizer, **GREEDY),

@@ -194,7 +194,7 @@ def test_a_conversation_that_is_opened_while_it_is_put_away_is_the_one_of_its_na
             if name == "a" and not opened:
                 thread = threading.Thread(target=lambda: opened.append(store._conversations.find("a")))  # type: ignore[arg-type]
                 thread.start()
-                thread.join(30)
+                thread.join(120)
             return found
 
         store.open("a").ids = [1, 2]

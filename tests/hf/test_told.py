@@ -170,7 +170,7 @@ def test_nothing_is_locked_while_the_log_is_told() -> None:
                 target=lambda: said.append(f"{record.getMessage()} {asked[0].stats}"), daemon=True
             )
             thread.start()
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive(), "it waits for a lock"
 
     logger, handler = logging.getLogger("kvtier"), Asking()

@@ -141,7 +141,7 @@ def test_threads_that_choose_at_once_get_one_choice(monkeypatch: pytest.MonkeyPa
 
     def lookup(*_: object) -> object:
         option = Option(KIND.tiles[next(numbers)], launch.PROGRAMS)
-        both.wait(10)  # both look up before either has chosen
+        both.wait(120)  # both look up before either has chosen
         return tiles.packed(Choice(option, {}), KIND)
 
     monkeypatch.setattr(profile, "lookup", lookup)

@@ -239,7 +239,7 @@ def in_child(script: str, folder: Path, *before: str) -> str:
         """
     code = textwrap.dedent(head) + textwrap.dedent(script)
     if before:
-        found = subprocess.run([*before, sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        found = subprocess.run([*before, sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     else:
         found = forks.run(code)
     assert found.returncode == 0, found.stderr[-2000:]
@@ -394,7 +394,7 @@ def test_who_looks_for_something_does_not_wait_for_a_file_that_is_written(
     def slow(handle: int) -> None:
         if threading.current_thread() is not main and not hangs.is_set():
             began.set()
-            assert hangs.wait(30)
+            assert hangs.wait(240)
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", slow)
@@ -402,11 +402,11 @@ def test_who_looks_for_something_does_not_wait_for_a_file_that_is_written(
     threads = [threading.Thread(target=lambda ids=ids: saved.append(save(disk, ids))) for ids in (A2, B)]
     for thread in threads:
         thread.start()
-    assert began.wait(10)
+    assert began.wait(120)
     looked: list[object] = []
     looking = threading.Thread(target=lambda: looked.extend((load(disk, A2), disk.names(), disk.chunks)))
     looking.start()
-    looking.join(10)
+    looking.join(120)
     assert looked == [20, {}, 1]
     closing = threading.Thread(target=disk.close)
     closing.start()

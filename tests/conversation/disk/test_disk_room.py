@@ -29,7 +29,7 @@ def hangs(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> tuple[thre
     def hanging(file: Any, *args: Any, **options: Any) -> Any:
         if str(file).endswith(".safetensors"):
             begun.set()
-            assert ends.wait(60)
+            assert ends.wait(120)
         return call(file, *args, **options)
 
     monkeypatch.setattr(module, name, hanging)
@@ -64,7 +64,7 @@ def test_nobody_waits_for_a_file_that_goes_or_is_written(
     saving = threading.Thread(target=save, args=(disk, NEW))
     saving.start()
     try:
-        assert begun.wait(60)
+        assert begun.wait(120)
         all_return(
             [
                 lambda: disk.find("k", packed(OLD)),
@@ -116,7 +116,7 @@ def test_conversations_are_opened_forked_rewound_and_parked_while_their_keys_are
         begun, ends = hangs(monkeypatch, disks_module, "write_tensors")
         out = chat.generate(**ones(ids), **GREEDY)
         try:
-            assert begun.wait(60)
+            assert begun.wait(120)
             all_return(
                 [
                     lambda: chat.fork("bob"),

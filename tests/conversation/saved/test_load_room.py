@@ -161,7 +161,7 @@ def test_the_next_file_is_read_while_one_is_written_into_blocks(
 
     def waits(*args: Any) -> None:
         part = restored[0] // LAYERS
-        assert part == 3 or done[part + 1].wait(10), "it is read only afterwards"
+        assert part == 3 or done[part + 1].wait(120), "it is read only afterwards"
         restored[0] += 1
         restore(*args)
 

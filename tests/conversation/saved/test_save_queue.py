@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -93,22 +92,22 @@ def test_a_disk_that_hangs_makes_no_call_wait_and_holds_a_bounded_number_of_stat
 ) -> None:
     monkeypatch.setattr(waiting.Waiting.__init__, "__defaults__", (10_000, 8))
     disk, hangs, here = Disk(tmp_path, None, OF), threading.Event(), list[str]()
-    archive = Archive(disk, lambda x: None, lambda: [], lambda: torch.device("cpu"))
+    archive, late = Archive(disk, lambda x: None, lambda: [], lambda: torch.device("cpu")), list[int]()
 
     def save(x: Saved) -> None:
-        assert hangs.wait(30)
+        if not hangs.wait(60):
+            late.append(1)
         here.append(x.place)  # type: ignore[arg-type]
 
     monkeypatch.setattr(archive, "save", save)
     alive = weakref.WeakSet[Layer]()
-    began = time.perf_counter()
     for n in range(200):
         x = saved([n], 1000, key=f"{n}")
         assert x.states is not None
         alive.add(x.states[0])  # type: ignore[arg-type]
         archive.submit(x)
         del x
-    assert time.perf_counter() - began < 5
+    assert not late, "a call waited for the disk"
     gc.collect()
     assert len(alive) <= 10, "states of what is given up stay in memory"
     assert "too slow" in disk.problem
@@ -128,7 +127,7 @@ def test_turns_go_on_while_the_disk_hangs_and_the_last_one_is_saved(
     monkeypatch.setattr(waiting.Waiting.__init__, "__defaults__", (10**9, 2))
 
     def slow(self: Disk, *args: Any) -> Any:
-        assert hangs.wait(60)
+        assert hangs.wait(180)
         return write(self, *args)
 
     monkeypatch.setattr(Disk, "write", slow)
@@ -158,7 +157,7 @@ def test_join_waits_for_what_is_being_saved() -> None:
     thread.start()
     assert not ended.wait(0.1)
     queue.done()
-    assert ended.wait(10)
+    assert ended.wait(120)
     thread.join()
 
 
@@ -222,16 +221,16 @@ def test_a_process_that_is_forked_waits_for_no_turn_that_its_parent_saves() -> N
 
     def slow() -> None:
         began.set()
-        assert goes_on.wait(30)
+        assert goes_on.wait(120)
         saved.append("slow")
 
     soon.put("a", slow)
     soon.put("b", lambda: saved.append("b"))
-    assert began.wait(30)
+    assert began.wait(120)
     with soon._lock:  # as a thread has it that the child has not
         child = os.fork()
         if child == 0:
-            signal.alarm(30)
+            signal.alarm(60)
             soon.join()
             soon.put("c", lambda: saved.append("c"))
             soon.join()

@@ -237,7 +237,7 @@ def _in_a_thread(act: Callable[[], Any]) -> list[BaseException]:
 
     thread = threading.Thread(target=guarded, daemon=True)
     thread.start()
-    thread.join(timeout=30)
+    thread.join(timeout=120)
     assert not thread.is_alive(), "the second thread hangs"
     return raised
 

@@ -40,7 +40,7 @@ def forward(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> torch.Te
 def elsewhere(act: Callable[[], Any]) -> Any:
     """The outcome of `act` in a thread of its own, run to its end."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(outcome, act).result(timeout=60)
+        return pool.submit(outcome, act).result(timeout=120)
 
 
 @pytest.fixture
@@ -155,16 +155,16 @@ def test_who_is_told_that_a_generation_ends_may_go_on_before_that_thread_has_lef
 
         def end(self) -> None:
             told.set()
-            at_work.wait(30)
+            at_work.wait(120)
             time.sleep(0.05)
 
     whole = generate(model, dynamic_cache(model), count=12)
     thread = threading.Thread(target=generate, args=(model, cache), kwargs={"streamer": Streamer()})
     thread.start()
-    told.wait(60)
+    told.wait(120)
     at_work.set()
     assert torch.equal(generate(model, cache, whole[:, : PROMPT.shape[1] + 8], count=4), whole)
-    thread.join(60)
+    thread.join(120)
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def test_after_two_threads_met_in_a_forward_nobody_goes_on(cache: TieredKVCache)
     with ThreadPoolExecutor(1) as pool:
 
         def second(act: Callable[[], Any]) -> Any:
-            return pool.submit(outcome, act).result(timeout=60)
+            return pool.submit(outcome, act).result(timeout=120)
 
         assert isinstance(second(lambda: forward(model, cache, OTHER)), torch.Tensor), "whole forwards may take turns"
         met: list[Any] = []
@@ -262,10 +262,10 @@ def test_a_pool_of_threads_may_serve_one_conversation_step_by_step(cache: Tiered
     model = tiny_model("llama")
     with ThreadPoolExecutor(3) as pool:
         started = threading.Barrier(3)
-        list(pool.map(lambda _: started.wait(30), range(3)))  # so that all of them serve
+        list(pool.map(lambda _: started.wait(120), range(3)))  # so that all of them serve
         ids, told = PROMPT, []
         for _ in range(12):
-            ids = pool.submit(forward, model, cache, ids).result(timeout=60)
+            ids = pool.submit(forward, model, cache, ids).result(timeout=120)
             told.append(ids)
     assert torch.equal(torch.cat([PROMPT, *told], 1), generate(model, dynamic_cache(model), count=12))
 
@@ -282,7 +282,7 @@ def _race(model: PreTrainedModel, cache: Cache, runs: list[Callable[[], Any]], d
     time.sleep(delay)
     pair[1].start()
     for thread in pair:
-        thread.join(60)
+        thread.join(120)
         assert not thread.is_alive()
     return results
 

@@ -116,7 +116,7 @@ def interrupted_while_it_is_taken_again() -> None:
             thread.start()
             try:
                 waiting.wait()
-                time.sleep(1)  # where it comes
+                time.sleep(120)  # where it comes
             finally:
                 seen.append(lock._is_owned())
         pytest.fail("no interrupt came")
