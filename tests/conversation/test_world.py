@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -64,12 +65,16 @@ def test_what_is_left_of_a_world_is_its_own(monkeypatch: pytest.MonkeyPatch) -> 
         os.close(handle)
         end.clear()
 
+    made, make = list[str](), tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *args, **options: made.append(make(*args, **options)) or made[-1])
     with worlds():
         monkeypatch.setattr(World, "run", ends)
         run(0)
         monkeypatch.setattr(World, "run", lambda *_: later.start())
         with pytest.raises(AssertionError, match=r"threads are left: .*later"):
             run(0)
+        assert len(made) == 2
+        assert not any(map(os.path.exists, made)), "folders are left"
         end.set()
         later.join()
 

@@ -9,7 +9,6 @@ says what happens in the world of a seed. See docs/design/world.md.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import math
 import os
@@ -1406,12 +1405,10 @@ def _alike(a: Sequence[int], b: Sequence[int]) -> int:
     return n
 
 
-@functools.cache
-def root() -> Path:
-    """Where folders of worlds are, in memory where the system has that."""
-    memory = Path("/dev/shm")
-    found = tempfile.mkdtemp(prefix="kvtier-world-", dir=memory if os.access(memory, os.W_OK) else None)
-    return Path(found)
+def folder() -> Path:
+    """A new one for a world, in memory where the system has that."""
+    memory = "/dev/shm"
+    return Path(tempfile.mkdtemp(prefix="kvtier-world-", dir=memory if os.access(memory, os.W_OK) else None))
 
 
 def handles() -> list[str]:
@@ -1514,8 +1511,7 @@ def current(world: World) -> Iterator[None]:
 
 def run(seed: int, steps: int | None = None, say: Callable[[str], None] | None = None) -> World:
     """The world of a seed, from its beginning to its end. Within `worlds`."""
-    at = root() / f"{os.getpid()}-{seed}"
-    at.mkdir()
+    at = folder()
     gc.freeze()  # what is there already takes no time when garbage is collected
     opened, begun = Counter(handles()), set(threading.enumerate())
     try:
