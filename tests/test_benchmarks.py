@@ -341,7 +341,7 @@ def test_a_partial_line_is_not_a_record(tmp_path: Path) -> None:
     assert read(file) == [{"a": 1}, {"c": 3}]
 
 
-def ended(pid: int, seconds: float = 10.0) -> bool:
+def ended(pid: int, seconds: float = 120.0) -> bool:
     """Whether a process is gone, or is so within some seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from accelerate import cpu_offload
 from families import build_model
 from model_types import tiny_model_of_type
+from settled import settled
 from transformers import PreTrainedModel
 from workloads import Load, same_as_generate
 from workloads import stream_of_tokens as tokens_below_120
@@ -247,9 +247,8 @@ def test_what_a_request_has_computed_of_other_weights_is_not_kept(samples: int) 
 
     with Engine(model, host_budget="16MiB", block_size=4) as engine:
         name = engine.add_request(prompt, listener=changes, seed=0, **(options | several))
-        engine.wait(name)
-        while engine.load.running or engine.load.waiting:
-            time.sleep(0.01)  # for the other sample
+        assert engine.wait(name, 120).is_finished()
+        assert settled(lambda: not engine.load.running and not engine.load.waiting), "the other sample goes on"
         assert changed
         for cached in (0, len(prompt) - 1):
             (output,) = engine.generate_batch([prompt], **options).values()
