@@ -29,7 +29,7 @@ def hangs(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> tuple[thre
     def hanging(file: Any, *args: Any, **options: Any) -> Any:
         if str(file).endswith(".safetensors"):
             begun.set()
-            assert ends.wait(120)
+            assert ends.wait(180)
         return call(file, *args, **options)
 
     monkeypatch.setattr(module, name, hanging)
@@ -50,7 +50,7 @@ def all_return(calls: list[Callable[[], Any]]) -> None:
     pool = ThreadPoolExecutor(1)
     try:
         for call in calls:
-            pool.submit(call).result(30)
+            pool.submit(call).result(100)
     finally:
         pool.shutdown(wait=False)
 

@@ -277,7 +277,7 @@ def with_beams(model: PreTrainedModel, cache: Cache) -> Any:
 def in_a_thread(act: Callable[[], Any]) -> Any:
     """What `act` returns or raises in a thread of its own."""
     with torch.no_grad(), ThreadPoolExecutor(1) as threads:
-        return threads.submit(lambda: outcome(torch.no_grad()(act))).result(30)
+        return threads.submit(lambda: outcome(torch.no_grad()(act))).result(120)
 
 
 def in_threads_by_turns(model: PreTrainedModel, cache: Cache) -> Any:

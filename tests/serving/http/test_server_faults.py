@@ -441,7 +441,7 @@ def test_the_end_lets_requests_finish_and_refuses_new_ones(start: Start, trained
                 running.client().completions.create, model=NAME, prompt=PROMPT, max_tokens=120, temperature=0
             )
             assert until(lambda: running.engine.load.running == 1)
-            waiting = socket.create_connection(("127.0.0.1", running.port), timeout=10)
+            waiting = socket.create_connection(("127.0.0.1", running.port), timeout=120)
             running.server.stop()
             assert until(lambda: running.server.manager.draining)
         assert slow.result().choices[0].text == by_generate(trained, PROMPT, 120)
