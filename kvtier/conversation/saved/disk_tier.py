@@ -208,7 +208,7 @@ class DiskTier:
                 self.disk.problem = str(error)
                 return 0, "no room for what is saved"
             if not until or self.stopped:
-                return 0, "what is saved cannot be read"
+                return 0, "what is saved cannot be read" if go_on() else "no room for what is saved"
             ids = ids[: until * WIDTH]
             if start:
                 self._kept.keep_behind(cache, key, start, ids, epoch=epoch)

@@ -75,8 +75,9 @@ class Tail:
                 self._memory.readers.resume()  # whoever waits for what it claimed
 
     def _concede(self) -> bool:
-        """Somebody was refused: see `TieredMemory.conceding`."""
-        if threading.current_thread() is self._thread:
+        """Somebody was refused: see `TieredMemory.conceding`. A load that was refused itself waits for others to
+        concede, and would be waited for in turn."""
+        if threading.current_thread() is self._thread or self._memory.readers.is_paused(self._thread):
             return False
         self._goes_on = False
         return True

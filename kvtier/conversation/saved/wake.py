@@ -262,9 +262,10 @@ class Waker:
             return None
 
     def _concede(self) -> bool:
-        """Somebody was refused: a load that is under way ends, and what it claims is free. Whether one is."""
-        loading = self._loading
-        if loading is None or threading.current_thread() is self._thread:
+        """Somebody was refused: a load that is under way ends, and what it claims is free. Whether one is. One that
+        was refused itself waits for others to concede, and would be waited for in turn."""
+        loading, thread = self._loading, self._thread
+        if loading is None or threading.current_thread() is thread or self._memory.readers.is_paused(thread):
             return False
         loading.cancel()
         return True

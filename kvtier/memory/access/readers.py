@@ -33,6 +33,7 @@ class Readers:
 
     def __init__(self, lock: Lock) -> None:
         self._active: list[Reading] = []
+        self._paused = set[int]()  # threads
         self._lock = lock
         self._ended = Waiting(lock)
 
@@ -96,7 +97,16 @@ class Readers:
 
     def pause(self) -> None:
         """Let go of the lock until a call has ended, or `resume`."""
-        self._ended.wait()
+        me = threading.get_ident()
+        self._paused.add(me)
+        try:
+            self._ended.wait()
+        finally:
+            self._paused.discard(me)
+
+    def is_paused(self, thread: threading.Thread | None) -> bool:
+        """Whether a thread is in `pause`: it ends nothing that others wait for."""
+        return thread is not None and thread.ident in self._paused
 
     def resume(self) -> None:
         """Wake those that wait."""

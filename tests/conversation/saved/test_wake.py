@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import threading
 import time
@@ -21,6 +23,7 @@ from kvtier import BudgetError, ConfigError, TieredKVCache, TieredMemory
 from kvtier.conversation.index import packed
 from kvtier.conversation.saved import wake as waking
 from kvtier.conversation.saved.archive import Archive
+from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.hf.models import generation
 from kvtier.memory.blocks.block import State
@@ -205,6 +208,55 @@ def test_who_is_refused_gets_what_a_wake_has_claimed(tmp_path: Path, monkeypatch
         assert torch.equal(out, fresh(model, inputs))
         assert wake.wait(120)
         store.check_integrity()
+
+
+@pytest.mark.parametrize("tails", [0, 1, 2])
+def test_loads_that_are_refused_do_not_wait_for_each_other(
+    tails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache of the user's own has the room, and nothing of what asks before it is refused can give any."""
+    model, load, both, ended = tiny_model("llama"), Archive.load, threading.Barrier(2), list[str]()
+
+    def at_once(self: Archive, *args: Any, **kwargs: Any) -> Any:
+        both.wait(60)
+        return load(self, *args, **kwargs)
+
+    with TieredMemory(host_budget="72KiB") as memory, contextlib.ExitStack() as stack:
+        stores = list[Any]()
+        for i in range(2):
+            saved("llama", tmp_path / f"{i}")
+            stores.append(
+                stack.enter_context(store_of(model, memory=memory, host_budget=None, directory=tmp_path / f"{i}"))
+            )
+        with TieredKVCache(model.config, memory=memory, block_size=8, max_tokens=120) as cache:
+            model.generate(**ones(some_ids(60)), past_key_values=cache, **GREEDY)
+            monkeypatch.setattr(Archive, "load", at_once)
+
+            def loads(number: int) -> None:
+                store, chat = stores[number], stores[number].open("0")
+                if number >= tails:
+                    wake = chat.wake(wait=True)
+                    ended.append(wake.why)
+                    return
+                key, ids = (generation.computed_as(model), None), packed(chat.ids[:-1])
+                tail = Tail(memory, 0, functools.partial(store.disk_tier.load, key, ids, stateful=False))
+                tail.begin()
+                ended.append(tail.wait()[1])
+
+            threads = [threading.Thread(target=loads, args=(i,)) for i in range(2)]
+            for thread in threads:
+                thread.start()
+            try:
+                for thread in threads:
+                    thread.join(60)
+                assert len(ended) == 2
+                # One is asked to end, and is refused, or ends before it asks for room.
+                assert set(ended) <= {"no room for what is saved", "cancelled"}
+            finally:
+                cache.close()  # so that a test that fails ends
+                with memory.lock:
+                    memory.readers.resume()
+        memory.check_integrity()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
