@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -72,29 +72,20 @@ class Store(Protocol):
         """A conversation has another rank."""
 
 
-class _History(NamedTuple):
-    """What was said. All of it is replaced in one step: who forks or saves it meanwhile has no half of a turn, and
-    neither has it after an interrupt.
-
-    Attributes:
-        ids, messages: see `Conversation`.
-        ends: tokens of the history after so many messages: what a rewound chat still refers to.
-    """
-
-    ids: list[int]
-    messages: list[Message]
-    ends: Mapping[int, int]
-
-
 class Conversation:
     """The token ids, and the messages, of one conversation. Its keys and values are the store's, found by these ids:
     what is edited, forked or rewound needs nothing else.
+
+    Any thread may change it, or look at it, and no lock is taken for that: what changes together is changed, and read,
+    by one call of C. So who forks or saves it meanwhile has no half of a turn, and neither has it after an interrupt;
+    and whoever changes a part leaves the others as they are by then.
 
     Attributes:
         name: in the store.
         salt: of its calls.
         ids: token ids of the last call, prompt and answer, without padding on the left.
         messages: of a chat, so far, where `send` was used.
+        ends: tokens of the history after so many messages: what a rewound chat still refers to.
         reuse: what the last call began with; None before the first, and where it was read from the disk.
         rank: see `pinned`, `priority` and `ttl`.
         used: when it went on last, seconds of `time.time`.
@@ -105,7 +96,9 @@ class Conversation:
         self.store = store
         self.name = name
         self.salt: Any = salt
-        self._history = _History([], [], {})
+        self.ids: list[int] = []
+        self.messages: list[Message] = []
+        self.ends: Mapping[int, int] = {}
         self.reuse: RowReuse | None = None
         self.closed = False
         self.rank = DEFAULT
@@ -114,24 +107,6 @@ class Conversation:
         # Under 0, the thread that generates and its frame: taken and signed in one step, so that an interrupt leaves
         # nobody else's.
         self._inside: dict[int, tuple[int, FrameType]] = {}
-
-    @property
-    def ids(self) -> list[int]:
-        """See the class."""
-        return self._history.ids
-
-    @ids.setter
-    def ids(self, ids: list[int]) -> None:
-        self._history = self._history._replace(ids=ids)
-
-    @property
-    def messages(self) -> list[Message]:
-        """See the class."""
-        return self._history.messages
-
-    @messages.setter
-    def messages(self, messages: list[Message]) -> None:
-        self._history = self._history._replace(messages=messages)
 
     def generate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """As `ConversationStore.generate`, of one row: the whole history, or an edited one.
@@ -146,7 +121,7 @@ class Conversation:
         try:
             with self.store.in_use():  # until what it is now is saved
                 out, ids = self._generate(inputs, kwargs)
-                self._now(self._history._replace(ids=ids))
+                self._now(ids=ids, reuse=self.store.reuse[0])
                 self.store.changed(self, generated=True)
                 return out
         finally:
@@ -168,9 +143,14 @@ class Conversation:
                 )
             self._inside[0] = me  # that call was interrupted, before it could say that it ends
 
-    def _now(self, history: _History) -> None:
-        """Its history is this, by this thread's last call."""
-        self._history, self.reuse, self.used = history, self.store.reuse[0], time.time()
+    def _now(self, **history: Any) -> None:
+        """It went on, and its history is this."""
+        vars(self).update(history, used=time.time())
+
+    def _said(self) -> tuple[list[int], list[Message], Mapping[int, int]]:
+        """Its ids, messages and ends."""
+        history = vars(self).copy()
+        return history["ids"], history["messages"], history["ends"]
 
     def _generate(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> tuple[Any, list[int]]:
         """What the store gives, and the history with it."""
@@ -195,8 +175,7 @@ class Conversation:
     def went_on(self, ids: Sequence[int]) -> None:
         """Its history is this now: an engine has generated with it. Nobody waits until that is saved."""
         self._check_open()
-        self.ids = list(ids)
-        self.used = time.time()
+        self._now(ids=list(ids))
         self.store.went_on(self)
 
     def send(self, message: str | Message, *, tokenizer: Any, system: str | None = None, **kwargs: Any) -> str:
@@ -237,7 +216,8 @@ class Conversation:
             answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
             messages.append({"role": "assistant", "content": answer})
             # When nothing can fail any more: it is as it was, or has the whole turn.
-            self._now(_History(said, messages, {**self._history.ends, len(messages): len(said)}))
+            ends = {**self.ends, len(messages): len(said)}
+            self._now(ids=said, messages=messages, ends=ends, reuse=self.store.reuse[0])
             self.store.changed(self, generated=True)
             return answer
 
@@ -266,8 +246,8 @@ class Conversation:
         self._check_open()
         with self.store.in_use():  # until it is saved
             made = self.store.open(name, salt=self.salt, new=True)
-            ids, messages, ends = self._history
-            made._history = _History(list(ids), list(messages), ends)
+            ids, messages, ends = self._said()
+            vars(made).update(ids=list(ids), messages=list(messages), ends=ends)
             self.store.changed(made)
             return made
 
@@ -304,14 +284,14 @@ class Conversation:
 
     def _rewind_turns(self, turns: int) -> None:
         check_count("turns", turns)
-        at = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        ids, messages, ends = self._said()
+        at = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not 0 <= turns <= len(at):
             raise ConfigError(f"turns={turns}: the conversation has {len(at)}.")
         if turns:
-            ids, messages, ends = self._history
             messages = messages[: at[-turns]]
             ends = {n: tokens for n, tokens in ends.items() if n <= len(messages)}
-            self._history = _History(ids[: ends.get(len(messages), 0)], messages, ends)
+            vars(self).update(ids=ids[: ends.get(len(messages), 0)], messages=messages, ends=ends)
 
     # What it is worth
 
@@ -429,7 +409,7 @@ class Conversation:
 
     def state(self) -> dict[str, Any]:
         """What it is, as JSON takes it."""
-        ids, messages, ends = self._history
+        ids, messages, ends = self._said()
         state = {"ids": ids, "messages": messages, "salt": self.salt, "ends": list(ends.items())}
         rank = self.rank
         if rank != DEFAULT:
@@ -449,7 +429,7 @@ class Conversation:
             made.messages = messages
         ends = state.get("ends")
         if isinstance(ends, list) and all(isinstance(x, list) and [type(y) for y in x] == [int, int] for x in ends):
-            made._history = made._history._replace(ends=dict(ends))
+            made.ends = dict(ends)
         made.rank = saved_rank(state)
         used = state.get("used")
         if isinstance(used, (int, float)) and used < made.used:  # clocks are set back

@@ -16,6 +16,7 @@ from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from kvtier import ConcurrentUseError, ConfigError
+from kvtier.conversation import conversation
 from kvtier.conversation.conversation import Conversation
 
 
@@ -317,6 +318,45 @@ def test_a_fork_at_any_line_of_a_turn_has_the_whole_turn_or_nothing_of_it() -> N
         finally:
             sys.settrace(None)
         assert set(forks) == {(0, 0), (len(chat.ids), 2)}
+
+
+@pytest.mark.parametrize("first", ["ids", "messages", "engine", "call"])
+def test_what_two_threads_change_of_a_conversation_is_all_there(first: str) -> None:
+    """Between any two steps of the interpreter in one, the other does what it does."""
+    message = [{"role": "user", "content": "Hello."}]
+    with store_of(tiny_model("llama")) as store:
+        chat, steps, at = store.open("a"), 0, 0
+
+        def changes(what: str) -> None:
+            if what == "ids":
+                chat.ids = [1, 2]
+            elif what == "messages":
+                chat.messages = message
+            elif what == "engine":
+                chat.went_on([1, 2])
+            else:
+                chat.generate(torch.tensor([[1]]), max_new_tokens=1)
+
+        def other(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal steps
+            if frame.f_code.co_filename != conversation.__file__:
+                return None
+            frame.f_trace_opcodes = True
+            steps += event == "opcode"
+            if event == "opcode" and steps == at:
+                changes("ids" if first == "messages" else "messages")
+            return other
+
+        while steps >= at:
+            chat.ids, chat.messages = [], []
+            steps, at = 0, at + 1
+            sys.settrace(other)
+            try:
+                changes(first)
+            finally:
+                sys.settrace(None)
+            if steps >= at:
+                assert (len(chat.ids), chat.messages) == (2, message), f"step {at}"
 
 
 @pytest.mark.parametrize("how", ["generate", "send"])

@@ -185,7 +185,7 @@ class Chat:
     @classmethod
     def of(cls, there: Conversation) -> Chat:
         """As a store has it."""
-        return cls(there.salt, list(there.ids), list(there.messages), ends=dict(there._history.ends), rank=there.rank)
+        return cls(there.salt, list(there.ids), list(there.messages), ends=dict(there.ends), rank=there.rank)
 
     def note(self) -> None:
         """It has changed."""
@@ -476,7 +476,7 @@ class World:
                 assert now in chat.before or now == ([], []) or now == (chat.ids, chat.messages), (
                     "a chat that never was"
                 )
-                chat.ids, chat.messages, chat.ends = list(there.ids), list(there.messages), dict(there._history.ends)
+                chat.ids, chat.messages, chat.ends = list(there.ids), list(there.messages), dict(there.ends)
                 chat.rank = there.rank
             else:
                 assert now == (chat.ids, chat.messages), (now, chat)
