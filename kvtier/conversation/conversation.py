@@ -384,7 +384,11 @@ class Conversation:
         return wake
 
     def close(self) -> None:
-        """Forget the name. What is kept of its tokens stays as long as there is room."""
+        """Forget the name. What is kept of its tokens stays as long as there is room.
+
+        Raises:
+            ClosedError: it is saved, and its store was closed. It is saved still.
+        """
         if not self.closed:
             self.store.remove(self)
             self.closed = True  # last: what is cut short is done again

@@ -12,7 +12,7 @@ from kvtier.conversation.conversation import Conversation, Store
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.kept.ranks import Ranks
-from kvtier.errors import ConfigError
+from kvtier.errors import ClosedError, ConfigError
 from kvtier.memory.tiered import TieredMemory
 
 #: Conversations that nobody holds and that stay in memory as they are, so that who opens one for each turn reads none.
@@ -237,8 +237,17 @@ class Conversations:
                 self._drop(name)
 
     def remove(self, chat: Conversation) -> None:
-        """A conversation is closed: its name is free. May be done again where it was cut short."""
+        """A conversation is closed: its name is free. May be done again where it was cut short.
+
+        Raises:
+            ClosedError: it is saved, and stays so: the store was closed.
+        """
         with self.lock:
+            if self._disk is not None and self._owner.closed and chat.written.digest is not None:
+                raise ClosedError(
+                    f"Conversation {chat.name!r} is saved in {self._disk.path}, and its store was closed. Open the "
+                    "folder again and `forget` it."
+                )
             if chat.name not in self._known or self.has(chat):  # else another one has that name by now
                 self._drop(chat.name)
 

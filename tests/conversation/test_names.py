@@ -15,7 +15,7 @@ from families import tiny_model
 from test_conversation import within
 from test_store import GREEDY, Tokenizer, ones, some_ids, store_of
 
-from kvtier import ConcurrentUseError, ConfigError, ConversationStore
+from kvtier import ClosedError, ConcurrentUseError, ConfigError, ConversationStore
 from kvtier.conversation import names
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.disk import Disk
@@ -72,6 +72,26 @@ def test_of_what_is_saved_a_name_stays_in_memory(tmp_path: Path) -> None:
         assert [store.open(f"{n}").ids[-1] for n in range(0, count, 99)] == list(range(5000, 5000 + count, 99))
     with store_of(tiny_model("llama"), directory=tmp_path) as store:
         assert [store.open(f"{n}").ids[-1] for n in range(0, count, 99)] == list(range(5000, 5000 + count, 99))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_a_closed_store_cannot_forget_is_an_error(saved: bool, tmp_path: Path) -> None:
+    with store_of(tiny_model("llama"), **({"directory": tmp_path} if saved else {})) as store:
+        chat, unsaved = store.open("a"), store.open("b", salt=(1, 2))
+        for each in chat, unsaved:
+            each.went_on([1, 2])
+    unsaved.close()
+    if not saved:
+        chat.close()
+        return
+    for _ in range(2):
+        with pytest.raises(ClosedError, match=r"'a' is saved in .* `forget`"):
+            chat.close()
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        assert store.names == ["a"]
+        store.forget("a")
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        assert store.names == []
 
 
 @pytest.mark.parametrize("saved", [False, True])
