@@ -218,7 +218,7 @@ class Archive:
             cache.crop(0)
         if not until or not stateful:
             return until, None
-        if until != length:
+        if until != length or not said:
             return 0, None
         states, about, new = None, json.loads(said), self._layers()
         if _known(about, last, new):

@@ -236,10 +236,10 @@ class DiskTier:
     # Save
 
     def save(self, entry: Entry) -> int:
-        """Save an entry soon. Its tokens that are saved then."""
+        """Save an entry soon. Its tokens that are saved then: behind its last copy of states nobody could go on."""
         name = _key(entry.key)
         with self._memory.lock, self._memory.change:
-            length = entry.sequence.length
+            length = max(entry.states, default=0) if entry.stateful else entry.sequence.length
             if name is None or not length or self.disk.closed:
                 return 0
             self._archive.submit(Saved(name, entry.ids[: length * WIDTH], entry.states.get(length), entry.key))

@@ -18,13 +18,14 @@ import pytest
 import torch
 from families import VOCAB, tiny_model
 from settled import handles, only, settled
-from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
+from test_store import GREEDY, Tokenizer, fresh, grown, ones, some_ids, store_of
 
 from kvtier import StoreInUseError
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk import disk as disks_module
 from kvtier.conversation.disk.manifest import Manifest
-from kvtier.conversation.saved import archive
+from kvtier.conversation.saved import archive, disk_tier
+from kvtier.conversation.saved.waiting import Saved
 from kvtier.forward.forward import Forward
 
 
@@ -344,3 +345,37 @@ def test_a_store_whose_folder_was_removed_names_the_conversations_that_are_lost(
     with pytest.warns(RuntimeWarning, match="is lost with this store: 'a'. .* was removed, or replaced"):
         store.close()
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["now", "before"])
+def test_what_is_saved_ends_at_a_copy_of_states_or_is_computed(before: bool, tmp_path: Path) -> None:
+    """A pinned conversation has the budget of all copies, so that what goes on with it keeps none of its own. A folder
+    may have files without states from `before` that was heeded."""
+    model, ids = tiny_model("qwen3_next"), some_ids(40)
+    with store_of(model) as store:
+        store.open("a").generate(**ones(ids), **GREEDY)
+        [entry] = store.kept.entries.values()
+        one = store.kept.state_bytes // len(entry.states)
+    with store_of(model, directory=tmp_path, state_budget=one) as store:
+        history = store.open("a", pinned=True).generate(**ones(ids), **GREEDY)
+        store.flush()
+        tier = store.disk_tier
+        assert tier is not None
+        for chunk in list(tier.disk._chunks):  # for others needed the room
+            tier.disk.forget(chunk)
+        longer = grown(history)
+        store.generate(**ones(longer), **GREEDY)
+        [entry] = store.kept.entries.values()
+        assert max(entry.states) < entry.sequence.length
+        store.flush()
+        if before:
+            for chunk in list(tier.disk._chunks):
+                tier.disk.forget(chunk)
+            name = disk_tier._key(entry.key)
+            assert name is not None
+            tier._archive.save(Saved(name, entry.ids, None, entry.key))
+            assert len(tier.disk._chunks) > 0
+    with store_of(model, directory=tmp_path) as store:
+        assert torch.equal(store.generate(**ones(longer), **GREEDY), fresh(model, ones(longer)))
+        assert store.reuse[0].loaded == (0 if before else history.shape[1] - 1)
+        assert store.reuse[0].why == ("what is saved cannot be read" if before else "")
