@@ -13,6 +13,7 @@ from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.kept.ranks import Ranks
 from kvtier.errors import ClosedError, ConfigError
+from kvtier.forks import heed, inherited
 from kvtier.memory.tiered import TieredMemory
 
 #: Conversations that nobody holds and that stay in memory as they are, so that who opens one for each turn reads none.
@@ -79,10 +80,15 @@ class Conversations:
             self._known = dict.fromkeys(names)
             self.ranked = [name for name, ranked in names.items() if ranked]
         self.lock = threading.RLock()
+        heed(self)
         # Of objects that ended. Nothing else may be done where an object ends, which is at any line of any thread.
         self._dropped: deque[weakref.ref[Conversation]] = deque()
         # Of these, in order, what is in memory still.
         self._idle: OrderedDict[str, _Ref] = OrderedDict()
+
+    def forked(self) -> None:
+        """As of `Inherited`: a thread that is not here may save under the lock."""
+        self.lock = inherited(self.lock, threading.RLock)
 
     @property
     def names(self) -> list[str]:

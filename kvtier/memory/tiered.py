@@ -16,6 +16,7 @@ import torch
 from kvtier import profile
 from kvtier.config import MemoryOptions, Size, checks_names, format_size
 from kvtier.errors import ClosedError, ConfigError, MemoryInUseError
+from kvtier.forks import heed, inherited
 from kvtier.memory import integrity, limits, measured, recovery, usage
 from kvtier.memory.access.change import Change, ask, undone
 from kvtier.memory.access.lock import new_lock
@@ -133,6 +134,14 @@ class TieredMemory:
         self._peaks: dict[str, TierStats] = {}
         self._host: HostTier | None = None
         self._admission = Admission(self._devices, self._owners, self.parked, self.conceding, self.readers)
+        heed(self)
+
+    def forked(self) -> None:
+        """As of `Inherited`: a thread that is not here may be at a change."""
+        before, self.lock = self.lock, inherited(self.lock, new_lock)
+        self.readers.forked(self.lock)
+        if self.change.forked() or self.lock is not before:
+            self.interrupted = True
 
     def set_up(self, engine: EngineFactory, *, poison: bool = False) -> None:
         """Use other transfer engines, and poison free slots, from the first use on (tests)."""

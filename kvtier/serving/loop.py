@@ -8,6 +8,7 @@ import threading
 from types import FrameType
 
 from kvtier.errors import ConcurrentUseError
+from kvtier.forks import heed, inherited
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.requests import Requests
 from kvtier.serving.step import StepRunner
@@ -34,6 +35,13 @@ class Loop:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self.stepping = threading.RLock()
+        heed(self)
+
+    def forked(self) -> None:
+        """As of `Inherited`: a thread that is not here may be at a step."""
+        before, self.stepping = self.stepping, inherited(self.stepping, threading.RLock)
+        if self.stepping is not before:
+            self._requests.books.interrupted = True
 
     @property
     def alive(self) -> bool:

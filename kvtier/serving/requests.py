@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ClosedError, ConfigError, QueueFullError
+from kvtier.forks import heed, inherited
 from kvtier.hf.engine.sampling import Sampling
 from kvtier.memory.access.change import Change, undone
 from kvtier.memory.access.lock import held_twice, new_lock
@@ -116,6 +117,14 @@ class Requests:
         self.shares = Shares()
         self.counts = (0, 0)
         self.closed = False
+        heed(self)
+
+    def forked(self) -> None:
+        """As of `Inherited`: a thread that is not here may be at a change."""
+        before, self.re_entrant = self.re_entrant, inherited(self.re_entrant, new_lock)
+        self.lock = threading.Condition(cast(Any, self.re_entrant))
+        if self.change.forked() or self.re_entrant is not before:
+            self.books.interrupted = True
 
     def begin_change(self) -> None:
         """A change begins: the model may be another one than in the last change."""

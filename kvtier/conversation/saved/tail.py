@@ -76,8 +76,11 @@ class Tail:
 
     def _concede(self) -> bool:
         """Somebody was refused: see `TieredMemory.conceding`. A load that was refused itself waits for others to
-        concede, and would be waited for in turn."""
-        if threading.current_thread() is self._thread or self._memory.readers.is_paused(self._thread):
+        concede, and would be waited for in turn; and in a process that was forked there is none."""
+        thread = self._thread
+        if thread is threading.current_thread() or self._memory.readers.is_paused(thread):
+            return False
+        if thread is None or not thread.is_alive():
             return False
         self._goes_on = False
         return True

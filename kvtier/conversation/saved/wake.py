@@ -14,6 +14,7 @@ from kvtier.conversation.index import WIDTH, common
 from kvtier.conversation.kept.kept import Kept
 from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.errors import CorruptionError
+from kvtier.forks import heed
 from kvtier.memory.tiered import TieredMemory
 
 #: Bytes that are promoted between two looks at what running calls do.
@@ -72,6 +73,13 @@ class Wake:
         if not self.done and not self._cancelled:
             self.why = self.why or why
             self._cancelled = True
+
+    def forked(self) -> None:
+        """As of `Inherited`: it goes on in the parent only, a thread of which may have been at these events."""
+        self._end_soon("this process was forked from the one that wakes")
+        self._was_loaded, self._ended = threading.Event(), threading.Event()
+        self._was_loaded.set()
+        self._ended.set()
 
     def _goes_on(self, waits: bool = False) -> bool:
         """Whether it does; it waits, or it has made some progress."""
@@ -138,6 +146,13 @@ class Waker:
         self._finalizer = weakref.finalize(self, memory.conceding.remove, concede)
         self._finalizer.atexit = False
         _wakers.add(self)
+        heed(self)
+
+    def forked(self) -> None:
+        """As of `Inherited`: the thread that wakes is not here."""
+        self._lock, self._thread, self._loading = threading.Lock(), None, None
+        while self._queue:
+            self._queue.pop().forked()
 
     def submit(self, key: Hashable, ids: bytes, timeout: float | None = None) -> Wake:
         """Bring what is kept of these tokens nearer, soon, in so many seconds."""
@@ -205,7 +220,8 @@ class Waker:
             if keeper is None or not self._queue:
                 self._thread = None
                 while self._queue:
-                    self._end(self._queue.popleft())
+                    self._end(self._queue[0])
+                    self._queue.popleft()  # last: a process that is forked meanwhile finds it
                 return None
             wake = self._queue[0]
         pause: float | None = None
@@ -221,8 +237,8 @@ class Waker:
                     self._kept.drop_corrupt(())
         if pause is None:
             with self._lock:
-                self._queue.popleft()
-            self._end(wake)
+                self._end(wake)
+                self._queue.popleft()  # last: a process that is forked meanwhile finds it
         return pause or 0.0
 
     def _bring(self, wake: Wake) -> float | None:

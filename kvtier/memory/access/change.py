@@ -107,6 +107,13 @@ class Change:
         self._changed = changed
         self._inside: dict[int, None] = {}
 
+    def forked(self) -> bool:
+        """This process was forked. Whether another thread, which is not here, was inside."""
+        others = self._inside.keys() - {threading.get_ident()}
+        for thread in others:
+            del self._inside[thread]
+        return bool(others)
+
     def __enter__(self) -> None:
         changed, me = self._changed, threading.get_ident()
         if me in self._inside:

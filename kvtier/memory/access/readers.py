@@ -37,6 +37,15 @@ class Readers:
         self._lock = lock
         self._ended = Waiting(lock)
 
+    def forked(self, lock: Lock) -> None:
+        """This process was forked, and this is the lock: no other thread reads, or waits, here."""
+        mine = threading.get_ident()
+        for reading in self._active:
+            reading.over = reading.over or reading.thread != mine
+        self._active = [reading for reading in self._active if not reading.over]
+        self._paused.clear()
+        self._lock, self._ended = lock, Waiting(lock)
+
     def begin(self) -> Reading:
         """A call of this thread begins to read."""
         reading = Reading()

@@ -1,0 +1,130 @@
+"""A process that is forked closes its copy of a store, whatever threads of its parent are at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import tiny_model
+from test_store import GREEDY, ones, some_ids, store_of
+
+from kvtier import BudgetError, TieredKVCache
+from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.saved.archive import Archive
+
+
+def in_fork(act: Callable[[], object]) -> None:
+    """Do something in a process that is forked now. What hangs there ends by a signal."""
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)
+        try:
+            act()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("which", ["of conversations", "of the waker", "of the memory"])
+def test_a_lock_that_a_thread_of_the_parent_has_hinders_nobody(which: str, tmp_path: Path) -> None:
+    held, ends = threading.Event(), threading.Event()
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        store.generate(**ones(some_ids(20)), **GREEDY)
+        locks: dict[str, Any] = {
+            "of conversations": store._conversations.lock,
+            "of the waker": store._waker._lock,
+            "of the memory": store.memory.lock,
+        }
+
+        def hold() -> None:
+            with locks[which]:
+                held.set()
+                assert ends.wait(60)
+
+        def act() -> None:
+            store.open("a").wake(wait=True)
+            store.check_integrity()
+            store.close()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(60)
+        try:
+            in_fork(act)
+        finally:
+            ends.set()
+            thread.join()
+        store.check_integrity()
+
+
+def test_a_turn_that_the_parent_saves_hinders_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ends, save, parent = threading.Event(), threading.Event(), Disk.save_conversation, os.getpid()
+
+    def hanging(self: Disk, *args: Any) -> bool:
+        begun.set()
+        assert os.getpid() != parent or ends.wait(60)
+        return save(self, *args)
+
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        monkeypatch.setattr(Disk, "save_conversation", hanging)
+        store.open("a").went_on([1, 2])
+        assert begun.wait(60)
+
+        def act() -> None:
+            store.open("b").went_on([1, 2])
+            store.forget("a")
+            store.close()
+
+        try:
+            in_fork(act)
+        finally:
+            ends.set()
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        assert store.names == ["a"]
+
+
+def test_a_wake_of_the_parent_has_ended_in_the_child_and_nobody_waits_for_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    with store_of(model, directory=tmp_path) as store:
+        store.open("a").generate(**ones(some_ids(40)), **GREEDY)
+    begun, ends, load = threading.Event(), threading.Event(), Archive.load
+
+    def hanging(self: Archive, *args: Any, **options: Any) -> Any:
+        begun.set()
+        assert ends.wait(60)
+        return load(self, *args, **options)
+
+    monkeypatch.setattr(Archive, "load", hanging)
+    with store_of(model, directory=tmp_path, host_budget="40KiB") as store:
+        wakes = [store.open("a").wake() for _ in range(2)]
+        assert begun.wait(60)
+
+        def act() -> None:
+            for wake in wakes:
+                assert wake.wait(60)
+                assert "forked" in wake.why
+            with (
+                TieredKVCache(model.config, memory=store.memory, block_size=8, max_tokens=1000) as cache,
+                pytest.raises(BudgetError),
+            ):
+                model(**ones(some_ids(1)), past_key_values=cache)
+            store.close()
+
+        try:
+            in_fork(act)
+        finally:
+            ends.set()
+        for wake in wakes:
+            assert wake.wait(60)
+        assert [wake.why for wake in wakes] == ["", ""]
