@@ -122,9 +122,6 @@ class ConversationStore:
         if loading not in ("auto", "always"):
             raise ConfigError(f"loading={loading!r}: give 'auto' or 'always'.")
         self._kept = Kept(memory, self.caches.new, policy_of(eviction), parse_bytes("state_budget", state_budget))
-        # Who drops a store on a memory of others gives back what it held, once nothing of it is being saved.
-        self._finalizer = weakref.finalize(self._kept, memory.abandon, self._kept.parked.close)
-        self._finalizer.atexit = False
         self._weights = of.weights_version(model)
         self._last = threading.local()
         self._calls = Calls(model)
@@ -561,10 +558,7 @@ class ConversationStore:
         self._hook.remove()
         self._encoder.clear()
         self.caches.close()
-        if self._finalizer.alive:
-            with self.memory.lock, self.memory.change:
-                self._kept.parked.close()
-            self._finalizer.detach()
+        self._kept.close()
         if self._disk_tier is not None:
             self._disk_tier.close()
         if self._own:

@@ -35,4 +35,4 @@ class Owner:
         self.io_buffers: dict[tuple[ComputeDevice, int], IoBuffers] = {}
         self.uses_threads = False
         self.user: weakref.ref[Any] | None = None
-        self.release: Callable[[], None] | None = None
+        self.release: Callable[[], object] | None = None

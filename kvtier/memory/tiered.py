@@ -129,7 +129,7 @@ class TieredMemory:
         self._devices: dict[torch.device, ComputeDevice] = {}
         #: By the name of a device, what is stored of it: what `calibrate` has measured; None: nothing.
         self.rates: dict[str, Rates | None] = {}
-        self._abandoned: deque[Callable[[], None]] = deque()
+        self._abandoned: deque[Callable[[], object]] = deque()
         self._totals = Counters()
         self._peaks: dict[str, TierStats] = {}
         self._host: HostTier | None = None
@@ -197,8 +197,9 @@ class TieredMemory:
         owner.release = None  # it refers to who has it
         self.trim(all_free=True)
 
-    def abandon(self, release: Callable[[], None]) -> None:
-        """Let `release`, which gives up what a dropped cache held, run under the lock: now, or when it is free.
+    def abandon(self, release: Callable[[], object]) -> None:
+        """Let `release`, which gives up what a dropped cache held, run under the lock: now, or when it is free, and
+        again where it returns False, once others were released.
 
         Garbage is collected at any moment, perhaps by a thread that holds the lock.
         """
@@ -225,9 +226,14 @@ class TieredMemory:
         if self.interrupted:
             self._find_abandoned()
             self._recover()
-        while self._abandoned:
-            self._abandoned[0]()
-            self._abandoned.popleft()
+        waiting = 0
+        while waiting < len(self._abandoned):
+            if self._abandoned[0]() is False:
+                self._abandoned.rotate(-1)
+                waiting += 1
+            else:
+                self._abandoned.popleft()
+                waiting = 0
 
     def _find_abandoned(self) -> None:
         """Whose user is gone and who was not heard of: an interrupt came in the midst of that."""

@@ -445,9 +445,7 @@ class Prefixes:
     def close(self) -> None:
         """The runner is closed: drop what is the engine's own."""
         if self._store is None:
-            with self._memory.lock, self._memory.change:
-                self._memory.collect()
-                self._kept.parked.close()
+            self._kept.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""

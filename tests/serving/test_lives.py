@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -102,6 +103,34 @@ def test_a_store_is_not_closed_under_an_engine(used: bool) -> None:
     store.close()
     assert store.closed
     assert store.memory.closed
+
+
+@pytest.mark.parametrize("last", ["what is kept", "the runner", "neither"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_engine_that_is_dropped_leaves_nothing_in_a_memory_of_others(stored: bool, last: str) -> None:
+    """With its store, in the midst of a request that goes on with what is kept, in whichever order both end."""
+    model, prompt = model_of(), list(range(1, 40))
+    with TieredMemory(host_budget="8MiB") as memory:
+        given = {"store": ConversationStore(model, memory=memory)} if stored else {"memory": memory}
+        engine = Engine(model, **given)  # type: ignore[arg-type]
+        engine.generate_batch([prompt], **OPTIONS)
+        request = engine._requests.named[engine.add_request([*prompt, 1, 2], **OPTIONS)]
+        while not request.output.generated_tokens:
+            engine.step()
+        assert request.output.cached_tokens
+        assert engine._prefixes is not None
+        kept, forward = engine._prefixes._kept, engine._runner.forward  # type: ignore[attr-defined]
+        held = {"what is kept": [kept], "the runner": [forward], "neither": []}[last]
+        del kept, forward, engine, given, request
+        gc.collect()
+        memory.check_integrity()
+        with TieredKVCache(model.config, memory=memory) as cache:
+            model(torch.tensor([prompt]), past_key_values=cache)
+        held.clear()
+        gc.collect()
+        memory.check_integrity()
+        assert not memory.owners
+    model.set_attn_implementation("sdpa")
 
 
 def test_leaving_a_memory_that_is_used_hides_no_error() -> None:

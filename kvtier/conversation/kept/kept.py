@@ -69,8 +69,8 @@ class _At:
 
 
 class Kept:
-    """What a store keeps in memory. Its methods, `keep` aside, are called under the memory's lock: what is parked may
-    go whenever somebody needs room.
+    """What a store keeps in memory. Its methods, `keep` and `close` aside, are called under the memory's lock: what is
+    parked may go whenever somebody needs room.
 
     What is kept is what `parked` and `entries` say, and which conversations have which ranks. All else follows from
     that, and is made again where an interrupt has cut a change short at whatever line (`_recover`).
@@ -100,6 +100,11 @@ class Kept:
         self.retention: Retention[ParkedSequence] = Retention(policy, _CAPACITY)
         with memory.lock, memory.change:
             self.parked = ParkedSequences(memory)
+        # Who drops this on a memory of others gives back what it held, once nothing of it is being saved.
+        self._finalizer = weakref.finalize(self, memory.abandon, self.parked.abandon)
+        self._finalizer.atexit = False
+        # An interrupt in the midst of the finalizer, which is Python, costs it: the memory looks itself then.
+        self.parked.owner.user, self.parked.owner.release = weakref.ref(self), self.parked.abandon
         self.parked.shortened = _weakly(self._shortened, None)
         self.parked.victims = _weakly(self._victims, [])
         self.parked.recovered = _weakly(self._recover, None)
@@ -351,6 +356,13 @@ class Kept:
             self.parked.drop(newest.sequence)
 
     # Give up
+
+    def close(self) -> None:
+        """Drop all that is kept and leave the memory, whose lock the caller does not hold. Idempotent."""
+        if self._finalizer.alive:
+            with self._memory.lock, self._memory.change:
+                self.parked.close()
+            self._finalizer.detach()
 
     def clear(self) -> None:
         """Drop all that is kept, and what running calls compute."""

@@ -196,11 +196,19 @@ class ParkedSequences:
 
     def close(self) -> None:
         """Drop all sequences and leave the memory. No cache continues one any more."""
+        left = self.abandon()
+        assert left, "a cache still continues a parked sequence"
+
+    def abandon(self) -> bool:
+        """The same, where nobody uses them any more. False, and it is to be done again: a cache continues one still, of
+        whose end the memory has not heard yet. Garbage ends in any order."""
         self.clear()
-        assert not self._layers, "a cache still continues a parked sequence"
+        if self._layers:
+            return False
         if self in self.memory.parked:  # else it was cut short behind this
             self.memory.parked.remove(self)
         self.memory.leave(self.owner)
+        return True
 
     def _drop_layer(self, index: int, layer: ParkedLayer) -> None:
         del self._layers[index]
