@@ -44,6 +44,13 @@ _ALTERNATING = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+#: The last two layers have the KV of the two before them, which those returned in the same forward.
+_SHARED = _ALTERNATING | {
+    "head_dim": 16,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,12 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         "Gemma3TextConfig", "Gemma3ForCausalLM", _ALTERNATING | {"head_dim": 16, "query_pre_attn_scalar": 16}
     ),
+    "gemma3n": Family(
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        _SHARED | {"activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8},
+    ),
+    "gemma4": Family("Gemma4TextConfig", "Gemma4ForCausalLM", _SHARED | {"global_head_dim": 24}),
     "phi3": Family("Phi3Config", "Phi3ForCausalLM"),
     "gpt2": Family(
         "GPT2Config",

@@ -51,6 +51,12 @@ class Snapshot:
         self.epoch = layer.epoch
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def current(self) -> bool:
+        """Whether it shows all that the layer holds."""
+        layer = self.reader.layer
+        return (self.length, self.epoch) == (layer.length, layer.epoch)
+
     def dense(self, operation: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as tensors of their own, made once, for the sake of `operation`."""
         if self._dense is None:

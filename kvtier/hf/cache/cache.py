@@ -273,6 +273,9 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
             self._drop_unfinished()
         if tokens_to_remove:
             check_crop(self.layers, tokens_to_remove)
+            for layer in self.layers:
+                if isinstance(layer, TieredLayer):
+                    layer.keep_given()
             self._change("crop", tokens_to_remove)
             if self._parted is not None and self.get_seq_length() <= self._parted:
                 self._parted = None
@@ -281,6 +284,12 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
             if takes_crop_0(layer):
                 layer.crop(0)
         self._end_step()
+
+    def activate_past_recording(self) -> None:
+        """As in Transformers, for drafts that are tried and cropped. What `update` returned is then read behind a crop
+        too, as long as somebody holds it."""
+        super().activate_past_recording()
+        self._caller.drafts = True
 
     def keep_prefix(self, new_ids: Any, held_ids: Any) -> int:
         """Crop to what a new prompt has in common with what the cache holds. Then `generate` continues rightly.

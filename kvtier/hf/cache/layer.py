@@ -144,7 +144,7 @@ class TieredLayer(DynamicLayer):
         ):
             caller.at = self.index
             self._half = None
-            return views_of(self._forward, token.reader)
+            return self._given(token.reader)
         return None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -208,7 +208,21 @@ class TieredLayer(DynamicLayer):
             return forward.densify(reader, kv.length, kv.epoch, None)
         if self._token is None or self._token.reader is not reader:
             self._token = forward.next_token(index, reader)
-        return views_of(forward, reader)
+        return self._given(reader)
+
+    def _given(self, reader: LayerReader) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `update` gives the model: views, known to `keep_given` where it may be asked."""
+        views = views_of(self._forward, reader)
+        if self._caller.drafts:
+            self._latest = weakref.ref(views[0].snapshot)
+        return views
+
+    def keep_given(self) -> None:
+        """Tokens are about to be cropped: views of now that somebody holds become tensors, where drafts are made of
+        them (Gemma 4)."""
+        held = self._latest() if self._caller.drafts and self._latest is not None else None
+        if held is not None and held.current:
+            held.dense("crop")
 
     # The dense face
 
@@ -258,8 +272,8 @@ class TieredLayer(DynamicLayer):
         if self._caller.needs_tensors:
             return self._half_of(reader, part)
         # Keys and values read one after the other are one snapshot, so that they are fetched together.
-        snapshot, kv = self._latest() if self._latest is not None else None, reader.layer
-        if snapshot is None or (snapshot.reader, snapshot.length, snapshot.epoch) != (reader, kv.length, kv.epoch):
+        snapshot = self._latest() if self._latest is not None else None
+        if snapshot is None or snapshot.reader is not reader or not snapshot.current:
             views = views_of(self._forward, reader)
             self._latest = weakref.ref(views[0].snapshot)
             return views[part]

@@ -50,6 +50,8 @@ class Caller:
         takes_views: whether the model of the last forward takes views of every layer; else see `reads_dense`.
         latents: widths of latents in which the model caches KV (multi-head latent attention). It expands them itself
             between `update` and attention.
+        drafts: whether drafts are tried and cropped (the past is recorded): who makes the next ones may read what
+            `update` returned before the crop.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Caller:
         self._crossed: bool | None = None
         self._implementation: str | None = None
         self._needs_tensors = False
-        self.takes_views = False
+        self.takes_views = self.drafts = False
         self.latents: frozenset[int] = frozenset()
         self.at = self._state_at = sys.maxsize
         self._follow(given)
