@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from families import FAMILIES, _draw_wide_weights, prompt_ids, tiny_model
+from model_types import tiny_model_of_type, types
 from placements import Placement, assert_same_as_dynamic_cache
 from transformers import Cache, PreTrainedModel
 
@@ -21,10 +24,14 @@ def generate(model: PreTrainedModel, cache: Cache, *, length: int = 21, **option
     """Tokens and logits of a generation of 16 tokens."""
     torch.manual_seed(0)
     given = {"max_new_tokens": 16, "do_sample": False, CACHE: cache} | options
-    output = model.generate(
-        prompt_ids(rows=1, length=length), return_dict_in_generate=True, output_logits=True, **given
-    )
+    ids = prompt_ids(rows=1, length=length) % model.config.vocab_size
+    output = model.generate(ids, return_dict_in_generate=True, output_logits=True, **given)
     return output.sequences, output.logits
+
+
+def check(model: PreTrainedModel, run: Callable[[PreTrainedModel, Cache], Any], placement: Placement) -> None:
+    """A run ends, and with what it gives on ``DynamicCache``."""
+    assert assert_same_as_dynamic_cache(model, run, placement, block_size=4).get_seq_length() >= 16
 
 
 @functools.cache
@@ -62,4 +69,24 @@ def test_gemma4_is_drafted_for_from_what_its_last_forward_returned(
     def run(model: PreTrainedModel, cache: Cache) -> Any:
         return generate(model, cache, assistant_model=drafter_of_gemma4(attention), do_sample=sampled)
 
-    assert_same_as_dynamic_cache(tiny_model("gemma4", attention), run, placement, block_size=4)
+    check(tiny_model("gemma4", attention), run, placement)
+
+
+@functools.cache
+def convolutional(seed: int) -> PreTrainedModel:
+    """A tiny LFM2."""
+    if "lfm2" not in types():
+        pytest.skip("not in this Transformers")
+    model = copy.deepcopy(tiny_model_of_type("lfm2"))
+    _draw_wide_weights(model, seed)
+    model.generation_config.num_assistant_tokens = 5
+    return model
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@pytest.mark.parametrize("agrees", [False, True])
+def test_convolutions_go_back_behind_prompts_that_are_shorter_than_their_kernel(agrees: bool, length: int) -> None:
+    def run(model: PreTrainedModel, cache: Cache) -> Any:
+        return generate(model, cache, length=length, assistant_model=copy.deepcopy(convolutional(1 if agrees else 2)))
+
+    check(convolutional(1), run, "host")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,9 +66,12 @@ class ResidentLayers:
                 if begins:
                     self._forward.uncount_step()
                 raise
-            if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
-                # The layer keeps slices of these: holding them for a step costs nothing and lets `crop` undo it.
-                self._windows[index] = (keys, values)
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                if layer.record_past:
+                    self._windows.pop(index, None)  # of a step before, if a tiered layer began this one
+                else:
+                    # The layer keeps slices of these: holding them for a step costs nothing and lets `crop` undo it.
+                    self._windows[index] = (keys, values)
         return keys, values
 
     def end_step(self) -> None:
@@ -127,8 +131,10 @@ def check_crop(layers: Sequence[Any], tokens_to_remove: int) -> None:
         ConfigError: a positive number, where the installed Transformers refuses it.
         UnsupportedError: a layer does not hold what it would go back to.
     """
+    # Convolutions do not know of how many tokens they are: of as many as any layer with attention.
+    tokens = max((x.get_seq_length() for x in layers if isinstance(x, CacheLayerMixin)), default=sys.maxsize)
     for index, layer in enumerate(layers):
-        why = None if isinstance(layer, TieredLayer) else _cannot_go_back(layer, tokens_to_remove)
+        why = None if isinstance(layer, TieredLayer) else _cannot_go_back(layer, tokens_to_remove, tokens)
         if why is not None:
             raise UnsupportedError(
                 f"crop({tokens_to_remove}): layer {index} ({type(layer).__name__}) {why}. Nothing was cropped. "
@@ -162,9 +168,10 @@ def check_rows(layers: Sequence[Any], method: str) -> None:
             )
 
 
-def _cannot_go_back(layer: Any, tokens_to_remove: int) -> str | None:
-    """Why a layer of Transformers' cannot be cropped; None if it can."""
+def _cannot_go_back(layer: Any, tokens_to_remove: int, tokens: int) -> str | None:
+    """Why a layer of Transformers', of a cache of so many tokens, cannot be cropped; None if it can."""
     removed = abs(tokens_to_remove)
+    left = max(tokens - removed, 0)
     if is_models_own(layer) and _is_inherited(layer, "crop"):
         return "keeps more than its `crop` knows of"
     if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -177,7 +184,7 @@ def _cannot_go_back(layer: Any, tokens_to_remove: int) -> str | None:
         ]
         if kernels and not layer.record_past:
             return "keeps no more of the past than the next token needs"
-        if any(held - removed < kernel for held, kernel in kernels):
+        if any(held - removed < min(kernel, left) for held, kernel in kernels):
             return "has recorded fewer tokens than that"
     # What passes through the window: of a model's own class, that may be a part of the tokens (Unlimited-OCR).
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.cumulative_length >= layer.sliding_window:

@@ -64,6 +64,10 @@ def before_layer(model: PreTrainedModel, index: int, act: Callable[[int], None])
         handle.remove()
 
 
+def raises(call: int) -> None:
+    raise PulledThePlug
+
+
 @contextmanager
 def interrupted_at(model: PreTrainedModel, step: int, error: type[BaseException]) -> Iterator[None]:
     """Forward number `step` of the body raises `error` in its middle layer; asserts that the error gets out."""
@@ -133,6 +137,25 @@ def test_crop_0_is_right_or_refused_where_windows_moved_on(step: int) -> None:
         cache.reset()
         tokens = generate(model, cache)
     assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_crop_0_takes_back_a_forward_whose_past_is_recorded_behind_some_that_were_not(tokens: int) -> None:
+    """The first layer is tiered: the windows of the step before are not those of this one."""
+    model = build_model("gemma3", "sdpa", layer_types=["full_attention", "sliding_attention"] * 2)
+    expected, cache = dynamic_cache(model), tiered_cache(model, block_size=BLOCK_SIZE)
+    with torch.no_grad():
+        for each in (expected, cache):
+            for ids in (PROMPT, ONE, ONE + 1):
+                model(input_ids=ids, past_key_values=each)
+    cache.activate_past_recording()
+    with pytest.raises(PulledThePlug), before_layer(model, 2, raises), torch.no_grad():
+        model(input_ids=PROMPT[:, :tokens], past_key_values=cache)
+    cache.crop(0)
+    for ours, theirs in zip(cache.layers, expected.layers, strict=True):
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        assert alike(theirs.keys, ours.keys + 0)
+        assert alike(theirs.values, ours.values + 0)
 
 
 @pytest.mark.parametrize(
