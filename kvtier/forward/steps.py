@@ -96,6 +96,7 @@ class StepTracker:
         guard: see `changing`.
         failed_at: the layer whose attention raised an error; None: none did, or it was repeated. Where no layer follows
             it, the forward did not finish, though all layers have its tokens.
+        ordered: whether layers are updated in the order of their numbers.
         even: whether the layers should hold equally many tokens.
         compare: whether something other than a single token for each layer may have changed lengths, since they were
             compared.
@@ -111,7 +112,7 @@ class StepTracker:
     ) -> None:
         self._given = expected
         self._lengths = lengths
-        self.even = True
+        self.even = self.ordered = True
         self.expected: frozenset[Part] | None = expected
         self.began: dict[Part, int] = {}
         self.ended_at: Part | None = None
@@ -142,6 +143,8 @@ class StepTracker:
 
         Models update layers in their order, so a step that breaks off leaves the layers behind some layer as they were.
         """
+        if not self.ordered:
+            return False
         missing = (self.expected or frozenset()) - self.began.keys()
         layers = [part for part in missing if isinstance(part, int)]
         updated = (part for part in self.began if isinstance(part, int))

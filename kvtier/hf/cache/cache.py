@@ -35,6 +35,7 @@ from kvtier.hf.models.layers import (
     check_model,
     encoder_decoder,
     grows_untiered,
+    looped,
     own_config,
     transformers_layers,
     updated_by_every_forward,
@@ -164,6 +165,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         )
         steps = self._forward.steps
         steps.inside = self._caller.places.in_forward
+        steps.ordered = not looped(self._config)
         self._caller.check_alone = partial(check_alone, self._caller.places, steps)
         for i in tiered:
             layers[i] = TieredLayer(self._forward, i, self._caller)

@@ -92,6 +92,11 @@ class TieredLayer(DynamicLayer):
     def __repr__(self) -> str:
         return f"TieredLayer({self.index}, tokens={self.get_seq_length()})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"Layer {self.index} of a TieredKVCache cannot be copied or pickled by itself: copy the cache."
+        )
+
     # What Transformers reads
 
     @property

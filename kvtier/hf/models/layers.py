@@ -38,17 +38,33 @@ def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
             config = copy.copy(config)
             config.num_hidden_layers = decoder_layers
         try:
-            return DynamicCache(config=config).layers
+            layers = DynamicCache(config=config).layers
         except KeyError:
             # A layer type registers itself when its model file is imported.
             importlib.import_module(type(own_config(config)).__module__.replace(".configuration_", ".modeling_"))
-            return DynamicCache(config=config).layers
+            layers = DynamicCache(config=config).layers
+        return layers + [copy.deepcopy(layers[i]) for i in looped(config)]
     except Exception as error:
         reason = f"it knows no cache layer of type {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
             f"Transformers makes no cache for {type(config).__name__}: {reason}. Pass the config of a model that "
             "generates text (`model.config`); where its code is not part of Transformers, import its class first."
         ) from error
+
+
+def looped(config: PretrainedConfig | None) -> list[int]:
+    """Layers that a model runs again, in their order, each time with keys and values of its own. It would append a copy
+    of the cache's layer for each."""
+    text: Any = None if config is None else config.get_text_config(decoder=True)
+    match getattr(text, "model_type", None):
+        case "dory" if text.recurrent_kv_cache_mode == "per_loop":
+            begin, end = text.n_input_layers, text.n_input_layers + text.n_recurrent_layers
+            times = text.n_recurrent_loops
+        case "inkling2_loop_text":
+            begin, end, times = text.loop_layer_index_start, text.loop_layer_index_end, text.loop_num_passes
+        case _:
+            return []
+    return list(range(begin, end)) * (times - 1)
 
 
 def grows_untiered(layer: Any) -> bool:
