@@ -202,10 +202,11 @@ class AppendingForward(PlannedForward):
     def reserve(self, index: int, tokens: int) -> None:
         """As `restore`, for two or more tokens that are written into the layer's blocks afterwards. It has one row, or
         none yet. Whoever writes them calls the layer's `complete`, and crops those that are not written."""
-        layout = self.readers[index].layer.layout
+        layer = self.readers[index].layer
+        layout, one = layer.layout, torch.empty((), dtype=layer.layout.dtype, device=layer.device.device)
         # Of their shape, and of one element.
         keys, values = (
-            torch.empty((), dtype=layout.dtype).expand(1, heads, tokens, dim)
+            one.expand(1, heads, tokens, dim)
             for heads, dim in ((layout.k_heads, layout.k_dim), (layout.v_heads, layout.v_dim))
         )
         self._reserves = True

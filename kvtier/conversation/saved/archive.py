@@ -403,7 +403,7 @@ def _make_layers(forward: Forward, entries: Mapping[str, Entry]) -> bool:
     if keys.keys() != values.keys() or not all(len(x.shape) == 3 for x in entries.values()):
         return False
     for i in sorted(keys):
-        empty = (torch.empty((1, x.shape[0], 0, x.shape[2]), dtype=x.dtype) for x in (keys[i], values[i]))
+        empty = (torch.empty((1, x.shape[0], 0, x.shape[2]), dtype=x.dtype, device="cpu") for x in (keys[i], values[i]))
         forward.early(i, *empty)
     return True
 

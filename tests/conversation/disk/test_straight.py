@@ -115,6 +115,22 @@ def test_what_another_chunk_continues_before_its_end_is_read_as_others_are(
     disk.close()
 
 
+def test_a_default_device_has_no_part_in_blocks_that_are_read_into(
+    tmp_path: Path, memory: TieredMemory, went: list[bool]
+) -> None:
+    disk = saved(tmp_path, [40, 40, 40])
+    archive = Archive(disk, lambda saved: None, lambda: [], lambda: torch.device("cpu"))
+    with JournalledCache(CONFIG, memory=memory) as cache:
+        length, end = archive.find("k", packed([1] * 120), stateful=False)
+        assert end is not None
+        with torch.device("meta"):  # holds no numbers: whatever is made there shows
+            assert archive.load(cache, end, length, stateful=False) == (120, None)
+        keys, _ = cache.layers[1].dense("test")
+        assert torch.equal(keys[0, 0, :, 0].cpu(), torch.arange(120, device="cpu") + 1000.0)
+    assert went == [True] * 3
+    disk.close()
+
+
 @pytest.mark.parametrize("brought", [True, False])
 def test_what_is_not_in_memory_is_brought_or_read_as_others_are(
     brought: bool, tmp_path: Path, memory: TieredMemory, went: list[bool], monkeypatch: pytest.MonkeyPatch
