@@ -9,6 +9,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
+from kvtier.attention.split import MAX_HOST_QUERIES
 from kvtier.hf.attention import dynamo
 from kvtier.hf.attention.interface import attention_forward
 from kvtier.hf.attention.view import KVView
@@ -74,8 +75,8 @@ def sdpa_forward(
     """
     if (
         type(key) is KVView
-        and attention_mask is None
         and query.shape[2] == 1
+        and (attention_mask is None or _packed_too_far(query, key))
         and not more
         and not query.requires_grad
         and not options.get("dropout")
@@ -83,6 +84,12 @@ def sdpa_forward(
         and options.get("softcap") is None
         and not options.get("output_attentions")
     ):
-        return attention_forward(module, query, key, value, None, scaling=options.get("scaling"))
+        return attention_forward(module, query, key, value, attention_mask, scaling=options.get("scaling"))
     out: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, *more, **options)
     return out
+
+
+def _packed_too_far(query: torch.Tensor, key: KVView) -> bool:
+    """Whether Transformers (5.24) would make of the heads that share one KV head more queries than host threads attend
+    to in place. Where they have no part, what it makes is answered bit for bit."""
+    return key.snapshot.reader.host_attention and query.shape[1] > MAX_HOST_QUERIES * key.shape[1]

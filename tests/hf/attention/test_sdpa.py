@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build_model, prompt_ids
+from families import build_model, dynamic_cache, prompt_ids
 from placements import ON_HOST, tiered_cache
 from torch import nn
 from transformers import StaticCache
@@ -120,6 +120,19 @@ def test_any_other_call_goes_to_transformers_function_as_it_is(
         except ValueError:
             assert "softcap" in options  # newer Transformers refuses it under "sdpa"
     assert [{name: x for name, x in call.items() if x is not None} for call in stock] == [options]
+
+
+def test_heads_of_a_padded_batch_that_share_one_kv_head_are_attended_to_in_place() -> None:
+    """Newer Transformers makes queries of them, more than host threads take."""
+    model = build_model("llama", "sdpa", num_attention_heads=24, num_key_value_heads=1, head_dim=8)
+    ids, mask = prompt_ids(rows=2, length=9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    cache = tiered_cache(model, 1 << 20, block_size=4, host_attention=True)
+    got = model.generate(ids, past_key_values=cache, **given)
+    assert cache.stats.views_attended == 5 * model.config.num_hidden_layers
+    assert (cache.stats.dense_fallbacks, cache.stats.dense_reads) == (0, 0)
+    assert torch.equal(got, model.generate(ids, past_key_values=dynamic_cache(model), **given))
 
 
 def test_options_may_be_given_by_place_as_transformers_function_takes_them(stock: list[dict[str, Any]]) -> None:
