@@ -35,7 +35,7 @@ class Door:
         keys: of the server.
         metrics: that count what is refused here.
         max_body: bytes of a request, at the most.
-        timeout: seconds that a client may take to send its request, and to take a part of the answer.
+        timeout: seconds that a client may take to send its request.
         draining: whether no more requests are taken.
     """
 
@@ -82,7 +82,7 @@ class Door:
         self, visit: Visit, body: bytes, scope: MutableMapping[str, Any], receive: Receive, send: Send
     ) -> None:
         """Run the app until it has answered, or the client has left."""
-        exchange = _Exchange(body, receive, send, self._timeout, self._metrics)
+        exchange = _Exchange(body, receive, send, self._metrics)
         token = VISIT.set(visit)
         try:
             answering = asyncio.ensure_future(self._app(scope, exchange.receive, exchange.send))
@@ -150,9 +150,8 @@ class Door:
         headers = {"Content-Type": "application/json", "Connection": "close", **error.headers}
         headers["Content-Length"] = str(len(body))
         pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        async with asyncio.timeout(self._timeout):
-            await send({"type": "http.response.start", "status": error.status, "headers": pairs})
-            await send({"type": "http.response.body", "body": body})
+        await send({"type": "http.response.start", "status": error.status, "headers": pairs})
+        await send({"type": "http.response.body", "body": body})
 
 
 def _check_text(body: bytes) -> None:
@@ -176,14 +175,13 @@ class _Exchange:
 
     Attributes:
         answered: the whole answer has been sent.
-        gone: set when the client has left, or does not read.
+        gone: set when the client has left.
     """
 
-    def __init__(self, body: bytes, receive: Receive, send: Send, timeout: float, metrics: Metrics) -> None:
+    def __init__(self, body: bytes, receive: Receive, send: Send, metrics: Metrics) -> None:
         self._body: bytes | None = body
         self._receive = receive
         self._send = send
-        self._timeout = timeout
         self._metrics = metrics
         self.answered = False
         self.gone = asyncio.Event()
@@ -210,14 +208,9 @@ class _Exchange:
         self.gone.set()
 
     async def send(self, message: Message) -> None:
-        """Send a part, if the client takes it in time."""
+        """Send a part."""
         if message["type"] == "http.response.start" and message["status"] >= 400:
             self._metrics.refused(message["status"])
-        try:
-            async with asyncio.timeout(self._timeout):
-                await self._send(message)
-        except (TimeoutError, OSError):
-            self.gone.set()
-            raise
+        await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.answered = True

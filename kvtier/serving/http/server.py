@@ -147,18 +147,21 @@ class Server:
 
 
 class _Connection(AutoHTTPProtocol):
-    """Ends where no request has begun in time: before its headers have come, no app knows of it.
+    """Ends where no request has begun in time: before its headers have come, no app knows of it. And where its client
+    reads nothing for as long: behind the end of an app, too, there may be much of its answer that was not sent.
 
     Attributes:
-        seconds: for that, from the first byte or, of the first request, from the connection on.
+        seconds: for each of these; for the first, from the first byte or, of the first request, from the connection on.
     """
 
     seconds: float
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # writing pauses for as long as there is anything that was not sent
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -172,7 +175,18 @@ class _Connection(AutoHTTPProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         self._stop_waiting()
+        self._stop_watching()
         super().connection_lost(error)
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._stop_watching()
+        super().resume_writing()
 
     @property
     def _has_begun(self) -> bool:
@@ -189,6 +203,19 @@ class _Connection(AutoHTTPProtocol):
     def _end(self) -> None:
         if not self._has_begun:
             self.transport.close()
+
+    def _watch(self, before: float = math.inf) -> None:
+        """Look whether the client has read since the last look, at whose time there was so much to send."""
+        left = self.transport.get_write_buffer_size()
+        if left < before:
+            self._unread = self.loop.call_later(self.seconds, self._watch, left)
+        else:
+            self.transport.abort()
+
+    def _stop_watching(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
 
 class _Uvicorn(uvicorn.Server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -32,9 +33,11 @@ def start(trained: tuple[Any, Any]) -> Start:
     """Starts a server; at the end nothing of it is left."""
 
     @contextlib.contextmanager
-    def started(**options: Any) -> Iterator[Running]:
+    def started(*, send_buffer: int | None = None, **options: Any) -> Iterator[Running]:
         options = {"store": {"host_budget": "256MiB", "block_size": 16}, "drain": 5.0} | options
         ready, listening = threading.Event(), bind("127.0.0.1", 0)
+        if send_buffer is not None:  # of the connections, which inherit it
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         with listening, Server(*trained, ServerOptions(NAME, **options)) as server:
             thread = threading.Thread(target=server.run, args=(listening, ready.set), daemon=True)
             thread.start()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -27,6 +29,7 @@ from kvtier import ConfigError
 from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.serving.http import server
 from kvtier.serving.http.keys import Keys
+from kvtier.serving.http.server import _Connection
 
 CLIENTS = int(os.environ.get("KVTIER_TEST_CLIENTS", "30"))
 PROMPT = "def first(items):\n"
@@ -65,12 +68,23 @@ def idle(running: Running) -> bool:
     return until(lambda: running.engine.load.running + running.engine.load.waiting == 0 and not manager._names)
 
 
-def raw(running: Running, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> socket.socket:
+def raw(
+    running: Running,
+    body: dict[str, Any],
+    path: str = "/v1/completions",
+    *,
+    receive_buffer: int | None = None,
+    **headers: str,
+) -> socket.socket:
     """A request on a connection of its own, of which nothing is read yet."""
     data = json.dumps({"model": NAME, **body}).encode()
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(data)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-    connection = socket.create_connection(("127.0.0.1", running.port), timeout=120)
+    connection = socket.socket()
+    connection.settimeout(120)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", running.port))
     connection.sendall("\r\n".join([*lines, "", ""]).encode() + data)
     return connection
 
@@ -97,22 +111,35 @@ def test_a_stream_that_the_client_closes_ends_its_request(running: Running) -> N
     assert idle(running)
 
 
-def test_a_client_that_does_not_read_is_left(start: Start) -> None:
-    """What it asked for is computed, for it is bounded; but no more is kept for it than that."""
-    with start(timeout=0.5) as running:
-        wait_for_requests(running, 600.0)  # this thread may be slow, too
-        body = {"prompt": [PROMPT] * 4, "max_tokens": 300, "stream": True, "logprobs": 20, "ignore_eos": True}
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", running.port))
-        data = json.dumps({"model": NAME, **body}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
-        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
-        assert until(lambda: running.engine.load.running > 0)
-        assert idle(running)
-        running.server.app._timeout = 600.0
-        assert running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2).usage.completion_tokens == 2
-        connection.close()
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_does_not_read_is_left(start: Start, stream: bool) -> None:
+    """Though it keeps its connection, and though the server may have been done with its answer."""
+    with start(timeout=2.0, send_buffer=4096) as running:
+        body = {"prompt": [PROMPT] * 2, "max_tokens": 200, "stream": stream, "logprobs": 20, "ignore_eos": True}
+        with raw(running, body, receive_buffer=4096) as connection:
+            assert until(lambda: running.engine.load.running > 0)
+            connections = running.server._uvicorn.server_state.connections  # type: ignore[union-attr]
+            assert until(lambda: not connections)
+            assert idle(running)
+            assert running.server.manager.metrics._ended == {"cancelled" if stream else "length": 2}
+            done = running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2)
+            assert done.usage.completion_tokens == 2
+            with pytest.raises(http.client.IncompleteRead):
+                answer_on(connection)
+
+
+def test_a_client_that_reads_slowly_is_not_left() -> None:
+    left, looks, aborted = [100, 90, 1, 1], list[tuple[Any, ...]](), []
+    connection = _Connection.__new__(_Connection)
+    connection.seconds = 1.0
+    connection.transport = SimpleNamespace(get_write_buffer_size=lambda: left.pop(0), abort=lambda: aborted.append(1))
+    connection.loop = SimpleNamespace(call_later=lambda seconds, *call: looks.append((seconds, *call)))
+    connection._watch()
+    while looks:
+        seconds, look, *rest = looks.pop()
+        assert (seconds, aborted) == (1.0, [])
+        look(*rest)
+    assert (left, aborted) == ([], [1])
 
 
 def test_a_client_that_does_not_send_its_request_is_left(start: Start) -> None:
