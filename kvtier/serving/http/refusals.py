@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from kvtier.errors import BudgetError, ClosedError, ConfigError, QueueFullError, UnsupportedError
+
+_LOG = logging.getLogger("kvtier.serving")
 
 #: What a status is called in the body, where it has a name of its own.
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -55,7 +58,7 @@ def shutting_down(retry_after: int = 1) -> Refusal:
 
 
 def refusal_of(error: BaseException, retry_after: int = 1) -> Refusal:
-    """How an error of the engine is said.
+    """How an error of the engine is said. What is no fault of the request's is logged, with where it was raised.
 
     Args:
         retry_after: seconds until a full queue may have room.
@@ -70,4 +73,5 @@ def refusal_of(error: BaseException, retry_after: int = 1) -> Refusal:
         return shutting_down(retry_after)
     if isinstance(error, (ConfigError, UnsupportedError)):
         return Refusal(400, str(error), code="unsupported")
+    _LOG.error("A request failed.", exc_info=error)
     return Refusal(500, f"{type(error).__name__}: {error}", code="generation_failed")

@@ -199,7 +199,7 @@ def test_two_requests_with_one_id_are_both_answered(running: Running, trained: t
 
 
 def test_a_forward_that_raises_fails_its_requests_and_no_later_one(
-    start: Start, trained: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    start: Start, trained: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with start() as running:
         runner, failing = running.engine._runner, [True]
@@ -221,6 +221,12 @@ def test_a_forward_that_raises_fails_its_requests_and_no_later_one(
         events = list(client.responses.create(model=NAME, input=PROMPT, stream=True))
         assert events[-1].type == "response.failed"
         assert "quoted" in events[-1].response.error.message
+        logged = [str(x.exc_info and x.exc_info[1]) for x in caplog.records if x.levelname == "ERROR"]
+        assert logged == ['a "quoted"\nfault'] * 3, "whoever runs the server sees where it failed"
+        caplog.clear()
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model=NAME, prompt=PROMPT, max_tokens=10**9)
+        assert not caplog.records, "what a client may not ask is no failure"
         failing[0] = False
         done = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, temperature=0)
         assert done.choices[0].text == by_generate(trained, PROMPT, 8)
