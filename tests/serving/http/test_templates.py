@@ -65,6 +65,41 @@ def test_instructions_come_before_a_system_message_and_not_in_its_place() -> Non
     assert [x["content"] for x in responses.messages_from({"input": "hi", "instructions": None})] == ["hi"]
 
 
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+ITEMS: dict[str, dict[str, Any]] = {
+    "u": {"role": "user", "content": "hi"},
+    "t": {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+    "r": THOUGHT,
+    "e": THOUGHT | {"content": None, "encrypted_content": "x"},
+    "c": {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    "o": {"type": "function_call_output", "call_id": "1", "output": "5"},
+}
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ("urt", "u a(Hm.)"),
+        ("urrt", "u a(Hm.Hm.)"),
+        ("urco", "u a(Hm.)c tool"),
+        ("urcort", "u a(Hm.)c tool a(Hm.)"),
+        ("urcot", "u a(Hm.)c tool a"),
+        ("urtcot", "u a(Hm.)c tool a"),
+        ("utrc", "u a a(Hm.)c"),
+        ("urut", "u a(Hm.) u a"),
+        ("ur", "u a(Hm.)"),
+        ("uec", "u ac"),
+        ("ueut", "u u a"),
+    ],
+)
+def test_a_thought_of_a_response_stays_with_what_was_said_behind_it(items: str, expected: str) -> None:
+    found = responses.messages_from({"input": [ITEMS[x] for x in items]})
+    shown = {"user": "u", "assistant": "a", "tool": "tool"}
+    thought = [f"({x['reasoning_content']})" if x.get("reasoning_content") else "" for x in found]
+    calls = ["c" * len(x.get("tool_calls", ())) for x in found]
+    assert " ".join(shown[x["role"]] + t + c for x, t, c in zip(found, thought, calls, strict=True)) == expected
+
+
 def test_a_generation_prompt_may_be_left_out(handler: Any) -> None:
     reads = "{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}"
     assert text_of(handler, reads).endswith(">")

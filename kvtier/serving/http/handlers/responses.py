@@ -73,7 +73,7 @@ def messages_from(body: dict[str, Any]) -> list[dict[str, Any]]:
     if isinstance(items, list) and not all(isinstance(item, dict) for item in items):
         raise Refusal(400, "input: items are objects.", code="invalid_value", param="input")
     try:
-        found = ResponseHandler._normalize_input({"input": items})
+        found = ResponseHandler._normalize_input({"input": items if isinstance(items, str) else _with_thoughts(items)})
     except HTTPException as error:
         raise Refusal(400, str(error.detail), code="invalid_value", param="input") from error
     except (KeyError, TypeError, AttributeError) as error:
@@ -88,6 +88,24 @@ def messages_from(body: dict[str, Any]) -> list[dict[str, Any]]:
     if instructions:  # before a system message of the input, and not in its place
         found.insert(0, {"role": "system", "content": instructions})
     return found
+
+
+def _with_thoughts(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items of which each thought is before a message of the assistant. Transformers gives a thought to the next one,
+    wherever that is, and of several thoughts keeps the last: where a call is behind it, or nothing, that message is
+    empty."""
+    found: list[dict[str, Any]] = []
+    thought: list[Any] = []
+    for item in [*items, {}]:
+        if item.get("type") == "reasoning":
+            thought += item.get("content") or []
+            continue
+        if thought:
+            found.append({"type": "reasoning", "content": thought})
+            found += [] if item.get("role") == "assistant" else [{"role": "assistant", "content": ""}]
+            thought = []
+        found.append(item)
+    return found[:-1]
 
 
 def _response(head: dict[str, Any], status: str, **fields: Any) -> dict[str, Any]:
