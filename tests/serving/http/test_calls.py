@@ -96,7 +96,7 @@ SAID = {
 }
 
 
-def replied(parts: Sequence[Part]) -> _Reply:
+def replied(parts: Sequence[Part], reason: str = "stop") -> _Reply:
     """To a request whose answer has these parts."""
 
     async def each() -> Any:
@@ -107,7 +107,7 @@ def replied(parts: Sequence[Part]) -> _Reply:
         return [list(parts)]
 
     usage = {"prompt_tokens": 3, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0}}
-    given: Any = SimpleNamespace(answers=[SimpleNamespace(reason="stop")], usage=usage, parts=each, all=whole)
+    given: Any = SimpleNamespace(answers=[SimpleNamespace(reason=reason)], usage=usage, parts=each, all=whole)
     head = {"created_at": 1.0, "model": NAME, "object": "response", "parallel_tool_calls": True, "tool_choice": "auto"}
     return _Reply(given, head | {"tools": []})
 
@@ -143,6 +143,32 @@ def test_items_of_a_response_are_told_in_their_order(
     )
     whole = asyncio.run(replied([SAID[x][1] for x in said]).whole())
     assert [item["type"] for item in whole["output"]] == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("t", ["incomplete"]),
+        ("r", ["incomplete", "incomplete"]),
+        ("rt", ["completed", "incomplete"]),
+        ("tc", ["completed", "completed"]),
+        ("", ["incomplete"]),
+    ],
+)
+def test_of_a_response_that_is_cut_off_what_was_cut_is_incomplete(said: str, expected: list[str]) -> None:
+    """A call is whole: what could be a part of one is text."""
+    parts = [SAID[x][1] for x in said]
+    whole = asyncio.run(replied(parts, "length").whole())
+    assert [item["status"] for item in whole["output"]] == expected
+
+    async def events() -> list[dict[str, Any]]:
+        text = "".join([event async for event in replied(parts, "length").events()])
+        return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+
+    told = asyncio.run(events())
+    assert [x["item"]["status"] for x in told if x["type"] == "response.output_item.done"] == expected
+    assert told[-1]["type"] == "response.incomplete"
+    assert [item["status"] for item in told[-1]["response"]["output"]] == expected
 
 
 @pytest.mark.parametrize("path", ["chat", "echo"])

@@ -42,10 +42,14 @@ class Items:
             return self._call(part.call.name, part.call.arguments)
         return self._say("reasoning", part.reasoning) + self._say("message", part.text)
 
-    def end(self) -> list[str]:
-        """Events of the end. A response has a message, which may be empty, unless it calls."""
+    def end(self, status: str = "completed") -> list[str]:
+        """Events of the end. A response has a message, which may be empty, unless it calls.
+
+        Args:
+            status: of the response, and of the item that is open.
+        """
         says = self._open == "message" or any(item["type"] in ("message", "function_call") for item in self.done)
-        return self._close() if says else self._close() + self._begin("message") + self._close()
+        return self._close(status) if says else self._close(status) + self._begin("message") + self._close(status)
 
     def _say(self, kind: str, text: str) -> list[str]:
         if not text:
@@ -58,11 +62,11 @@ class Items:
         self._open = kind
         return [self._of_item("added", self._item("in_progress", [])), self._of_part("added")]
 
-    def _close(self) -> list[str]:
+    def _close(self, status: str = "completed") -> list[str]:
         if not self._open:
             return []
         events = [self._of_text("done", text=self._text), self._of_part("done")]
-        item = self._item("completed", [self._part])
+        item = self._item(status, [self._part])
         events.append(self._of_item("done", item))
         self.done.append(item)
         self._open = self._text = ""

@@ -137,7 +137,7 @@ class _Reply:
             yield items.event("error", message=str(error))
             yield items.event("response.failed", response=_response(self._head, "failed", output=[], error=failed))
             return
-        yield "".join(items.end())
+        yield "".join(items.end(self._status))
         last = self._last()
         yield items.event(f"response.{last['status']}", response=last)
 
@@ -146,15 +146,20 @@ class _Reply:
         (parts,) = await self._answers.all()
         for part in parts:
             self._items.put(part)
-        self._items.end()
+        self._items.end(self._status)
         return self._last()
+
+    @property
+    def _status(self) -> str:
+        """Of the response when all of it is there."""
+        return "incomplete" if self._answers.answers[0].reason == "length" else "completed"
 
     def _last(self) -> dict[str, Any]:
         """The response when all of it is there."""
         fields: dict[str, Any] = {"output": self._items.done, "usage": self._usage()}
-        if self._answers.answers[0].reason != "length":
-            return _response(self._head, "completed", **fields)
-        return _response(self._head, "incomplete", **fields, incomplete_details={"reason": "max_output_tokens"})
+        if self._status == "incomplete":
+            fields["incomplete_details"] = {"reason": "max_output_tokens"}
+        return _response(self._head, self._status, **fields)
 
     def _usage(self) -> ResponseUsage:
         usage = self._answers.usage
