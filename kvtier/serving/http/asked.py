@@ -361,10 +361,12 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     return found | ({} if effort is None else {"reasoning_effort": effort})
 
 
+#: What a text of a response is here anyway.
+_PLAIN: dict[str, tuple[Any, ...]] = {"format": (None, {"type": "text"}), "verbosity": (None, "medium")}
 #: Fields that say what is the case here anyway, and what they may be.
 _ONLY: dict[str, Callable[[Any], bool]] = {
     "response_format": lambda x: x == {"type": "text"},
-    "text": lambda x: isinstance(x, dict) and x.get("format", {"type": "text"}) == {"type": "text"} and len(x) <= 1,
+    "text": lambda x: isinstance(x, dict) and all(value in _PLAIN.get(name, ()) for name, value in x.items()),
     "service_tier": lambda x: x in ("auto", "default"),
     "modalities": lambda x: x == ["text"],
     "parallel_tool_calls": lambda x: x is True,

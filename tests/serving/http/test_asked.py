@@ -84,7 +84,7 @@ OF_RESPONSES: dict[str, list[Any]] = {
     "previous_response_id": ["x"],
     "include": [["x"]],
     "truncation": ["auto"],
-    "text": [{"format": {"type": "json_object"}}],
+    "text": [{"format": {"type": "json_object"}}, {"verbosity": "high"}, {"verbosity": 5}, {"style": "x"}, 5],
     "reasoning": [{"summary": "auto"}, 5],
     "instructions": [5, ["x"]],
     "input": [
@@ -136,6 +136,8 @@ def test_null_is_not_given() -> None:
 def test_what_changes_nothing_is_taken() -> None:
     asked_of("chat", {"top_p": 1, "temperature": 0, "n": 1, "store": False, "tool_choice": "none", "metadata": {}})
     asked_of("completions", {"best_of": 1, "echo": False, "logit_bias": {}, "top_k": -1, "min_p": 0, "suffix": ""})
+    for text in ({}, {"format": {"type": "text"}}, {"format": None, "verbosity": None}, {"verbosity": "medium"}):
+        asked_of("responses", {"text": text})
     assert asked_of("chat", {"temperature": 0, "top_p": 1}).settings["do_sample"] is False
     assert asked_of("chat", {"top_p": 0.5}).settings == {"do_sample": True, "top_p": 0.5}
 
