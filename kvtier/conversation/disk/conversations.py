@@ -195,6 +195,18 @@ class ConversationRows:
             else:
                 yield None
 
+    def used(self) -> Iterator[tuple[str, float]]:
+        """When each conversation went on last, seconds of `time.time`, as far as that is known. No list is read.
+
+        Raises:
+            sqlite3.Error, ValueError: the database is damaged.
+        """
+        for name, state, digest in self._db.execute("SELECT name, state, digest FROM conversations"):
+            if type(name) is bytes and type(state) is str and digest_of(name, state) == digest:
+                used = json.loads(state).get("used")
+                if isinstance(used, (int, float)):
+                    yield name.decode("utf-8", "surrogatepass"), float(used)
+
     def _is_of(self, name: Any) -> bool:
         """Whether the state that a name has was written under it."""
         select = "SELECT state, digest FROM conversations WHERE name = ?"

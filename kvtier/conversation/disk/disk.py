@@ -439,6 +439,13 @@ class Disk:
             self.problem = f"{error}: some conversations are damaged"
         return found
 
+    def used(self) -> dict[str, float]:
+        """When each conversation that is saved went on last, seconds of `time.time`, as far as that can be read."""
+        found: dict[str, float] = {}
+        with self._lock, self._telling("when conversations went on last is not known"):
+            found.update(self._conversations.used())
+        return found
+
     def conversation(self, name: str, written: Written | None = None) -> dict[str, Any] | None:
         """What a conversation is that is saved; of one that is damaged, what precedes the damage; None: nothing of it
         is left. `problem` says so, and the manifest keeps aside what was saved.

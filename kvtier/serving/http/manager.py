@@ -10,7 +10,6 @@ import itertools
 import math
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from typing import Any, TypeVar
 from transformers.cli.serving.utils import BaseGenerateManager, _StreamError
 
 from kvtier.conversation.calls.reuse import StoreStats
-from kvtier.conversation.names import OtherSaltError
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, KVTierError
 from kvtier.hf.models import generation as of
@@ -29,14 +27,13 @@ from kvtier.serving.http.keys import Caller, Keys, Visit
 from kvtier.serving.http.metrics import Metrics
 from kvtier.serving.http.parsing import Parser
 from kvtier.serving.http.refusals import Refusal, refusal_of, shutting_down
+from kvtier.serving.http.sessions import Sessions
 from kvtier.serving.http.settings import Penalties, asked_of, check_settings
 from kvtier.serving.request import RequestOutput
 from kvtier.stats import CacheStats
 
 T = TypeVar("T")
 
-#: Of the names of conversations in the store that are sessions of a server.
-SESSIONS = "serve/"
 #: Seconds that a client with a full queue is asked to wait, at the most.
 _LONGEST_RETRY = 30
 #: Seconds that metrics wait for the memory.
@@ -114,9 +111,8 @@ class EngineManager(BaseGenerateManager):
         self._lock = threading.Lock()
         self._news: dict[tuple[Answers, int], RequestOutput] = {}
         self._names: dict[Answers, list[str]] = {}
-        now = time.monotonic()
-        known = [] if store is None else store.names
-        self._sessions = dict.fromkeys((x for x in known if x.startswith(SESSIONS)), now)
+        # Used by the thread that adds.
+        self._sessions = None if store is None else Sessions(store, limits.ttl, limits.sessions)
         self._now = time.monotonic
         self._stats = engine.memory.stats, None if store is None else store.stats
 
@@ -221,7 +217,7 @@ class EngineManager(BaseGenerateManager):
         if not self.alive:
             raise Refusal(503, "The server's engine has ended: start it again.", code="engine_ended")
         salt = self._keys.salt(caller, asked.cache_salt)
-        session = asked.session or caller.session if len(prompts) == 1 and self._store is not None else None
+        session = asked.session or caller.session if len(prompts) == 1 else None
         # Without sampling all answers are the same, and Transformers refuses several of them.
         samples = asked.settings.get("do_sample", bool(self.engine.model.generation_config.do_sample))
         check_settings(asked.settings, samples, of.vocabulary_of(self.engine.model))
@@ -256,7 +252,8 @@ class EngineManager(BaseGenerateManager):
         if names is None:  # everything has been cancelled since the first ones of them were added
             raise shutting_down()
         names += numbers
-        session = None if number % asked.count else self._conversation(terms)
+        sessions = None if number % asked.count or terms.session is None else self._sessions
+        session = None if sessions is None else sessions.open(terms.tenant, terms.session or "", terms.salt)
         try:
             self.engine.add_request(
                 ids,
@@ -271,39 +268,11 @@ class EngineManager(BaseGenerateManager):
                 **options,
             )
         except Exception:
-            if session is not None and session not in self._sessions:  # what is refused begins none
-                self._forget(session)
+            if sessions is not None and session is not None:
+                sessions.refused(session)
             raise
-        if session is not None:
-            self._use(session)
-
-    def _conversation(self, terms: _Terms) -> str | None:
-        """The conversation of a session, by name. Others open the same one, with a salt of their own, between any two
-        calls in that thread, and not between this and what the engine does with it."""
-        if terms.session is None or self._store is None:
-            return None
-        # One name each, whatever characters a tenant's has.
-        name = f"{SESSIONS}{urllib.parse.quote(terms.tenant, safe=' ')}/{terms.session}"
-        try:
-            chat = self._store.open(name, salt=terms.salt)
-        except OtherSaltError:  # what was saved under the other one is not found any more: it begins from nothing
-            self._forget(name)
-            chat = self._store.open(name, salt=terms.salt)
-        if chat.ttl != self.limits.ttl:
-            chat.ttl = self.limits.ttl
-        return name
-
-    def _use(self, name: str) -> None:
-        """A session is used now; that which was not for longest makes room."""
-        self._sessions.pop(name, None)
-        self._sessions[name] = self._now()  # those used last are at the end
-        if len(self._sessions) > self.limits.sessions:
-            self._forget(next(iter(self._sessions)))
-
-    def _forget(self, name: str) -> None:
-        assert self._store is not None
-        self._sessions.pop(name, None)
-        self._store.forget(name)
+        if sessions is not None and session is not None:
+            sessions.use(session)
 
     def _listen(
         self, loop: asyncio.AbstractEventLoop, answers: Answers, numbers: dict[str, int], output: RequestOutput
@@ -367,22 +336,13 @@ class EngineManager(BaseGenerateManager):
         """Seconds after which a full queue may have room."""
         return max(1, min(_LONGEST_RETRY, math.ceil(self.metrics.usual_seconds)))
 
-    def forget_sessions(self) -> None:
-        """Forget sessions that were not used for as long as they live."""
-        if self._store is None:
-            return
-        now = self._now()
-        for name, used in list(self._sessions.items()):
-            if now - used > self.limits.ttl:
-                self._forget(name)
-
     async def forget_sessions_forever(self) -> None:
-        """See `forget_sessions`, from time to time."""
-        if self.limits.ttl == math.inf:
+        """Forget those that were not used for as long as they live, from time to time."""
+        if self._sessions is None or self.limits.ttl == math.inf:
             return
         while True:
             await asyncio.sleep(min(60.0, max(0.1, self.limits.ttl / 4)))
-            await asyncio.get_running_loop().run_in_executor(self._adder, self.forget_sessions)
+            await asyncio.get_running_loop().run_in_executor(self._adder, self._sessions.forget_unused)
 
     def text_of_metrics(self) -> str:
         """In Prometheus' format."""
@@ -400,7 +360,7 @@ class EngineManager(BaseGenerateManager):
         for name, tier in (("device", memory.device), ("host", memory.host)):
             gauges[f"{name}_bytes"] = (f"of keys and values on the {name}", tier.bytes)
             gauges[f"{name}_budget_bytes"] = (f"that they may take on the {name}", tier.budget)
-        if kept is not None:
+        if self._sessions is not None and kept is not None:
             gauges["sessions"] = ("sessions that are known", len(self._sessions))
             gauges["kept_sequences"] = ("sequences that are kept in memory", kept.sequences)
             gauges["disk_bytes"] = ("that are saved", kept.saved_bytes)

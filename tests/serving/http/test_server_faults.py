@@ -449,7 +449,7 @@ def test_blocks_that_samples_share_count_once(start: Start) -> None:
 def test_a_session_is_a_conversation_of_the_store_and_is_forgotten_in_time(start: Start) -> None:
     with start(ttl=1.0) as running:
         store, now = running.server.manager._store, [time.monotonic()]
-        running.server.manager._now = lambda: now[0]
+        running.server.manager._sessions._now = lambda: now[0]
         client = running.client(default_headers={"x-session-id": "by-header"})
         client.completions.create(model=NAME, prompt=PROMPT, max_tokens=4)
         client.completions.create(model=NAME, prompt=PROMPT, max_tokens=4, extra_body={"session_id": "by-body"})
@@ -457,7 +457,7 @@ def test_a_session_is_a_conversation_of_the_store_and_is_forgotten_in_time(start
         assert len(store.open("serve//by-body", salt=None).ids) > 4
         assert store.open("serve//by-body", salt=None).ttl == 1.0
         now[0] += 2.0
-        running.server.manager.forget_sessions()
+        running.server.manager._sessions.forget_unused()
         assert store.names == []
 
 
@@ -466,6 +466,35 @@ def test_sessions_are_bounded_and_the_longest_unused_goes_first(start: Start) ->
         for session in ("a", "b", "a", "c"):
             running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2, user=session)
         assert sorted(running.server.manager._store.names) == ["serve//a", "serve//c"]
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_sessions_of_before_a_restart_are_known_by_when_they_were_used(
+    start: Start, tmp_path: Any, lives: bool
+) -> None:
+    options: dict[str, Any] = {"directory": str(tmp_path)} | ({"ttl": 3600.0} if lives else {})
+    with start(**options) as running:
+        for session in ("a", "b", "x", "c", "a", "d"):
+            running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2, user=session)
+    with start(**options, sessions=3) as running:
+        store, sessions = running.server.manager._store, running.server.manager._sessions
+        assert sorted(store.names) == ["serve//a", "serve//c", "serve//d"], "as many as are known are kept"
+        running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2, user="e")
+        assert sorted(store.names) == ["serve//a", "serve//d", "serve//e"]
+        now = time.monotonic()
+        sessions._now = lambda: now + 3590.0
+        sessions.forget_unused()
+        assert len(store.names) == 3
+    with start(**options) as running:
+        store, sessions = running.server.manager._store, running.server.manager._sessions
+        store.open("serve//d", salt=None).used -= 3000.0
+        store.changed(store.open("serve//d", salt=None))
+    with start(**options) as running:
+        store, sessions = running.server.manager._store, running.server.manager._sessions
+        now = time.monotonic()
+        sessions._now = lambda: now + 600.0
+        sessions.forget_unused()
+        assert sorted(store.names) == ["serve//a", *([] if lives else ["serve//d"]), "serve//e"]
 
 
 def test_the_end_lets_requests_finish_and_refuses_new_ones(start: Start, trained: tuple[Any, Any]) -> None:
