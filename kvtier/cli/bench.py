@@ -54,7 +54,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--azure", metavar="FILE.csv", help="an Azure LLM inference trace")
     what.add_argument("--mooncake", metavar="FILE.jsonl", help="a Mooncake trace, with prefixes in common")
-    what.add_argument("--turns", type=float, help="generate conversations of so many turns on average")
+    what.add_argument("--turns", type=_turns, help="generate conversations of so many turns on average, 2 or more")
     parser.add_argument("--rate", type=_rate, default=4.0, help="generated requests, or conversations, per second (4)")
     parser.add_argument("--rate-scale", type=_rate, default=1.0, help="a trace's arrivals, so many times as fast (1)")
     parser.add_argument("--count", type=positive, default=300, help="requests (300)")
@@ -82,6 +82,16 @@ def _rate(text: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return value
+
+
+def _turns(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 2 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 2 or more")
     return value
 
 

@@ -49,6 +49,24 @@ def test_what_cannot_be_is_said(options: list[str], words: str, capsys: pytest.C
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        *(
+            ("--turns", value, f"{value!r} is no number of 2 or more")
+            for value in ("nan", "0", "1.9", "-3", "inf", "x")
+        ),
+        *(("--rate", value, f"{value!r} is no positive number") for value in ("nan", "0", "-1", "inf", "x")),
+    ],
+)
+def test_numbers_that_no_load_can_have_are_said(
+    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--count", "5", option, value])
+    assert words in capsys.readouterr().err
+
+
 def test_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "bench.png"
