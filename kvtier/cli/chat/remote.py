@@ -188,29 +188,23 @@ class RemoteLoop(Loop):
         self._answer([*self.messages, *first, {"role": "user", "content": text}])
 
     def _answer(self, messages: list[dict[str, Any]]) -> None:
-        said, stopped, usage = list[str](), False, dict[str, Any]()
-        began, times = time.perf_counter(), list[float]()
+        said, stopped, usage, began = _Said(), False, dict[str, Any](), time.perf_counter()
         body = {**self._asked, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
-        events = self._server.stream({**body, "session_id": self.name})
+        events = self._server.stream({**body, "prompt_cache_key": self.name})
         try:
             for event in events:
                 usage = event.get("usage") or usage
                 for choice in event.get("choices", ()):
-                    if text := choice.get("delta", {}).get("content"):
-                        times.append(time.perf_counter())
-                        said.append(text)
-                        sys.stdout.write(plain(text, lines=True) if sys.stdout.isatty() else text)
-                        sys.stdout.flush()
+                    said.take(choice)
         except KeyboardInterrupt:
-            if not said:
+            if not said.text:
                 raise
             stopped = True
         finally:
             events.close()  # type: ignore[attr-defined]
-            if said:
-                print(flush=True)
-        self.messages = [*messages, {"role": "assistant", "content": "".join(said)}]
-        say(_status(usage, times, began, stopped))
+            said.end()
+        self.messages = [*messages, {"role": "assistant", "content": said.text}]
+        say(_status(usage, said.times, began, stopped))
 
     def _regenerate(self, _: str) -> None:
         if not self.messages:
@@ -237,6 +231,46 @@ class RemoteLoop(Loop):
             say("/open takes a name.")
             return
         self.name, self.messages = name, []
+
+
+class _Said:
+    """An answer, shown as it comes: on stdout, and on stderr what the model thinks.
+
+    Attributes:
+        text: of it, without thoughts.
+        times: when each part came, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.times: list[float] = []
+        self._thinks = False
+
+    def take(self, choice: dict[str, Any]) -> None:
+        """A part of it."""
+        delta = choice.get("delta") or {}
+        text, thought = delta.get("content"), delta.get("reasoning_content") or delta.get("reasoning")
+        if text or thought or choice.get("finish_reason"):
+            self.times.append(time.perf_counter())
+        if thought:
+            say(plain(thought, lines=True), end="")
+            self._thinks = True
+        if text:
+            self._end_thought()
+            self.text += text
+            sys.stdout.write(plain(text, lines=True) if sys.stdout.isatty() else text)
+            sys.stdout.flush()
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._end_thought()
+        if self.text:
+            print(flush=True)
+
+    def _end_thought(self) -> None:
+        if self._thinks:
+            say()
+            self._thinks = False
 
 
 def _status(usage: dict[str, Any], times: list[float], began: float, stopped: bool) -> str:

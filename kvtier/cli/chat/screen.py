@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from kvtier.conversation.calls.reuse import RowReuse
 
 
-def say(text: str = "") -> None:
-    """A line that is not part of an answer."""
+def say(text: str = "", end: str = "\n") -> None:
+    """A line that is not part of an answer, or a piece of one."""
     dim = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    print(f"\x1b[2m{text}\x1b[0m" if dim and text else text, file=sys.stderr, flush=True)
+    print(f"\x1b[2m{text}\x1b[0m" if dim and text else text, end=end, file=sys.stderr, flush=True)
 
 
 class Answer:

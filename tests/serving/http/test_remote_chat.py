@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import re
 import sys
+import time
 from typing import Any
 
 import pytest
 from servers import Running, Start, by_generate
 
-from kvtier.cli.chat.remote import Connection
+from kvtier.cli.chat.remote import Connection, RemoteLoop
 from kvtier.cli.main import main
+from kvtier.cli.store import plain
 
 STATUS = re.compile(r"\[([\d,]+) cached · ([\d,]+) computed")
 
@@ -42,7 +44,7 @@ def test_turns_go_on_from_one_another_and_the_server_keeps_them(
         cached = [int(found[0]) for found in STATUS.findall(err)]
         assert cached[1] > 0
         assert cached[2] > 0
-        assert f"assistant: {second}" in err.replace("\n", "\n") or second.split("\n")[0] in err
+        assert f"\nassistant: {plain(second, lines=True)}\n" in err
         assert running.server.manager._store.names == ["serve//x"]
 
 
@@ -89,6 +91,60 @@ def test_only_data_is_read_of_the_events_of_an_answer(monkeypatch: pytest.Monkey
     sent = b': ping\n\nevent: message\nid: 1\nretry: 5\ndata: {"a": 1}\n\n:\n\ndata:{"a": 2}\r\n\r\ndata: [DONE]\n\n'
     monkeypatch.setattr(Connection, "_answer", lambda *args: io.BytesIO(sent))
     assert list(Connection("http://127.0.0.1:1").stream({})) == [{"a": 1}, {"a": 2}]
+
+
+class Scripted:
+    """A server whose answers are given, each part with when it comes."""
+
+    def __init__(self, clock: list[float], *parts: tuple[float, dict[str, Any]]) -> None:
+        self.clock, self.parts, self.bodies = clock, parts, list[dict[str, Any]]()
+
+    def stream(self, body: dict[str, Any]) -> Any:
+        self.bodies.append(body)
+        for when, part in self.parts:
+            self.clock[0] = when
+            if part.get("delta") is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            yield part if "usage" in part else {"choices": [{"index": 0, **part}]}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    found = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: found[0])
+    return found
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_what_a_model_thinks_is_shown_next_to_its_answer_and_counts(
+    clock: list[float], capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    parts = [
+        (0.5, {"delta": {"role": "assistant", "content": ""}}),
+        (1.0, {"delta": {field: "It is"}}),
+        (2.0, {"delta": {field: " a word.\x1b"}}),
+        (3.0, {"delta": {"content": "A"}}),
+        (4.0, {"delta": {"content": " word."}}),
+        (5.0, {"delta": {}, "finish_reason": "stop"}),
+        (9.0, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 81}}),
+    ]
+    server = Scripted(clock, *parts)
+    loop = RemoteLoop(server, "x", None, {"model": "m"})  # type: ignore[arg-type]
+    loop.send("What?")
+    out, err = capsys.readouterr()
+    assert out == "A word.\n"
+    assert err == "It is a word.\\x1b\n[0 cached · 7 computed · first token 1.00 s · 20.0 tokens/s]\n"
+    assert loop.messages == [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A word."}]
+    assert server.bodies[0].keys() == {"model", "messages", "stream", "stream_options", "prompt_cache_key"}
+
+
+def test_a_thought_that_is_interrupted_is_no_answer(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    server = Scripted(clock, (1.0, {"delta": {"reasoning": "Hm"}}), (2.0, {"delta": KeyboardInterrupt}))
+    loop = RemoteLoop(server, "x", None, {})  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        loop.send("What?")
+    assert capsys.readouterr() == ("", "Hm\n")
+    assert loop.messages == []
 
 
 def test_what_is_wrong_is_a_sentence(running: Running, talk: Any, start: Start, tmp_path: Any) -> None:
