@@ -499,16 +499,29 @@ def test_sessions_of_before_a_restart_are_known_by_when_they_were_used(
 
 def test_the_end_lets_requests_finish_and_refuses_new_ones(start: Start, trained: tuple[Any, Any]) -> None:
     with start(drain=120.0) as running, ThreadPoolExecutor(1) as pool:
+        client, asked = running.client(), {"model": NAME, "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
         with held(running):
-            slow = pool.submit(
-                running.client().completions.create, model=NAME, prompt=PROMPT, max_tokens=120, temperature=0
-            )
+            slow = pool.submit(client.completions.create, **asked)
             assert until(lambda: running.engine.load.running == 1)
-            waiting = socket.create_connection(("127.0.0.1", running.port), timeout=120)
-            running.server.stop()
-            assert until(lambda: running.server.manager.draining)
-        assert slow.result().choices[0].text == by_generate(trained, PROMPT, 120)
-        waiting.close()
+            unasked, begun = (socket.create_connection(("127.0.0.1", running.port), timeout=120) for _ in range(2))
+            body = json.dumps(asked).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            with unasked, begun:
+                begun.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body[:5])
+                connections = running.server._uvicorn.server_state.connections  # type: ignore[union-attr]
+                assert until(lambda: sum(bool(each.cycle) for each in connections) == 2)
+                running.server.stop()
+                assert until(lambda: running.server.manager.draining)
+                assert unasked.recv(1) == b"", "on which nothing was asked"
+                begun.sendall(body[5:])
+                with http.client.HTTPResponse(begun) as answer:
+                    answer.begin()
+                    found = json.loads(answer.read())["error"]["code"], answer.status, answer.headers["Retry-After"]
+                assert found == ("shutting_down", 503, "1")
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", running.port), timeout=120)
+            assert not slow.done()
+        assert slow.result().choices[0].text == by_generate(trained, PROMPT, 30)
 
 
 def test_the_end_cancels_what_does_not_finish(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
