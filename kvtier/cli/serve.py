@@ -137,6 +137,8 @@ def run(args: argparse.Namespace) -> int:
     parse_bytes("--max-body", args.max_body)
     if args.disk_budget is not None and args.store is None:
         raise ConfigError("--disk-budget is of a store: give --store DIR.")
+    if args.served_model_name == "":
+        raise ConfigError("--served-model-name: give a name that is not empty.")
     if args.api_key_file is not None:
         Keys.read(args.api_key_file, b"")  # said before weights are read, which takes minutes
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)

@@ -129,7 +129,12 @@ def _add_errors(app: FastAPI) -> None:
         if isinstance(error.__cause__, UnicodeDecodeError):  # FastAPI does not say what it could not read
             text = f"The body is no JSON object: its bytes are no text: {error.__cause__}."
             return refused(request, Refusal(400, text, code="invalid_json"))
-        return refused(request, Refusal(error.status_code, str(error.detail)))
+        text, path = str(error.detail), request.url.path
+        if text == "Not Found":  # of a path, as Starlette says it
+            text = f"There is no {path} here: clients ask below /v1, such as /v1/models."
+        elif error.status_code == 405:
+            text = f"{path} takes {(error.headers or {}).get('Allow', 'others')}, and not {request.method}."
+        return refused(request, Refusal(error.status_code, text))
 
     def broke(request: Request, error: Exception) -> JSONResponse:
         return refused(request, Refusal(500, f"{type(error).__name__}: {error}", code="internal_error"))

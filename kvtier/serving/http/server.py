@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import signal
 import socket
@@ -24,6 +25,8 @@ from kvtier.serving.http.handlers.handler import Served
 from kvtier.serving.http.keys import Keys, secret_of
 from kvtier.serving.http.manager import EngineManager, Limits
 from kvtier.serving.http.metrics import Metrics
+
+_LOG = logging.getLogger("kvtier.serving")
 
 #: Seconds for telling clients that the server ends.
 _LAST_WORDS = 2
@@ -249,6 +252,10 @@ class _Uvicorn(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Requests are refused from here on, and those that run may finish."""
         self._manager.draining = True
+        load = self._manager.engine.load
+        if count := load.running + load.waiting:
+            what, them = ("1 request", "it") if count == 1 else (f"{count} requests", "them")
+            _LOG.info("%s may finish, within %g s. A second Ctrl-C cancels %s.", what, self._drain, them)
         ending = asyncio.ensure_future(self._end_requests())
         try:
             await super().shutdown(sockets=sockets)

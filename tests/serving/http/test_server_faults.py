@@ -366,6 +366,18 @@ def test_a_key_that_no_header_can_hold_is_refused(tmp_path: Any) -> None:
         Keys.read(tmp_path / "keys", b"x" * 32)
 
 
+def test_what_is_not_there_is_said_with_what_is(running: Running) -> None:
+    for path, status, said in (
+        ("/chat/completions", 404, "There is no /chat/completions here: clients ask below /v1, such as /v1/models."),
+        ("/v1/embeddings", 404, "There is no /v1/embeddings here"),
+        ("/v1/completions", 405, "/v1/completions takes POST, and not GET."),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as found:
+            urllib.request.urlopen(f"http://127.0.0.1:{running.port}{path}", timeout=60)
+        assert found.value.code == status
+        assert said in json.load(found.value)["error"]["message"]
+
+
 def test_a_file_of_keys_that_is_no_text_is_refused_in_a_sentence(tmp_path: Any) -> None:
     (tmp_path / "keys").write_bytes("älice key-a\n".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"keys is no text: .*\. Write it in UTF-8"):
@@ -497,7 +509,10 @@ def test_sessions_of_before_a_restart_are_known_by_when_they_were_used(
         assert sorted(store.names) == ["serve//a", *([] if lives else ["serve//d"]), "serve//e"]
 
 
-def test_the_end_lets_requests_finish_and_refuses_new_ones(start: Start, trained: tuple[Any, Any]) -> None:
+def test_the_end_lets_requests_finish_and_refuses_new_ones(
+    start: Start, trained: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvtier.serving")
     with start(drain=120.0) as running, ThreadPoolExecutor(1) as pool:
         client, asked = running.client(), {"model": NAME, "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
         with held(running):
@@ -521,6 +536,7 @@ def test_the_end_lets_requests_finish_and_refuses_new_ones(start: Start, trained
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", running.port), timeout=120)
             assert not slow.done()
+            assert "1 request may finish, within 120 s. A second Ctrl-C cancels it." in caplog.text
         assert slow.result().choices[0].text == by_generate(trained, PROMPT, 30)
 
 

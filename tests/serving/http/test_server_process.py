@@ -96,6 +96,8 @@ def test_a_port_that_is_taken_and_packages_that_are_missing_are_said_in_a_senten
         assert said in capsys.readouterr().err
     assert main(["serve", str(tmp_path), "--max-body", "3x"]) == 2, "before the model is looked at, which is none"
     assert "--max-body='3x'" in capsys.readouterr().err
+    assert main(["serve", str(tmp_path), "--served-model-name", ""]) == 2
+    assert "--served-model-name: give a name" in capsys.readouterr().err
     template = tmp_path / "template"
     template.write_bytes(b"{{ messages }}\xff")
     assert main(["serve", str(PYLM), "--chat-template", str(template)]) == 2
