@@ -442,6 +442,8 @@ class Disk:
     def used(self) -> dict[str, float]:
         """When each conversation that is saved went on last, seconds of `time.time`, as far as that can be read."""
         found: dict[str, float] = {}
+        if self._folder.is_inherited:  # whose connection is the parent's
+            return found
         with self._lock, self._telling("when conversations went on last is not known"):
             found.update(self._conversations.used())
         return found
