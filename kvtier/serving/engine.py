@@ -137,6 +137,7 @@ class Engine:
             )
         self.memory = memory
         self._enabled = None
+        self._closed = False
         self._costs = costs = Costs(max_batch_tokens, measured.hardware(of.device_of(model)).rates())
         try:
             self._runner, self._enabled = choose_runner(model, memory, options, runner)
@@ -201,8 +202,8 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._requests.closed
+        """Whether `close` has come to its end."""
+        return self._closed
 
     @property
     def model(self) -> Any:
@@ -484,18 +485,20 @@ class Engine:
         self._loop.stop()
 
     def close(self) -> None:
-        """Cancel what has not ended, put the model's attention back, and give all memory back. Idempotent."""
+        """Cancel what has not ended, put the model's attention back, and give all memory back. Idempotent; what an
+        interrupt cuts short is done by another call."""
         requests = self._requests
-        if requests.closed:
+        if self._closed:
             return
         self.stop()
         with self._loop.stepping, requests.lock, requests.change:
             requests.closed = True
-            requests.end_all("cancelled")
+            requests.cancel_all()
         self._runner.close()
         if self._prefixes is not None:
             self._prefixes.close()
         self._give_back()
+        self._closed = True
 
     def _give_back(self) -> None:
         """The model's attention, and what memory is the engine's own."""

@@ -60,11 +60,8 @@ class Loop:
             raise ConcurrentUseError("Another thread runs this engine's steps.")
         try:
             return self._steps.step()
-        except Exception:
-            raise
-        except BaseException:
-            self._requests.books.interrupted = True
-            self._memory.cut_short()
+        except BaseException as error:
+            self._cut_short(error)
             raise
         finally:
             self.stepping.release()
@@ -115,19 +112,36 @@ class Loop:
                     requests.lock.wait()
                 if self._stopping:
                     return
-            try:
-                with self.stepping:
+            with self.stepping:
+                try:
                     self._steps.step()
-            except Exception as error:
-                # A fault of the engine's own: whoever waits is told, and the loop goes on with whatever comes.
-                _LOG.exception("A step failed.")
-                with requests.lock, requests.change:
-                    requests.end_all("error", error)
-            except BaseException as error:
-                # No fault, but an end, and nobody else would tell those who wait.
-                _LOG.exception("The engine's thread ends.")
-                requests.books.interrupted = True
-                self._memory.cut_short()
-                with requests.lock:
-                    requests.give_up_all(error)
-                raise
+                except Exception as error:
+                    # A fault of the engine's own: whoever waits is told, and the loop goes on with whatever comes.
+                    _LOG.exception("A step failed.")
+                    self._give_up_all(error)
+                    self._recover()
+                except BaseException as error:
+                    # No fault, but an end, and nobody else would tell those who wait.
+                    _LOG.exception("The engine's thread ends.")
+                    self._give_up_all(error)
+                    raise
+
+    def _cut_short(self, error: BaseException) -> None:
+        """A step has raised, at whatever place: what it has changed by then may be half of what belongs together. The
+        next one repairs it."""
+        self._requests.books.interrupted = True
+        if not isinstance(error, Exception):
+            self._memory.cut_short()
+
+    def _give_up_all(self, error: BaseException) -> None:
+        self._cut_short(error)
+        with self._requests.lock:
+            self._requests.give_up_all(error)
+
+    def _recover(self) -> None:
+        """Give back what those had who were given up: a next step may be long in coming."""
+        try:
+            with self._requests.lock, self._requests.change:
+                self._requests.recover()
+        except Exception:
+            _LOG.exception("A step that failed was not repaired; the next one tries again.")

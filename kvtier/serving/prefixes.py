@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
@@ -27,6 +27,7 @@ from kvtier.conversation.saved.wake import Wake
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ConfigError, CorruptionError, KVTierError, TransferError
 from kvtier.eviction.policies.names import policy_of
+from kvtier.forward.sub_batch import PackedSequence
 from kvtier.hf.models import generation as of
 from kvtier.scheduling.job import Job
 from kvtier.serving.costs import Costs
@@ -155,6 +156,8 @@ class Prefixes:
         self._wakes: dict[Request, tuple[Wake, float]] = {}
         # What waits on the host for its request.
         self._swapped: dict[Request, Entry] = {}
+        # Those for whose sake entries are held, or may be.
+        self._holding: set[Request] = set()
 
     def key(self, salt: Hashable) -> Hashable:
         """What keys and values depend on besides tokens, and who may share them. What a part of the model in training
@@ -333,11 +336,9 @@ class Prefixes:
             if entry is None:
                 return 0
             states = entry.states[length] if self._stateful else {}
-            self._kept.hold([entry], request)
-            if request in self._swapped:
-                self._kept.parked.promote([entry.sequence], _ALL)
+            self._hold(entry, request)
         try:
-            sequence = self._forward.follow(self._kept.parked, entry.sequence, length)
+            sequence = self._go_on(request, entry, length)
         except CorruptionError:
             with self._memory.lock, self._memory.change:
                 self._kept.drop_corrupt([entry])
@@ -345,8 +346,7 @@ class Prefixes:
         except BudgetError:
             sequence = None
         finally:
-            with self._memory.lock, self._memory.change:
-                self._kept.release([entry], request)
+            self._let_go(entry, request)
             self._unswap(request)
         if sequence is not None and states and sequence.length < length:  # its end has gone meanwhile
             self._forward.remove(sequence)
@@ -357,6 +357,15 @@ class Prefixes:
             self._kept.use([entry], [sequence.length])
         request.sequence = self._runner.go_on(sequence, states)
         return sequence.length
+
+    def _go_on(self, request: Request, entry: Entry, length: int) -> PackedSequence | None:
+        """A sequence that goes on with so many tokens of an entry; None: it has none any more. What has left the device
+        for the request's sake comes back first."""
+        with self._memory.lock, self._memory.change:
+            self._memory.collect()
+            if request in self._swapped:
+                self._kept.parked.promote([entry.sequence], _ALL)
+        return self._forward.follow(self._kept.parked, entry.sequence, length)
 
     def swap(self, request: Request) -> bool:
         """What is kept of a request that has given up its sequence leaves the device, and stays on the host until the
@@ -371,14 +380,25 @@ class Prefixes:
             except (BudgetError, TransferError):
                 return False
             self._swapped[request] = entry
-            self._kept.hold([entry], request)
+            self._hold(entry, request)
         return True
 
     def _unswap(self, request: Request) -> None:
         entry = self._swapped.pop(request, None)
         if entry is not None:
-            with self._memory.lock, self._memory.change:
-                self._kept.release([entry], request)
+            self._let_go(entry, request)
+
+    def _hold(self, entry: Entry, request: Request) -> None:
+        """What a request begins with stays. Holds the lock."""
+        self._holding.add(request)  # first: what is cut short is found
+        self._kept.hold([entry], request)
+
+    def _let_go(self, entry: Entry, request: Request) -> None:
+        """The opposite."""
+        with self._memory.lock, self._memory.change:
+            self._kept.release([entry], request)
+        if request not in self._swapped:
+            self._holding.discard(request)
 
     def part(self, job: Job, tokens: int) -> int:
         """How many of the next tokens of a request are computed in one part: up to where its states are copied."""
@@ -422,8 +442,8 @@ class Prefixes:
             if entry is not None and self._store is not None and (tier := self._store.disk_tier) is not None:
                 request.job.saved = tier.save(entry)
 
-    def reset(self, requests: Iterable[Request]) -> None:
-        """After an interrupt: no request is known, and what is the engine's own is dropped."""
+    def reset(self) -> None:
+        """After an interrupt: no request is known, nor holds anything, and what is the engine's own is dropped."""
         self._coming = PrefixIndex()
         self._next.clear()
         self._follows.clear()
@@ -431,9 +451,9 @@ class Prefixes:
         self._wakes.clear()
         self._swapped.clear()
         with self._memory.lock, self._memory.change:
-            for entry in list(self._kept.entries.values()):
-                for request in requests:
-                    self._kept.release([entry], request)
+            for request in self._holding:
+                self._kept.release(self._kept.entries.values(), request)
+        self._holding.clear()
         if self._store is None:
             self.clear()
 

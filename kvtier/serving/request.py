@@ -8,14 +8,14 @@ import operator
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.given import check_count, check_salt
 from kvtier.errors import ConfigError
-from kvtier.hf.engine.sampling import Sampling
+from kvtier.hf.engine.sampling import Sampling, log_probabilities
 from kvtier.scheduling.job import Job
 
 _LOG = logging.getLogger("kvtier.serving")
@@ -58,6 +58,20 @@ class RequestOutput:
     def is_finished(self) -> bool:
         """Whether it has ended, in whatever way."""
         return bool(self.finish_reason)
+
+
+class Chosen(NamedTuple):
+    """The next token of a sequence.
+
+    Attributes:
+        token: its id.
+        log: its log-probability, where it was asked for.
+        top: the likeliest tokens at its place, and their log-probabilities, as many as were asked for.
+    """
+
+    token: int
+    log: float = math.nan
+    top: Sequence[tuple[int, float]] = ()
 
 
 #: Is told of each new token of a sequence, and of its end.
@@ -163,18 +177,28 @@ class Request:
         """Its request id."""
         return self.output.request_id
 
-    def give(self, token: int) -> None:
-        """A new token."""
-        self.ids.append(token)
-        self.output.generated_tokens.append(token)
+    def chosen(self, token: int, scores: torch.Tensor) -> Chosen:
+        """A token that was chosen by the model's own scores `[vocabulary]`, with what else was asked for. Changes
+        nothing."""
+        if self.output.logprobs is None:
+            return Chosen(token)
+        logs = log_probabilities(scores)
+        if self.output.top_logprobs is None:
+            return Chosen(token, float(logs[token]))
+        top = logs.topk(min(self.top_logprobs, len(logs)))
+        pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        return Chosen(token, float(logs[token]), pairs)
 
-    def give_logs(self, token: int, logs: torch.Tensor) -> None:
-        """Log-probabilities `[vocabulary]` that a new token was chosen from, of which it keeps what was asked for."""
-        if self.output.logprobs is not None:
-            self.output.logprobs.append(float(logs[token]))
-        if self.output.top_logprobs is not None:
-            top = logs.topk(min(self.top_logprobs, len(logs)))
-            self.output.top_logprobs.append(list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+    def give(self, chosen: Chosen) -> None:
+        """A new token."""
+        output = self.output
+        self.ids.append(chosen.token)
+        output.generated_tokens.append(chosen.token)
+        self.job.tokens += 1
+        if output.logprobs is not None:
+            output.logprobs.append(chosen.log)
+        if output.top_logprobs is not None:
+            output.top_logprobs.append(list(chosen.top))
 
     def tell(self) -> None:
         """Its listener hears how far it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -21,6 +22,8 @@ from kvtier.serving.costs import Costs
 from kvtier.serving.prefixes import Prefixes, try_to_keep
 from kvtier.serving.request import Request, RequestOptions, RequestOutput
 from kvtier.serving.runners.runner import Runner
+
+_LOG = logging.getLogger("kvtier.serving")
 
 #: Requests that have ended, whose outputs are kept for whoever asks.
 MAX_ENDED = 4096
@@ -185,18 +188,18 @@ class Requests:
             made[-1].conversation = None if i else terms.conversation
             made[-1].chat = None if i else chat
         made[0].samples = made[1:]
+        self.wait(made[0])  # first: what fails is not added
         for request in made:
             self.ended.pop(request.name, None)
             self.named[request.name] = request
-        self.wait(made[0])
         self.lock.notify_all()
         return made
 
     def wait(self, request: Request) -> None:
         """A request waits from now on."""
-        self.waiting[request.job] = request
         if self._prefixes is not None:
             self._prefixes.comes(request, self._clock() + request.job.tokens / self._costs.rate)
+        self.waiting[request.job] = request
 
     # Running
 
@@ -238,13 +241,18 @@ class Requests:
         if self._prefixes is not None:
             try_to_keep(self._prefixes.computed, request)
 
-    def fork(self, request: Request) -> list[Request]:
-        """The other samples of a prompt that is there now: those that go on with its blocks."""
-        forked = []
+    def fork(self, request: Request) -> None:
+        """The other samples of a prompt that is there now go on with its blocks, or wait where they cannot."""
         for sample in request.samples:
             if sample.done.is_set():
                 continue
-            sequence = self._runner.fork(request.sequence)
+            try:
+                sequence = self._runner.fork(request.sequence)
+            except AssertionError:
+                raise  # of no request: what is counted does not agree
+            except Exception as error:
+                self.end(sample, "error", error)
+                continue
             if sequence is None:
                 self.wait(sample)
                 continue
@@ -252,9 +260,7 @@ class Requests:
             sample.key, sample.changes = request.key, request.changes
             sample.job.running, sample.job.cached = True, request.job.cached
             self.running[sample.job] = sample
-            forked.append(sample)
         request.samples = []
-        return forked
 
     def _give_up(self, request: Request, *, keep: bool = True) -> None:
         """A request gives up its sequence; what it has computed is kept, as long as nobody needs the room."""
@@ -290,21 +296,41 @@ class Requests:
                 self.wait(sample)
         self.lock.notify_all()
 
-    def end_all(self, reason: str, error: BaseException | None = None) -> None:
-        """Every request ends."""
+    def cancel_all(self) -> None:
+        """Every request ends, before the runner is closed. Where things are half done nothing is kept."""
+        if self.books.interrupted:
+            self._take_sequences()
+        for request in self.named.values():
+            request.samples = []  # nobody begins any more
         for request in list(self.named.values()):
-            self.end(request, reason, error)
+            self.end(request, "cancelled")
 
     def give_up_all(self, error: BaseException) -> None:
-        """Every request ends as it is, in whatever state an interrupt has left it: a next step repairs the rest."""
-        for request in list(self.named.values()):
+        """Every request ends as it is, in whatever state an interrupt has left it: a next step repairs the rest.
+        Listeners are told last, and each of them whatever another one raises."""
+        ended = list(self.named.values())
+        for request in ended:
             request.samples = []
             request.end("error", self._clock(), error)
-            self._has_ended(request)
+            self._is_not_listed(request)
         self.running.clear()
         self.waiting.clear()
         self.publish()
         self.lock.notify_all()
+        for request in ended:
+            try:
+                request.tell()
+            except BaseException:
+                _LOG.exception("A listener of request %r raised.", request.name)
+
+    def ends(self, request: Request) -> str | None:
+        """Why a request ends with the tokens that it has; "": it goes on; None: one of its criteria has failed, and it
+        with that."""
+        try:
+            return request.sampling.ends(request.ids)
+        except Exception as error:
+            self.end(request, "error", error)
+            return None
 
     def end_cancelled(self) -> None:
         """Those end that were cancelled."""
@@ -313,10 +339,13 @@ class Requests:
 
     def _has_ended(self, request: Request) -> None:
         """It is not listed any more, and its user hears of it."""
-        del self.named[request.name]
+        self._is_not_listed(request)
+        request.tell()
+
+    def _is_not_listed(self, request: Request) -> None:
         if request.listener is None:
             self.ended[request.name] = request.output
-        request.tell()
+        del self.named[request.name]
 
     def recover(self) -> None:
         """After an interrupt, which may have come between any two lines: every request that has not ended begins again
@@ -324,20 +353,27 @@ class Requests:
         if not self.books.interrupted:
             return
         self._runner.reset()
-        if self._prefixes is not None:
-            self._prefixes.reset(self.named.values())
-        self.running.clear()
-        self.waiting.clear()
+        self._take_sequences()
         later = {sample.name for request in self.named.values() for sample in request.samples}
         for request in list(self.named.values()):
-            request.again()
             if request.done.is_set():
                 self._has_ended(request)
-            elif request.output.generated_tokens and (reason := request.sampling.ends(request.ids)):
+                continue
+            reason = self.ends(request) if request.output.generated_tokens else ""
+            if reason:
                 self.end(request, reason)
-            elif request.name not in later:
+            elif reason is not None and request.name not in later:
                 self.wait(request)
         self.books.interrupted = False
+
+    def _take_sequences(self) -> None:
+        """No request has a sequence, nor anything that is kept; each has the tokens that it has."""
+        if self._prefixes is not None:
+            self._prefixes.reset()
+        self.running.clear()
+        self.waiting.clear()
+        for request in self.named.values():
+            request.again()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. For tests and debugging, between two steps."""

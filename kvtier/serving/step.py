@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from kvtier.errors import BudgetError
-from kvtier.hf.engine.sampling import choose, log_probabilities
+from kvtier.hf.engine.sampling import choose
 from kvtier.scheduling.job import Job, Load, Step, Ways
 from kvtier.scheduling.prices import RECOMPUTE
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.serving.costs import Costs
 from kvtier.serving.prefixes import Prefixes
-from kvtier.serving.request import Request
+from kvtier.serving.request import Chosen, Request
 from kvtier.serving.requests import Requests
 from kvtier.serving.runners.runner import Runner, Tiers, Work
 from kvtier.stats import Counters
@@ -253,8 +253,10 @@ class StepRunner:
         """
         same = []
         for request, each in work:
-            request.job.cached = self._runner.cached(each.sequence)
-            if request.job.cached == each.cached:
+            cached = self._runner.cached(each.sequence)
+            assert cached <= each.cached, "tokens count, and what was to follow them is lost"
+            request.job.cached = cached
+            if cached == each.cached:
                 same.append((request, each))
                 continue
             request.lost += counts
@@ -271,47 +273,54 @@ class StepRunner:
     # The tokens
 
     def _deliver(self, work: list[tuple[Request, Work]], scores: Sequence[Any]) -> None:
-        """Give each sequence that has its prompt a new token."""
+        """Give each sequence that has its prompt a new token. All are chosen before anything is counted: who has no
+        token fails alone, and of the others nothing is half done."""
         now, requests = self._clock(), self._requests
+        found = _chosen(
+            [
+                (each, row)
+                for (request, _), row in zip(work, scores, strict=True)
+                if row is not None and not request.cancelled
+                for each in (request, *request.samples)
+                if not each.done.is_set()
+            ]
+        )
         with requests.lock, requests.change:
-            asking: list[tuple[Request, Any]] = []
             for (request, each), row in zip(work, scores, strict=True):
                 request.job.cached += each.tokens
                 requests.shares.serve(request.job.tenant, each.tokens, int(row is not None))
                 if row is None or request.output.first_token is None:
                     requests.computed(request)
-                if row is not None and not request.cancelled:
-                    asking.append((request, row))
-                    asking += [(sample, row) for sample in requests.fork(request)]
-        if not asking:
-            return
-        rows = torch.stack([row for _, row in asking])
-        tokens = choose(rows, [x.sampling for x, _ in asking], [x.ids for x, _ in asking])
-        logs = log_probabilities(rows) if any(x.output.logprobs is not None for x, _ in asking) else None
-        with requests.lock, requests.change:
-            for i, ((request, _), token) in enumerate(zip(asking, tokens, strict=True)):
-                if isinstance(token, Exception):
-                    requests.end(request, "error", token)
+                if request in found:
+                    requests.fork(request)
+            for request, chosen in found.items():
+                if isinstance(chosen, Exception):
+                    requests.end(request, "error", chosen)
                 else:
-                    self._give(request, token, None if logs is None else logs[i], now)
+                    self._give(request, chosen, now)
             requests.lock.notify_all()
 
-    def _give(self, request: Request, token: int, logs: torch.Tensor | None, now: float) -> None:
-        """A new token of a request, and the log-probabilities `[vocabulary]` at its place. Holds the lock."""
+    def _give(self, request: Request, chosen: Chosen, now: float) -> None:
+        """A new token of a request. Holds the lock."""
         if request.done.is_set():
             return
         if request.output.first_token is None:
             request.output.first_token = now
-        request.give(token)
-        request.job.tokens += 1
-        if logs is not None:
-            request.give_logs(token, logs)
-        try:
-            reason = request.sampling.ends(request.ids)
-        except Exception as error:
-            self._requests.end(request, "error", error)
-            return
+        request.give(chosen)
+        reason = self._requests.ends(request)
         if reason:
             self._requests.end(request, reason)
-        else:
+        elif reason is not None:
             request.tell()
+
+
+def _chosen(asking: Sequence[tuple[Request, torch.Tensor]]) -> dict[Request, Chosen | Exception]:
+    """The next token of each request by scores `[vocabulary]`, or why it has none. Changes no request."""
+    tokens = choose([row for _, row in asking], [x.sampling for x, _ in asking], [x.ids for x, _ in asking])
+    found: dict[Request, Chosen | Exception] = {}
+    for (request, row), token in zip(asking, tokens, strict=True):
+        try:
+            found[request] = token if isinstance(token, Exception) else request.chosen(token, row)
+        except Exception as error:
+            found[request] = error
+    return found

@@ -273,37 +273,37 @@ class Sampling:
         return ""
 
 
-def choose(scores: torch.Tensor, of: Sequence[Sampling], ids: Sequence[Sequence[int]]) -> list[int | Exception]:
-    """The next token of each sequence, or what its own processors raised.
+def choose(
+    scores: Sequence[torch.Tensor], of: Sequence[Sampling], ids: Sequence[Sequence[int]]
+) -> list[int | Exception]:
+    """The next token of each sequence, or what was raised as it was chosen: of a sequence's own, or for want of room.
 
     Rows with equal processors of scores are processed together; what a row is given does not depend on the others. Each
     other processor is called once: it may count its calls, as a watermark does.
 
     Args:
-        scores: `[sequences, vocabulary]`, of the model.
+        scores: of each sequence `[vocabulary]`, of the model.
         of: what each asks.
         ids: each sequence so far.
     """
-    scores = scores.float()
     groups: dict[object, list[int]] = {}
     for row, each in enumerate(of):
         groups.setdefault((each.samples, each.group) if each.group is not None else row, []).append(row)
     chosen: list[int | Exception] = [0] * len(of)
     for rows in groups.values():
-        part = scores if len(rows) == len(of) else scores[rows]
-        found = _choose_alike(part, [of[row] for row in rows], [ids[row] for row in rows])
+        found = _choose_alike([scores[row] for row in rows], [of[row] for row in rows], [ids[row] for row in rows])
         for row, token in zip(rows, found, strict=True):
             chosen[row] = token
     return chosen
 
 
 def _choose_alike(
-    scores: torch.Tensor, of: Sequence[Sampling], ids: Sequence[Sequence[int]]
+    scores: Sequence[torch.Tensor], of: Sequence[Sampling], ids: Sequence[Sequence[int]]
 ) -> Sequence[int | Exception]:
     """The same for rows with equal processors, or for one row."""
     first = of[0]
     try:
-        part = first.processed(ids[0], scores.clone() if first._processors else scores)
+        part = first.processed(ids[0], torch.stack(list(scores)).float())
         if len(part) != len(of):  # of a processor of the user's: it would give others tokens
             raise ValueError(f"A processor gave scores of {len(part)} sequences for {len(of)}.")
         if not first.samples:
@@ -336,5 +336,5 @@ def _draw(scores: torch.Tensor, drawn: torch.Tensor) -> list[int]:
 
 
 def log_probabilities(scores: torch.Tensor) -> torch.Tensor:
-    """Of every token, under the model's own scores `[sequences, vocabulary]`."""
+    """Of every token, under the model's own scores `[vocabulary]`."""
     return scores.float().log_softmax(-1)

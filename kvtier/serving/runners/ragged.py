@@ -100,6 +100,7 @@ class RaggedRunner(OnPackedForward):
                     **({"position_ids": torch.tensor(positions, device=device)} if self._positions else {}),
                     **({"logits_to_keep": 1} if self._keeps else {}),
                 )
+                found = [out.logits[i, -1] if each.scored else None for i, each in enumerate(work)]
         except BaseException:
             # States were changed in part, and cannot go back: these sequences begin again.
             forward.undo()
@@ -109,7 +110,7 @@ class RaggedRunner(OnPackedForward):
             self._rows, self._stacked = [], {}
             raise
         forward.end()
-        return [out.logits[i, -1] if each.scored else None for i, each in enumerate(work)]
+        return found
 
     def _stack(self, rows: list[_Ragged]) -> States:
         """The states of these sequences, a row for each."""

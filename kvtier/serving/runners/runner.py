@@ -102,7 +102,8 @@ class Runner(abc.ABC):
         wanted.
 
         Raises:
-            BudgetError: there is no room; nothing was changed.
+            BudgetError: there is no room; nothing was changed. Whatever the model raises: each sequence has the tokens
+                that it had, or fewer.
         """
 
     @abc.abstractmethod

@@ -1,0 +1,183 @@
+"""A step that raises at any point: no wrong token, nothing lost, and who did not fail goes on.
+
+KVTIER_TEST_WORKLOADS=100 tries every point, and not one of several.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from workloads import by_generate, model_of
+
+from kvtier import Engine, TransferError
+from kvtier.memory.access.change import ask
+from kvtier.serving.step import StepRunner
+
+TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
+NEW = 4
+HEAD = tuple(range(3, 73))
+PROMPTS = [(5, 6, 7), (*HEAD, 80, 81), (*HEAD, 82), tuple(range(90, 110))]
+
+
+class Counting:
+    """Raises at one of the points that are passed, by number; 0: at none.
+
+    Attributes:
+        left: points until then.
+        raised: whether it has.
+    """
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.raised = False
+
+    def passed(self, error: type[Exception]) -> None:
+        """A point."""
+        self.left -= 1
+        if not self.left:
+            self.raised = True
+            ask(self._raise, error)
+
+    @staticmethod
+    def _raise(error: type[Exception]) -> None:
+        raise error("as told")
+
+
+class NoRoom(TorchDispatchMode):
+    """What torch computes has no room where a count says so."""
+
+    def __init__(self, count: Counting) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count.passed(torch.OutOfMemoryError)
+        return func(*args, **(kwargs or {}))
+
+
+def computes(engine: Engine, error: type[Exception] | tuple[type[Exception], ...], steps: int = 400) -> int:
+    """Let it compute until there is nothing to do. How many steps have raised."""
+    raised = 0
+    for _ in range(steps):
+        try:
+            if not engine.step():
+                return raised
+        except error:
+            raised += 1
+    raise AssertionError("it never ends")
+
+
+def check(engine: Engine, name: str, prompts: list[tuple[int, ...]], names: list[str]) -> int:
+    """All have ended, with the tokens of `generate` or an error. How many with an error."""
+    outputs = [engine.output(each) for each in names]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.is_finished()
+        if output.error is None:
+            assert output.generated_tokens == by_generate(name, prompt, NEW)[0]
+            assert output.logprobs is None or len(output.logprobs) == len(output.top_logprobs or ()) == NEW
+    engine.check_integrity()
+    return sum(x.error is not None for x in outputs)
+
+
+def until_none_raises(step: int) -> Iterator[Counting]:
+    """A count for no point, and then for one of so many in turn."""
+    step = max(step // TIMES, 1)
+    for left in itertools.count(0, step):
+        count = Counting(left)
+        yield count
+        if left and not count.raised:
+            assert left > step, "there is no point"
+            return
+
+
+@pytest.mark.parametrize(("name", "step"), [("llama", 3), ("qwen3_next", 19), ("falcon", 17)])
+def test_a_choice_that_has_no_room_ends_its_own_request_and_gives_no_other_its_token(
+    name: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver = StepRunner._deliver
+    prompts = [PROMPTS[0], PROMPTS[3]]
+    sampled: list[list[int]] = []
+    for count in until_none_raises(step):
+
+        def within(*args: Any, mode: NoRoom) -> None:
+            with mode:
+                deliver(*args)
+
+        monkeypatch.setattr(StepRunner, "_deliver", functools.partialmethod(within, mode=NoRoom(count)))
+        engine = Engine(model_of(name), host_budget="8MiB", block_size=4)
+        names = [
+            engine.add_request(list(p), max_new_tokens=NEW, do_sample=False, top_logprobs=2 * i)
+            for i, p in enumerate(prompts)
+        ]
+        drawn = engine.add_request(list(prompts[0]), max_new_tokens=2, do_sample=True, seed=3, num_return_sequences=2)
+        samples = [drawn, f"{drawn}#1"]
+        assert not computes(engine, torch.OutOfMemoryError)
+        failed = check(engine, name, prompts, names)
+        outputs = [engine.output(each) for each in samples]
+        if not sampled:
+            sampled = [x.generated_tokens for x in outputs]
+        for output, tokens in zip(outputs, sampled, strict=True):
+            assert output.error is not None or output.generated_tokens == tokens
+        failed += sum(x.error is not None for x in outputs)
+        assert failed <= 1
+        engine.close()
+
+
+#: What a step calls, by where an engine has it.
+CALLED = {
+    "_runner": ("add", "fork", "remove", "forwards", "took", "step", "blocks", "held", "cached"),
+    "_prefixes": (
+        *("watch", "comes", "hold_back", "waits", "part", "begin", "computed", "keep", "there"),
+        *("swap", "_go_on", "_hold", "_let_go"),
+    ),
+    "_prefixes._kept": ("find", "add", "use"),
+    "_requests.shares": ("serve",),
+    "_steps._scheduler": ("plan",),
+    "_costs": ("observe",),
+}
+
+
+def raising(call: Callable[..., Any], count: Counting, *args: Any, **kwargs: Any) -> Any:
+    """A call that fails, or whose caller does as soon as it is done."""
+    count.passed(TransferError)
+    found = call(*args, **kwargs)
+    count.passed(TransferError)
+    return found
+
+
+def with_points(engine: Engine, count: Counting) -> Engine:
+    """Every call of a step's is two points."""
+    for place, names in CALLED.items():
+        part: Any = functools.reduce(getattr, place.split("."), engine)
+        for name in names:
+            setattr(part, name, functools.partial(raising, getattr(part, name), count))
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "options"),
+    [
+        ("llama", 31, {"host_budget": "8MiB"}),
+        ("llama", 31, {"host_budget": "8MiB", "device_budget": 60000, "spill": False, "preemption": "swap"}),
+        ("qwen3_next", 61, {"host_budget": "8MiB"}),
+    ],
+)
+def test_wherever_a_step_raises_every_request_has_its_tokens_or_an_error(
+    name: str, step: int, options: dict[str, Any]
+) -> None:
+    for count in until_none_raises(step):
+        engine = Engine(model_of(name), block_size=4, max_batch_tokens=48, **options)
+        names = [engine.add_request(list(p), max_new_tokens=NEW, do_sample=False) for p in PROMPTS]
+        with_points(engine, count)
+        raised = computes(engine, (TransferError, AssertionError))
+        failed = check(engine, name, PROMPTS, names)
+        assert raised + failed <= 1
+        engine.close()
+        assert engine.memory.closed

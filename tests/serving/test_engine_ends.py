@@ -1,0 +1,116 @@
+"""Every request ends for whoever waits for it, and a closed engine has nothing any more, whatever comes between.
+
+KVTIER_TEST_WORKLOADS=100 tries every line, and not one of many.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+from cut_short import interrupted, steps_with_an_interrupt
+from workloads import by_generate, model_of
+
+from kvtier import ConversationStore, Engine, TieredMemory
+from kvtier.serving.request import RequestOutput
+
+TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
+PROMPTS = [(5, 6, 7), tuple(range(9, 40))]
+
+
+class Panic(BaseException):
+    """No `Exception`."""
+
+
+def add(engine: Engine, **options: Any) -> list[str]:
+    return [engine.add_request(list(p), max_new_tokens=6, do_sample=False, **options) for p in PROMPTS]
+
+
+def test_when_the_thread_ends_every_listener_hears_of_it_whatever_another_one_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard, added, ended = list[str](), threading.Event(), threading.Event()
+
+    def hears(output: RequestOutput) -> None:
+        assert all(each.done.is_set() for each in requests), "one is told before another has ended"
+        heard.append(output.request_id)
+        raise Panic
+
+    def panics(work: object) -> None:
+        added.wait(60)
+        raise Panic
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: ended.set())
+    with Engine(model_of("llama"), host_budget="8MiB") as engine:
+        engine._runner.step = panics  # type: ignore[assignment, method-assign]
+        names = add(engine, listener=hears)
+        requests = [engine._requests.named[name] for name in names]
+        added.set()
+        assert ended.wait(60)
+        assert heard == names
+        assert all(isinstance(each.output.error, Panic) for each in requests)
+
+
+def test_a_step_of_the_thread_that_fails_leaves_nothing_and_the_next_one_goes_on() -> None:
+    with Engine(model_of("llama"), host_budget="8MiB", block_size=4) as engine:
+        observe, fails = engine._costs.observe, [True]
+
+        def raises(*args: Any) -> None:
+            if fails and engine._steps.count == 2:
+                fails.pop()
+                raise RuntimeError("as told")
+            observe(*args)
+
+        engine._costs.observe = raises  # type: ignore[method-assign]
+        for each in (engine.wait(name, timeout=60) for name in add(engine)):
+            assert isinstance(each.error, RuntimeError)
+        with engine._loop.stepping:  # it is repaired
+            assert not engine._requests.books.interrupted
+            assert not engine._runner.forward.sequences  # type: ignore[attr-defined]
+        for prompt, name in zip(PROMPTS, add(engine), strict=True):
+            assert engine.wait(name, timeout=60).generated_tokens == by_generate("llama", prompt, 6)[0]
+        engine.stop()
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(("within", "stride"), [("", 211), ("forward/packed.py", 5)])
+def test_an_engine_that_was_interrupted_at_any_line_of_a_step_is_closed(within: str, stride: int, stored: bool) -> None:
+    left, came = 1, True
+    while came:
+        model = model_of("llama")
+        attention = model.config._attn_implementation
+        memory = TieredMemory(host_budget="8MiB")
+        store = ConversationStore(model, memory=memory, block_size=4) if stored else None
+        engine = Engine(model, store=store) if stored else Engine(model, memory=memory, block_size=4)
+        names = add(engine)
+        engine.step()
+        came = steps_with_an_interrupt(engine, names, left, within, steps=1)
+        engine.close()
+        assert engine.closed
+        assert {engine.output(name).finish_reason for name in names} <= {"cancelled", "length"}
+        if store is not None:
+            assert not any(entry.sequence.users for entry in store._kept.entries.values())
+            store.close()
+        memory.close()  # raises where somebody has not left
+        assert model.config._attn_implementation == attention
+        left += max(stride // TIMES, 1)
+
+
+def test_a_close_that_is_interrupted_at_any_line_is_done_by_another_one() -> None:
+    left, came = 1, True
+    while came:
+        model = model_of("llama")
+        attention = model.config._attn_implementation
+        engine = Engine(model, host_budget="8MiB", block_size=4)
+        names = add(engine)
+        engine.step()
+        came = not interrupted(engine.close, left)
+        engine.close()
+        assert engine.closed
+        assert engine.memory.closed
+        assert {engine.output(name).finish_reason for name in names} == {"cancelled"}
+        assert model.config._attn_implementation == attention
+        left += max(199 // TIMES, 1)

@@ -1,0 +1,65 @@
+"""What requests hold of what is kept, and what conversations have of their turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workloads import by_generate, model_of
+
+from kvtier import ConversationStore, Engine, TieredMemory
+from kvtier.conversation.index import packed
+from kvtier.conversation.kept.kept import Entry
+
+HISTORY, OTHER = list(range(3, 43)), list(range(60, 90))
+
+
+def kept(store: ConversationStore, ids: list[int]) -> Entry:
+    """What a store keeps of tokens."""
+    (found,) = [each for each in store._kept.entries.values() if each.ids.startswith(packed(ids[:16]))]
+    return found
+
+
+def swapped(engine: Engine) -> Any:
+    """A request that waits, whose blocks are on the host until it goes on, and what holds them."""
+    name = engine.add_request(HISTORY, max_new_tokens=4, do_sample=False)
+    engine.step()
+    requests = engine._requests
+    with requests.lock, requests.change:
+        requests.preempt(requests.named[name].job, "swap")
+    ((request, entry),) = engine._prefixes._swapped.items()
+    assert request.name == name
+    assert entry.sequence.users
+    return request, entry
+
+
+def test_what_waits_on_the_host_for_a_request_is_held_no_longer_when_all_were_given_up() -> None:
+    with ConversationStore(model_of("llama"), device_budget="2MiB", host_budget="8MiB", block_size=4) as store:
+        engine = Engine(model_of("llama"), store=store, spill=False, preemption="swap")
+        request, entry = swapped(engine)
+        requests = engine._requests
+        with requests.lock:
+            requests.books.interrupted = True
+            requests.give_up_all(RuntimeError("as told"))
+        assert request.output.error is not None
+        assert not engine.step()
+        assert not entry.sequence.users
+        engine.close()
+
+
+def test_a_request_whose_blocks_are_corrupt_on_the_host_is_computed_again() -> None:
+    right = by_generate("llama", tuple(HISTORY), 4)[0]
+    memory = TieredMemory(device_budget="2MiB", host_budget="8MiB", audit="full")
+    engine = Engine(model_of("llama"), memory=memory, block_size=4, spill=False, preemption="swap")
+    request, entry = swapped(engine)
+    with memory.lock:
+        runs = [run for table in entry.sequence.tables.values() for run in table.resolve() if run.device is None]
+        assert runs
+        for run in runs:
+            run.blocks.pools.host.bytes(run.host, run.count).fill_(1)
+    while engine.step():
+        pass
+    assert request.output.error is None
+    assert request.output.generated_tokens == right
+    engine.check_integrity()
+    engine.close()
+    memory.close()
