@@ -436,7 +436,6 @@ class Prefixes:
                 ids,
                 functools.partial(self._forward.park, sequence=sequence),
                 {sequence.length: states} if states else {},
-                request.conversation,
                 epoch=request.epoch,
             )
             if entry is not None and self._store is not None and (tier := self._store.disk_tier) is not None:

@@ -141,7 +141,7 @@ class Request:
         ids: prompt and generated tokens.
         sequence: of the runner, while it runs.
         salt, key: who may share what it computes, and all else that this depends on.
-        conversation, chat: that it is a turn of, by name and as it was when it came; None: of none.
+        chat: the conversation that it is a turn of; None: of none.
         begun: it had a sequence, now or before.
         alone: there was no room for it and for what is kept of it: it begins with nothing, and nothing of it is kept.
         epoch, changes: of what is kept, see `Kept`, and of the model, see `Prefixes`, when it got its sequence.
@@ -157,7 +157,6 @@ class Request:
         self.output = output
         self.salt = terms.salt
         self.key: Hashable = terms.salt
-        self.conversation = terms.conversation
         self.chat: Conversation | None = None
         self.listener = terms.listener
         self.top_logprobs = terms.top_logprobs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -170,6 +169,8 @@ class Requests:
                 "make the engine with a larger max_waiting."
             )
         number = next(self._numbers)
+        while terms.request_id is None and self.output(f"request-{number}") is not None:
+            number = next(self._numbers)  # a user's own name
         name = f"request-{number}" if terms.request_id is None else str(terms.request_id)
         names = [name, *(f"{name}#{i}" for i in range(1, len(samplings)))]
         for each in names:
@@ -185,7 +186,6 @@ class Requests:
             number = number if not i else next(self._numbers)
             job = Job(number, now, len(prompt), own.max_length, priority=terms.priority, tenant=terms.tenant)
             made.append(Request(output, own, job, terms))
-            made[-1].conversation = None if i else terms.conversation
             made[-1].chat = None if i else chat
         made[0].samples = made[1:]
         self.wait(made[0])  # first: what fails is not added
@@ -281,10 +281,9 @@ class Requests:
         samples, request.samples = request.samples, []
         self.running.pop(request.job, None)
         self.waiting.pop(request.job, None)
+        if reason in ("stop", "length"):
+            self._go_on(request)
         self._give_up(request, keep=reason != "error")
-        if request.chat is not None and reason in ("stop", "length"):
-            with contextlib.suppress(ClosedError):  # its name was forgotten meanwhile, and may be another's by now
-                request.chat.went_on(request.ids)
         request.end(reason, self._clock(), error)
         self._has_ended(request)
         while len(self.ended) > MAX_ENDED:
@@ -295,6 +294,20 @@ class Requests:
             elif not sample.done.is_set():
                 self.wait(sample)
         self.lock.notify_all()
+
+    def _go_on(self, request: Request) -> None:
+        """The turn of a conversation is its history from now on, and has its rank: before the sequence is given up,
+        whose room was promised."""
+        if request.chat is None:
+            return
+        try:
+            request.chat.went_on(request.ids)
+        except ClosedError:
+            pass  # its name was forgotten meanwhile, and may be another's by now
+        except AssertionError:
+            raise  # of no request: what is counted does not agree
+        except Exception:
+            _LOG.exception("The conversation of request %r is not saved, or not ranked, as it is now.", request.name)
 
     def cancel_all(self) -> None:
         """Every request ends, before the runner is closed. Where things are half done nothing is kept."""

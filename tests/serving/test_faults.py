@@ -532,3 +532,18 @@ def test_a_request_that_is_preempted_while_a_failed_step_is_tried_again_is_not_c
     assert [engine.output(name).preempted for name in names] == [0, 1]
     assert not second.lost, "its forward was tried, and has failed"
     engine.close()
+
+
+def test_a_name_that_a_user_has_given_is_no_other_request_s() -> None:
+    engine = Engine(tiny_model("llama"), host_budget="8MiB")
+    ended = engine.add_request([5, 6], request_id="request-1", max_new_tokens=2)
+    while engine.step():
+        pass
+    output = engine.output(ended)
+    waits = engine.add_request([5, 6], request_id="request-3", max_new_tokens=2)
+    names = [engine.add_request([5, 7], max_new_tokens=2) for _ in range(4)]
+    assert len({ended, waits, *names}) == 6
+    while engine.step():
+        pass
+    assert engine.output(ended) is output
+    engine.close()

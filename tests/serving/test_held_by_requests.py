@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from workloads import by_generate, model_of
 
 from kvtier import ConversationStore, Engine, TieredMemory
@@ -17,6 +18,38 @@ def kept(store: ConversationStore, ids: list[int]) -> Entry:
     """What a store keeps of tokens."""
     (found,) = [each for each in store._kept.entries.values() if each.ids.startswith(packed(ids[:16]))]
     return found
+
+
+@pytest.mark.parametrize("how", ["cancelled", "preempted", "ended"])
+def test_a_pinned_conversation_has_its_history_pinned_until_a_turn_has_ended(how: str) -> None:
+    with ConversationStore(model_of("llama"), host_budget="8MiB", block_size=4) as store:
+        engine = Engine(model_of("llama"), store=store)
+        first = engine.add_request(HISTORY, conversation="alice", max_new_tokens=4, do_sample=False)
+        while engine.step():
+            pass
+        history = HISTORY + engine.output(first).generated_tokens
+        chat = store.open("alice", pinned=True)
+        assert kept(store, HISTORY).sequence.pinned == len(history) - 1
+        name = engine.add_request(OTHER, conversation="alice", max_new_tokens=8, do_sample=False)
+        engine.step()
+        engine.step()
+        requests = engine._requests
+        if how == "cancelled":
+            engine.cancel(name)
+        elif how == "preempted":
+            with requests.lock, requests.change:
+                requests.preempt(requests.named[name].job)
+        if how != "ended":
+            assert (kept(store, HISTORY).sequence.pinned, kept(store, OTHER).sequence.pinned) == (len(history) - 1, 0)
+        while engine.step():
+            engine.check_integrity()
+        if how == "cancelled":
+            assert chat.ids == history
+            assert (kept(store, HISTORY).sequence.pinned, kept(store, OTHER).sequence.pinned) == (len(history) - 1, 0)
+        else:
+            assert chat.ids == OTHER + engine.output(name).generated_tokens
+            assert (kept(store, HISTORY).sequence.pinned, kept(store, OTHER).sequence.pinned) == (0, len(chat.ids) - 1)
+        engine.close()
 
 
 def swapped(engine: Engine) -> Any:
