@@ -432,18 +432,13 @@ class PackedForward(PlannedForward):
         it alone and computed token by token."""
         with self.memory.lock, self.memory.change:
             for device in self._held.devices():
-                claims = self._held.owner.claims
-                before = claims.get(device)
                 refused = self.memory.admit(
-                    self._held.owner, device, functools.partial(self._claim_of_one, device, length)
+                    self._held.owner, device, functools.partial(self._claim_of_one, device, length), take=False
                 )
                 if refused is not None:
                     raise too_small(
                         *refused, f"A sequence of {length} tokens needs", self.memory.others(self._held.owner)
                     )
-                claims.pop(device)
-                if before is not None:
-                    claims[device] = before
 
     def _claim_of_one(self, device: ComputeDevice, length: int, limit: int) -> Claim:
         """What the layers of one device need for a sequence that is alone, at the most until it has so many tokens."""

@@ -45,23 +45,23 @@ class Admission:
         self._readers = readers
 
     def admit(
-        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim]
+        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim], *, take: bool = True
     ) -> tuple[SlabAllocator, int] | None:
         """See `TieredMemory.admit`."""
-        refused = self._admit(owner, device, claim)
+        refused = self._admit(owner, device, claim, take)
         while refused is not None:
             for each in self._parked:
                 each.relax()
-            refused = self._admit(owner, device, claim)
+            refused = self._admit(owner, device, claim, take)
             # Without an owner it is asked what is promised already.
             if refused is None or owner.number < 0 or not any([ask() for ask in self._conceding]):
                 break
             self._readers.pause()
-            refused = self._admit(owner, device, claim)
+            refused = self._admit(owner, device, claim, take)
         return refused
 
     def _admit(
-        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim]
+        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim], take: bool
     ) -> tuple[SlabAllocator, int] | None:
         home = device.home
         if device.slabs is not None:
@@ -80,7 +80,8 @@ class Admission:
         needed = self._demand(owner, device, mine, home.budget.lasting)[1]
         if needed > host.budget.lasting:
             return host, needed
-        owner.claims[device] = mine
+        if take:
+            owner.claims[device] = mine
         return None
 
     def _demand(self, owner: Owner, device: ComputeDevice, mine: Claim, limit: int) -> tuple[int, int]:

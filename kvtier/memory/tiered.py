@@ -347,19 +347,20 @@ class TieredMemory:
     # Admission
 
     def admit(
-        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim]
+        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim], *, take: bool = True
     ) -> tuple[SlabAllocator, int] | None:
         """Let an owner take what it claims on a device until its next claim, if the budgets hold all claims together.
 
         Args:
             claim: what it claims, if the tier where blocks begin has so many bytes: what a layer is read through may
                 grow with that.
+            take: False: only see whether it could.
 
         Returns:
             None; or, and nothing is changed, the memory that is too small, and the smallest limit with which the claim
             is admitted.
         """
-        return self._admission.admit(owner, device, claim)
+        return self._admission.admit(owner, device, claim, take=take)
 
     @checks_names
     def resize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,3 +98,33 @@ def test_a_request_whose_blocks_are_corrupt_on_the_host_is_computed_again() -> N
     engine.check_integrity()
     engine.close()
     memory.close()
+
+
+def test_what_a_step_claims_while_a_request_is_added_stays_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To see whether the request can ever fit, the memory is asked, which may let go of its lock."""
+    engine = Engine(model_of("llama"), host_budget="8MiB", block_size=4)
+    engine.generate_batch([HISTORY], max_new_tokens=2)
+    memory, held = engine.memory, engine._runner.forward._held  # type: ignore[attr-defined]
+    ((device, before),) = held.owner.claims.items()
+    claim, admit = replace(before, held=before.held + 4096), memory._admission._admit
+
+    def claims() -> None:
+        with memory.lock, memory.change:
+            held.owner.claims[device] = claim
+            memory.readers.resume()
+
+    def concedes() -> bool:
+        monkeypatch.setattr(memory._admission, "_admit", admit)
+        other.start()
+        return True
+
+    other = threading.Thread(target=claims)
+    monkeypatch.setattr(memory._admission, "_admit", lambda *args, **kwargs: (device.home, 1))
+    memory.conceding.append(concedes)
+    engine.add_request(HISTORY, max_new_tokens=2)
+    other.join(60)
+    assert held.owner.claims == {device: claim}
+    memory.conceding.remove(concedes)
+    while engine.step():
+        engine.check_integrity()
+    engine.close()
