@@ -339,6 +339,8 @@ class Prefixes:
             self._hold(entry, request)
         try:
             sequence = self._go_on(request, entry, length)
+            if sequence is not None:  # at once: it is given up with the request, whatever fails
+                request.sequence = self._runner.go_on(sequence, states)
         except CorruptionError:
             with self._memory.lock, self._memory.change:
                 self._kept.drop_corrupt([entry])
@@ -348,14 +350,14 @@ class Prefixes:
         finally:
             self._let_go(entry, request)
             self._unswap(request)
-        if sequence is not None and states and sequence.length < length:  # its end has gone meanwhile
-            self._forward.remove(sequence)
-            sequence = None
         if sequence is None:
+            return 0
+        if states and sequence.length < length:  # its end has gone meanwhile
+            self._runner.remove(request.sequence)
+            request.sequence = None
             return 0
         with self._memory.lock, self._memory.change:
             self._kept.use([entry], [sequence.length])
-        request.sequence = self._runner.go_on(sequence, states)
         return sequence.length
 
     def _go_on(self, request: Request, entry: Entry, length: int) -> PackedSequence | None:

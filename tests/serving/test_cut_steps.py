@@ -83,6 +83,7 @@ def check(engine: Engine, name: str, prompts: list[tuple[int, ...]], names: list
             assert output.generated_tokens == by_generate(name, prompt, NEW)[0]
             assert output.logprobs is None or len(output.logprobs) == len(output.top_logprobs or ()) == NEW
     engine.check_integrity()
+    assert engine.runner == "single" or not engine._runner.forward.sequences, "nobody gives them up"  # type: ignore
     return sum(x.error is not None for x in outputs)
 
 
@@ -144,21 +145,24 @@ CALLED = {
 }
 
 
-def raising(call: Callable[..., Any], count: Counting, *args: Any, **kwargs: Any) -> Any:
-    """A call that fails, or whose caller does as soon as it is done."""
-    count.passed(TransferError)
-    found = call(*args, **kwargs)
-    count.passed(TransferError)
-    return found
+#: Of these, what makes a sequence, or nothing.
+MAKES = ("add", "fork", "_go_on")
 
 
-def with_points(engine: Engine, count: Counting) -> Engine:
-    """Every call of a step's is two points."""
+def with_points(engine: Engine, count: Counting) -> None:
+    """Every call of a step's is two points: it fails, or its caller does as soon as it is done."""
+
+    def called(call: Callable[..., Any], makes: bool, *args: Any, **kwargs: Any) -> Any:
+        count.passed(TransferError)
+        found = call(*args, **kwargs)
+        if not makes:
+            count.passed(TransferError)
+        return found
+
     for place, names in CALLED.items():
         part: Any = functools.reduce(getattr, place.split("."), engine)
         for name in names:
-            setattr(part, name, functools.partial(raising, getattr(part, name), count))
-    return engine
+            setattr(part, name, functools.partial(called, getattr(part, name), name in MAKES))
 
 
 @pytest.mark.parametrize(
@@ -181,3 +185,38 @@ def test_wherever_a_step_raises_every_request_has_its_tokens_or_an_error(
         assert raised + failed <= 1
         engine.close()
         assert engine.memory.closed
+
+
+def test_what_fails_as_it_is_added_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(model_of("llama"), host_budget="8MiB", block_size=4)
+    count = Counting(1)
+    comes = engine._prefixes.comes
+    monkeypatch.setattr(engine._prefixes, "comes", lambda *args: count.passed(OSError) or comes(*args))
+    with pytest.raises(OSError, match="as told"):
+        engine.add_request([5, 6, 7], request_id="a", max_new_tokens=NEW)
+    assert not engine.step()
+    assert engine.add_request([5, 6, 7], request_id="a", max_new_tokens=NEW) == "a"
+    assert not computes(engine, OSError)
+    assert engine.output("a").finish_reason == "length"
+    engine.close()
+
+
+def test_a_criterion_that_fails_behind_a_step_that_did_ends_its_own_request() -> None:
+    fails = list[int]()
+
+    def ends(ids: Any, scores: Any) -> bool:
+        if fails:
+            raise ValueError("a criterion fails")
+        return False
+
+    engine = Engine(model_of("llama"), host_budget="8MiB", block_size=4)
+    bad = engine.add_request([5, 6, 8], max_new_tokens=NEW, stopping_criteria=[ends])
+    name = engine.add_request(list(PROMPTS[0]), max_new_tokens=NEW, do_sample=False)
+    engine.step()
+    engine.step()
+    engine._requests.books.interrupted = True
+    fails.append(1)
+    assert not computes(engine, TransferError)
+    assert isinstance(engine.output(bad).error, ValueError)
+    assert not check(engine, "llama", PROMPTS[:1], [name])
+    engine.close()

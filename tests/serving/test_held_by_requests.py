@@ -128,3 +128,18 @@ def test_what_a_step_claims_while_a_request_is_added_stays_claimed(monkeypatch: 
     while engine.step():
         engine.check_integrity()
     engine.close()
+
+
+def test_a_turn_whose_conversation_cannot_go_on_ends_and_no_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("as told")
+
+    with ConversationStore(model_of("llama"), host_budget="8MiB", block_size=4) as store:
+        monkeypatch.setattr(store, "went_on", fails)
+        engine = Engine(model_of("llama"), store=store)
+        name = engine.add_request(HISTORY, conversation="alice", max_new_tokens=4, do_sample=False)
+        while engine.step():
+            engine.check_integrity()
+        assert engine.output(name).finish_reason == "length"
+        assert store.open("alice").ids == HISTORY + engine.output(name).generated_tokens
+        engine.close()
