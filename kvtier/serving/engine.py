@@ -424,7 +424,7 @@ class Engine:
             The outputs by name, in the order of `inputs`. Those that failed have an `error`.
 
         Raises:
-            UnsupportedError: as of `add_request`.
+            UnsupportedError: as of `add_request`. Whatever is raised, as by Ctrl-C, cancels them all.
         """
         self._loop.check_outside()
         terms = RequestOptions(**{name: options.pop(name) for name in RequestOptions.names() & options.keys()})
@@ -434,35 +434,44 @@ class Engine:
         pending = list(enumerate(map(prompt_of, inputs)))
         own = options_of_each(options, len(pending))
         mine = next(own)
-        while pending or not all(each.done.is_set() for each in added):
-            while pending:
-                i, ids = pending[0]
-                try:
-                    made = self._add(ids, generation_config, terms, seed, mine)
-                except QueueFullError:
-                    break
-                except (BudgetError, ConfigError) as error:
-                    name = f"refused-{i}"
-                    output = RequestOutput(name, ids, finish_reason="error", error=error)
-                    found[name] = output
-                else:
-                    added += made
-                    found |= {each.name: each.output for each in made}
-                pending.pop(0)
-                mine = next(own, mine)
-            if not self._loop.alive:
-                self.step()
-            else:
-                waited = next((each for each in added if not each.done.is_set()), None)
-                if waited is not None:
-                    waited.done.wait(1.0)
-                elif pending:  # others fill the queue
-                    with self._requests.lock:
-                        self._requests.lock.wait(1.0)
+        try:
+            while pending or not all(each.done.is_set() for each in added):
+                while pending:
+                    i, ids = pending[0]
+                    try:
+                        made = self._add(ids, generation_config, terms, seed, mine)
+                    except QueueFullError:
+                        break
+                    except (BudgetError, ConfigError) as error:
+                        name = f"refused-{i}"
+                        output = RequestOutput(name, ids, finish_reason="error", error=error)
+                        found[name] = output
+                    else:
+                        added += made
+                        found |= {each.name: each.output for each in made}
+                    pending.pop(0)
+                    mine = next(own, mine)
+                self._go_on(added, full=bool(pending))
+        except BaseException:  # nobody is given the outputs
+            with self._requests.lock:
+                for each in added:
+                    each.cancelled = True
+            raise
         failed = [x for x in found.values() if x.error is not None]
         if failed:
             _LOG.warning("%d of %d requests failed, the first with: %s", len(failed), len(found), failed[0].error)
         return found
+
+    def _go_on(self, added: Sequence[Request], *, full: bool) -> None:
+        """Compute a step, or wait for some time until the engine's thread has; `full`: or the queue has room."""
+        waited = next((each for each in added if not each.done.is_set()), None)
+        if not self._loop.alive:
+            self.step()
+        elif waited is not None:
+            waited.done.wait(1.0)
+        elif full:  # with requests of others
+            with self._requests.lock:
+                self._requests.lock.wait(1.0)
 
     # The loop
 

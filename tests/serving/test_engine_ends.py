@@ -114,3 +114,22 @@ def test_a_close_that_is_interrupted_at_any_line_is_done_by_another_one() -> Non
         assert {engine.output(name).finish_reason for name in names} == {"cancelled"}
         assert model.config._attn_implementation == attention
         left += max(199 // TIMES, 1)
+
+
+def test_a_batch_that_is_cut_short_leaves_no_request_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = threading.Event.wait
+
+    def interrupts(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return wait(event, timeout)
+
+    with Engine(model_of("llama"), host_budget="8MiB", block_size=4) as engine:
+        engine.start()
+        monkeypatch.setattr(threading.Event, "wait", interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate_batch([list(p) for p in PROMPTS], max_new_tokens=60, do_sample=False)
+        monkeypatch.undo()
+        (found,) = engine.generate_batch([list(PROMPTS[1])], max_new_tokens=6, do_sample=False).values()
+        assert found.generated_tokens == by_generate("llama", PROMPTS[1], 6)[0]
+        assert [x.finish_reason for x in engine._requests.ended.values()] == ["cancelled", "cancelled", "length"]
