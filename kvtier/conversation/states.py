@@ -4,7 +4,7 @@ to it. Nothing of a copy is ever handed to a model."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -115,9 +115,12 @@ def packed_states(states: States) -> tuple[dict[str, torch.Tensor], dict[str, An
 
 
 def unpacked_states(
-    tensors: dict[str, torch.Tensor], about: dict[str, Any], layers: Sequence[Any], device: torch.device
+    tensors: dict[str, torch.Tensor],
+    about: dict[str, Any],
+    layers: Sequence[Any],
+    device: Callable[[int], torch.device],
 ) -> States | None:
-    """The layers again, made of new ones; None where these are others."""
+    """The layers again, made of new ones, each where `device` says; None where these are others."""
     found: States = {}
     for index, mine in about.items():
         i = int(index)
@@ -132,17 +135,17 @@ def unpacked_states(
             elif "dtype" in each:
                 setattr(layer, name, getattr(torch, each["dtype"]))
             elif "device" in each:
-                setattr(layer, name, device)
+                setattr(layer, name, device(i))
         found[i] = layer
     for full, x in tensors.items():
         which, *where = full.split(".")
         if which != "s":
             continue
-        layer, name = found[int(where[0])], where[1]
+        i, name = int(where[0]), where[1]
         if len(where) == 3:
-            vars(layer)[name][int(where[2])] = x.to(device)
+            vars(found[i])[name][int(where[2])] = x.to(device(i))
         else:
-            setattr(layer, name, x.to(device))
+            setattr(found[i], name, x.to(device(i)))
     return found
 
 

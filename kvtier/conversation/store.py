@@ -39,6 +39,7 @@ from kvtier.eviction.policies.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
 from kvtier.frames import is_running
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.devices import devices_of
 from kvtier.hf.models.names import ARGUMENTS, CACHE
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
@@ -138,9 +139,9 @@ class ConversationStore:
         if directory is not None:
             limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
             disk = Disk(directory, limit, of.fingerprint(model), prefix())
-            device = functools.partial(of.device_of, model)
+            devices = functools.partial(devices_of, model)
             try:
-                self._disk_tier = DiskTier(disk, memory, self._kept, self.caches.new, device, loading)
+                self._disk_tier = DiskTier(disk, memory, self._kept, self.caches.new, devices, loading)
                 self._conversations = Conversations(self, memory, disk, self._kept.ranks)
                 for name in self._conversations.ranked:
                     chat = self._conversations.find(name)

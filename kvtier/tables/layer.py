@@ -127,16 +127,20 @@ class LayerKV:
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise `MismatchError` unless `keys` and `values` continue what the layer holds."""
-        self.layout.check(keys, values, self.index)
-        if keys.device != self.device.device or values.device != keys.device:
-            raise MismatchError(
-                f"Layer {self.index} is on {self.device.device}, but was given keys on {keys.device} and values on "
-                f"{values.device}. `reset()` the cache after moving a model."
-            )
+        self.check_kind(keys, values)
         if self.length and keys.shape[0] != self.batch:
             raise MismatchError(
                 f"The batch has {keys.shape[0]} rows, and the cache holds {self.batch} (layer {self.index}). Continue "
                 "with the same batch, select rows with `batch_select_indices`, or `reset()`."
+            )
+
+    def check_kind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The same, of any number of rows."""
+        self.layout.check(keys, values, self.index)
+        if keys.device != self.device.device or values.device != keys.device:
+            raise MismatchError(
+                f"Layer {self.index} is on {self.device.device}, but was given keys on {keys.device} and values on "
+                f"{values.device}. After moving a model `reset()` the cache, or make another engine."
             )
 
     def group(

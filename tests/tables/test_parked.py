@@ -7,6 +7,8 @@ import torch
 from test_interrupts import Line
 
 from kvtier import BudgetError, MismatchError, TieredKVCache, TieredMemory
+from kvtier.stats import Counters
+from kvtier.tables.layer import LayerKV
 from kvtier.tables.parked.sequence import ParkedSequence
 from kvtier.tables.parked.sequences import ParkedSequences
 
@@ -209,6 +211,22 @@ def test_layers_of_another_layout_are_refused() -> None:
         with pytest.raises(MismatchError, match="Layer 0 was parked"):
             cache._forward.park(parked, 0, 5)
         assert cache.get_seq_length() == 5
+    check(memory, parked)
+
+
+def test_layers_on_another_device_continue_nothing() -> None:
+    memory = TieredMemory(host_budget=40 * BLOCK)
+    parked = ParkedSequences(memory)
+    sequence, _ = park(memory, parked, 5)
+    with memory.lock, memory.change:
+        owner, layout = memory.enter(memory.new_owner()), parked._layers[0].parked.pools.layout
+        other = memory.on(torch.device("cpu", 1))
+        layer = LayerKV(0, layout, other, memory.block_set(owner, other, layout, 0), Counters())
+        with pytest.raises(MismatchError, match=r"Layer 0 was parked .* on cpu, and is .* on cpu:1 now"):
+            parked.follow([sequence], 5, lambda index, found: layer)
+        assert not layer.tables
+        memory.leave(owner)
+        memory.drop_set(owner, other, layer.blocks)
     check(memory, parked)
 
 

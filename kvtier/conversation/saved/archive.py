@@ -26,11 +26,13 @@ from kvtier.conversation.states import States, packed_states, unpacked_states
 from kvtier.cpu.cached import CachedFile
 from kvtier.errors import BudgetError
 from kvtier.forward.forward import Forward
+from kvtier.hf.models.devices import Devices
 from kvtier.memory.storage import system
 from kvtier.tables.layer import Pieces
 
 #: A thread gets memory for so many tensors at a time, and so many files ahead of the one that is read.
 _AT_ONCE, _AHEAD = 8, 2
+_CPU = torch.device("cpu")
 
 
 class Archive:
@@ -41,7 +43,7 @@ class Archive:
         open_cache: gives an open cache with the first tokens of a sequence, as many as are kept still, or None where
             none are, or not all of one with states; the caller closes it.
         layers: gives new layers of the model's cache, for states.
-        device: of the model.
+        devices: of the model and its layers, now.
 
     Attributes:
         background: whether a thread saves. Without one, whoever calls `work` or `flush` does: a test says when.
@@ -54,12 +56,12 @@ class Archive:
         disk: Disk,
         open_cache: Callable[[Saved], JournalledCache | None],
         layers: Callable[[], list[Any]],
-        device: Callable[[], torch.device],
+        devices: Callable[[], Devices],
     ) -> None:
         self.disk = disk
         self._open_cache = open_cache
         self._layers = layers
-        self._device = device
+        self._devices = devices
         self._waiting = Waiting()
         self._thread: threading.Thread | None = None
         # The thread does not keep a store alive that is dropped without being closed, and ends with it.
@@ -194,15 +196,15 @@ class Archive:
         Raises:
             BudgetError: there is no room. A cache whose `max_tokens` are these says so before anything is written.
         """
-        device, until, last = self._device(), 0, dict[str, torch.Tensor]()
-        said, blocks = "", None if stateful else _Blocks(cache, device)
+        devices, until, last = self._devices(), 0, dict[str, torch.Tensor]()
+        said, blocks = "", None if stateful else _Blocks(cache, devices)
         try:
             with (
                 contextlib.closing(blocks) if blocks is not None else contextlib.nullcontext(),
                 contextlib.closing(self.disk.read(chunk, length, start, blocks)) as parts,
             ):
                 while go_on() and (part := next(parts, None)) is not None:
-                    if part.tensors and not _restore(cache, part, device):
+                    if part.tensors and not _restore(cache, part, devices):
                         return 0, None
                     until, said = part.stop, part.said
                     # The tensors of a part are in a buffer, which a later part is read into.
@@ -222,7 +224,7 @@ class Archive:
             return 0, None
         states, about, new = None, json.loads(said), self._layers()
         if _known(about, last, new):
-            states = unpacked_states(last, about, new, device)
+            states = unpacked_states(last, about, new, devices.of)
         if states is None:
             self.disk.problem = "states were saved by another version of Transformers, and are computed"
             return 0, None
@@ -241,8 +243,8 @@ def _finish() -> None:
         archive.finish()
 
 
-def _restore(cache: JournalledCache, part: Part, device: torch.device) -> bool:
-    """Add the tokens of a part to every layer; False, where they are not as many as it says.
+def _restore(cache: JournalledCache, part: Part, devices: Devices) -> bool:
+    """Add the tokens of a part to every layer, where it is; False, where they are not as many as it says.
 
     Raises:
         BudgetError: the cache is in the middle of a step, which `crop(0)` drops.
@@ -252,7 +254,7 @@ def _restore(cache: JournalledCache, part: Part, device: torch.device) -> bool:
         keys, values = (part.tensors[f"{x}.{i}"][None, :, :tokens] for x in ("k", "v"))
         if keys.shape[2] != tokens or values.shape[2] != tokens:
             return False
-        cache._forward.restore(i, keys.to(device), values.to(device))
+        cache._forward.restore(i, keys.to(devices.of(i)), values.to(devices.of(i)))
     cache._forward.steps.end()
     return True
 
@@ -265,11 +267,11 @@ class _Blocks:
 
     Args:
         cache: of one row, or of none yet, whose blocks begin and stay in host memory; that of another kind takes none.
-        device: of the model.
+        devices: of the model and its layers.
     """
 
-    def __init__(self, cache: JournalledCache, device: torch.device) -> None:
-        self._cache, self._device = cache, device
+    def __init__(self, cache: JournalledCache, devices: Devices) -> None:
+        self._cache, self._devices = cache, devices
         self._expected = deque[int]()
         #: Tokens that are written, those of the file that is read, and those that have blocks.
         self._written = self._tokens = self._reserved = 0
@@ -305,7 +307,7 @@ class _Blocks:
     def _fit(self, tokens: int, entries: Mapping[str, Entry]) -> bool:
         """Whether a file has what the layers take. Where there are none yet, they are made for it."""
         forward, expected = self._cache._forward, dict[str, tuple[torch.dtype, list[int]]]()
-        if not forward.readers and self._device.type == "cpu":
+        if not forward.readers and all(self._devices.of(int(name[2:])) == _CPU for name in entries):
             self._made_layers = True  # first: whatever cuts this short, `drop` takes them away
             if not _make_layers(forward, entries):
                 return False
@@ -398,12 +400,14 @@ class _Blocks:
 
 
 def _make_layers(forward: Forward, entries: Mapping[str, Entry]) -> bool:
-    """Make the layers whose keys and values a file has. False, where these are not some of one row and of as many."""
+    """Make the layers, on the CPU, whose keys and values a file has. False, where these are not some of one row and of
+    as many."""
     keys, values = ({int(name[2:]): x for name, x in entries.items() if name[:2] == what} for what in ("k.", "v."))
     if keys.keys() != values.keys() or not all(len(x.shape) == 3 for x in entries.values()):
         return False
     for i in sorted(keys):
-        empty = (torch.empty((1, x.shape[0], 0, x.shape[2]), dtype=x.dtype, device="cpu") for x in (keys[i], values[i]))
+        shapes = ((x.dtype, (1, x.shape[0], 0, x.shape[2])) for x in (keys[i], values[i]))
+        empty = (torch.empty(shape, dtype=dtype, device=_CPU) for dtype, shape in shapes)
         forward.early(i, *empty)
     return True
 

@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Literal, NamedTuple, cast
 
-import torch
-
 from kvtier.config import format_size
 from kvtier.conversation.disk.chunks import Chunk
 from kvtier.conversation.disk.disk import Disk
@@ -24,6 +22,7 @@ from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.saved.waiting import Saved
 from kvtier.errors import BudgetError
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.devices import Devices
 from kvtier.kernels import launch
 from kvtier.memory.access.change import ask
 from kvtier.memory.tiered import TieredMemory
@@ -63,7 +62,7 @@ class DiskTier:
     Args:
         disk: the folder.
         memory, kept, new_cache: of the store.
-        device: of the model.
+        devices: of the model and its layers, now.
         loading: see `ConversationStore`.
 
     Attributes:
@@ -76,7 +75,7 @@ class DiskTier:
         memory: TieredMemory,
         kept: Kept,
         new_cache: Callable[..., JournalledCache],
-        device: Callable[[], torch.device],
+        devices: Callable[[], Devices],
         loading: Literal["auto", "always"],
     ) -> None:
         self.disk = disk
@@ -86,9 +85,9 @@ class DiskTier:
         self._new_cache = new_cache
         self._loads_all = loading == "always"
         _tell_others(disk)
-        self._archive = Archive(disk, self._open, self._layers, device)
+        self._archive = Archive(disk, self._open, self._layers, devices)
         # What earlier processes learned on such a machine.
-        self._machine = launch.machine(device())
+        self._machine = launch.machine(devices().model)
         self._prices, self._saved_prices = LoadOrCompute(), disk.prices(self._machine)
         if self._saved_prices is not None:
             with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):  # damaged: it is learned again

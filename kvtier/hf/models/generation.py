@@ -163,12 +163,16 @@ def keeps_positions(model: Any) -> bool:
 def device_of(model: Any) -> torch.device:
     """Where a model computes. Weights that `accelerate` offloads are on the meta device between forwards."""
     device = torch.device(model.device)
-    if device.type == "meta":
-        for hook in (hook for module in model.modules() for hook in _hooks(module)):
-            found = getattr(hook, "execution_device", None)
-            if found is not None:
-                return torch.device(found)
-    return device
+    return executes_on(model) or device if device.type == "meta" else device
+
+
+def executes_on(model: Any) -> torch.device | None:
+    """Where `accelerate` brings the weights of a module for a forward; None: nowhere."""
+    for hook in (hook for module in model.modules() for hook in _hooks(module)):
+        found = getattr(hook, "execution_device", None)
+        if found is not None:
+            return torch.device(found)
+    return None
 
 
 def _hooks(module: Any) -> Sequence[Any]:

@@ -107,6 +107,7 @@ class ParkedSequences:
             BudgetError: what the caches that use the memory were promised leaves no room for that. Whatever was made
                 holds nothing that would be lost.
             CorruptionError: a block does not hold what was written, or is not the sequence's. Likewise.
+            MismatchError: layers of another layout or device. Likewise.
         """
         assert not any(sequence.start for sequence in rows), "what precedes it is not there"
         tables: dict[ParkedSequence, dict[int, BlockTable]] = {}
@@ -117,6 +118,7 @@ class ParkedSequences:
             if index not in rows[0].tables:
                 continue
             kv = make(index, layer)
+            self._check(index, kv.layout, kv.device)
             for sequence in dict.fromkeys(rows):
                 table = sequence.tables[index].fork()
                 table.crop(length, kv.layout.block_size, layer.device.free)

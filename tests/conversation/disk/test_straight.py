@@ -25,6 +25,7 @@ from kvtier.conversation.saved.archive import Archive
 from kvtier.cpu import cached
 from kvtier.cpu.cached import CachedFile
 from kvtier.forward.forward import Forward
+from kvtier.hf.models.devices import Devices
 
 FLIPS = int(os.environ.get("KVTIER_TEST_FLIPS", "60"))
 
@@ -103,7 +104,7 @@ def test_what_another_chunk_continues_before_its_end_is_read_as_others_are(
     tensors = {f"{x}.{i}": at + 1000 * i + (0.5 if x == "v" else 0) for i in range(LAYERS) for x in "kv"}
     _, chunk = disk.find("k", packed([1] * 120))
     assert disk.write("k", packed([1] * 100 + [2] * 60), 100, chunk, tensors, "") is not None
-    archive = Archive(disk, lambda saved: None, lambda: [], lambda: torch.device("cpu"))
+    archive = Archive(disk, lambda saved: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
     with JournalledCache(CONFIG, memory=memory) as cache:
         length, end = archive.find("k", packed([1] * 100 + [2] * 60), stateful=False)
         assert end is not None
@@ -230,7 +231,7 @@ def test_a_file_of_another_shape_than_what_is_there_is_no_error_here(
     elif what == "names":
         tensors["k.7"] = tensors.pop("k.2")
     disk.write("k", packed([1] * 50), 20, parent, tensors, "")
-    archive = Archive(disk, lambda saved: None, lambda: [], lambda: torch.device("cpu"))
+    archive = Archive(disk, lambda saved: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
     with JournalledCache(CONFIG, memory=memory) as cache:
         length, chunk = archive.find("k", packed([1] * 50), stateful=False)
         assert chunk is not None
@@ -301,7 +302,7 @@ def test_a_load_that_is_ended_between_two_files_leaves_those_before(
 ) -> None:
     """And the cache goes on from there, in blocks that are not full too."""
     disk = saved(tmp_path, [33, 30, 50])
-    archive = Archive(disk, lambda saved: None, lambda: [], lambda: torch.device("cpu"))
+    archive = Archive(disk, lambda saved: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
     for files in range(4):
         left = [files]
 

@@ -24,6 +24,7 @@ from kvtier.conversation.saved import archive as module
 from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.waiting import Saved
 from kvtier.forward.forward import Forward
+from kvtier.hf.models.devices import Devices
 
 #: Of a small cache, and bytes of one of its tokens.
 LAYERS, HEADS, HEAD = 3, 2, 4
@@ -49,7 +50,7 @@ def saved_in(folder: Path, chunks: int, each: int) -> Disk:
 
 
 def load_of(disk: Disk, memory: TieredMemory, length: int, **options: Any) -> int:
-    archive = Archive(disk, lambda saved: None, lambda: [], lambda: torch.device("cpu"))
+    archive = Archive(disk, lambda saved: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
     with JournalledCache(CONFIG, memory=memory, **options) as cache:
         found, chunk = archive.find("k", packed([1] * length), stateful=False)
         assert chunk is not None
@@ -248,7 +249,7 @@ def test_of_a_sequence_that_gave_up_its_end_the_rest_is_saved(left: int, tmp_pat
         keys = (torch.arange(left, dtype=torch.float32)[None, None, :, None] + 1000 * i).expand(1, HEADS, left, HEAD)
         cache._forward.restore(i, keys, keys + 0.5)
     cache._forward.steps.end()
-    archive = Archive(disk, lambda saved: cache, lambda: [], lambda: torch.device("cpu"))
+    archive = Archive(disk, lambda saved: cache, lambda: [], lambda: Devices(torch.device("cpu"), {}))
     archive.save(Saved("k", packed([1] * 66), None, "k"))
     assert disk.find("k", packed([1] * 66))[0] == max(left, 33)
     assert load_of(disk, memory, max(left, 33)) == max(left, 33)

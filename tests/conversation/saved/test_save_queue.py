@@ -24,6 +24,7 @@ from kvtier.conversation.saved import waiting
 from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.soon import Soon
 from kvtier.conversation.saved.waiting import Saved, Waiting
+from kvtier.hf.models.devices import Devices
 
 
 class Layer:
@@ -92,7 +93,8 @@ def test_a_disk_that_hangs_makes_no_call_wait_and_holds_a_bounded_number_of_stat
 ) -> None:
     monkeypatch.setattr(waiting.Waiting.__init__, "__defaults__", (10_000, 8))
     disk, hangs, here = Disk(tmp_path, None, OF), threading.Event(), list[str]()
-    archive, late = Archive(disk, lambda x: None, lambda: [], lambda: torch.device("cpu")), list[int]()
+    devices = Devices(torch.device("cpu"), {})
+    archive, late = Archive(disk, lambda x: None, lambda: [], lambda: devices), list[int]()
 
     def save(x: Saved) -> None:
         if not hangs.wait(60):
@@ -202,7 +204,7 @@ def test_an_interrupt_while_the_thread_begins_leaves_one_thread_for_what_is_save
         if interrupts and interrupts.pop():
             raise KeyboardInterrupt
 
-    archive = Archive(Disk(tmp_path, None, OF), lambda x: None, lambda: [], lambda: torch.device("cpu"))
+    archive = Archive(Disk(tmp_path, None, OF), lambda x: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
     monkeypatch.setattr(archive, "save", lambda x: here.append(x.place))
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
