@@ -30,6 +30,10 @@ class PackedMask(torch.Tensor):
     batch: SubBatch
     window: int
 
+    def to(self, *args: object, **kwargs: object) -> PackedMask:
+        """Itself: without elements it is on every device. Accelerate's hooks take it to that of each layer."""
+        return self
+
 
 def packed_mask(local_size: int | None) -> PackedMask | None:
     """The mask of the packed forward under way; None: there is none."""
