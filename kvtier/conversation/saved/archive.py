@@ -32,6 +32,8 @@ from kvtier.tables.layer import Pieces
 
 #: A thread gets memory for so many tensors at a time, and so many files ahead of the one that is read.
 _AT_ONCE, _AHEAD = 8, 2
+#: Files that are made of a sequence before others get room.
+_FILES = 8
 _CPU = torch.device("cpu")
 
 
@@ -113,52 +115,62 @@ class Archive:
 
     def save(self, saved: Saved) -> None:
         """Save what of a sequence is kept and not saved yet, in files of about `LARGEST` bytes; with states it is one
-        file, for they are of its end.
+        file, for they are of its end. Of a long one some files at a time are made, and others get room in between.
 
         Raises:
             Exception: it cannot be read from the memory.
         """
         start, parent = self.disk.find(saved.key, saved.ids)
         length = len(saved.ids) // WIDTH
-        if start == length and (saved.states is None or any(x.stop == length for x in self._ends(saved))):
+        if saved.states is not None:
+            if start < length or not any(x.stop == length for x in self._ends(saved)):
+                self._save_states(saved, saved.states, start, parent)
             return
+        while start < length:
+            chunk = self._save_some(saved, start, parent)
+            if chunk is None:
+                return
+            start, parent = chunk.stop, chunk
+
+    def _save_some(self, saved: Saved, start: int, parent: Chunk | None) -> Chunk | None:
+        """Save tokens from one on as a chain of chunks, `_FILES` at the most, or nothing of them where the budget
+        leaves no room for all that is kept. Returns the last chunk where more is to be saved behind it."""
+        cache = self._open_cache(saved)
+        if cache is None:
+            return None
+        with cache:
+            length = cache.get_seq_length()
+            if length <= start:
+                return None
+            nbytes = sum(reader.layer.layout.token_bytes for reader in cache._forward.readers.values())
+            why = self.disk.room.leaves(nbytes * (length - start), parent)
+            if why:
+                self.disk.problem = why
+                return None
+            portion = max(LARGEST // max(nbytes, 1), 1)
+            stop = min(start + _FILES * portion, length)
+            tensors = _read(cache, start, stop)
+        for at in range(start, stop, portion):
+            ids = saved.ids[: min(at + portion, stop) * WIDTH]
+            some = {name: x[:, at - start : at - start + portion] for name, x in tensors.items()}
+            parent = self.disk.write(saved.key, ids, at, parent, some, "")
+            if parent is None:
+                return None
+        return parent if stop < length else None
+
+    def _save_states(self, saved: Saved, states: States, start: int, parent: Chunk | None) -> None:
+        """Save tokens from one on, and the states behind them."""
         cache = self._open_cache(saved)
         if cache is None:
             return
         with cache:
-            if saved.states is None and (length := cache.get_seq_length()) <= start:
-                return
-            tensors = {}
-            for i in sorted(cache._forward.readers):
-                keys, values = cache.layers[i].dense("saving", start)
-                tensors[f"k.{i}"], tensors[f"v.{i}"] = (x[0, :, : length - start].contiguous() for x in (keys, values))
-        if saved.states is None:
-            self._write(saved, start, length, parent, tensors)
-            return
-        found = packed_states(saved.states)
+            tensors = _read(cache, start, len(saved.ids) // WIDTH)
+        found = packed_states(states)
         if found is None:
             self.disk.problem = "a layer of the model has states that are no tensors"
             return
         more, about = found
         self.disk.write(saved.key, saved.ids, start, parent, tensors | more, json.dumps(about))
-
-    def _write(
-        self, saved: Saved, start: int, stop: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Save tokens from one on as a chain of chunks, or nothing of them where the budget leaves no room for all."""
-        tokens = stop - start
-        nbytes = sum(x.nbytes for x in tensors.values())
-        why = self.disk.room.leaves(nbytes, parent)
-        if why:
-            self.disk.problem = why
-            return
-        portion = max(LARGEST * tokens // max(nbytes, 1), 1)
-        for at in range(0, tokens, portion):
-            ids = saved.ids[: (start + min(at + portion, tokens)) * WIDTH]
-            some = {name: x[:, at : at + portion] for name, x in tensors.items()}
-            parent = self.disk.write(saved.key, ids, start + at, parent, some, "")
-            if parent is None:
-                return
 
     def _ends(self, saved: Saved) -> list[Chunk]:
         return self.disk.ends(saved.key, saved.ids)
@@ -241,6 +253,21 @@ def _finish() -> None:
     code would abort the process."""
     for archive in list(_working):
         archive.finish()
+
+
+def _read(cache: JournalledCache, start: int, stop: int) -> dict[str, torch.Tensor]:
+    """Keys and values of some tokens of every layer, on the host. `LARGEST` bytes of one layer at a time, or a little
+    more, are where the layer is."""
+    tensors = {}
+    for i, reader in sorted(cache._forward.readers.items()):
+        step = max(LARGEST // reader.layer.layout.token_bytes, 1)
+        parts = [
+            [x[0].to(_CPU) for x in cache.layers[i].dense("saving", at, min(at + step, stop))]
+            for at in range(start, max(stop, start + 1), step)
+        ]
+        for name, some in zip(("k", "v"), zip(*parts, strict=True), strict=True):
+            tensors[f"{name}.{i}"] = some[0].contiguous() if len(some) == 1 else torch.cat(some, 1)
+    return tensors
 
 
 def _restore(cache: JournalledCache, part: Part, devices: Devices) -> bool:

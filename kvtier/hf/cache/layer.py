@@ -253,12 +253,16 @@ class TieredLayer(DynamicLayer):
     def values(self, value: torch.Tensor | None) -> None:
         self._assign(1, value)
 
-    def dense(self, operation: str, start: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values from token `start` on as tensors of the caller's own; None before the first update."""
+    def dense(
+        self, operation: str, start: int = 0, stop: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of the tokens `[start, stop)`, or from `start` on, as tensors of the caller's own; None
+        before the first update."""
         reader = self._reader
         if reader is None:
             return None
-        return self._forward.densify(reader, reader.layer.length, reader.layer.epoch, operation, start=start)
+        stop = reader.layer.length if stop is None else stop
+        return self._forward.densify(reader, stop, reader.layer.epoch, operation, start=start)
 
     def content(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The same for a copy of the cache: keys `[batch, heads, tokens, k_dim]` and values `[batch, heads, tokens,

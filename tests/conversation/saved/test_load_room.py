@@ -241,15 +241,51 @@ def test_room_that_is_lost_meanwhile_leaves_what_was_loaded(
 # Save
 
 
+def cache_of(memory: TieredMemory, tokens: int) -> JournalledCache:
+    """A cache with the numbers that `load_of` expects."""
+    cache = JournalledCache(CONFIG, memory=memory)
+    for i in range(LAYERS):
+        keys = torch.arange(tokens, dtype=torch.float32)[None, None, :, None] + 1000 * i
+        keys = keys.expand(1, HEADS, tokens, HEAD)
+        cache._forward.restore(i, keys, keys + 0.5)
+    cache._forward.steps.end()
+    return cache
+
+
+@pytest.mark.parametrize("left", [300, 170])
+def test_of_a_long_sequence_some_files_at_a_time_are_made_and_a_part_of_a_layer_is_read(
+    left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LARGEST", 20 * TOKEN)
+    disk, memory, reads, opened = Disk(tmp_path, None, OF), TieredMemory(), list[int](), list[int]()
+
+    def open_cache(saved: Saved) -> JournalledCache:
+        """All 300 tokens, and from the second time on what is left of them."""
+        opened.append(len(reads))
+        return cache_of(memory, 300 if len(opened) == 1 else left)
+
+    def densify(forward: Forward, *args: Any, **options: Any) -> Any:
+        keys, values = dense(forward, *args, **options)
+        reads.append(keys.nbytes + values.nbytes)
+        return keys, values
+
+    dense = Forward.densify
+    monkeypatch.setattr(Forward, "densify", densify)
+    archive = Archive(disk, open_cache, lambda: [], lambda: Devices(torch.device("cpu"), {}))
+    archive.save(Saved("k", packed([1] * 300), None, "k"))
+    monkeypatch.undo()
+    assert max(reads) <= 20 * TOKEN
+    assert len(opened) == 2, "eight files of twenty tokens, and the rest"
+    assert load_of(disk, memory, left) == left
+    assert disk.problem == ""
+    disk.close()
+    memory.close()
+
+
 @pytest.mark.parametrize("left", [66, 50, 33, 20])
 def test_of_a_sequence_that_gave_up_its_end_the_rest_is_saved(left: int, tmp_path: Path) -> None:
     disk, memory = saved_in(tmp_path, 1, 33), TieredMemory()
-    cache = JournalledCache(CONFIG, memory=memory)
-    for i in range(LAYERS):
-        keys = (torch.arange(left, dtype=torch.float32)[None, None, :, None] + 1000 * i).expand(1, HEADS, left, HEAD)
-        cache._forward.restore(i, keys, keys + 0.5)
-    cache._forward.steps.end()
-    archive = Archive(disk, lambda saved: cache, lambda: [], lambda: Devices(torch.device("cpu"), {}))
+    archive = Archive(disk, lambda saved: cache_of(memory, left), lambda: [], lambda: Devices(torch.device("cpu"), {}))
     archive.save(Saved("k", packed([1] * 66), None, "k"))
     assert disk.find("k", packed([1] * 66))[0] == max(left, 33)
     assert load_of(disk, memory, max(left, 33)) == max(left, 33)
