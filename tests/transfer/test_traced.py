@@ -4,6 +4,7 @@ device, its times against the CPU's."""
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from pathlib import Path
 
@@ -47,13 +48,31 @@ def test_points_of_streams_are_read_when_they_may_be_and_every_copy_is_there(
     assert {x.device for x in events if x.lane == "compute"} == {str(device)}
 
 
+def compared(engine: CudaTransfers) -> float:
+    """Let an engine compare its clocks at a moment at which nothing else comes between, if there is one. Seconds by
+    which they may differ."""
+    found = math.inf
+    for _ in range(100):
+        torch.cuda.synchronize()
+        engine._clock, began = None, time.perf_counter()
+        engine._compared().event.synchronize()
+        found = time.perf_counter() - began
+        if found < 2e-4:
+            break
+    return found
+
+
 @pytest.mark.cuda
-def test_on_a_device_copies_and_computing_are_where_the_clock_says(tmp_path: Path) -> None:
+def test_on_a_device_copies_and_computing_are_where_the_clock_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cuda, "COMPARE", math.inf)
     device, counters = torch.device("cuda", 0), Counters()
     engine = CudaTransfers(device)
     host = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cpu").pin_memory()
     target = torch.empty_like(host, device=device)
     engine.submit([TensorCopy(host, target)], Direction.FETCH, counters).synchronize()
+    slack = compared(engine) + 2e-4  # of the clocks, and as the two drift apart
     with kvtier.trace(tmp_path / "x.json") as trace:
         trace.step(counters, 1, time.perf_counter(), str(device), engine)
         times = []
@@ -74,7 +93,7 @@ def test_on_a_device_copies_and_computing_are_where_the_clock_says(tmp_path: Pat
     assert len(attentions) == len(fetches) == 4
     for found in (attentions, fetches):
         for x, (began, ended) in zip(found, times, strict=True):
-            assert began - 2e-4 <= x.start + trace.began <= x.end + trace.began <= ended + 2e-4
+            assert began - slack <= x.start + trace.began <= x.end + trace.began <= ended + slack
     for a, b in itertools.pairwise(fetches):
         assert a.end <= b.start
     assert busy_seconds(events, "up") == pytest.approx(sum(x.seconds or 0 for x in fetches))
