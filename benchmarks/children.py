@@ -36,8 +36,11 @@ class Children:
         for child in list(self._running):
             end_group(child)
 
-    def run(self, command: Sequence[str], seconds: float, *, keep: bool, **environment: str) -> Ended:
-        """Run a command to its end, for at most `seconds`."""
+    def run(
+        self, command: Sequence[str], seconds: float, *, keep: bool, notice: float = 0.0, **environment: str
+    ) -> Ended:
+        """Run a command to its end, for at most `seconds`; `notice` seconds before that it is interrupted, so that it
+        may say where it is."""
         child = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -52,9 +55,14 @@ class Children:
         if self._closed:  # by another thread, meanwhile
             end_group(child)
         try:
-            output, _ = child.communicate(timeout=max(seconds, 1.0))
+            output, _ = child.communicate(timeout=max(seconds - notice, 1.0))
             return Ended(child.returncode, output or "")
         except subprocess.TimeoutExpired:
+            if notice:
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(child.pid, signal.SIGINT)
+                    output, _ = child.communicate(timeout=notice)
+                    return Ended(None, output or "")
             # Its head may have ended, and what that began keeps the pipe open.
             end_group(child, whole=True)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -74,8 +82,10 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent() -> None:
     """Have the kernel end this process when its parent is killed, which then cannot: none may stay on the device.
 
-    What this process begins in turn does not hear of it.
+    What this process begins in turn does not hear of it. An interrupt is heard, though who runs the parent in the
+    background has it ignored.
     """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

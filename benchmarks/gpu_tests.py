@@ -53,11 +53,11 @@ ELSEWHERE = frozenset(("tests/kernels/test_compiled.py",))
 ON_HOST = ("tests/cpu/test_accuracy.py",)
 #: Files whose tests are shared out over so many processes: hundreds of variants of programs are compiled.
 SHARES = {"tests/kernels/test_paged.py": 6}
-#: A small case of each kind, for tools that slow everything down many times.
+#: A small case of each kind, for tools that slow everything down many times, and may wait for every launch.
 SANITIZED = (
     "tests/kernels/test_paged.py::test_a_row_without_blocks_gives_zeros_and_minus_infinity",
     "tests/kernels/test_merging.py::test_merging_nothing_changes_nothing",
-    "tests/cuda/test_transfers.py::test_a_pending_transfer_says_so_until_the_cpu_has_waited",
+    "tests/cuda/test_transfers.py::test_copies_see_what_the_compute_stream_wrote_and_readers_see_the_copies[0]",
 )
 #: Further options of a tool. Errors of calls that torch makes to see what there is are no accesses to memory.
 SANITIZERS = {"memcheck": ("--report-api-errors=no",), "racecheck": ()}
@@ -65,11 +65,13 @@ SANITIZERS = {"memcheck": ("--report-api-errors=no",), "racecheck": ()}
 SPARE_CORES, MOST_WORKERS = 4, 10
 #: Of pytest.
 NO_TESTS = 5
+#: Seconds that a process of pytest gets to say where it is, before it is ended.
+NOTICE = 5.0
 
 
 def pytest_jobs(*, cuda: bool) -> dict[str, Job]:
     """What is run, by name: a process for everything marked `cuda`, and one or several for each file that is there."""
-    jobs = {"marked cuda": Job(("-m", "cuda", "tests"), "cuda" if cuda else "cpu")}
+    jobs = {"marked cuda": Job(("-m", "cuda", *marked()), "cuda" if cuda else "cpu")}
     files = {path: "cuda" for path in _files(ON_DEVICE)} | {path: "cpu" for path in _files(ON_HOST)}
     if not cuda:
         # `make test` runs them: here it is enough that they can be collected.
@@ -83,6 +85,11 @@ def pytest_jobs(*, cuda: bool) -> dict[str, Job]:
         shares = [f"{i}/{n}" for i in range(n)] if n > 1 else [""]
         jobs |= {f"{path} {share}".strip(): Job((path,), device, share) for share in shares}
     return jobs
+
+
+def marked() -> list[str]:
+    """The files that have tests marked `cuda`: no other is imported for them, and needs what is missing there."""
+    return [path for path in _files(("tests/cuda", "tests")) if "pytest.mark.cuda" in (ROOT / path).read_text()]
 
 
 def _files(places: Sequence[str]) -> list[str]:
@@ -120,7 +127,8 @@ def run_tests(children: Children, recorder: Recorder, seconds: float, *, cuda: b
 
 
 def _run_job(children: Children, job: Job, seconds: float) -> Ended:
-    pytest = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "--durations=3"]
+    # Each test is named when it begins: of a process that is ended this says where it was.
+    pytest = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--durations=3"]
     # A file that cannot be collected fails its job, and keeps no other from running.
     pytest += ["--continue-on-collection-errors"]
     environment = {
@@ -129,7 +137,7 @@ def _run_job(children: Children, job: Job, seconds: float) -> Ended:
         "OMP_NUM_THREADS": "1",  # side by side, processes with many threads would fight for the cores
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # the tests need no plugins; whatever is installed there takes time
     }
-    return children.run([*job.under, *pytest, *job.arguments], seconds, keep=True, **environment)
+    return children.run([*job.under, *pytest, *job.arguments], seconds, keep=True, notice=NOTICE, **environment)
 
 
 def _record(recorder: Recorder, name: str, job: Job, ended: Ended) -> list[str]:
@@ -139,6 +147,7 @@ def _record(recorder: Recorder, name: str, job: Job, ended: Ended) -> list[str]:
     counts = {word: int(n) for n, word in counted}
     summary = ", ".join(f"{n} {word}" for word, n in counts.items()) or _last_line(ended.tail) or "no output"
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ended.tail, re.MULTILINE)
+    failed += [f"in {test}" for test in unfinished(ended) if status == "out of time"]
     print(f"  {name:<44} {summary if status == 'ok' else f'{status}: {summary}'}", flush=True)
     recorder.add("tests", status=status, tests=name, counts=counts, failed=failed, workload={"device": job.device})
     if status == "ok":
@@ -160,6 +169,12 @@ def verdict(name: str, ended: Ended) -> str:
     # What one warp writes and reads again without a barrier is a warning to racecheck, and often is no race.
     only_warnings = name == "racecheck" and re.search(r"RACECHECK SUMMARY: .*\(0 errors?, \d+ warnings?\)", ended.tail)
     return "warnings" if only_warnings and not re.search(r"\b\d+ (failed|errors?) in ", ended.tail) else "failed"
+
+
+def unfinished(ended: Ended) -> list[str]:
+    """The test that was under way when a process ended, if one was."""
+    begun = re.findall(r"^(tests/\S+?::.*?)\s*$", ended.tail, re.MULTILINE)[-1:]
+    return [test for test in begun if not re.search(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", test)]
 
 
 def _last_line(text: str) -> str:

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from benchmarks.__main__ import all_scenarios, parse_args
-from benchmarks.children import Ended
+from benchmarks.children import Children, Ended
 from benchmarks.gpu import Run, run_benchmark, run_calibration
 from benchmarks.gpu_plan import LLAMA, PARTS, TIME_LIMIT, parts_named, share_of
 from benchmarks.gpu_table import cut_off, table_of
-from benchmarks.gpu_tests import ELSEWHERE, SANITIZED, SHARES, pytest_jobs, verdict
+from benchmarks.gpu_tests import ELSEWHERE, SANITIZED, SHARES, marked, pytest_jobs, unfinished, verdict
 from benchmarks.records import RESULTS, Recorder, read, turns_of
 from benchmarks.targets import Target, evaluate
 
@@ -142,7 +142,7 @@ def test_the_device_and_the_host_are_tested_most_valuable_files_first() -> None:
     assert jobs["tests/cpu/test_accuracy.py"].device == "cpu"
     assert all((ROOT / x.split("::")[0]).exists() for job in jobs.values() for x in job.arguments if "/" in x)
     for path, name in (x.split("::") for x in SANITIZED):
-        assert f"def {name}(" in (ROOT / path).read_text(), name
+        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), name
     files = [job.arguments[0] for name, job in jobs.items() if name != "marked cuda" and not job.under]
     assert set(pytest_jobs(cuda=False)["all others"].arguments[1:]) == set(files)
     order = [
@@ -184,6 +184,37 @@ def test_the_verdict_on_a_job_follows_from_its_exit_status_and_output(
     name: str, code: int | None, tail: str, expected: str
 ) -> None:
     assert verdict(name, Ended(code, tail)) == expected
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        ("tests/a.py::test_b PASSED     [ 50%]\ntests/a.py::test_c[1 MiB-x] \n", ["tests/a.py::test_c[1 MiB-x]"]),
+        ("tests/a.py::test_b PASSED     [ 50%]\n== 1 passed in 0.1s ==", []),
+        ("collecting ... ", []),
+    ],
+)
+def test_of_a_job_that_was_ended_it_is_known_which_test_was_under_way(tail: str, expected: list[str]) -> None:
+    assert unfinished(Ended(None, tail)) == expected
+
+
+def test_for_what_is_marked_no_other_file_is_imported() -> None:
+    mark = ".".join(("pytest", "mark", "cuda"))
+    having = {path for path in (ROOT / "tests").rglob("*.py") if mark in path.read_text()}
+    assert {ROOT / name for name in marked()} == having
+
+
+def test_a_test_that_takes_too_long_is_named_before_its_process_ends(tmp_path: Path) -> None:
+    test = tmp_path / "test_long.py"
+    test.write_text("import time\n\ndef test_short(): pass\n\ndef test_long(): time.sleep(600)\n")
+    with Children() as children:
+        began = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", str(test)]
+        ended = children.run(command, 80, keep=True, notice=60.0)
+    assert ended.code is None
+    assert time.monotonic() - began < 79, "it was interrupted"
+    assert "1 passed" in ended.tail
+    assert ended.tail.count("test_long ") == 1
 
 
 # The tables
