@@ -63,6 +63,8 @@ SANITIZED = (
 SANITIZERS = {"memcheck": ("--report-api-errors=no",), "racecheck": ()}
 #: A process of tests computes with one core, and some cores are left for what the driver and compilers do.
 SPARE_CORES, MOST_WORKERS = 4, 10
+#: The name of a process for what is marked `cuda`.
+MARKED = "marked cuda"
 #: Of pytest.
 NO_TESTS = 5
 #: Seconds that a process of pytest gets to say where it is, before it is ended.
@@ -70,12 +72,16 @@ NOTICE = 5.0
 
 
 def pytest_jobs(*, cuda: bool) -> dict[str, Job]:
-    """What is run, by name: a process for everything marked `cuda`, and one or several for each file that is there."""
-    jobs = {"marked cuda": Job(("-m", "cuda", *marked()), "cuda" if cuda else "cpu")}
+    """What is run, by name: a process or several for each file that is there, and of files that are not among those one
+    for what is marked `cuda`."""
     files = {path: "cuda" for path in _files(ON_DEVICE)} | {path: "cpu" for path in _files(ON_HOST)}
     if not cuda:
         # `make test` runs them: here it is enough that they can be collected.
-        return jobs | {"all others": Job(("--collect-only", *files), "cpu")}
+        return {
+            MARKED: Job(("-m", "cuda", *marked()), "cpu"),
+            "all others": Job(("--collect-only", *files), "cpu"),
+        }
+    jobs = {f"{MARKED}, {path}": Job(("-m", "cuda", path), "cuda") for path in marked() if path not in files}
     sanitizer = shutil.which("compute-sanitizer")
     for tool, options in SANITIZERS.items() if sanitizer else ():
         under = (str(sanitizer), f"--tool={tool}", "--error-exitcode=9", "--target-processes=application-only")
@@ -164,7 +170,7 @@ def verdict(name: str, ended: Ended) -> str:
     """`ok`, `warnings` (information, no failure), `failed` or `out of time`."""
     if ended.code is None:
         return "out of time"
-    if ended.code == 0 or (ended.code == NO_TESTS and name != "marked cuda"):
+    if ended.code == 0 or (ended.code == NO_TESTS and not name.startswith(MARKED)):
         return "ok"
     # What one warp writes and reads again without a barrier is a warning to racecheck, and often is no race.
     only_warnings = name == "racecheck" and re.search(r"RACECHECK SUMMARY: .*\(0 errors?, \d+ warnings?\)", ended.tail)

@@ -20,7 +20,7 @@ from benchmarks.children import Children, Ended
 from benchmarks.gpu import Run, run_benchmark, run_calibration
 from benchmarks.gpu_plan import LLAMA, PARTS, TIME_LIMIT, parts_named, share_of
 from benchmarks.gpu_table import cut_off, table_of
-from benchmarks.gpu_tests import ELSEWHERE, SANITIZED, SHARES, marked, pytest_jobs, unfinished, verdict
+from benchmarks.gpu_tests import ELSEWHERE, MARKED, SANITIZED, SHARES, marked, pytest_jobs, unfinished, verdict
 from benchmarks.records import RESULTS, Recorder, read, turns_of
 from benchmarks.targets import Target, evaluate
 
@@ -137,13 +137,17 @@ def test_a_run_calibrates_first_and_records_what_it_found(
 
 def test_the_device_and_the_host_are_tested_most_valuable_files_first() -> None:
     jobs = pytest_jobs(cuda=True)
-    assert next(iter(jobs)) == "marked cuda"
+    assert next(iter(jobs)).startswith(MARKED)
+    assert {"tests/cuda/test_transfers.py", "tests/memory/test_giving_back.py"} <= {
+        x.arguments[-1] for x in jobs.values()
+    }
+    assert set(marked()) <= {x for job in jobs.values() for x in job.arguments}
     assert jobs["tests/hf/test_modes.py"].device == jobs["tests/test_view.py"].device == "cuda"
     assert jobs["tests/cpu/test_accuracy.py"].device == "cpu"
     assert all((ROOT / x.split("::")[0]).exists() for job in jobs.values() for x in job.arguments if "/" in x)
     for path, name in (x.split("::") for x in SANITIZED):
         assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), name
-    files = [job.arguments[0] for name, job in jobs.items() if name != "marked cuda" and not job.under]
+    files = [job.arguments[0] for name, job in jobs.items() if not name.startswith(MARKED) and not job.under]
     assert set(pytest_jobs(cuda=False)["all others"].arguments[1:]) == set(files)
     order = [
         files.index(f"tests/{x}.py") for x in ("kernels/test_paged", "hf/test_split", "test_view", "hf/test_modes")
@@ -177,6 +181,7 @@ def test_files_that_concern_no_device_are_not_run_there() -> None:
         ("racecheck", 0, "3 passed in 4.1s", "ok"),
         ("memcheck", 9, "== ERROR SUMMARY: 1 error", "failed"),
         ("tests/test_view.py", 5, "no tests ran", "ok"),
+        ("marked cuda, tests/cuda/test_transfers.py", 5, "no tests ran", "failed"),
         ("tests/test_view.py", None, "", "out of time"),
     ],
 )
