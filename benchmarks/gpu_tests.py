@@ -160,18 +160,21 @@ def _record(recorder: Recorder, name: str, job: Job, ended: Ended) -> list[str]:
         return []
     with recorder.out.with_suffix(".tests.log").open("a", encoding="utf-8") as log:
         log.write(f"=== {name}: {status}\n{ended.tail}\n")
-    if status == "warnings":
+    if status in ("warnings", "unavailable"):
         return []
     print("\n".join(f"    | {line}" for line in ended.tail.splitlines()[-30:]), flush=True)
     return [f"tests: {name}: {status}" + (f": {', '.join(failed)}" if failed else "")]
 
 
 def verdict(name: str, ended: Ended) -> str:
-    """`ok`, `warnings` (information, no failure), `failed` or `out of time`."""
+    """`ok`, `failed` or `out of time`; or what is no failure: `warnings`, and `unavailable`, of a tool that does not
+    know the device, as on some virtual machines."""
     if ended.code is None:
         return "out of time"
     if ended.code == 0 or (ended.code == NO_TESTS and not name.startswith(MARKED)):
         return "ok"
+    if name in SANITIZERS and "Device not supported" in ended.tail:
+        return "unavailable"
     # What one warp writes and reads again without a barrier is a warning to racecheck, and often is no race.
     only_warnings = name == "racecheck" and re.search(r"RACECHECK SUMMARY: .*\(0 errors?, \d+ warnings?\)", ended.tail)
     return "warnings" if only_warnings and not re.search(r"\b\d+ (failed|errors?) in ", ended.tail) else "failed"

@@ -180,6 +180,7 @@ def test_files_that_concern_no_device_are_not_run_there() -> None:
         ),
         ("racecheck", 0, "3 passed in 4.1s", "ok"),
         ("memcheck", 9, "== ERROR SUMMARY: 1 error", "failed"),
+        ("memcheck", 255, "== Error: Device not supported. Please refer to the documentation", "unavailable"),
         ("tests/test_view.py", 5, "no tests ran", "ok"),
         ("marked cuda, tests/cuda/test_transfers.py", 5, "no tests ran", "failed"),
         ("tests/test_view.py", None, "", "out of time"),
