@@ -142,7 +142,7 @@ class Archive:
             length = cache.get_seq_length()
             if length <= start:
                 return None
-            nbytes = sum(reader.layer.layout.token_bytes for reader in cache._forward.readers.values())
+            nbytes = _token_bytes(cache)
             why = self.disk.room.leaves(nbytes * (length - start), parent)
             if why:
                 self.disk.problem = why
@@ -253,6 +253,11 @@ def _finish() -> None:
     code would abort the process."""
     for archive in list(_working):
         archive.finish()
+
+
+def _token_bytes(cache: JournalledCache) -> int:
+    """Bytes of the keys and values of a token, all layers."""
+    return sum(reader.layer.layout.token_bytes for reader in cache._forward.readers.values())
 
 
 def _read(cache: JournalledCache, start: int, stop: int) -> dict[str, torch.Tensor]:

@@ -34,14 +34,14 @@ FILE = 20
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A history is many files, each `FILE` tokens of a tiny llama."""
-    write = archive.Archive._write
+    token_bytes = archive._token_bytes
 
-    def in_portions(self: Any, saved: Any, start: int, stop: int, parent: Any, tensors: Any) -> None:
-        nbytes = sum(x.nbytes for x in tensors.values())
-        monkeypatch.setattr(archive, "LARGEST", nbytes // (stop - start) * FILE)
-        write(self, saved, start, stop, parent, tensors)
+    def in_portions(cache: Any) -> int:
+        nbytes = token_bytes(cache)
+        monkeypatch.setattr(archive, "LARGEST", nbytes * FILE)
+        return nbytes
 
-    monkeypatch.setattr(archive.Archive, "_write", in_portions)
+    monkeypatch.setattr(archive, "_token_bytes", in_portions)
 
 
 def choosing(monkeypatch: pytest.MonkeyPatch, choose: Callable[[int, int], int]) -> None:
