@@ -66,11 +66,12 @@ else:
     from kvtier.conversation.index import packed
     from kvtier.conversation.journal import JournalledCache
     from kvtier.cpu import loader
+    from kvtier.hf.models.devices import Devices
     assert loader.available()
     config = Qwen3Config(num_hidden_layers=LAYERS, num_key_value_heads=HEADS, num_attention_heads=2 * HEADS,
                          head_dim=HEAD, hidden_size=2 * HEADS * HEAD)
     memory = TieredMemory()
-    archive = Archive(Disk(at, None, OF), lambda saved: None, lambda: [], lambda: torch.device("cpu"))
+    archive = Archive(Disk(at, None, OF), lambda saved: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
     def once():
         with JournalledCache(config, memory=memory) as cache:
             length, chunk = archive.find("k", packed([1] * tokens), stateful=False)
