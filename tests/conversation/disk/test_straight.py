@@ -120,7 +120,7 @@ def test_a_default_device_has_no_part_in_blocks_that_are_read_into(
     tmp_path: Path, memory: TieredMemory, went: list[bool]
 ) -> None:
     disk = saved(tmp_path, [40, 40, 40])
-    archive = Archive(disk, lambda saved: None, lambda: [], lambda: torch.device("cpu"))
+    archive = Archive(disk, lambda saved: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
     with JournalledCache(CONFIG, memory=memory) as cache:
         length, end = archive.find("k", packed([1] * 120), stateful=False)
         assert end is not None
