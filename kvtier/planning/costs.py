@@ -46,7 +46,7 @@ class Prediction:
         fetched_bytes, host_bytes: fetched, and attended to on the host.
         device: of device attention.
         layers: of the step.
-        copies: in which is fetched.
+        copies: with which all of that is fetched.
         busy: share of host attention during which the link is busy.
         waits: for layers that are alike, how many, the bytes that the host attends to in each, the seconds of device
             attention behind which that hides, and those that the fetch of each takes.
@@ -108,8 +108,9 @@ class CostModel:
         rates = Rates() if rates is None else rates
         self.rates = replace(rates, host_overhead=min(rates.host_overhead, MOST_OVERHEAD))
         self._up, self._down = Median(), Median()
-        # And in how many layers the host attends.
-        self._linear, self._waiting = LinearPart(linear), 0
+        self._linear = LinearPart(linear)
+        # Layers in which the host attends, in the last step that had some.
+        self._waiting = 0
         #: What the host is known to attend to in a second, before any step has shown it.
         self._known = self.rates.host if self.rates.measured else None
         self._shared = self.rates.shared

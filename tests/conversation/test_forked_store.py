@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from families import tiny_model
+from forked import held_by_a_thread, in_fork
 from test_store import GREEDY, ones, some_ids, store_of
 
 from kvtier import BudgetError, TieredKVCache
@@ -19,24 +17,8 @@ from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.saved.archive import Archive
 
 
-def in_fork(act: Callable[[], object]) -> None:
-    """Do something in a process that is forked now. What hangs there ends by a signal."""
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(60)
-        try:
-            act()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 @pytest.mark.parametrize("which", ["of conversations", "of the waker", "of the memory"])
 def test_a_lock_that_a_thread_of_the_parent_has_hinders_nobody(which: str, tmp_path: Path) -> None:
-    held, ends = threading.Event(), threading.Event()
     with store_of(tiny_model("llama"), directory=tmp_path) as store:
         store.generate(**ones(some_ids(20)), **GREEDY)
         locks: dict[str, Any] = {
@@ -45,24 +27,13 @@ def test_a_lock_that_a_thread_of_the_parent_has_hinders_nobody(which: str, tmp_p
             "of the memory": store.memory.lock,
         }
 
-        def hold() -> None:
-            with locks[which]:
-                held.set()
-                assert ends.wait(60)
-
         def act() -> None:
             store.open("a").wake(wait=True)
             store.check_integrity()
             store.close()
 
-        thread = threading.Thread(target=hold)
-        thread.start()
-        assert held.wait(60)
-        try:
+        with held_by_a_thread(locks[which]):
             in_fork(act)
-        finally:
-            ends.set()
-            thread.join()
         store.check_integrity()
 
 
