@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,9 +14,9 @@ from kvtier.planning.costs import CostModel, Prediction
 from kvtier.planning.groups import alike
 from kvtier.planning.linear import KEPT, LATE
 from kvtier.planning.linear import LINEAR as LINEAR_WINDOW
-from kvtier.planning.policies.adaptive import BELIEVED, CACHES, MEMORY, PERIOD, PROBE, Adaptive, _Cache
+from kvtier.planning.policies.adaptive import BELIEVED, CACHES, CHOICES, MEMORY, PERIOD, PROBE, Adaptive
 from kvtier.planning.policy import Policy
-from kvtier.planning.rates import Rates
+from kvtier.planning.rates import WINDOW, Rates
 from kvtier.planning.simulation.simulate import Machine, Simulation
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 from tests.planning.test_adaptive import LOAD, RATES
@@ -305,23 +305,69 @@ def test_what_was_measured_of_the_host_counts_until_steps_show_another_rate() ->
     assert model.rates.host == pytest.approx(30e9)
 
 
-def test_a_look_that_would_find_the_same_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, best = list[int](), Adaptive._best
+def test_few_looks_are_at_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, best, predict = list[int](), Adaptive._best, Adaptive._predict
     told = Told()
 
-    def counted(policy: Adaptive, known: _Cache, *args: Any) -> int:
-        looks.append(known.step)
-        return best(policy, known, *args)
+    def looked(policy: Adaptive, *args: Any) -> int:
+        looks.append(0)
+        return best(policy, *args)
 
-    monkeypatch.setattr(Adaptive, "_best", counted)
+    def predicted(policy: Adaptive, *args: Any) -> Prediction:
+        if looks:
+            looks[-1] += 1
+        return predict(policy, *args)
+
+    monkeypatch.setattr(Adaptive, "_may_probe", lambda *args: False)
+    monkeypatch.setattr(Adaptive, "_best", looked)
+    monkeypatch.setattr(Adaptive, "_predict", predicted)
     told.run(400)
-    skipped = [b - a for a, b in pairwise(looks) if a > 2 * PROBE]
-    assert max(skipped) == BELIEVED * PERIOD, "nothing is believed for ever"
-    assert len(looks) < 400 // PERIOD // 2
-    looks.clear()
-    told.rates = replace(TRUE, up=1.02 * TRUE.up)
-    told.run(3 * PERIOD)
-    assert len(looks) >= 2, "a rate is another one"
+    looks = looks[-(BELIEVED + 1) * 3 :]
+    assert sum(x >= CHOICES for x in looks) == 3, "a choice is not believed for ever, nor looked at all the time"
+    assert statistics.median(looks) <= CHOICES / 2
+    told.rates = replace(TRUE, up=TRUE.up / 2)
+    told.run(WINDOW // 2 + 2 * PERIOD)
+    assert looks[-1] >= CHOICES or told.share < 0.9, "a rate is another one"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_to_learn_of_some_steps_at_once_finds_what_learning_of_each_finds(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adaptive, "_may_probe", lambda *args: False)
+    found = []
+    for at_once in (True, False):
+        if not at_once:
+            monkeypatch.setattr(Adaptive, "_is_calm", lambda *args: False)
+        told, noise = Told(), iter(random.Random(seed).choices([0.97, 0.99, 1.0, 1.01, 1.03], k=300))
+        told.run(100, lambda share, step: next(noise))  # noqa: B023
+        told.rates = replace(TRUE, up=TRUE.up * 0.6, host=TRUE.host * 0.7)
+        told.run(100, lambda share, step: next(noise))  # noqa: B023
+        model, known = told.policy.model(1), told.policy._caches[1]["cuda:0", False]
+        assert model is not None
+        assert bool(known.told) == at_once
+        told.policy._learn(known)
+        assert all(x.ratio.value == pytest.approx(1, abs=0.03) for x in known.seen.values())
+        seconds = [model.step(alike(LAYERS), share).seconds for share in (0.0, 0.2, 0.5)]
+        found.append([told.policy.decisions(1)[-1].prediction.seconds, model.rates.up, model.rates.host, *seconds])
+    assert found[0] == pytest.approx(found[1], rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [0.3, 0.5, 2.0])
+def test_what_was_predicted_before_a_rate_changed_tells_nothing_of_what_a_choice_gives(factor: float) -> None:
+    told = Told()
+    told.run(100)
+    told.rates = replace(TRUE, host=TRUE.host * factor)
+    for _ in range(4 * PERIOD):
+        told.run(1)
+        seen = told.policy._caches[1]["cuda:0", False].seen.values()
+        changed = told.policy.model(1).rates.host != TRUE.host  # type: ignore[union-attr]
+        assert not changed or all(x.ratio.value == pytest.approx(1, abs=0.05) for x in seen)
+    assert changed
+    told.policy.plan(STATE)
+    said = told.policy.prediction(1, "cuda:0")
+    assert said is not None
+    assert said.seconds == pytest.approx(step_of(told.rates, told.share).seconds, rel=0.05)
 
 
 def test_of_caches_that_are_long_gone_nothing_is_kept() -> None:

@@ -7,7 +7,7 @@ remembers as Pie does (section 3.4.2), and spends the CPU where Neo does (sectio
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtier.planning.costs import CostModel, Decision, Prediction
@@ -21,9 +21,9 @@ from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepPlan, StepRe
 CHOICES = 33
 #: Steps between two looks at the choice, and the part by which spilled blocks may change before an earlier one.
 PERIOD, DRIFT = 8, 0.05
-#: A look finds what the last one found, where nothing that it looks at differs by more than such a part; it is believed
-#: for so many periods.
-SAME, BELIEVED = 0.005, 8
+#: Distances from the choice, either way, at which a look sees whether another one may gain enough; and such looks, one
+#: after the other, until one at all choices.
+STRIDES, BELIEVED = (1, 2, 4, 8, 16, 32), 8
 #: A choice is left for another that promises so much less, or a quarter of what predictions are off by, up to so much.
 HYSTERESIS, MOST_HYSTERESIS = 0.01, 0.05
 #: A choice that is not yet believed is left for another that promises so much less.
@@ -66,6 +66,18 @@ class _Seen:
 
 
 @dataclass(slots=True)
+class _Told:
+    """A step that nothing was learned from yet: its number, what was predicted of it, in how many copies it fetched on
+    all devices, and whether it is of the kind that is planned."""
+
+    step: int
+    record: StepRecord
+    prediction: Prediction | None
+    copies: int
+    alike: bool
+
+
+@dataclass(slots=True)
 class _Cache:
     """What is known of one cache's steps of one kind on one device: those of one token, or of some."""
 
@@ -73,8 +85,7 @@ class _Cache:
     choice: int = 0
     step: int = 0
     looked: int = -PERIOD
-    looked_at: tuple[float, ...] = ()
-    looks_saved: int = 0
+    near_looks: int = 0
     chosen: int = 0
     starting: bool = False
     fetched: bool = False
@@ -87,6 +98,8 @@ class _Cache:
     started: bool = False
     seen: dict[int, _Seen] = field(default_factory=dict)
     prediction: Prediction | None = None
+    expected: Prediction | None = None
+    told: list[_Told] = field(default_factory=list)
     part: float = 1.0
     plan: StepPlan | None = None
     planned_for: tuple[object, ...] = ()
@@ -149,6 +162,7 @@ class Adaptive(FixedShare):
         known.step += 1
         known.device_bytes = state.device_bytes
         if self._is_due(known, spilled):
+            self._learn(known)
             self._look(known, state, spilled)
         return self._as_planned(known, state)
 
@@ -164,30 +178,59 @@ class Adaptive(FixedShare):
         copies = sum([known.prediction.copies for _, known in mine if known.prediction is not None])
         for several, known in mine:
             alike = record.tokens <= MAX_DECODE_TOKENS and (record.tokens > 1) == several
-            prediction, known.prediction = known.prediction, None
-            settled = known.step - known.chosen > SETTLE
-            rates = known.model.rates
-            jumped = known.model.observe(record, prediction, known.part, alike=alike, copies=copies)
-            if jumped and known.step > LEARNED:
-                known.jumps.append(known.step)
-            if jumped and known.step <= known.moved_until and not known.restless:
-                # It is the change of the choice that shows other rates: what others gave is what it was.
-                self._rescale(known, rates)
-                jumped = False
-            if jumped and not known.restless:
-                known.seen.clear()
-                known.looked, known.jumped, known.probe_from = -PERIOD, True, None  # no probe tells anything now
-                known.interval = PROBE
-                known.next_probe = min(known.next_probe, known.step + PROBE)
-            elif settled and prediction is not None and record.seconds > 0 and prediction.base and known.part:
-                if known.probe_from is not None and record.seconds * known.part > known.probe_limit:
-                    known.probe_bad += 1
-                    if known.probe_bad == GIVEN_UP:
-                        known.probe_until = known.step
-                seen = known.seen.setdefault(known.choice, _Seen())
-                seen.ratio.add(record.seconds * known.part / prediction.seconds)
-                seen.at = known.step
-                seen.given_up = known.probe_from is not None and known.probe_bad >= GIVEN_UP
+            known.told.append(_Told(known.step, record, known.prediction, copies, alike))
+            known.prediction = None
+            if len(known.told) >= RESTLESS_PERIOD or not self._is_calm(known):
+                self._learn(known)
+
+    # Learning
+
+    def _is_calm(self, known: _Cache) -> bool:
+        """Whether nothing has to be learned before the next look at the choice. What a look reads is in no cache of the
+        processor between two steps: to learn from some records at once takes little longer than from one."""
+        settled = known.started and not known.starting and known.probe_from is None
+        return settled and known.step > LEARNED and known.step - known.chosen > SETTLE
+
+    def _learn(self, known: _Cache) -> None:
+        """Learn from the steps since the last time."""
+        told, known.told, known.expected = known.told, [], None
+        stale = False
+        for step in told:
+            if stale:  # what was predicted before a rate changed says nothing of the steps behind that
+                step.prediction = None
+            stale = self._learn_from(known, step) or stale
+
+    def _learn_from(self, known: _Cache, told: _Told) -> bool:
+        """Learn from a step. Whether what was predicted so far is of other rates."""
+        rates, at, record, prediction = known.model.rates, told.step, told.record, told.prediction
+        jumped = known.model.observe(record, prediction, known.part, alike=told.alike, copies=told.copies)
+        if jumped and at > LEARNED:
+            known.jumps.append(at)
+        new = jumped and not known.restless
+        if new and at <= known.moved_until:
+            # It is the change of the choice that shows other rates: what others gave is what it was.
+            self._rescale(known, rates)
+        elif new:
+            known.seen.clear()
+            known.looked, known.jumped, known.probe_from = -PERIOD, True, None  # no probe tells anything now
+            known.interval = PROBE
+            known.next_probe = min(known.next_probe, at + PROBE)
+            return True
+        seconds = record.seconds * known.part
+        if at - known.chosen > SETTLE and prediction is not None and prediction.base and seconds > 0:
+            self._note(known, at, seconds / prediction.seconds, seconds)
+        return new
+
+    def _note(self, known: _Cache, at: int, ratio: float, seconds: float) -> None:
+        """What the choice gave in a step: seconds, and their ratio to the prediction."""
+        if known.probe_from is not None and seconds > known.probe_limit:
+            known.probe_bad += 1
+            if known.probe_bad == GIVEN_UP:
+                known.probe_until = at
+        seen = known.seen.setdefault(known.choice, _Seen())
+        seen.ratio.add(ratio)
+        seen.at = at
+        seen.given_up = known.probe_from is not None and known.probe_bad >= GIVEN_UP
 
     # Choosing
 
@@ -229,8 +272,6 @@ class Adaptive(FixedShare):
     def _look(self, known: _Cache, state: StepState, spilled: int) -> None:
         """Choose a share, perhaps another one."""
         known.looked = known.step
-        if self._is_same(known, spilled):
-            return
         groups = alike(state.layers)
         known.part = len(state.layers) / max(state.model_layers, len(state.layers))
         known.spilled = spilled
@@ -260,25 +301,6 @@ class Adaptive(FixedShare):
                 known.moved_until = known.step + SETTLE + WINDOW
             known.decisions.append(Decision(number, reason, self._predict(known, groups, best), before))
 
-    def _is_same(self, known: _Cache, spilled: int) -> bool:
-        """Whether a look would find what the last one found."""
-        busy = known.probe_from is not None or known.starting or known.jumped or not known.started
-        if busy or known.step >= known.next_probe or self._may_compare(known):
-            known.looked_at = ()
-            return False
-        rates, seen = known.model.rates, known.seen.get(known.choice)
-        now = (
-            *(rates.up, rates.host, rates.device, rates.copy_overhead, rates.host_overhead, 1 - rates.shared),
-            *(known.model.linear or 0.0, spilled, known.reserve, known.device_bytes, 1 + self._hysteresis(known)),
-            *(self._is_young(known), known.restless, (seen.ratio.value if seen is not None else None) or 0.0),
-        )
-        before, known.looks_saved = known.looked_at, known.looks_saved + 1
-        near = [abs(x - y) <= SAME * y for x, y in zip(now, before, strict=True)] if before else [False]
-        if known.looks_saved < BELIEVED and all(near):
-            return True
-        known.looked_at, known.looks_saved = now, 0
-        return False
-
     def _is_young(self, known: _Cache) -> bool:
         """Whether the choice has yet to show what it is worth."""
         return known.step - known.chosen < SEEN + SETTLE
@@ -302,36 +324,48 @@ class Adaptive(FixedShare):
 
     def _expected(self, known: _Cache, groups: Sequence[Group], choice: int) -> float:
         """Predicted seconds, corrected by what this choice, or the nearest that was tried, gave."""
-        seconds = self._predict(known, groups, choice).seconds
-        nearest: tuple[int, float] | None = None
-        for other, seen in known.seen.items():
-            if (
-                len(seen.ratio) >= (GIVEN_UP if seen.given_up else SEEN)
-                and known.step - seen.at <= MEMORY
-                and seen.ratio.value is not None
-            ):
-                distance = abs(other - choice)
-                if nearest is None or distance < nearest[0]:
-                    # Of rates that go to and fro, the median is one of them.
-                    nearest = (distance, seen.ratio.mean if known.restless else seen.ratio.value)
-        if nearest is None:
+        return self._corrected(self._predict(known, groups, choice).seconds, choice, self._believed(known))
+
+    def _believed(self, known: _Cache) -> list[tuple[int, float]]:
+        """Choices that were tried for long enough, and what each gave, as a multiple of the prediction."""
+        return [
+            # Of rates that go to and fro, the median is one of them.
+            (choice, seen.ratio.mean if known.restless else seen.ratio.value)
+            for choice, seen in known.seen.items()
+            if len(seen.ratio) >= (GIVEN_UP if seen.given_up else SEEN)
+            and known.step - seen.at <= MEMORY
+            and seen.ratio.value is not None
+        ]
+
+    def _corrected(self, seconds: float, choice: int, believed: Sequence[tuple[int, float]]) -> float:
+        if not believed:
             return seconds
+        near, ratio = min(believed, key=lambda x: abs(x[0] - choice))
         # What is wrong about one choice is less wrong about another, the further away it is.
-        return seconds * (1 + (nearest[1] - 1) * 0.5 ** (nearest[0] / NEAR[0]))
+        return seconds * (1 + (ratio - 1) * 0.5 ** (abs(near - choice) / NEAR[0]))
 
     def _best(self, known: _Cache, groups: Sequence[Group]) -> int:
         if not any(x.host_attention for x, _ in groups):
             return CHOICES - 1
-        expected = [self._expected(known, groups, choice) for choice in range(CHOICES)]
-        least = min(expected)
-        # Of what is as good the least traffic.
-        best = next(i for i, x in enumerate(expected) if x <= least * (1 + HYSTERESIS / 4))
-        if not known.started or known.starting or known.jumped:
-            known.jumped = False
-            return best
+        believed, free = self._believed(known), not known.started or known.starting or known.jumped
+
+        def expected(choice: int) -> float:
+            return self._corrected(self._predict(known, groups, choice).seconds, choice, believed)
+
         # A choice is given the time to show what it is worth, unless what it is chosen for has changed.
-        least *= 1 + max(self._hysteresis(known), SURE if self._is_young(known) else 0.0)
-        return known.choice if expected[known.choice] <= least else best
+        gain = max(self._hysteresis(known), SURE if self._is_young(known) else 0.0)
+        if not free and known.near_looks < BELIEVED and _is_best_nearby(expected, known.choice, gain):
+            known.near_looks += 1
+            return known.choice
+        known.near_looks = 0
+        seconds = [expected(choice) for choice in range(CHOICES)]
+        least = min(seconds)
+        if free:
+            known.jumped = False
+        elif seconds[known.choice] <= least * (1 + gain):
+            return known.choice
+        # Of what is as good the least traffic.
+        return next(i for i, x in enumerate(seconds) if x <= least * (1 + HYSTERESIS / 4))
 
     def _hysteresis(self, known: _Cache) -> float:
         """What another choice has to promise: more, where predictions have been worse."""
@@ -426,9 +460,10 @@ class Adaptive(FixedShare):
             known.planned_for = key
             known.plan, known.groups = self.plan_of(state, share), alike(state.layers)
             known.reserve = known.plan.reserve
-            known.prediction = None
-        if known.prediction is None:
-            known.prediction = known.model.step(known.groups, share, 0, known.part, known.reserve)
+            known.expected = None
+        if known.expected is None:
+            known.expected = known.model.step(known.groups, share, 0, known.part, known.reserve)
+        known.prediction = known.expected
         return known.plan
 
     # What a user sees
@@ -453,6 +488,14 @@ class Adaptive(FixedShare):
 
     def _of(self, cache: int, device: str | None) -> list[_Cache]:
         return _on(device, self._caches.get(cache, {}))
+
+
+def _is_best_nearby(expected: Callable[[int], float], choice: int, gain: float) -> bool:
+    """Whether no other choice gains so much, seen from some of them. The makespan falls to its least and rises behind
+    it: at most half the distance to the best one, at least half of what that gains is gained."""
+    near = [choice + side * distance for distance in STRIDES for side in (1, -1)]
+    now = expected(choice)
+    return all(now <= expected(x) * (1 + gain / 3) for x in near if 0 <= x < CHOICES)
 
 
 def _on(device: str | None, mine: dict[_Kind, _Cache]) -> list[_Cache]:
