@@ -364,6 +364,15 @@ def test_what_was_predicted_before_a_rate_changed_tells_nothing_of_what_a_choice
         changed = told.policy.model(1).rates.host != TRUE.host  # type: ignore[union-attr]
         assert not changed or all(x.ratio.value == pytest.approx(1, abs=0.05) for x in seen)
     assert changed
+
+
+def test_what_is_learned_is_predicted_where_the_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    told.run(100)
+    monkeypatch.setattr(Adaptive, "_best", lambda policy, known, groups: known.choice)
+    monkeypatch.setattr(Adaptive, "_may_probe", lambda *args: False)
+    told.rates = replace(TRUE, host=TRUE.host * 0.5)
+    told.run(WINDOW + 2 * PERIOD)
     told.policy.plan(STATE)
     said = told.policy.prediction(1, "cuda:0")
     assert said is not None
