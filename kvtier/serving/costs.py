@@ -100,15 +100,9 @@ class Costs:
 
     def prices(self) -> Prices:
         """Of this machine and model, as far as they are known."""
-        if self._prices is None or self._new >= _AGAIN:
-            self._new = 0
-            fixed, per_token, per_pair = _FIXED, _PER_TOKEN, 0.0
-            if self._steps:
-                fixed, per_token, per_pair = least_relative([x for x, _ in self._steps], [x for _, x in self._steps])
-            self._prices = Prices(fixed, per_token, per_pair, 0.0, 0.0, chunked=self._max_tokens, written_through=True)
         load_fixed, load = self.loads() or (0.0, math.inf)
         return replace(
-            self._prices,
+            self._computing(),
             load=load,
             load_fixed=load_fixed,
             up=self.token_bytes / (self._up.rate or self.rates.up),
@@ -117,9 +111,20 @@ class Costs:
             overlaps=self.overlaps,
         )
 
+    def _computing(self) -> Prices:
+        """Of steps alone."""
+        if self._prices is None or self._new >= _AGAIN:
+            self._new = 0
+            fixed, per_token, per_pair = _FIXED, _PER_TOKEN, 0.0
+            if self._steps:
+                fixed, per_token, per_pair = least_relative([x for x, _ in self._steps], [x for _, x in self._steps])
+            self._prices = Prices(fixed, per_token, per_pair, 0.0, 0.0, chunked=self._max_tokens, written_through=True)
+        return self._prices
+
     def one_by_one(self, tokens: int, whole: int) -> bool:
-        """Whether tokens are computed one at a time, each in a step, sooner than so many at once."""
-        prices = self.prices()
+        """Whether tokens are computed one at a time, each in a step, sooner than so many at once. May be asked within a
+        change of the memory, so it asks nobody what loads take."""
+        prices = self._computing()
         return tokens * (prices.fixed + prices.per_token) <= prices.fixed + whole * prices.per_token
 
     def way(self, job: Job, load: Load, host_blocks: int) -> tuple[str, float]:

@@ -175,6 +175,17 @@ def test_a_conversation_goes_on_from_call_to_engine_and_from_the_disk(tmp_path: 
             store.close()
 
 
+def test_what_goes_on_token_by_token_does_so_from_a_store_that_saves(tmp_path: Path) -> None:
+    """Which way is sooner is asked within a change of the memory, of which what loads took is a part."""
+    with ConversationStore(model_of("jamba"), host_budget="16MiB", block_size=4, directory=tmp_path) as store:
+        engine = Engine(model_of("jamba"), store=store)
+        try:
+            prompt = stream_of_tokens(2)[:30]
+            assert [ask(engine, "jamba", prompt)[1] for _ in range(2)] == [0, 29]
+        finally:
+            engine.close()
+
+
 def test_a_request_that_is_refused_makes_no_conversation() -> None:
     store = ConversationStore(model_of("lfm2"), host_budget="16MiB", block_size=4)
     engine = Engine(store.model, store=store, max_waiting=1)
