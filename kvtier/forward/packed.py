@@ -87,7 +87,11 @@ class PackedForward(PlannedForward):
         layers = self._layers()
         made = PackedSequence()
 
-        def layer_of(index: int, _: ParkedLayer) -> LayerKV:
+        def layer_of(index: int, like: ParkedLayer) -> LayerKV:
+            if index not in layers:  # all were given back, as after an interrupt
+                others = [each for each in self.sequences if each is not made]
+                layers[index] = self._empty_layer(index, like.device, like.parked.pools.layout, others)
+                before[index] = len(others)
             return layers[index]
 
         with self.memory.lock, self.memory.change:
@@ -349,19 +353,24 @@ class PackedForward(PlannedForward):
     # Layers, room
 
     def _new_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
-        memory, owner = self.memory, self._held.owner
-        device = memory.on(keys.device)
+        device = self.memory.on(keys.device)
         size = self.options.block_size or (HOST_BLOCK if device.slabs is None else DEVICE_BLOCK)
-        layout = BlockLayout.of(keys, values, size)
-        layer = PackedLayerKV(index, layout, device, memory.block_set(owner, device, layout, index), owner.counters)
-        reader = LayerReader(layer, memory, owner, host_attention=self.options.host_attention)
-        self._held.readers[index] = reader
-        self._schedules.pop(device, None)
-        for sequence in self.sequences:
-            self._enter(sequence, index, layer, BlockTable())
+        layer = self._empty_layer(index, device, BlockLayout.of(keys, values, size), list(self.sequences))
         layer.choose([each.sequence.tables[index] for each in self._segments()])
         self._admit(device, self._segments(), max(self._tiered - len(self._held.readers), 0))
-        return reader
+        return self._held.readers[index]
+
+    def _empty_layer(
+        self, index: int, device: ComputeDevice, layout: BlockLayout, sequences: Sequence[PackedSequence]
+    ) -> PackedLayerKV:
+        """A layer without tokens, in which these sequences are."""
+        memory, owner = self.memory, self._held.owner
+        layer = PackedLayerKV(index, layout, device, memory.block_set(owner, device, layout, index), owner.counters)
+        self._held.readers[index] = LayerReader(layer, memory, owner, host_attention=self.options.host_attention)
+        self._schedules.pop(device, None)
+        for sequence in sequences:
+            self._enter(sequence, index, layer, BlockTable())
+        return layer
 
     def _admit(self, device: ComputeDevice, segments: Sequence[Segment], to_come: int) -> None:
         """Refuse, before anything changes, a step that will not fit."""

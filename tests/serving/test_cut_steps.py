@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from workloads import by_generate, model_of
 
-from kvtier import Engine, TransferError
+from kvtier import ConversationStore, Engine, TransferError
 from kvtier.memory.access.change import ask
 from kvtier.serving.step import StepRunner
 
@@ -220,3 +220,18 @@ def test_a_criterion_that_fails_behind_a_step_that_did_ends_its_own_request() ->
     assert isinstance(engine.output(bad).error, ValueError)
     assert not check(engine, "llama", PROMPTS[:1], [name])
     engine.close()
+
+
+def test_behind_an_interrupt_requests_begin_with_what_their_store_keeps() -> None:
+    """All layers were given back, and what is kept is in layers of the store's."""
+    with ConversationStore(model_of("llama"), host_budget="8MiB", block_size=4) as store:
+        engine = Engine(model_of("llama"), store=store)
+        for cached in (0, len(PROMPTS[0]) - 1):
+            name = engine.add_request(list(PROMPTS[0]), max_new_tokens=NEW, do_sample=False)
+            while engine.step():
+                engine.check_integrity()
+            assert not check(engine, "llama", PROMPTS[:1], [name])
+            assert engine.output(name).cached_tokens == cached
+            engine._requests.books.interrupted = True
+        engine.close()
+        store.check_integrity()
