@@ -71,11 +71,11 @@ else:
     config = Qwen3Config(num_hidden_layers=LAYERS, num_key_value_heads=HEADS, num_attention_heads=2 * HEADS,
                          head_dim=HEAD, hidden_size=2 * HEADS * HEAD)
     memory = TieredMemory()
-    archive = Archive(Disk(at, None, OF), lambda saved: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
+    archive = Archive(Disk(at, None, OF), lambda saved: None, lambda: Devices(torch.device("cpu"), {}))
     def once():
         with JournalledCache(config, memory=memory) as cache:
             length, chunk = archive.find("k", packed([1] * tokens), stateful=False)
-            got, _ = archive.load(cache, chunk, length, stateful=False)
+            got, _ = archive.load(cache, chunk, length)
             assert got == tokens == cache.get_seq_length(), archive.disk.problem
 for _ in range(2):
     began = time.perf_counter()

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, cast
 
 from kvtier.config import CacheOptions
 from kvtier.conversation.journal import JournalledCache
-from kvtier.conversation.states import copied, has_states
+from kvtier.conversation.states import States, copied
 from kvtier.hf.cache.cache import TieredKVCache
+from kvtier.hf.engine.ragged import state_layers
+from kvtier.hf.models import generation as of
+from kvtier.hf.models.layers import has_attention
 from kvtier.memory.tiered import TieredMemory
+
+#: In a key, behind what else keys and values depend on: see `Caches.forms`.
+_WHOLE = "whole"
+
+
+class WholeCache(JournalledCache):
+    """A cache of which all layers with attention have all their tokens in blocks: those with windows, too, and those
+    that keep a state next to keys and values."""
+
+    _is_tiered = staticmethod(has_attention)
 
 
 class Caches:
@@ -31,23 +44,18 @@ class Caches:
         self._options: dict[str, Any] = {"block_size": block_size, "host_attention": host_attention}
         #: Those that are not garbage yet.
         self._made: weakref.WeakSet[JournalledCache] = weakref.WeakSet()
-        self.new().close()
+        with self.new() as cache:
+            mine = {i: type(layer) for i, layer in copied(cache.layers).items()}
+        whole = {i: type(layer) for i, layer in state_layers(config).items()}
+        #: Whether what a call of `generate` keeps of a sequence is what an engine keeps; see `forms`.
+        self.has_one_form = mine == whole and not of.keeps_both(mine)
+        # Whether states are copied, in either form.
+        self._stateful = bool(mine), bool(whole)
 
     @property
     def options(self) -> CacheOptions:
         """Of all of them."""
         return CacheOptions.parse(self._options["block_size"], self._options["host_attention"])
-
-    @functools.cached_property
-    def state_layers(self) -> dict[int, type]:
-        """The layers of which states are copied, for they keep more or less than all keys and values: their types."""
-        with self.new() as cache:
-            return {i: type(layer) for i, layer in copied(cache.layers).items()}
-
-    def stateful(self) -> bool:
-        """Whether there are such layers."""
-        with self.new() as cache:
-            return has_states(cache.layers)
 
     def new(self, **options: Any) -> JournalledCache:
         """A cache of which something may be kept, with these options besides."""
@@ -63,3 +71,41 @@ class Caches:
         """Close all that are open. Idempotent."""
         for cache in list(self._made):
             cache.close()
+
+    # Two forms
+
+    def forms(self, key: Hashable) -> tuple[Hashable, ...]:
+        """The keys under which tokens of a key may be kept: as calls of `generate` keep them, which copy windows as
+        states; and, where that is not the same, whole, as engines do, whose sequences have all tokens in blocks."""
+        computed_as, salt = _parts(key)
+        if self.has_one_form:
+            return (key,)
+        computed_as = computed_as[:-1] if _is_whole(key) else computed_as
+        return (computed_as, salt), ((*computed_as, _WHOLE), salt)
+
+    def new_for(self, key: Hashable, **options: Any) -> JournalledCache:
+        """A cache for what is kept under a key, with these options besides."""
+        if not _is_whole(key):
+            return self.new(**options)
+        made = WholeCache(self._config, memory=self._memory, **self._options, **options)
+        self._made.add(made)
+        return made
+
+    def new_states(self, key: Hashable) -> States:
+        """New layers, those of which states are copied under a key."""
+        if _is_whole(key):
+            return state_layers(self._config)
+        with self.new() as cache:
+            return copied(cache.layers)
+
+    def stateful(self, key: Hashable) -> bool:
+        """Whether there are such layers."""
+        return self._stateful[_is_whole(key)]
+
+
+def _parts(key: Hashable) -> tuple[tuple[Any, ...], Any]:
+    return cast(tuple[tuple[Any, ...], Any], key)
+
+
+def _is_whole(key: Hashable) -> bool:
+    return _parts(key)[0][-1:] == (_WHOLE,)

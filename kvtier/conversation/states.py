@@ -4,7 +4,7 @@ to it. Nothing of a copy is ever handed to a model."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,14 +117,14 @@ def packed_states(states: States) -> tuple[dict[str, torch.Tensor], dict[str, An
 def unpacked_states(
     tensors: dict[str, torch.Tensor],
     about: dict[str, Any],
-    layers: Sequence[Any],
+    layers: Mapping[int, Any],
     device: Callable[[int], torch.device],
 ) -> States | None:
     """The layers again, made of new ones, each where `device` says; None where these are others."""
     found: States = {}
     for index, mine in about.items():
         i = int(index)
-        if i >= len(layers) or isinstance(layers[i], TieredLayer):
+        if i not in layers:
             return None
         layer = layers[i]
         for name, each in mine.items():

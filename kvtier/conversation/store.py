@@ -122,11 +122,11 @@ class ConversationStore:
         self.caches = Caches(model.config, memory, block_size, host_attention)
         if loading not in ("auto", "always"):
             raise ConfigError(f"loading={loading!r}: give 'auto' or 'always'.")
-        self._kept = Kept(memory, self.caches.new, policy_of(eviction), parse_bytes("state_budget", state_budget))
+        states = parse_bytes("state_budget", state_budget)
+        self._kept = Kept(memory, self.caches.new, policy_of(eviction), states, self.caches.forms)
         self._weights = of.weights_version(model)
         self._last = threading.local()
         self._calls = Calls(model)
-        states = parse_bytes("state_budget", state_budget)
         self._encoder = EncoderReuse(model, memory, self._kept, states)
         self._reused = ReuseCounts(memory)
         # Calls under way, the thread of each, and its frame.
@@ -141,7 +141,7 @@ class ConversationStore:
             disk = Disk(directory, limit, of.fingerprint(model), prefix())
             devices = functools.partial(devices_of, model)
             try:
-                self._disk_tier = DiskTier(disk, memory, self._kept, self.caches.new, devices, loading)
+                self._disk_tier = DiskTier(disk, memory, self._kept, self.caches, devices, loading)
                 self._conversations = Conversations(self, memory, disk, self._kept.ranks)
                 for name in self._conversations.ranked:
                     chat = self._conversations.find(name)
@@ -372,10 +372,10 @@ class ConversationStore:
         """
         self._check_open()
         check_salt(salt)
-        key, row = (of.computed_as(self.model), salt), token_ids(ids)
+        keys, row = self._keys(salt), token_ids(ids)
         with self.memory.lock, self.memory.change, contextlib.suppress(BudgetError):
             self.memory.collect()
-            for _, entry in self._kept.pieces(key, row):
+            for _, entry in [each for key in keys for each in self._kept.pieces(key, row)]:
                 self._kept.parked.leave(entry.sequence)
 
     def drop(self, ids: Sequence[int], start: int, stop: int, *, salt: Hashable = None) -> None:
@@ -390,11 +390,12 @@ class ConversationStore:
         """
         self._check_open()
         check_salt(salt)
-        row = token_ids(ids)
+        keys, row = self._keys(salt), token_ids(ids)
         check_span(start, stop, len(row) // WIDTH)
         with self.memory.lock, self.memory.change:
             self.memory.collect()
-            self._kept.cut_out((of.computed_as(self.model), salt), row, start, stop)
+            for key in keys:
+                self._kept.cut_out(key, row, start, stop)
 
     def wake(self, ids: Sequence[int], *, salt: Hashable = None, timeout: float | None = None) -> Wake:
         """Bring what is kept of these tokens nearer, for a turn is known to come: from the disk to the host, as a call
@@ -412,7 +413,12 @@ class ConversationStore:
         self._check_open()
         check_salt(salt)
         check_seconds("timeout", timeout)
-        return self._waker.submit((of.computed_as(self.model), salt), token_ids(ids), timeout)
+        key, *others = self._keys(salt)
+        return self._waker.submit(key, token_ids(ids), timeout, others)
+
+    def _keys(self, salt: Hashable) -> tuple[Hashable, ...]:
+        """Under which tokens are kept that the model reads now."""
+        return self.caches.forms((of.computed_as(self.model), salt))
 
     # Life
 
@@ -468,7 +474,14 @@ class ConversationStore:
         with self.in_use():
             now = self._check_weights().computed_as
             try:
-                return verify(self.model, self.memory, self._kept, self.caches.new, now, sequences)
+                return verify(
+                    self.model,
+                    self.memory,
+                    self._kept,
+                    self.caches.new_for,
+                    lambda key: self.caches.forms(key)[0][0] == now,  # type: ignore[index]
+                    sequences,
+                )
             except CorruptionError as error:
                 self._reuse.problem = str(error)
                 raise
@@ -489,6 +502,11 @@ class ConversationStore:
     def disk_tier(self) -> DiskTier | None:
         """Saves what is kept, and loads it; None: nothing does, or not any more."""
         return None if self._disk_tier is None or self._disk_tier.stopped else self._disk_tier
+
+    def bring(self, key: Hashable, ids: bytes) -> Wake:
+        """As `wake`, of what an engine keeps under a key."""
+        self._check_open()
+        return self._waker.submit(key, ids)
 
     def turn_of(self, name: str, salt: Hashable) -> Conversation:
         """As `open`, in the way of a step: it waits for no disk where somebody holds what `find` gave.

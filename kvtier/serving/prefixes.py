@@ -60,17 +60,12 @@ def prefixes_of(
         raise ConfigError("store= is of another model.")
     if not isinstance(runner, (PackedRunner, RaggedRunner)):
         return None
-    states = runner.state_layers if isinstance(runner, RaggedRunner) else {}
-    if (
-        store is not None
-        and store.caches.state_layers == states
-        and not store.positions_vary
-        and not of.keeps_both(states)
-    ):
-        return Prefixes(model, runner, store.kept, store, costs, stateful=bool(states))
-    if states and not state_budget:
+    stateful = isinstance(runner, RaggedRunner)
+    if store is not None and not store.positions_vary:
+        return Prefixes(model, runner, store.kept, store, costs, stateful=stateful)
+    if stateful and not state_budget:
         return None
-    return Prefixes(model, runner, _own(runner, state_budget), None, costs, stateful=bool(states))
+    return Prefixes(model, runner, _own(runner, state_budget), None, costs, stateful=stateful)
 
 
 def _own(runner: PackedRunner | RaggedRunner, state_budget: int) -> Kept:
@@ -163,7 +158,8 @@ class Prefixes:
         """What keys and values depend on besides tokens, and who may share them. What a part of the model in training
         mode gives may differ each time: then it is nobody else's."""
         depends = self._look()
-        return depends.computed_as, object() if depends.training else salt
+        key = depends.computed_as, object() if depends.training else salt
+        return key if self._store is None else self._store.caches.forms(key)[-1]
 
     def _loads(self) -> tuple[float, float] | None:
         """What loading from the store's disk takes, see `Costs`."""
@@ -209,7 +205,7 @@ class Prefixes:
         request.key = self.key(request.salt)
         self._look_up(request, packed(request.ids))
         if self._store is not None and self._store.disk_tier is not None:
-            wake = self._store.wake(request.ids, salt=request.salt)
+            wake = self._store.bring(request.key, packed(request.ids))
             if wake.reads:
                 self._wakes[request] = wake, until
 

@@ -80,6 +80,7 @@ class Kept:
         new_cache: makes a cache of the model on this memory.
         policy: which says what goes first; this is its only user.
         state_budget: bytes of all copies of states.
+        forms: the keys under which what is of a key may be kept.
 
     Attributes:
         parked: the block tables.
@@ -93,7 +94,12 @@ class Kept:
     """
 
     def __init__(
-        self, memory: TieredMemory, new_cache: Callable[[], JournalledCache], policy: EvictionPolicy, state_budget: int
+        self,
+        memory: TieredMemory,
+        new_cache: Callable[[], JournalledCache],
+        policy: EvictionPolicy,
+        state_budget: int,
+        forms: Callable[[Hashable], tuple[Hashable, ...]] = lambda key: (key,),
     ) -> None:
         self._memory = memory
         self._new_cache = new_cache
@@ -112,7 +118,7 @@ class Kept:
         self._index: PrefixIndex[Entry | _At] = PrefixIndex()
         # Entries behind a gap, by the ids before their first token.
         self._behind: PrefixIndex[Entry] = PrefixIndex()
-        self.ranks = Ranks(_weakly(self._sequences, {}), self.parked, self.retention)
+        self.ranks = Ranks(_weakly(self._sequences, {}), forms, self.parked, self.retention)
         self._at: dict[Entry, dict[int, _At]] = {}
         self._state_budget = state_budget
         self.state_bytes = self.dropped = self.epoch = 0

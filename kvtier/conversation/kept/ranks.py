@@ -49,7 +49,7 @@ class _Ranked:
     """A conversation with a rank of its own.
 
     Attributes:
-        key, ids: where its tokens are found.
+        key, ids: where its tokens are found, under all forms of the key.
         rank: of them.
         has: the sequences that have them now, and how many of its tokens each begins with.
     """
@@ -64,11 +64,10 @@ class _Ranked:
         """That are kept, of all sequences."""
         return sum(self.has.values())
 
-    @property
-    def frontier(self) -> bytes:
-        """What is kept of its beginning, and the token behind that: whatever begins with these has more of it. Empty:
-        all of it is kept."""
-        mine = next((n for sequence, n in self.has.items() if not sequence.start), 0)
+    def frontier(self, has: Mapping[ParkedSequence, int]) -> bytes:
+        """What is kept of its beginning under one form of its key, where these have its tokens, and the token behind
+        that: whatever begins with these has more of it. Empty: all of it is kept."""
+        mine = next((n for sequence, n in has.items() if not sequence.start), 0)
         return self.ids[: (mine + 1) * WIDTH] if mine * WIDTH < len(self.ids) else b""
 
 
@@ -81,23 +80,26 @@ class Ranks:
 
     Args:
         find: what has the tokens of a sequence that are kept, see `Kept.pieces`, and how many each begins with.
+        forms: the keys under which tokens of a key may be kept.
         parked, retention: what gives up room.
     """
 
     def __init__(
         self,
         find: Callable[[Hashable, bytes], Mapping[ParkedSequence, int]],
+        forms: Callable[[Hashable], tuple[Hashable, ...]],
         parked: ParkedSequences,
         retention: Retention[ParkedSequence],
     ) -> None:
         self._find = find
+        self._forms = forms
         self._parked = parked
         self._retention = retention
         self._ranked: dict[str, _Ranked] = {}
         # Conversations by the sequences that have their tokens.
         self._on: dict[ParkedSequence, dict[str, None]] = {}
-        # Conversations by their frontier, but for those that are stale.
-        self._frontiers: PrefixIndex[str] = PrefixIndex()
+        # Conversations, and forms of their keys, by their frontier, but for those that are stale.
+        self._frontiers: PrefixIndex[tuple[str, Hashable]] = PrefixIndex()
         self._stale: dict[str, None] = {}
         self._changed = False  # what is pinned
 
@@ -144,7 +146,6 @@ class Ranks:
         found = self._ranked.pop(name, None)
         if found is not None:
             self._leave(name, found)
-            self._frontiers.remove(name)
             self._stale.pop(name, None)
             self._claim()
 
@@ -168,7 +169,7 @@ class Ranks:
 
     def kept(self, key: Hashable, ids: bytes) -> None:
         """A sequence is kept from now on: conversations that it has more of than others have their tokens in it."""
-        self._stale.update((name, None) for _, name in self._frontiers.prefixes(key, ids))
+        self._stale.update((name, None) for _, (name, _) in self._frontiers.prefixes(key, ids))
         self.refresh()
 
     def shortened(self, sequence: ParkedSequence) -> None:
@@ -184,18 +185,21 @@ class Ranks:
         for name in stale:
             found = self._ranked[name]
             self._leave(name, found)
-            for sequence, tokens in self._find(found.key, found.ids).items():
-                found.has[sequence] = tokens
-                self._on.setdefault(sequence, {})[name] = None
-                self._retention.rank((name, sequence), sequence, tokens, found.rank)
-                self._pin(sequence)
-            self._frontiers.remove(name)
-            if found.frontier:
-                self._frontiers.add(found.key, found.frontier, name)
+            for key in self._forms(found.key):
+                has = self._find(key, found.ids)
+                for sequence, tokens in has.items():
+                    found.has[sequence] = tokens
+                    self._on.setdefault(sequence, {})[name] = None
+                    self._retention.rank((name, sequence), sequence, tokens, found.rank)
+                    self._pin(sequence)
+                if frontier := found.frontier(has):
+                    self._frontiers.add(key, frontier, (name, key))
         self._claim()
 
     def _leave(self, name: str, found: _Ranked) -> None:
         """Its tokens are not looked for where they were."""
+        for key in self._forms(found.key):
+            self._frontiers.remove((name, key))
         sequences, found.has = found.has, {}
         for sequence in sequences:
             self._retention.unrank((name, sequence))
@@ -221,14 +225,16 @@ class Ranks:
         """Raise AssertionError unless every conversation's tokens are where they are looked for."""
         self.refresh()
         for found in self._ranked.values():
-            best = self._find(found.key, found.ids)
+            best = {x: n for key in self._forms(found.key) for x, n in self._find(key, found.ids).items()}
             now, then = (sorted((x.start, tokens) for x, tokens in has.items()) for has in (found.has, best))
             assert now == then, "another sequence has more of a conversation"
             assert all(found.has.values())
-        ahead = {name: x.frontier for name, x in self._ranked.items() if x.frontier}
+        every = [(name, x, key) for name, x in self._ranked.items() for key in self._forms(x.key)]
+        ahead = {(name, key): x.frontier(self._find(key, x.ids)) for name, x, key in every}
+        ahead = {where: ids for where, ids in ahead.items() if ids}
         assert len(self._frontiers) == len(ahead)
-        for name, ids in ahead.items():
-            longest = [n for n, x in self._frontiers.prefixes(self._ranked[name].key, ids) if x == name]
+        for where, ids in ahead.items():
+            longest = [n for n, x in self._frontiers.prefixes(where[1], ids) if x == where]
             assert longest == [len(ids) // WIDTH], "what has more of a conversation is not noticed"
         on = {(name, sequence) for sequence, those in self._on.items() for name in those}
         assert on == {(name, sequence) for name, x in self._ranked.items() for sequence in x.has}

@@ -49,15 +49,16 @@ def verify(
     model: Any,
     memory: TieredMemory,
     kept: Kept,
-    new_cache: Callable[[], JournalledCache],
-    computed_as: Hashable,
+    new_cache: Callable[[Hashable], JournalledCache],
+    keeps: Callable[[Hashable], bool],
     sequences: int,
 ) -> int:
     """Compute some sequences that are kept again, chosen at random, and compare.
 
     Args:
-        memory, kept, new_cache: of the store.
-        computed_as: what keys and values depend on now, besides tokens.
+        memory, kept: of the store.
+        new_cache: gives one for what is kept under a key.
+        keeps: whether what is under a key is what the model computes now.
         sequences: how many, at the most.
 
     Returns:
@@ -67,10 +68,10 @@ def verify(
         CorruptionError: some differ by more than rounding. That sequence is not kept any more.
     """
     with memory.lock, memory.change:
-        entries = [x for x in kept.entries.values() if x.key[0] == computed_as and not x.sequence.start]  # type: ignore[index]
+        entries = [x for x in kept.entries.values() if keeps(x.key) and not x.sequence.start]
     compared = 0
     for entry in random.sample(entries, min(sequences, len(entries))):
-        with new_cache() as cache:
+        with new_cache(entry.key) as cache:
             try:
                 length = cache._forward.follow(kept.parked, [entry.sequence], 1 << 60)
                 compared += compare(model, cache, entry.ids, length)

@@ -44,7 +44,6 @@ class Archive:
         disk: where.
         open_cache: gives an open cache with the first tokens of a sequence, as many as are kept still, or None where
             none are, or not all of one with states; the caller closes it.
-        layers: gives new layers of the model's cache, for states.
         devices: of the model and its layers, now.
 
     Attributes:
@@ -57,12 +56,10 @@ class Archive:
         self,
         disk: Disk,
         open_cache: Callable[[Saved], JournalledCache | None],
-        layers: Callable[[], list[Any]],
         devices: Callable[[], Devices],
     ) -> None:
         self.disk = disk
         self._open_cache = open_cache
-        self._layers = layers
         self._devices = devices
         self._waiting = Waiting()
         self._thread: threading.Thread | None = None
@@ -192,13 +189,14 @@ class Archive:
         length: int,
         *,
         start: int = 0,
-        stateful: bool,
+        states: Mapping[int, Any] | None = None,
         go_on: Callable[[], bool] = lambda: True,
     ) -> tuple[int, States | None]:
         """Bring the first tokens of a saved sequence into an empty cache.
 
         Args:
             start: those before it are left out; what has states is loaded whole.
+            states: new layers of the model, for states; without any it has none.
             go_on: asked before each chunk; it ends where the answer is no.
 
         Returns:
@@ -209,7 +207,7 @@ class Archive:
             BudgetError: there is no room. A cache whose `max_tokens` are these says so before anything is written.
         """
         devices, until, last = self._devices(), 0, dict[str, torch.Tensor]()
-        said, blocks = "", None if stateful else _Blocks(cache, devices)
+        said, blocks = "", None if states else _Blocks(cache, devices)
         try:
             with (
                 contextlib.closing(blocks) if blocks is not None else contextlib.nullcontext(),
@@ -221,26 +219,24 @@ class Archive:
                     until, said = part.stop, part.said
                     # The tensors of a part are in a buffer, which a later part is read into.
                     last = (
-                        {name: x.clone() for name, x in part.tensors.items() if name.startswith("s.")}
-                        if stateful
-                        else {}
+                        {name: x.clone() for name, x in part.tensors.items() if name.startswith("s.")} if states else {}
                     )
         except BudgetError as error:
-            if stateful or not until:
+            if states or not until:
                 raise
             self.disk.problem = f"{error} Of what is saved, the tokens from {start} to {until} were loaded."
             cache.crop(0)
-        if not until or not stateful:
+        if not until or not states:
             return until, None
         if until != length or not said:
             return 0, None
-        states, about, new = None, json.loads(said), self._layers()
-        if _known(about, last, new):
-            states = unpacked_states(last, about, new, devices.of)
-        if states is None:
+        found, about = None, json.loads(said)
+        if _known(about, last, states):
+            found = unpacked_states(last, about, states, devices.of)
+        if found is None:
             self.disk.problem = "states were saved by another version of Transformers, and are computed"
             return 0, None
-        return until, states
+        return until, found
 
 
 #: Archives whose threads may be at work.
@@ -453,13 +449,13 @@ def _populate(some: list[Pieces]) -> None:
                 system.populate(address, heads * stride)
 
 
-def _known(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], layers: Sequence[Any]) -> bool:
+def _known(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], layers: Mapping[int, Any]) -> bool:
     """Whether all that layers hold was saved. Another version of Transformers may have layers that hold more."""
     saved: dict[str, set[str]] = {index: set(each) for index, each in about.items()}
     for name in tensors:
         _, index, attribute, *_ = name.split(".")
         saved.setdefault(index, set()).add(attribute)
-    return all(int(i) < len(layers) and vars(layers[int(i)]).keys() <= names for i, names in saved.items())
+    return all(int(i) in layers and vars(layers[int(i)]).keys() <= names for i, names in saved.items())
 
 
 def _work(archive: weakref.ref[Archive], waiting: Waiting) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Literal, NamedTuple, cast
 
 from kvtier.config import format_size
+from kvtier.conversation.caches import Caches
 from kvtier.conversation.disk.chunks import Chunk
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.keys import UNKNOWN, computed_by, key_of, prefix_of
@@ -61,7 +62,7 @@ class DiskTier:
 
     Args:
         disk: the folder.
-        memory, kept, new_cache: of the store.
+        memory, kept, caches: of the store.
         devices: of the model and its layers, now.
         loading: see `ConversationStore`.
 
@@ -74,7 +75,7 @@ class DiskTier:
         disk: Disk,
         memory: TieredMemory,
         kept: Kept,
-        new_cache: Callable[..., JournalledCache],
+        caches: Caches,
         devices: Callable[[], Devices],
         loading: Literal["auto", "always"],
     ) -> None:
@@ -82,10 +83,10 @@ class DiskTier:
         self.stopped = False
         self._memory = memory
         self._kept = kept
-        self._new_cache = new_cache
+        self._caches = caches
         self._loads_all = loading == "always"
         _tell_others(disk)
-        self._archive = Archive(disk, self._open, self._layers, devices)
+        self._archive = Archive(disk, self._open, devices)
         # What earlier processes learned on such a machine.
         self._machine = launch.machine(devices().model)
         self._prices, self._saved_prices = LoadOrCompute(), disk.prices(self._machine)
@@ -198,10 +199,13 @@ class DiskTier:
     ) -> tuple[int, str]:
         """Load and keep the tokens from `start` on. As `load`."""
         began, epoch = time.perf_counter(), self._kept.epoch  # before it is asked whether this has stopped
-        with self._new_cache(max_tokens=found.length - start) as cache:  # room for all is there, or nothing is loaded
+        new_states = self._caches.new_states(key) if stateful else None
+        with self._caches.new_for(
+            key, max_tokens=found.length - start
+        ) as cache:  # room for all is there, or nothing is loaded
             try:
                 until, states = self._archive.load(
-                    cache, found.chunk, found.length, start=start, stateful=stateful, go_on=go_on
+                    cache, found.chunk, found.length, start=start, states=new_states, go_on=go_on
                 )
             except BudgetError as error:
                 self.disk.problem = str(error)
@@ -253,7 +257,7 @@ class DiskTier:
             if self.stopped or entry is None or not length or not (whole or saved.states is None):
                 return None
             sequence = entry.sequence
-        cache = self._new_cache()
+        cache = self._caches.new_for(saved.place)
         try:
             if cache._forward.follow(self._kept.parked, [sequence], length) == length:
                 return cache
@@ -262,10 +266,6 @@ class DiskTier:
             raise
         cache.close()
         return None
-
-    def _layers(self) -> list[Any]:
-        with self._new_cache() as cache:
-            return list(cache.layers)
 
 
 def prefix() -> str:

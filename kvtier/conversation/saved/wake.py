@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from kvtier.conversation.index import WIDTH, common
 from kvtier.conversation.kept.kept import Kept
@@ -35,10 +35,14 @@ class Wake:
         why: why not all was brought nearer that is kept; "": it was, or is being.
     """
 
-    def __init__(self, key: Hashable, ids: bytes, timeout: float | None = None) -> None:
+    def __init__(
+        self, key: Hashable, ids: bytes, timeout: float | None = None, others: Sequence[Hashable] = ()
+    ) -> None:
         self.loaded = self.promoted = 0
         self.why = ""
         self._key, self._ids = key, ids
+        #: All under which these tokens may be kept.
+        self._keys = (key, *others)
         self._timeout = timeout
         self._progress = began = time.monotonic()
         self._deadline = math.inf if timeout is None else began + timeout
@@ -105,7 +109,7 @@ class Waker:
 
     Args:
         memory, kept, disk_tier: of the store.
-        stateful: whether layers of the model keep states.
+        stateful: whether states of layers are kept under a key.
         keeper: the store, which stays as long as a step of this takes.
 
     Attributes:
@@ -121,7 +125,7 @@ class Waker:
         memory: TieredMemory,
         kept: Kept,
         disk_tier: DiskTier | None,
-        stateful: Callable[[], bool],
+        stateful: Callable[[Hashable], bool],
         keeper: weakref.ref[object],
     ) -> None:
         self.problem = ""
@@ -154,9 +158,9 @@ class Waker:
         while self._queue:
             self._queue.pop().forked()
 
-    def submit(self, key: Hashable, ids: bytes, timeout: float | None = None) -> Wake:
-        """Bring what is kept of these tokens nearer, soon, in so many seconds."""
-        wake = Wake(key, ids, timeout)
+    def submit(self, key: Hashable, ids: bytes, timeout: float | None = None, others: Sequence[Hashable] = ()) -> Wake:
+        """Bring what is kept of these tokens nearer, under a key and others, soon, in so many seconds."""
+        wake = Wake(key, ids, timeout, others)
         if self._disk_tier is None and not any(device.slabs is not None for device in self._memory.devices):
             self._end(wake)
             return wake
@@ -185,7 +189,7 @@ class Waker:
         if not self._queue:
             return
         with self._lock:
-            mine = [x for x in self._queue if x._key == key and 2 * common(x._ids, ids) * WIDTH >= len(x._ids)]
+            mine = [x for x in self._queue if key in x._keys and 2 * common(x._ids, ids) * WIDTH >= len(x._ids)]
         for wake in mine:
             with self._memory.lock, self._memory.change:
                 loading = self._loading is wake
@@ -245,29 +249,17 @@ class Waker:
         """A step of one wake. Returns as `step`."""
         if not wake._was_loaded.is_set():
             if self._disk_tier is not None:
-                stateful = self._stateful()
-                nbytes = self._disk_tier.bytes_to_load(wake._key, wake._ids, stateful=stateful)
-                with self._memory.lock, self._memory.change:
-                    if nbytes and not self._kept.parked.has_room(nbytes):
-                        wake._waits_for = _NO_ROOM
+                for key in wake._keys:
+                    if not self._load(self._disk_tier, wake, key):
                         return _PAUSE
-                    self._loading = wake
-                try:
-                    wake.loaded, why = self._disk_tier.load(
-                        wake._key, wake._ids, stateful=stateful, go_on=wake._goes_on
-                    )
-                    wake.why = wake.why or why
-                finally:
-                    with self._memory.lock, self._memory.change:
-                        self._loading = None
-                        self._memory.readers.resume()  # whoever waits for what it claimed
             wake._was_loaded.set()
             return 0.0
         with self._memory.lock, self._memory.change:
             if any(device.copying for device in self._memory.devices):
                 wake._waits_for = "copies of others are under way"
                 return _PAUSE
-            sequences = [entry.sequence for _, entry in self._kept.pieces(wake._key, wake._ids)]
+            pieces = [each for key in wake._keys for each in self._kept.pieces(key, wake._ids)]
+            sequences = [entry.sequence for _, entry in pieces]
             came = self._kept.parked.promote(sequences, PIECE)
             wake.promoted += came
             # Where others' blocks are being copied to make room, there is some then.
@@ -276,6 +268,25 @@ class Waker:
             if self._kept.parked.on_host(sequences):
                 wake.why = wake.why or _NO_ROOM
             return None
+
+    def _load(self, disk_tier: DiskTier, wake: Wake, key: Hashable) -> bool:
+        """Load what is saved under a key. False: there is no room for it yet."""
+        stateful = self._stateful(key)
+        nbytes = disk_tier.bytes_to_load(key, wake._ids, stateful=stateful)
+        with self._memory.lock, self._memory.change:
+            if nbytes and not self._kept.parked.has_room(nbytes):
+                wake._waits_for = _NO_ROOM
+                return False
+            self._loading = wake
+        try:
+            loaded, why = disk_tier.load(key, wake._ids, stateful=stateful, go_on=wake._goes_on)
+            wake.loaded += loaded
+            wake.why = wake.why or why
+        finally:
+            with self._memory.lock, self._memory.change:
+                self._loading = None
+                self._memory.readers.resume()  # whoever waits for what it claimed
+        return True
 
     def _concede(self) -> bool:
         """Somebody was refused: a load that is under way ends, and what it claims is free. Whether one is. One that

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 from transformers.configuration_utils import PretrainedConfig
 
 from kvtier.config import CacheOptions, Size, checks_names, format_size, warn_caller
@@ -35,6 +35,7 @@ from kvtier.hf.models.layers import (
     check_model,
     encoder_decoder,
     grows_untiered,
+    is_full_attention,
     looped,
     own_config,
     transformers_layers,
@@ -99,6 +100,8 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
 
     #: Whether it warns if no forward used it.
     _tells_unused = True
+    #: Which of Transformers' layers are tiered.
+    _is_tiered = staticmethod(is_full_attention)
 
     @checks_names
     def __init__(
@@ -154,7 +157,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         kinds = tuple(type(layer) for layer in layers)
         check = partial(check_model, type(self._config).__name__, kinds) if layers else lambda config: None
         self._caller = Caller(config, check)
-        tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        tiered = [i for i, layer in enumerate(layers) if self._is_tiered(layer)]
         self._forward = Forward(
             memory,
             self._options,

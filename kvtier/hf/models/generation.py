@@ -378,6 +378,9 @@ def _loaded(model: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
 def recomputed(model: Any, ids: torch.Tensor, layers: Collection[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of some layers, `[1, heads, tokens, dim]`, computed from ids `[1, tokens]` in one forward."""
     cache = DynamicCache(config=model.config)
+    for i in layers:
+        if hasattr(cache.layers[i], "sliding_window"):
+            cache.layers[i].sliding_window = ids.shape[1] + 2  # it keeps all tokens, and masks know the window
     options: dict[str, Any] = {"logits_to_keep": 1} if takes_logits_to_keep(inner(model)) else {}
     options |= positions(model, torch.ones_like(ids))
     with torch.no_grad():

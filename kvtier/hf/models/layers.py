@@ -67,6 +67,16 @@ def looped(config: PretrainedConfig | None) -> list[int]:
     return list(range(begin, end)) * (times - 1)
 
 
+def is_full_attention(layer: Any) -> bool:
+    """Whether a layer of Transformers' keeps all keys and values, and nothing else."""
+    return type(layer) is DynamicLayer
+
+
+def has_attention(layer: Any) -> bool:
+    """Whether a layer of Transformers' keeps keys and values, all or some, whatever it keeps next to them."""
+    return isinstance(layer, CacheLayerMixin)
+
+
 def grows_untiered(layer: Any) -> bool:
     """Whether a layer of Transformers' holds something of every token and stays with the model: keys and values next to
     a recurrent state, or next to what an indexer keeps."""

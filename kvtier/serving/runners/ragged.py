@@ -39,8 +39,6 @@ class RaggedRunner(OnPackedForward):
         self._cache = of.cache_argument(self._model)
         self.chunked = of.tried_states(self._model).go_on
         self.forward = PackedForward(memory, options, int(self._config.num_hidden_layers))
-        #: Layers that keep a state: their types.
-        self.state_layers = {i: type(layer) for i, layer in state_layers(self._config).items()}
         self._rows: list[_Ragged] = []
         self._stacked: States = {}
 

@@ -104,11 +104,11 @@ def test_what_another_chunk_continues_before_its_end_is_read_as_others_are(
     tensors = {f"{x}.{i}": at + 1000 * i + (0.5 if x == "v" else 0) for i in range(LAYERS) for x in "kv"}
     _, chunk = disk.find("k", packed([1] * 120))
     assert disk.write("k", packed([1] * 100 + [2] * 60), 100, chunk, tensors, "") is not None
-    archive = Archive(disk, lambda saved: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
+    archive = Archive(disk, lambda saved: None, lambda: Devices(torch.device("cpu"), {}))
     with JournalledCache(CONFIG, memory=memory) as cache:
         length, end = archive.find("k", packed([1] * 100 + [2] * 60), stateful=False)
         assert end is not None
-        assert archive.load(cache, end, length, stateful=False) == (160, None)
+        assert archive.load(cache, end, length) == (160, None)
         keys, values = cache.layers[1].dense("test")
         assert torch.equal(keys[0, 0, :, 0], torch.arange(160) + 1000.0)
         assert torch.equal(values, keys + 0.5)
@@ -120,12 +120,12 @@ def test_a_default_device_has_no_part_in_blocks_that_are_read_into(
     tmp_path: Path, memory: TieredMemory, went: list[bool]
 ) -> None:
     disk = saved(tmp_path, [40, 40, 40])
-    archive = Archive(disk, lambda saved: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
+    archive = Archive(disk, lambda saved: None, lambda: Devices(torch.device("cpu"), {}))
     with JournalledCache(CONFIG, memory=memory) as cache:
         length, end = archive.find("k", packed([1] * 120), stateful=False)
         assert end is not None
         with torch.device("meta"):  # holds no numbers: whatever is made there shows
-            assert archive.load(cache, end, length, stateful=False) == (120, None)
+            assert archive.load(cache, end, length) == (120, None)
         keys, _ = cache.layers[1].dense("test")
         assert torch.equal(keys[0, 0, :, 0].cpu(), torch.arange(120, device="cpu") + 1000.0)
     assert went == [True] * 3
@@ -231,12 +231,12 @@ def test_a_file_of_another_shape_than_what_is_there_is_no_error_here(
     elif what == "names":
         tensors["k.7"] = tensors.pop("k.2")
     disk.write("k", packed([1] * 50), 20, parent, tensors, "")
-    archive = Archive(disk, lambda saved: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
+    archive = Archive(disk, lambda saved: None, lambda: Devices(torch.device("cpu"), {}))
     with JournalledCache(CONFIG, memory=memory) as cache:
         length, chunk = archive.find("k", packed([1] * 50), stateful=False)
         assert chunk is not None
         try:
-            got, _ = archive.load(cache, chunk, length, stateful=False)
+            got, _ = archive.load(cache, chunk, length)
         except Exception as error:
             got = type(error).__name__
     assert went == [True, what == "order"]
@@ -302,7 +302,7 @@ def test_a_load_that_is_ended_between_two_files_leaves_those_before(
 ) -> None:
     """And the cache goes on from there, in blocks that are not full too."""
     disk = saved(tmp_path, [33, 30, 50])
-    archive = Archive(disk, lambda saved: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
+    archive = Archive(disk, lambda saved: None, lambda: Devices(torch.device("cpu"), {}))
     for files in range(4):
         left = [files]
 
@@ -313,7 +313,7 @@ def test_a_load_that_is_ended_between_two_files_leaves_those_before(
         with JournalledCache(CONFIG, memory=memory, block_size=block_size) as cache:
             length, chunk = archive.find("k", packed([1] * 113), stateful=False)
             assert chunk is not None
-            got, _ = archive.load(cache, chunk, length, stateful=False, go_on=go_on)
+            got, _ = archive.load(cache, chunk, length, go_on=go_on)
             assert got == cache.get_seq_length() == [0, 33, 63, 113][files]
             memory.check_integrity()
             for i in range(LAYERS):

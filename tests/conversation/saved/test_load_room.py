@@ -50,12 +50,12 @@ def saved_in(folder: Path, chunks: int, each: int) -> Disk:
 
 
 def load_of(disk: Disk, memory: TieredMemory, length: int, **options: Any) -> int:
-    archive = Archive(disk, lambda saved: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
+    archive = Archive(disk, lambda saved: None, lambda: Devices(torch.device("cpu"), {}))
     with JournalledCache(CONFIG, memory=memory, **options) as cache:
         found, chunk = archive.find("k", packed([1] * length), stateful=False)
         assert chunk is not None
         assert found == length
-        got, _ = archive.load(cache, chunk, length, stateful=False)
+        got, _ = archive.load(cache, chunk, length)
         assert cache.get_seq_length() == got
         for i in range(LAYERS) if got else ():
             layer = cache._forward.layer(i)
@@ -271,7 +271,7 @@ def test_of_a_long_sequence_some_files_at_a_time_are_made_and_a_part_of_a_layer_
 
     dense = Forward.densify
     monkeypatch.setattr(Forward, "densify", densify)
-    archive = Archive(disk, open_cache, lambda: [], lambda: Devices(torch.device("cpu"), {}))
+    archive = Archive(disk, open_cache, lambda: Devices(torch.device("cpu"), {}))
     archive.save(Saved("k", packed([1] * 300), None, "k"))
     monkeypatch.undo()
     assert max(reads) <= 20 * TOKEN
@@ -285,7 +285,7 @@ def test_of_a_long_sequence_some_files_at_a_time_are_made_and_a_part_of_a_layer_
 @pytest.mark.parametrize("left", [66, 50, 33, 20])
 def test_of_a_sequence_that_gave_up_its_end_the_rest_is_saved(left: int, tmp_path: Path) -> None:
     disk, memory = saved_in(tmp_path, 1, 33), TieredMemory()
-    archive = Archive(disk, lambda saved: cache_of(memory, left), lambda: [], lambda: Devices(torch.device("cpu"), {}))
+    archive = Archive(disk, lambda saved: cache_of(memory, left), lambda: Devices(torch.device("cpu"), {}))
     archive.save(Saved("k", packed([1] * 66), None, "k"))
     assert disk.find("k", packed([1] * 66))[0] == max(left, 33)
     assert load_of(disk, memory, max(left, 33)) == max(left, 33)

@@ -94,7 +94,7 @@ def test_a_disk_that_hangs_makes_no_call_wait_and_holds_a_bounded_number_of_stat
     monkeypatch.setattr(waiting.Waiting.__init__, "__defaults__", (10_000, 8))
     disk, hangs, here = Disk(tmp_path, None, OF), threading.Event(), list[str]()
     devices = Devices(torch.device("cpu"), {})
-    archive, late = Archive(disk, lambda x: None, lambda: [], lambda: devices), list[int]()
+    archive, late = Archive(disk, lambda x: None, lambda: devices), list[int]()
 
     def save(x: Saved) -> None:
         if not hangs.wait(60):
@@ -204,7 +204,7 @@ def test_an_interrupt_while_the_thread_begins_leaves_one_thread_for_what_is_save
         if interrupts and interrupts.pop():
             raise KeyboardInterrupt
 
-    archive = Archive(Disk(tmp_path, None, OF), lambda x: None, lambda: [], lambda: Devices(torch.device("cpu"), {}))
+    archive = Archive(Disk(tmp_path, None, OF), lambda x: None, lambda: Devices(torch.device("cpu"), {}))
     monkeypatch.setattr(archive, "save", lambda x: here.append(x.place))
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
