@@ -304,7 +304,7 @@ class Kept:
         if entry is None or min(common(entry.ids, ids), entry.sequence.length) < len(ids) // WIDTH:
             return None
         self.parked.touch(entry.sequence)
-        self._add_states(entry, states)
+        self._add_states(entry, ids, states)
         self.ranks.kept(key, ids)
         return entry
 
@@ -323,13 +323,14 @@ class Kept:
             self.parked.drop(old.sequence)
         self.entries[sequence] = entry
         self._at[entry] = {}
-        self._add_states(entry, states)
+        self._add_states(entry, ids, states)
         if not states:
             self._index.add(key, entry.ids, entry)
         self.ranks.kept(key, entry.ids)
         return entry if sequence.length else None
 
-    def _add_states(self, entry: Entry, states: dict[int, States]) -> None:
+    def _add_states(self, entry: Entry, ids: bytes, states: dict[int, States]) -> None:
+        """An entry has these copies, those of the tokens that are kept now."""
         for length, each in states.items():
             if length <= entry.sequence.length and length not in entry.states:
                 entry.states[length] = each
@@ -338,16 +339,17 @@ class Kept:
                 self._index.add(entry.key, entry.ids[: length * WIDTH], at)
         if not states:
             return
-        self.ranks.refresh()
-        pinned = self.ranks.pinned_at(entry.sequence)
-        others = [n for n in sorted(entry.states)[1:] if n not in pinned]
+        self.ranks.kept(entry.key, ids)  # first: who is pinned goes on from a new copy now
+        stays, end = self.ranks.pinned_at(entry.sequence), max(states)
+        others = [n for n in sorted(entry.states)[1:] if n not in stays and n != end]
         for length in others[: max(len(entry.states) - MOST_STATES, 0)]:
             self._drop_states(entry, length)
-        self._bound_states(entry)
+        self._bound_states(entry, end)
 
-    def _bound_states(self, newest: Entry) -> None:
-        """Drop what was used longest ago until the copies of states are within their budget; the newest goes last. What
-        is pinned stays: then the newest keeps fewer copies, those of its own that are pinned last, or is not kept."""
+    def _bound_states(self, newest: Entry, end: int) -> None:
+        """Drop what was used longest ago until the copies of states are within their budget; the newest goes last, and
+        of its copies that at `end`, from where the next turn goes on. What is pinned stays: then the newest keeps fewer
+        copies, those of its own that are pinned last, or is not kept."""
         for sequence in list(self.parked.sequences):
             if self.state_bytes <= self._state_budget:
                 return
@@ -355,7 +357,7 @@ class Kept:
             if entry is not None and entry is not newest and entry.states and not sequence.pinned:
                 self.parked.drop(sequence)  # a call that continues it has copied its states
         pinned = self.ranks.pinned_at(newest.sequence)
-        for length in sorted(newest.states, key=lambda n: (n in pinned, n)):
+        for length in sorted(newest.states, key=lambda n: (n in pinned, n == end, n)):
             if self.state_bytes > self._state_budget:
                 self._drop_states(newest, length)
         if not newest.states:
@@ -457,7 +459,7 @@ class Kept:
             if entry.stateful and entry.sequence.length > (useful := max(entry.states, default=0)):
                 self.parked.shorten(entry.sequence, useful)
         for entry in [x for x in self.entries.values() if x.states][-1:]:
-            self._bound_states(entry)
+            self._bound_states(entry, max(entry.states))
         self.ranks.refresh()
 
     def check_integrity(self) -> None:

@@ -425,6 +425,26 @@ def test_copies_of_states_of_what_is_pinned_stay_where_there_come_more_than_are_
         assert pinned.reuse.cached == 17
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_of_states_those_at_the_end_of_a_turn_stay(pinned: bool) -> None:
+    """A longer sequence has all tokens of the turn already, and one copy has all of the budget."""
+    model = tiny_model("qwen3_next")
+    with store_of(model) as store:
+        turn(store.open("a"), some_ids(12))
+        [entry] = store.kept.entries.values()
+        one = store.stats.state_bytes // len(entry.states)
+    with store_of(model, state_budget=one) as store:
+        history = turn(store.open("a", pinned=pinned), some_ids(12))
+        longer = store.generate(**ones(grown(history)), **GREEDY)[0].tolist()
+        [entry] = store.kept.entries.values()
+        [states] = entry.states.values()
+        end, epoch = len(longer) - 3, store.kept.epoch
+        again = store.kept.add(entry.key, packed(longer[:end]), lambda *_: None, {end: states}, "a", epoch=epoch)
+        assert again is entry
+        assert list(entry.states) == [end], "the next turn has nothing to go on from"
+        store.check_integrity()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
