@@ -29,7 +29,7 @@ import torch
 from kvtier.conversation.disk.chunks import ROW, Chunk, Chunks, fits
 from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.ahead import read_ahead
-from kvtier.conversation.disk.files.files import Buffer, Damaged, read_tensors, write_tensors
+from kvtier.conversation.disk.files.files import Buffer, Damaged, read_tensors, said_of, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
 from kvtier.conversation.disk.files.straight import Blocks, read_straight, seems_cached
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
@@ -175,6 +175,13 @@ class Disk:
         """The chunks at whose end a sequence begins with all that is saved, the longest first."""
         with self._lock:
             return self._chunks.ends(key, ids)
+
+    def is_silent(self, chunk: Chunk) -> bool:
+        """Whether nothing was said of the tensors of a chunk. What is damaged, or cannot be read now, is not."""
+        try:
+            return not said_of(self._folder.file(chunk.number), chunk.nbytes)
+        except (Damaged, KeyError, TypeError, *FAILURES):
+            return False
 
     def read(self, chunk: Chunk, length: int, start: int = 0, blocks: Blocks | None = None) -> Generator[Part]:
         """The tokens of a chain from `start` to `length`, a chunk at a time, every byte checked before it is given.

@@ -120,7 +120,8 @@ class Archive:
         start, parent = self.disk.find(saved.key, saved.ids)
         length = len(saved.ids) // WIDTH
         if saved.states is not None:
-            if start < length or not any(x.stop == length for x in self._ends(saved)):
+            ends = [x for x in self._ends(saved) if x.stop == length]
+            if start < length or all(map(self.disk.is_silent, ends)):  # an older folder may have an end without states
                 self._save_states(saved, saved.states, start, parent)
             return
         while start < length:

@@ -379,3 +379,8 @@ def test_what_is_saved_ends_at_a_copy_of_states_or_is_computed(before: bool, tmp
         assert torch.equal(store.generate(**ones(longer), **GREEDY), fresh(model, ones(longer)))
         assert store.reuse[0].loaded == (0 if before else history.shape[1] - 1)
         assert store.reuse[0].why == ("what is saved cannot be read" if before else "")
+    with store_of(model, directory=tmp_path) as store:
+        store.generate(**ones(ids), **GREEDY)
+    with store_of(model, directory=tmp_path) as store:
+        assert torch.equal(store.generate(**ones(longer), **GREEDY), fresh(model, ones(longer)))
+        assert store.reuse[0].loaded == history.shape[1] - 1, "no states are saved behind a file without"

@@ -126,6 +126,17 @@ def read_tensors(
         raise Damaged(f"{file.name} holds no tensors: {error}") from error
 
 
+def said_of(file: Path, nbytes: int) -> str:
+    """What is said of the tensors of a file, which nobody has checked yet.
+
+    Raises:
+        Damaged, ValueError, KeyError, TypeError: it is not what was written. OSError, MemoryError: it cannot be read now.
+    """
+    with opened(file, nbytes) as handle:
+        size = int.from_bytes(os.pread(handle, 8, 0), "little")
+        return str(json.loads(os.pread(handle, min(size, nbytes), 8))["__metadata__"]["said"])
+
+
 @contextlib.contextmanager
 def opened(file: Path, nbytes: int) -> Iterator[int]:
     """A handle of a file that has as many bytes as were written.
