@@ -239,7 +239,7 @@ class Forward(AppendingForward):
                     for reader in list(self.readers.values()):
                         self.readers.pop(reader.layer.index)
                         self._drop(reader)
-                    parked.claim()
+                    parked.relax()
                     raise
                 for device in self._held.devices():
                     self._changed(device)
@@ -266,7 +266,7 @@ class Forward(AppendingForward):
                 except Exception:
                     for layer in layers.values():
                         layer.crop(min(layer.length, sequence.start))
-                    parked.claim()
+                    parked.relax()
                     raise
                 finally:
                     for device in self._held.devices():

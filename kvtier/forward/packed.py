@@ -108,6 +108,7 @@ class PackedForward(PlannedForward):
                         self._enter(made, index, layer, BlockTable())
                 if not made.length:
                     self._remove(made)
+                    parked.relax()
             self._changed()
         return made if made.length else None
 

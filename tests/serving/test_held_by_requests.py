@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from workloads import by_generate, model_of
 
-from kvtier import ConversationStore, Engine, TieredMemory
+from kvtier import BudgetError, ConversationStore, Engine, TieredMemory
 from kvtier.conversation.index import packed
 from kvtier.conversation.kept.kept import Entry
+from kvtier.planning.admission import Claim
 
 HISTORY, OTHER = list(range(3, 43)), list(range(60, 90))
 
@@ -128,6 +129,30 @@ def test_what_a_step_claims_while_a_request_is_added_stays_claimed(monkeypatch: 
     while engine.step():
         engine.check_integrity()
     engine.close()
+
+
+@pytest.mark.parametrize("how", ["request", "call"])
+def test_what_was_claimed_before_a_refusal_is_not_claimed_behind_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is kept, more was continued when it was claimed last."""
+    with ConversationStore(model_of("llama"), host_budget="8MiB", block_size=4) as store:
+        engine, parked, memory = Engine(store.model, store=store), store.kept.parked, store.memory
+        engine.generate_batch([HISTORY], max_new_tokens=2)
+        admit = memory.admit
+
+        def refuses(owner: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+            return (device.home, 1) if owner is parked.owner else admit(owner, device, *args, **kwargs)
+
+        monkeypatch.setattr(memory, "admit", refuses)
+        parked.owner.claims = {memory.devices[0]: Claim(held=4096)}
+        found = kept(store, HISTORY).sequence
+        with pytest.raises(BudgetError), store.caches.new() as cache:
+            if how == "request":
+                engine._runner.forward.follow(parked, found, 8)  # type: ignore[attr-defined]
+            else:
+                cache._forward.follow(parked, [found], 8)
+        monkeypatch.undo()
+        assert parked.owner.claims == {}
+        engine.close()
 
 
 def test_a_turn_whose_conversation_cannot_go_on_ends_and_no_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:

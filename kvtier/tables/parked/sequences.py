@@ -336,7 +336,7 @@ class ParkedSequences:
 
     def claim(self) -> BaseException | None:
         """Claim what is pinned, and what caches continue, once, however many do. Returns the error where there is no
-        room for it."""
+        room for it: claims are those of before, and whoever has undone what it asked for calls `relax`."""
         memory = self.memory
         before, error, used = dict(self.owner.claims), None, self._used()
         # What is claimed stays so until the new claim is there: whoever is asked for room may let others in.

@@ -130,7 +130,7 @@ def said_of(file: Path, nbytes: int) -> str:
     """What is said of the tensors of a file, which nobody has checked yet.
 
     Raises:
-        Damaged, ValueError, KeyError, TypeError: it is not what was written. OSError, MemoryError: it cannot be read now.
+        Damaged, ValueError, KeyError, TypeError: it is not what was written. OSError: it cannot be read now.
     """
     with opened(file, nbytes) as handle:
         size = int.from_bytes(os.pread(handle, 8, 0), "little")
