@@ -37,6 +37,7 @@ from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.errors import BudgetError, ClosedError, ConcurrentUseError, ConfigError, CorruptionError, StoreInUseError
 from kvtier.eviction.policies.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
+from kvtier.forks import heed
 from kvtier.frames import is_running
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.devices import devices_of
@@ -159,6 +160,12 @@ class ConversationStore:
         self._reuse = PrefixReuse(model, self._calls, memory, self._kept, self.caches.new, self._disk_tier)
         self._waker = Waker(memory, self._kept, self._disk_tier, self.caches.stateful, weakref.ref(self))
         self._hook = of.inner(model).register_forward_pre_hook(note_forward, with_kwargs=True)
+        heed(self)
+
+    def forked(self) -> None:
+        """As of `Inherited`: calls of threads that are not here go on in the parent only."""
+        mine = threading.get_ident()
+        self._active = {call: each for call, each in self._active.items() if each[0] == mine}
 
     def _ranked_before(self, chat: Conversation) -> None:
         """Let a conversation that was saved have its rank."""

@@ -127,6 +127,8 @@ class Requests:
         self.lock = threading.Condition(cast(Any, self.re_entrant))
         if self.change.forked() or self.re_entrant is not before:
             self.books.interrupted = True
+        for request in self.named.values():
+            request.listener = None  # the parent tells
 
     def begin_change(self) -> None:
         """A change begins: the model may be another one than in the last change."""

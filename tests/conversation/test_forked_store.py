@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import tiny_model
+import torch
+from families import build_model, tiny_model
 from forked import held_by_a_thread, in_fork
-from test_store import GREEDY, ones, some_ids, store_of
+from test_store import GREEDY, fresh, ones, some_ids, store_of
 
 from kvtier import BudgetError, TieredKVCache
 from kvtier.conversation.disk.disk import Disk
@@ -99,3 +100,33 @@ def test_a_wake_of_the_parent_has_ended_in_the_child_and_nobody_waits_for_its_ro
         for wake in wakes:
             assert wake.wait(60)
         assert [wake.why for wake in wakes] == ["", ""]
+
+
+@pytest.mark.parametrize("where", ["in a forward", "between two"])
+def test_a_call_of_the_parent_does_not_keep_the_child_from_closing(where: str, tmp_path: Path) -> None:
+    model, begun, ends, parent = build_model("llama", "sdpa"), threading.Event(), threading.Event(), os.getpid()
+    found = list[torch.Tensor]()
+
+    def waits(*_: Any, **__: Any) -> bool:
+        if threading.current_thread() is thread:
+            begun.set()
+            assert os.getpid() != parent or ends.wait(60)
+        return False
+
+    with store_of(model, directory=tmp_path) as store:
+        store.generate(**ones(some_ids(20)), **GREEDY)
+        options: dict[str, Any] = {} if where == "in a forward" else {"stopping_criteria": [waits]}
+        if not options:
+            model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: waits() or None)
+        thread = threading.Thread(
+            target=lambda: found.append(store.generate(**ones(some_ids(30)), **GREEDY, **options))
+        )
+        thread.start()
+        try:
+            assert begun.wait(60)
+            in_fork(store.close)
+        finally:
+            ends.set()
+            thread.join(60)
+        assert torch.equal(found[0], fresh(model, ones(some_ids(30))))
+        store.check_integrity()

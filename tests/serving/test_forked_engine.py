@@ -50,3 +50,20 @@ def test_a_lock_that_a_thread_of_the_parent_has_hinders_nobody(which: str) -> No
         pass
     engine.check_integrity()
     engine.close()
+
+
+def test_an_engine_that_is_closed_in_a_child_tells_nobody_who_listens_in_the_parent() -> None:
+    told = list[str]()
+    with Engine(build_model("llama", "sdpa"), host_budget="8MiB", block_size=4) as engine:
+        engine.stop()
+        engine.add_request(
+            list(range(1, 20)), max_new_tokens=5, listener=lambda output: told.append(output.finish_reason)
+        )
+
+        def act() -> None:
+            engine.close()
+            assert not told
+
+        in_fork(act)
+        engine.close()
+    assert told == ["cancelled"]

@@ -145,11 +145,9 @@ def test_what_was_claimed_before_a_refusal_is_not_claimed_behind_it(how: str, mo
         monkeypatch.setattr(memory, "admit", refuses)
         parked.owner.claims = {memory.devices[0]: Claim(held=4096)}
         found = kept(store, HISTORY).sequence
-        with pytest.raises(BudgetError), store.caches.new() as cache:
-            if how == "request":
-                engine._runner.forward.follow(parked, found, 8)  # type: ignore[attr-defined]
-            else:
-                cache._forward.follow(parked, [found], 8)
+        follow = engine._runner.forward.follow  # type: ignore[attr-defined]
+        with store.caches.new() as cache, pytest.raises(BudgetError):
+            follow(parked, found, 8) if how == "request" else cache._forward.follow(parked, [found], 8)
         monkeypatch.undo()
         assert parked.owner.claims == {}
         engine.close()
