@@ -39,6 +39,8 @@ class RequestOutput:
         preempted: times that it gave up its blocks.
         swapped: of these, times that they were to stay on the host until it goes on.
         arrived, first_token, finished: seconds of the engine's clock; None: it did not come to that.
+        conversation_error: why the conversation that it is a turn of did not go on with it, or is not saved or ranked
+            as it is now; None: it is, or will be saved. The tokens are right in any case.
     """
 
     request_id: str
@@ -54,6 +56,7 @@ class RequestOutput:
     arrived: float = 0.0
     first_token: float | None = None
     finished: float | None = None
+    conversation_error: BaseException | None = None
 
     def is_finished(self) -> bool:
         """Whether it has ended, in whatever way."""

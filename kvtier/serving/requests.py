@@ -304,11 +304,12 @@ class Requests:
             return
         try:
             request.chat.went_on(request.ids)
-        except ClosedError:
-            pass  # its name was forgotten meanwhile, and may be another's by now
+        except ClosedError as error:  # its name was forgotten meanwhile, and may be another's by now
+            request.output.conversation_error = error
         except AssertionError:
             raise  # of no request: what is counted does not agree
-        except Exception:
+        except Exception as error:
+            request.output.conversation_error = error
             _LOG.exception("The conversation of request %r is not saved, or not ranked, as it is now.", request.name)
 
     def cancel_all(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from workloads import by_generate, model_of
 
-from kvtier import BudgetError, ConversationStore, Engine, TieredMemory
+from kvtier import BudgetError, ClosedError, ConversationStore, Engine, TieredMemory
 from kvtier.conversation.index import packed
 from kvtier.conversation.kept.kept import Entry
 from kvtier.planning.admission import Claim
@@ -164,5 +164,26 @@ def test_a_turn_whose_conversation_cannot_go_on_ends_and_no_step_fails(monkeypat
         while engine.step():
             engine.check_integrity()
         assert engine.output(name).finish_reason == "length"
+        assert str(engine.output(name).conversation_error) == "as told"
         assert store.open("alice").ids == HISTORY + engine.output(name).generated_tokens
+        engine.close()
+
+
+def test_a_turn_says_whether_its_conversation_was_forgotten_meanwhile() -> None:
+    with ConversationStore(model_of("llama"), host_budget="8MiB", block_size=4) as store:
+        engine = Engine(model_of("llama"), store=store)
+        for forgets in (False, True):
+            name = engine.add_request(
+                HISTORY, request_id=f"{forgets}", conversation="alice", max_new_tokens=4, do_sample=False
+            )
+            engine.step()
+            if forgets:
+                store.forget("alice")
+            while engine.step():
+                pass
+            output = engine.output(name)
+            assert output.finish_reason == "length"
+            assert output.error is None
+            assert isinstance(output.conversation_error, ClosedError) == forgets
+        assert "alice" not in store.names
         engine.close()
