@@ -90,6 +90,12 @@ ITEMS: dict[str, dict[str, Any]] = {
         ("ur", "u a(Hm.)"),
         ("uec", "u ac"),
         ("ueut", "u u a"),
+        ("rtu", "a(Hm.) u"),
+        ("rcou", "a(Hm.)c tool u"),
+        ("ecou", "ac tool u"),
+        ("cou", "ac tool u"),
+        ("ou", "tool u"),
+        ("r", "a(Hm.)"),
     ],
 )
 def test_a_thought_of_a_response_stays_with_what_was_said_behind_it(items: str, expected: str) -> None:
@@ -98,6 +104,29 @@ def test_a_thought_of_a_response_stays_with_what_was_said_behind_it(items: str, 
     thought = [f"({x['reasoning_content']})" if x.get("reasoning_content") else "" for x in found]
     calls = ["c" * len(x.get("tool_calls", ())) for x in found]
     assert " ".join(shown[x["role"]] + t + c for x, t, c in zip(found, thought, calls, strict=True)) == expected
+
+
+@pytest.mark.parametrize("items", ["cou", "rcou", "ou", "rtu", "r"])
+def test_a_history_that_is_cut_at_its_front_is_rendered(handler: Any, items: str) -> None:
+    handler.served.tokenizer.chat_template = SAID
+    found = handler.prompt_of(responses.messages_from({"input": [ITEMS[x] for x in items]}), Asked())
+    roles = [line.split()[0] for line in handler.served.tokenizer.decode(found).splitlines()]
+    assert roles == [
+        {"u": "user", "t": "assistant", "c": "assistant", "o": "tool"}[x] for x in items.lstrip("r") or "t"
+    ]
+
+
+def test_parts_of_a_text_are_one_message_of_the_user() -> None:
+    parts = [{"type": "input_text", "text": x} for x in ("a", "b")]
+    assert responses.messages_from({"input": parts}) == [{"role": "user", "content": parts}]
+
+
+def test_items_that_cannot_be_rendered_are_named() -> None:
+    for item in ({"type": "item_reference", "id": "x"}, {"type": "input_image", "image_url": "x"}, {"type": None}, {}):
+        for items in ([item], [ITEMS["c"], item], [ITEMS["u"], item]):
+            with pytest.raises(Refusal, match=f"{item.get('type')!r}") as error:
+                responses.messages_from({"input": items})
+            assert (error.value.status, error.value.param) == (400, "input")
 
 
 def test_a_generation_prompt_may_be_left_out(handler: Any) -> None:

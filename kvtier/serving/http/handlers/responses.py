@@ -19,6 +19,9 @@ from kvtier.serving.http.handlers.handler import Handler, streamed
 from kvtier.serving.http.handlers.items import Items
 from kvtier.serving.http.refusals import Refusal
 
+#: What the types of parts of a message begin with: a list of these is one message.
+_PARTS = ("input_", "output_text", "text")
+
 
 class ResponsesHandler(Handler):
     """Items in, items out."""
@@ -73,7 +76,7 @@ def messages_from(body: dict[str, Any]) -> list[dict[str, Any]]:
     if isinstance(items, list) and not all(isinstance(item, dict) for item in items):
         raise Refusal(400, "input: items are objects.", code="invalid_value", param="input")
     try:
-        found = ResponseHandler._normalize_input({"input": items if isinstance(items, str) else _with_thoughts(items)})
+        found = _messages(items)
     except HTTPException as error:
         raise Refusal(400, str(error.detail), code="invalid_value", param="input") from error
     except (KeyError, TypeError, AttributeError) as error:
@@ -87,6 +90,14 @@ def messages_from(body: dict[str, Any]) -> list[dict[str, Any]]:
         raise Refusal(400, "instructions: give a string.", code="invalid_value", param="instructions")
     if instructions:  # before a system message of the input, and not in its place
         found.insert(0, {"role": "system", "content": instructions})
+    return found
+
+
+def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a user says, or the items of a history, which begins with whichever of them its client has left."""
+    if isinstance(items, str) or ("role" not in items[0] and str(items[0].get("type")).startswith(_PARTS)):
+        return [{"role": "user", "content": items}]
+    found: list[dict[str, Any]] = ResponseHandler._normalize_response_items(_with_thoughts(items))
     return found
 
 
