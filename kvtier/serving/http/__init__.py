@@ -4,6 +4,7 @@ front.py        the door, around the app: who is asking, sizes, clients that lea
 app.py          Transformers' app with our handlers, and what else it has
 asked.py        a body -> what is asked: every field is honoured or refused
 handlers/       what is asked -> prompts; parts of answers -> the wire
+lengths.py      texts that cannot fit into the context, before all of them is tokenised
 answers.py      requests of the engine -> parts of an answer
 parsing.py      what a model writes -> text, thoughts, calls of tools
 settings.py     settings of generation: what is refused of them

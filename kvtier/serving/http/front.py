@@ -67,6 +67,7 @@ class Door:
                 raise shutting_down()
             async with asyncio.timeout(self._timeout):
                 body = await self._body(scope, receive)
+            visit.size = len(body)
             _check_text(body)
         except Refusal as error:
             await self._refuse(error, send)

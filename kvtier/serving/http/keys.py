@@ -39,14 +39,19 @@ class Visit:
 
     Attributes:
         caller: who is asking.
+        size: bytes of the body.
         opened: what has to end when the client leaves: `cancel` is called.
+        left: whether nobody reads an answer any more.
     """
 
     caller: Caller = field(default_factory=Caller)
+    size: int = 0
     opened: list[Any] = field(default_factory=list)
+    left: bool = False
 
     def leave(self) -> None:
         """The request has been answered, or its client has left."""
+        self.left = True
         for each in self.opened:
             each.cancel()
 

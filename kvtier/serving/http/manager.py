@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import functools
 import itertools
 import math
@@ -26,7 +27,7 @@ from kvtier.serving.http.asked import Asked
 from kvtier.serving.http.keys import Caller, Keys, Visit
 from kvtier.serving.http.metrics import Metrics
 from kvtier.serving.http.parsing import Parser
-from kvtier.serving.http.refusals import Refusal, refusal_of, shutting_down
+from kvtier.serving.http.refusals import Refusal, refusal_of, shutting_down, too_long
 from kvtier.serving.http.sessions import Sessions
 from kvtier.serving.http.settings import Penalties, asked_of, check_settings
 from kvtier.serving.request import RequestOutput
@@ -119,8 +120,9 @@ class EngineManager(BaseGenerateManager):
     # Requests
 
     async def read(self, work: Callable[..., T], *args: Any) -> T:
-        """Do what takes long for a long prompt, in a thread next to the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work, *args)
+        """Do what takes long for a long prompt, in a thread next to the event loop, which knows the visit, too."""
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._readers, run, work, *args)
 
     async def look(self, work: Callable[..., T], *args: Any) -> T:
         """Look how the server is, in a thread next to the event loop and to those that read prompts."""
@@ -197,11 +199,7 @@ class EngineManager(BaseGenerateManager):
             raise Refusal(400, "The prompt has no tokens.", code="empty_prompt")
         if context is not None and prompt + (asked.max_tokens or 1) > context:
             asks = "" if asked.max_tokens is None else f" and {asked.max_tokens} are asked for"
-            raise Refusal(
-                400,
-                f"This model's maximum context length is {context} tokens: the prompt has {prompt}{asks}.",
-                code="context_length_exceeded",
-            )
+            raise too_long(context, f"{prompt}{asks}")
         usual = self.limits.default_tokens if default_tokens is None else default_tokens
         most = asked.max_tokens or (usual if context is None else min(usual, context - prompt))
         least = asked.settings.get("min_new_tokens")

@@ -57,6 +57,15 @@ def shutting_down(retry_after: int = 1) -> Refusal:
     return Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=retry_after)
 
 
+def too_long(context: int, prompt: str) -> Refusal:
+    """A prompt does not fit into the context: it has so much."""
+    return Refusal(
+        400,
+        f"This model's maximum context length is {context} tokens: the prompt has {prompt}.",
+        code="context_length_exceeded",
+    )
+
+
 def refusal_of(error: BaseException, retry_after: int = 1) -> Refusal:
     """How an error of the engine is said. What is no fault of the request's is logged, with where it was raised.
 

@@ -31,7 +31,7 @@ def handler(trained: tuple[Any, Any]) -> Iterator[Any]:
     """Of a tokenizer whose template a test may set."""
     tokenizer = copy.copy(trained[1])
     made = Handler.__new__(Handler)
-    made.served = SimpleNamespace(tokenizer=tokenizer, model=trained[0])  # type: ignore[assignment]
+    made.served = SimpleNamespace(tokenizer=tokenizer, model=trained[0], context=None)  # type: ignore[assignment]
     return made
 
 

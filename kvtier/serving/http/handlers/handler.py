@@ -15,9 +15,10 @@ from kvtier.hf.models.templates import names_read, template_of
 from kvtier.serving.http.answers import Answers
 from kvtier.serving.http.asked import Asked
 from kvtier.serving.http.keys import VISIT, Visit
+from kvtier.serving.http.lengths import check_fits, may_fit
 from kvtier.serving.http.manager import EngineManager
 from kvtier.serving.http.parsing import Parser, parsers_of
-from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.refusals import Refusal, too_long
 from kvtier.serving.text import bytes_of
 
 #: The last event of a stream.
@@ -132,17 +133,20 @@ class Handler(BaseHandler):
         if not template:
             text = "".join(str(message["content"]) for message in plain)
             return self.ids_of(text)
+        given = {"tools": asked.tools, "add_generation_prompt": True} | asked.template
         try:
-            found = tokenizer.apply_chat_template(
-                plain,
-                tools=asked.tools,
-                tokenize=True,
-                return_dict=True,
-                **({"add_generation_prompt": True} | asked.template),
-            )
+            if not may_fit(self.visit.size, self.served.context):  # none of its strings has more characters
+                self._check_fits(tokenizer.apply_chat_template(plain, tokenize=False, **given))
+            found = tokenizer.apply_chat_template(plain, tokenize=True, return_dict=True, **given)
+        except Refusal:
+            raise
         except Exception as error:  # of the template, which may ask for anything
             raise self._refused(error) from error
         return [int(x) for x in found["input_ids"]]
+
+    def _check_fits(self, text: str) -> None:
+        """Refuse a text that cannot fit, or that nobody waits for. Raises `Refusal`."""
+        check_fits(text, self.served.tokenizer, self.served.context, self.visit)
 
     def _refused(self, error: Exception) -> Refusal:
         text = f"The chat template refuses these messages: {error}"
@@ -165,10 +169,14 @@ class Handler(BaseHandler):
         """Token ids of a prompt.
 
         Raises:
-            Refusal: ids that the model does not have.
+            Refusal: ids that the model does not have, or more than fit.
         """
         if isinstance(prompt, str):
+            self._check_fits(prompt)
             return [int(x) for x in self.served.tokenizer(prompt)["input_ids"]]
+        context = self.served.context
+        if context is not None and len(prompt) > context:
+            raise too_long(context, str(len(prompt)))
         size = self.served.model.get_input_embeddings().num_embeddings
         if not all(0 <= x < size for x in prompt):
             raise Refusal(400, f"prompt: token ids are from 0 to {size - 1}.", code="invalid_value", param="prompt")
