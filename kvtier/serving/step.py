@@ -250,7 +250,12 @@ class StepRunner:
     ) -> list[tuple[Request, Work]]:
         """After a failure: what of a part can be tried again as it is. A sequence that the failure has cost what was
         computed (recurrent states do not go back) begins again with the next step; for the third time, it has failed.
+
+        Raises:
+            Exception: the same, where the runner is of no use before it is reset: the step is cut short.
         """
+        if self._runner.half_done:
+            raise error
         same = []
         for request, each in work:
             cached = self._runner.cached(each.sequence)

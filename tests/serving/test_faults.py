@@ -120,6 +120,44 @@ def test_a_forward_that_raises_costs_no_other_request_its_tokens(seed: int) -> N
     engine.close()
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("started", [False, True])
+def test_a_step_that_cannot_be_undone_is_cut_short_and_later_requests_have_their_tokens(
+    monkeypatch: pytest.MonkeyPatch, name: str, started: bool
+) -> None:
+    prompts = some(random.Random(1), 3)
+    engine = engine_of(name, random.Random(0))
+    forward = engine._runner.forward  # type: ignore[attr-defined]
+
+    def fails(*_: Any) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(forward, "undo", cannot)
+        raise RuntimeError("a forward fails")
+
+    def cannot() -> None:
+        monkeypatch.undo()
+        raise RuntimeError("nor is it undone")
+
+    def add() -> list[str]:
+        return [engine.add_request(list(p), max_new_tokens=NEW, do_sample=False) for p in prompts]
+
+    monkeypatch.setattr(forward, "count_layer", fails)
+    names = add()
+    if started:
+        engine.start()
+        for each in names:
+            assert "nor is it undone" in str(engine.wait(each, timeout=60).error)
+        names = add()
+    else:
+        with pytest.raises(RuntimeError, match="nor is it undone"):
+            engine.step()
+    for each in names:
+        engine.wait(each, timeout=60)
+    engine.stop()
+    check(engine, name, prompts, names)
+    engine.close()
+
+
 def raises(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     raise ValueError("a processor fails")
 

@@ -32,6 +32,11 @@ class OnPackedForward(Runner):
 
     forward: PackedForward
 
+    def reset(self) -> None:
+        """See `Runner`."""
+        self.forward.reset()
+        self.half_done = False
+
     def tiers(self) -> Tiers:
         """See `Runner`."""
         forward = self.forward
@@ -120,7 +125,9 @@ class PackedRunner(OnPackedForward):
                 ]
                 scores = [calls[0]()] if turns is None else turns.run(calls, of.device_of(self._model))
         except BaseException:
+            self.half_done = True  # until it is undone
             forward.undo()
+            self.half_done = False
             raise
         forward.end()
         found = {id(each): row for some in scores for each, row in some}
@@ -168,10 +175,6 @@ class PackedRunner(OnPackedForward):
     def held(self, sequence: Any) -> int:
         """See `Runner`."""
         return self.forward.held(sequence)
-
-    def reset(self) -> None:
-        """See `Runner`."""
-        self.forward.reset()
 
     def close(self) -> None:
         """See `Runner`."""

@@ -101,11 +101,13 @@ class RaggedRunner(OnPackedForward):
                 found = [out.logits[i, -1] if each.scored else None for i, each in enumerate(work)]
         except BaseException:
             # States were changed in part, and cannot go back: these sequences begin again.
+            self.half_done = True
             forward.undo()
             for row in rows:
                 forward.crop(row.kv, 0)
                 row.states = {}
             self._rows, self._stacked = [], {}
+            self.half_done = False
             raise
         forward.end()
         return found
@@ -147,7 +149,7 @@ class RaggedRunner(OnPackedForward):
     def reset(self) -> None:
         """See `Runner`."""
         self._rows, self._stacked = [], {}
-        self.forward.reset()
+        super().reset()
 
     def close(self) -> None:
         """See `Runner`."""

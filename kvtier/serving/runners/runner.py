@@ -59,10 +59,12 @@ class Runner(abc.ABC):
     Attributes:
         name: "packed", "ragged", "single", "uncached".
         chunked: whether a prompt may be computed in parts.
+        half_done: whether a step has failed and could not be undone: nothing but `reset` is of use then.
     """
 
     name: str
     chunked: bool
+    half_done = False
 
     @abc.abstractmethod
     def add(self) -> Any:
