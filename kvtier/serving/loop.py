@@ -15,6 +15,11 @@ from kvtier.serving.step import StepRunner
 
 _LOG = logging.getLogger("kvtier.serving")
 
+#: What calls listeners and criteria; by id, for a code object is hashed with all that it has.
+_INSIDE = frozenset(
+    id(function.__code__) for function in (StepRunner.step, Requests.recover, Requests.give_up_all, Requests.cancel_all)
+)
+
 
 class Loop:
     """Runs steps, one at a time.
@@ -94,13 +99,14 @@ class Loop:
             lock.notify_all()
 
     def check_outside(self) -> None:
-        """Raise `ConcurrentUseError` in the midst of a step of this thread's. What was interrupted is on no stack."""
+        """Raise `ConcurrentUseError` in the midst of a step of this thread's, or of the end of requests. What was
+        interrupted is on no stack."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_code is StepRunner.step.__code__ and frame.f_locals["self"] is self._steps:
+            if id(frame.f_code) in _INSIDE and frame.f_locals["self"] in (self._steps, self._requests):
                 raise ConcurrentUseError(
-                    "What a step calls, a listener or a stopping criterion, asks for another step, or for the end of "
-                    "the engine: it may add requests and cancel them. Let another thread do the rest."
+                    "What an engine calls, a listener or a stopping criterion, asks for a step, or for the end of the "
+                    "engine: it may add requests and cancel them. Let another thread do the rest."
                 )
             frame = frame.f_back
 

@@ -132,3 +132,30 @@ def test_a_listener_cannot_wait_for_its_own_step(what: str, started: bool) -> No
     assert engine.wait(other, timeout=60).finish_reason
     assert heard == [ConcurrentUseError]
     engine.close()
+
+
+@pytest.mark.parametrize("what", ["step", "stop", "close", "generate_batch"])
+@pytest.mark.parametrize("ends", ["fails", "closes"])
+def test_nor_can_one_that_hears_that_all_requests_end(what: str, ends: str) -> None:
+    engine, heard = Engine(tiny_model("llama"), host_budget="100MB"), list[tuple[str, type]]()
+    arguments: dict[str, list[Any]] = {"generate_batch": [[PROMPT]]}
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a step fails")
+
+    def hears(output: RequestOutput) -> None:
+        if output.is_finished():
+            try:
+                getattr(engine, what)(*arguments.get(what, []))
+            except Exception as error:
+                heard.append((output.finish_reason, type(error)))
+
+    for name in ("first", "later"):
+        engine.add_request(PROMPT, max_new_tokens=4, eos_token_id=-1, listener=hears, request_id=name)
+    if ends == "fails":
+        engine._costs.observe = fails  # type: ignore[method-assign]
+        done = engine._requests.named["later"].done
+        engine.start()
+        assert done.wait(60)
+    engine.close()
+    assert heard == [("error" if ends == "fails" else "cancelled", ConcurrentUseError)] * 2
