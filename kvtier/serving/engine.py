@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -168,7 +169,10 @@ class Engine:
             clock=clock,
             copied=memory.totals,
         )
-        self._loop = Loop(self._requests, self._steps, memory)
+        self._loop = Loop(self._requests, self._steps, memory, weakref.ref(self))
+        if self._enabled is not None:
+            # What is left when all that may run a step is garbage, the thread of an engine that was not closed, too.
+            self._enabled.end_with(self._runner)
 
     def _allow(self, sub_batches: object) -> None:
         """Let forwards take turns, or say why they do not."""

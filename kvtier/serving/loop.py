@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import weakref
 from types import FrameType
+from typing import Any
 
 from kvtier.errors import ConcurrentUseError
 from kvtier.forks import heed, inherited
@@ -15,6 +17,8 @@ from kvtier.serving.step import StepRunner
 
 _LOG = logging.getLogger("kvtier.serving")
 
+#: Seconds between two looks whether an engine without requests is still there.
+_LOOK = 5.0
 #: What calls listeners and criteria; by id, for a code object is hashed with all that it has.
 _INSIDE = frozenset(
     id(function.__code__) for function in (StepRunner.step, Requests.recover, Requests.give_up_all, Requests.cancel_all)
@@ -28,13 +32,15 @@ class Loop:
         requests: that there are.
         steps: which computes them.
         memory: that they are computed in.
+        user: who adds requests; when it is garbage, the thread ends once there is nothing to do.
 
     Attributes:
         stepping: held during a step.
     """
 
-    def __init__(self, requests: Requests, steps: StepRunner, memory: TieredMemory) -> None:
+    def __init__(self, requests: Requests, steps: StepRunner, memory: TieredMemory, user: weakref.ref[Any]) -> None:
         self._requests = requests
+        self._user = user
         self._steps = steps
         self._memory = memory
         self._thread: threading.Thread | None = None
@@ -115,7 +121,9 @@ class Loop:
         while True:
             with requests.lock:
                 while not self._stopping and not requests.running and not requests.waiting:
-                    requests.lock.wait()
+                    if self._user() is None:
+                        return
+                    requests.lock.wait(_LOOK)
                 if self._stopping:
                     return
             with self.stepping:

@@ -5,15 +5,19 @@ KVTIER_TEST_WORKLOADS=100 tries every line, and not one of many.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from typing import Any
 
 import pytest
 from cut_short import interrupted, steps_with_an_interrupt
+from families import build_model
 from workloads import by_generate, model_of
 
 from kvtier import ConversationStore, Engine, TieredMemory
+from kvtier.serving import loop
 from kvtier.serving.request import RequestOutput
 
 TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
@@ -133,3 +137,49 @@ def test_a_batch_that_is_cut_short_leaves_no_request_to_others(monkeypatch: pyte
         (found,) = engine.generate_batch([list(PROMPTS[1])], max_new_tokens=6, do_sample=False).values()
         assert found.generated_tokens == by_generate("llama", PROMPTS[1], 6)[0]
         assert [x.finish_reason for x in engine._requests.ended.values()] == ["cancelled", "cancelled", "length"]
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_engine_that_is_dropped_gives_the_models_attention_back(
+    monkeypatch: pytest.MonkeyPatch, started: bool, stored: bool
+) -> None:
+    monkeypatch.setattr(loop, "_LOOK", 0.01)
+    model, ended = model_of("llama"), threading.Event()
+    attention = model.config._attn_implementation
+    store = ConversationStore(model, host_budget="8MiB") if stored else None
+    engine = Engine(model, store=store) if stored else Engine(model, host_budget="8MiB")
+    other = Engine(model, host_budget="8MiB")
+    thread = None
+    if started:
+        engine.start()
+        thread = engine._loop._thread
+    heard = list[str]()
+
+    def hears(output: RequestOutput) -> None:
+        if output.is_finished():
+            heard.append(output.finish_reason)
+            ended.set()
+
+    add(engine, listener=hears)
+    del engine
+    if thread is not None:
+        assert ended.wait(60), "its thread computes what was asked"
+        thread.join(60)
+        assert not thread.is_alive()
+        assert heard == ["length"] * 2
+    gc.collect()
+    assert model.config._attn_implementation == "kvtier", "another engine runs it"
+    other.close()
+    assert model.config._attn_implementation == attention
+    if store is not None:
+        store.close()
+
+
+def test_an_engine_that_its_model_knows_is_dropped_with_it() -> None:
+    model = build_model("llama", "sdpa")
+    model.engine = Engine(model, host_budget="8MiB")
+    known = weakref.ref(model)
+    del model
+    gc.collect()
+    assert known() is None

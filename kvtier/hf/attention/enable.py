@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +15,43 @@ from transformers.modeling_utils import PreTrainedModel
 
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.hf.attention.interface import NAME, bypasses, register_attention, uses_interface
+from kvtier.memory.access.lock import new_lock
 
 # On the model, so that a copy of an enabled model can be disabled: a list of `_Switched`.
 _SWITCHED = "_kvtier_attention"
 #: Engines are made and closed in threads of their own; and a signal handler may close one in the midst of this.
-_LOCK = threading.RLock()
+_LOCK = new_lock()
+#: Claims whose owners are garbage, and the models that they are of.
+_ABANDONED: deque[tuple[weakref.ref[nn.Module], _Claim]] = deque()
+
+
+@contextlib.contextmanager
+def _changing() -> Iterator[None]:
+    """Around a change of what configs say."""
+    try:
+        with _LOCK:
+            yield
+    finally:
+        _take_back_abandoned()
+
+
+def _abandon(model: weakref.ref[nn.Module], claim: _Claim) -> None:
+    """Take a claim back in a finalizer, which comes between any two lines of any thread, and waits for no lock."""
+    _ABANDONED.append((model, claim))
+    _take_back_abandoned()
+
+
+def _take_back_abandoned() -> None:
+    """Where somebody is at a change, in this thread or another one, it is done at the end of that."""
+    while _ABANDONED and not _LOCK._is_owned() and _LOCK.acquire(blocking=False):
+        try:
+            if _ABANDONED:
+                found, claim = _ABANDONED.popleft()
+                model = found()
+                if model is not None:
+                    _restore(model, [claim])
+        finally:
+            _LOCK.release()
 
 
 class _Claim:
@@ -58,8 +92,12 @@ class Enabled:
 
     def disable(self) -> None:
         """Restore what was there before, unless another handle or an `Engine` wants it as it is. Idempotent."""
-        with _LOCK:
+        with _changing():
             _restore(self.model, [self._claim])
+
+    def end_with(self, user: object) -> None:
+        """As `disable`, when an object is garbage that may be so without having called it."""
+        weakref.finalize(user, _abandon, weakref.ref(self.model), self._claim).atexit = False
 
     def __enter__(self) -> nn.Module:
         return self.model
@@ -122,7 +160,7 @@ def enable_for(model: nn.Module, user: str) -> Enabled:
             )
     register_attention()
     claim = _Claim(user)
-    with _LOCK:
+    with _changing():
         _switch(model, switchable, claim)
     return Enabled(model, claim, tuple(sorted({type(owner).__name__ for owner in fixed})))
 
@@ -160,7 +198,7 @@ def disable(model: nn.Module) -> None:
             f'{type(model).__name__} has attn_implementation="kvtier", but not from `kvtier.enable(model)`: there is '
             'nothing to go back to. Choose with `model.set_attn_implementation("sdpa")`.'
         )
-    with _LOCK:
+    with _changing():
         claims = [claim for entry in _entries(model) for claim in entry.claims]
         users = sorted({claim.user for claim in claims if claim.user})
         if users:

@@ -5,6 +5,7 @@ What the attention function itself computes is the matter of `test_attention_for
 
 import copy
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 import kvtier
 from kvtier import UnsupportedError
+from kvtier.hf.attention import enable
 
 BYPASSING = ("falcon",)
 NAMES = [name for name in FAMILIES if name not in BYPASSING]
@@ -260,6 +262,29 @@ def test_an_exception_restores_too() -> None:
     before = settings(model)
     with pytest.raises(ZeroDivisionError), kvtier.enable(model):
         raise ZeroDivisionError
+    assert settings(model) == before
+
+
+class User:
+    """Holds a model that is enabled."""
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_user_that_is_dropped_in_the_midst_of_a_change_is_heard_of_at_its_end(elsewhere: bool) -> None:
+    model, user = build_model("llama", "eager"), User()
+    before = settings(model)
+    kvtier.enable(model).end_with(user)
+    users = [user]
+    del user
+    with enable._changing():
+        if elsewhere:
+            thread = threading.Thread(target=users.clear)
+            thread.start()
+            thread.join(60)
+        else:
+            users.clear()
+        assert not users
+        assert implementations(model) == {"kvtier"}
     assert settings(model) == before
 
 
