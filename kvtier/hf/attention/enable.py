@@ -46,10 +46,11 @@ def _take_back_abandoned() -> None:
     while _ABANDONED and not _LOCK._is_owned() and _LOCK.acquire(blocking=False):
         try:
             if _ABANDONED:
-                found, claim = _ABANDONED.popleft()
+                found, claim = _ABANDONED[0]  # until it is done: an interrupt may cut it short
                 model = found()
                 if model is not None:
                     _restore(model, [claim])
+                _ABANDONED.popleft()
         finally:
             _LOCK.release()
 
@@ -89,15 +90,19 @@ class Enabled:
         self.model = model
         self.left = left
         self._claim = claim
+        self._end: weakref.finalize[..., Any] | None = None
 
     def disable(self) -> None:
         """Restore what was there before, unless another handle or an `Engine` wants it as it is. Idempotent."""
         with _changing():
             _restore(self.model, [self._claim])
+        if self._end is not None:
+            self._end.detach()
 
     def end_with(self, user: object) -> None:
         """As `disable`, when an object is garbage that may be so without having called it."""
-        weakref.finalize(user, _abandon, weakref.ref(self.model), self._claim).atexit = False
+        self._end = weakref.finalize(user, _abandon, weakref.ref(self.model), self._claim)
+        self._end.atexit = False
 
     def __enter__(self) -> nn.Module:
         return self.model
