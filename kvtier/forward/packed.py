@@ -40,7 +40,7 @@ class PackedForward(PlannedForward):
     Args:
         memory: that the blocks are in.
         options: of a cache.
-        tiered: layers that there will be.
+        tiered: layers that there will be, as far as that is known before a step has shown it.
 
     Attributes:
         sequences: that have not ended.
@@ -319,6 +319,7 @@ class PackedForward(PlannedForward):
         """The step is over: its tokens count."""
         for segment in self._segments():
             segment.sequence.length += segment.tokens
+        self._tiered = len(self._held.readers)  # some models run a layer again, with keys and values of its own
         self._clear()
 
     def undo(self) -> None:

@@ -14,8 +14,10 @@ from model_types import OVER, VOCAB, tiny_config, types
 from placements import Placement, alike, assert_same_as_dynamic_cache, tiered_cache
 from transformers import Cache, PreTrainedModel
 
-from kvtier import InterruptedStepError, UnsupportedError
+from kvtier import BudgetError, Engine, InterruptedStepError, UnsupportedError
 from kvtier.hf.models.names import CACHE
+from kvtier.serving.runners.packed import PackedRunner
+from kvtier.serving.runners.runner import Work
 
 #: Layers 1 and 2 of 4 run three times, and write to layers 1, 2 and 4 to 7 of the cache.
 _DORY = {
@@ -128,6 +130,22 @@ def test_a_forward_that_ends_in_one_of_its_rounds_is_noticed(kind: str, held: in
                 model(ids(), **{CACHE: expected})
             new = ids(length=3)
             assert alike(model(new, **{CACHE: expected}).logits, model(new, **{CACHE: cache}).logits)
+
+
+def test_an_engine_admits_a_step_with_all_layers_that_the_model_writes_to() -> None:
+    """Before anything is computed; also where it begins again without layers, as behind an interrupt."""
+    with Engine(model_of("dory"), host_budget="100KB", block_size=4) as engine:
+        engine.stop()
+        runner = engine._runner
+        assert isinstance(runner, PackedRunner)
+        count, nbytes = len(runner.forward.readers), runner.forward.block_bytes()
+        assert count == 8
+        assert 15 * nbytes < 100_000 < 30 * nbytes, "half of the layers would fit"
+        runner.reset()
+        with pytest.raises(BudgetError) as error:
+            runner.step([Work(runner.add(), [5] * 120, 0, 120, True)])
+        assert error.value.needed >= 30 * nbytes
+        assert len(runner.forward.readers) == 1
 
 
 def test_a_layer_is_not_copied_without_its_cache() -> None:

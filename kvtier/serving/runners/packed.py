@@ -94,7 +94,7 @@ class PackedRunner(OnPackedForward):
 
     def allow_sub_batches(self) -> None:
         """A step may be computed by two forwards from now on."""
-        self.sub_batches = SubBatches(self.forward, int(self._config.num_hidden_layers))
+        self.sub_batches = SubBatches(self.forward, len(self.forward.readers))
 
     def took(self, seconds: float) -> None:
         """See `Runner`."""
