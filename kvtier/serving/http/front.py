@@ -61,15 +61,20 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        end = asyncio.get_running_loop().time() + self._timeout
         try:
             visit = Visit(self._caller(scope))
             if scope["method"] == "POST" and self._draining():
                 raise shutting_down()
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout_at(end):
                 body = await self._body(scope, receive)
             visit.size = len(body)
             _check_text(body)
         except Refusal as error:
+            if error.status == 413:
+                with contextlib.suppress(TimeoutError):  # of which a client that stalls hears, too
+                    async with asyncio.timeout_at(end):
+                        await self._discard(receive)
             await self._refuse(error, send)
             return
         except TimeoutError:
@@ -117,7 +122,6 @@ class Door:
         """The whole of it. ConnectionError: the client has left."""
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_body:
-            await self._discard(receive)
             raise self._too_large()
         parts, total, more = list[bytes](), 0, True
         while more:
@@ -127,7 +131,6 @@ class Door:
             parts.append(message.get("body", b""))
             total += len(parts[-1])
             if total > self._max_body:
-                await self._discard(receive)
                 raise self._too_large()
             more = message.get("more_body", False)
         return b"".join(parts)

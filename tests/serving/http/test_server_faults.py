@@ -150,6 +150,19 @@ def test_a_client_that_does_not_send_its_request_is_left(start: Start) -> None:
             assert answer_on(connection)[0] == 408
 
 
+@pytest.mark.parametrize(("length", "sent"), [(1 << 40, 1), (1 << 40, 20_000), (None, 20_000)])
+def test_a_body_that_is_too_large_is_said_to_be_so_though_it_does_not_all_come(
+    start: Start, length: int | None, sent: int
+) -> None:
+    with start(timeout=0.5, max_body=10_000) as running:
+        wait_for_requests(running, 600.0)
+        kind = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{kind}\r\n\r\n" + ("" if length else f"{sent:x}\r\n")
+        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as connection:
+            connection.sendall(head.encode() + b"x" * sent)
+            assert answer_on(connection)[0] == 413
+
+
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
 def test_a_connection_on_which_no_request_comes_in_time_ends(start: Start, sent: bytes) -> None:
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
