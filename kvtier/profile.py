@@ -69,9 +69,8 @@ def store(machine: str, name: str, value: float | str | list[int] | list[float] 
     path = folder() / _file_name(machine)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps(
-            {"machine": machine, "values": {**_read(machine, tell=False), name: value}}, indent=1, sort_keys=True
-        )
+        values = {key: x for key, x in _read(machine, tell=False).items() if key != name}
+        content = json.dumps({"machine": machine, "values": values | {name: value}}, indent=1)  # the newest is the last
         # Made as any file is, so that whoever may read the folder may read it: a machine's users share it.
         temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:

@@ -32,6 +32,13 @@ def test_a_stored_value_is_found_until_another_is_stored() -> None:
         assert profile.lookup("m", "a", number) == value
 
 
+def test_what_was_stored_last_is_last_in_the_file() -> None:
+    for name in "bacb":
+        path = profile.store("m", name, 1)
+    assert list(json.loads(path.read_text())["values"]) == ["a", "c", "b"]
+    assert profile.names("m") == ["a", "b", "c"]
+
+
 def test_looking_a_value_up_creates_nothing(folder: Path) -> None:
     profile.lookup("m", "a", number)
     assert not folder.exists()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvtier import profile
+from kvtier.config import DEVICE_BLOCK
 from kvtier.cpu import native
 from kvtier.errors import ConfigError
 from kvtier.kernels import launch
@@ -95,7 +96,7 @@ def of_file(content: Mapping[str, Any], size: ModelSize, model: str) -> Hardware
         content: as `kvtier.profile` has stored it: "machine", and "values" by their names.
         size: of the model.
         model: from `model_name`. The time of its layers is taken in whatever dtype it was measured, in that of the
-            config if it was.
+            config if it was. Of several measurements that fit, the closest one counts, and of such the newest.
 
     Raises:
         ConfigError: the file is damaged, or nothing of it can be read.
@@ -107,11 +108,21 @@ def of_file(content: Mapping[str, Any], size: ModelSize, model: str) -> Hardware
         )
     device = machine.partition(",")[0]
     like = "cpu" if device == "cpu" else machines.machine_like(device)
-    models = sorted(x for x in values if x.startswith("model ") and not differing(x, model))
-    model = model if model in models else next(iter(models), "")
+    *sizes, dtype = model.split(", ")
+
+    def closeness(name: str) -> tuple[int, ...]:
+        """Of names that fit the model, how well they do: by sizes that are known of both, dtype, and tokens of a block.
+        Of names that do so alike the newest is the last in a file."""
+        parts = name.split(", ")
+        known = next((x for x in parts if isinstance(getattr(torch, x, None), torch.dtype)), "")
+        bytes_alike = bool(known) and getattr(torch, known).itemsize == size.itemsize
+        return sum(x in parts for x in sizes), known == dtype, bytes_alike, f"blocks of {DEVICE_BLOCK}" in parts
+
+    fitting = [x for x in values if x.startswith("model ") and not differing(x, model)]
+    model = max(reversed(fitting), key=closeness, default="")
     # Of attention over blocks of this shape, where it was measured.
     shape = f", {size.kv_heads} KV heads of {size.head_dim}, "
-    special = sorted(x for x in values if x.startswith((HOST, DEVICE)) and shape in x)
+    special = sorted((x for x in values if x.startswith((HOST, DEVICE)) and shape in x), key=closeness)
     found = replace(HardwareProfile.estimate(like, size), name=machine, model=model)
     for name in (LINK, HOST, DEVICE, *special, *filter(None, (model,))):
         found = found.with_stored(values.get(name))

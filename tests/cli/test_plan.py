@@ -34,6 +34,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
 from kvtier import ConfigError
+from kvtier import profile as profiles
 from kvtier.cli.config import completed_config, read_config
 from kvtier.cli.main import main
 from kvtier.cli.plan.report import millions
@@ -1053,6 +1054,47 @@ def test_the_stored_file_of_a_machine_is_a_profile_and_what_it_lacks_is_an_estim
     assert found["profile"]["model"] == name
     assert "linear" in found["profile"]["measured"]
     assert found["profile"]["parts"]["host"]["error"] == 0.123, "blocks of the model's shape"
+
+
+def test_of_several_that_fit_a_profile_gives_what_is_closest_and_then_what_is_newest(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIER_PROFILE", str(tmp_path / "profiles"))
+    machine, estimate = "NVIDIA H100 80GB HBM3, capability 9.0", HardwareProfile.estimate("h100", model_size(LLAMA_8B))
+    name = measured.model_name(LlamaConfig(**LLAMA_8B)).removesuffix("bfloat16")
+    host = "host attention, 8 KV heads of 128"
+
+    def used(*stored: str) -> tuple[str, float]:
+        """What is taken of these names, stored in this order: the model, and the error of the host's part."""
+        for error, each in enumerate(stored):
+            part = "host" if each.startswith("host") else "linear"
+            path = profiles.store(machine, each, {part: estimate.part_as_json(part) | {"error": error / 64}})
+        found = planned(capsys, config, "--profile", path, "--device-budget", "8GiB")["profile"]
+        path.unlink()
+        return found["model"].removeprefix(name), found["parts"]["host"]["error"]
+
+    # Of the same sizes, by dtype: the model's own, one of as many bytes, any.
+    for stored, best in (
+        (("float32", "bfloat16"), "bfloat16"),
+        (("bfloat16", "float32"), "bfloat16"),
+        (("float16", "float32"), "float16"),
+        (("float16", "float8_e4m3fn"), "float16"),
+        (("float8_e4m3fn", "float32"), "float32"),
+        (("float32", "float8_e4m3fn"), "float8_e4m3fn"),
+    ):
+        assert used(f"{host}, float32, blocks of 64, avx2", *(name + x for x in stored))[0] == best
+    # Of attention likewise; then by the block that is planned with; then the newest.
+    for attention, newest in (
+        (("bfloat16, blocks of 64, torch", "float32, blocks of 64, avx512"), 0),
+        (("float16, blocks of 16, avx512", "float32, blocks of 64, avx512"), 0),
+        (("bfloat16, blocks of 64, avx512", "bfloat16, blocks of 8, avx512"), 0),
+        (("bfloat16, blocks of 64, torch", "bfloat16, blocks of 64, avx512"), 1),
+        (("bfloat16, blocks of 16, avx512", "bfloat16, blocks of 8, avx2"), 1),
+    ):
+        assert used(*(f"{host}, {x}" for x in attention))[1] == newest / 64
+    # A model of which more sizes are known fits better than one whose config leaves them away.
+    vague = name.replace("key_value_heads 8", "key_value_heads None") + "bfloat16"
+    assert used(f"{host}, float32, blocks of 64, avx2", vague, name + "float32")[0] == "float32"
 
 
 @pytest.mark.parametrize(
