@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     BambaConfig,
     DeepseekV3Config,
@@ -27,7 +29,6 @@ from transformers import (
     MixtralConfig,
     Qwen2MoeConfig,
     Qwen3Config,
-    Qwen3NextConfig,
     Zamba2Config,
 )
 from transformers.cache_utils import DynamicLayer
@@ -215,11 +216,12 @@ def test_layers_of_a_saved_config_are_those_of_the_cache(
     assert (size["layers"], size["recurrent"], size["growing"]) == kinds
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("made", [made for made, _ in MIXED], ids=[made.model_type for made, _ in MIXED])
-def test_what_is_not_tiered_is_what_the_cache_of_the_model_holds(made: Any) -> None:
-    config, _ = completed_config(made.to_dict() | {"dtype": "float32"})
+def test_what_is_not_tiered_is_what_the_cache_of_the_model_holds(made: Any, dtype: str) -> None:
+    config, _ = completed_config(made.to_dict() | {"dtype": dtype})
     size = model_size(config)
-    model = AutoModelForCausalLM.from_config(made)
+    model = AutoModelForCausalLM.from_config(made, dtype=getattr(torch, dtype))
     cached = model(torch.ones(1, 40, dtype=torch.long), use_cache=True).past_key_values.layers
     rest = [x for x in cached if type(x) is not DynamicLayer]
     keys = sum(
@@ -439,11 +441,17 @@ def test_latents_are_expanded_in_each_step(tmp_path: Path, capsys: pytest.Captur
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
         ({"num_key_value_heads": 5}, "no multiple of 5"),
         ({"num_key_value_heads": 0}, "no multiple of 0"),
+        ({"layer_types": ["dummy"] * 32}, "nothing to plan"),
     ],
 )
 def test_a_config_without_sizes_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         model_size(LLAMA_8B | change)
+
+
+def test_latents_without_positions_are_latents() -> None:
+    size = model_size(LLAMA_8B | MLA | {"qk_rope_head_dim": 0, "head_dim": 0})
+    assert (size.latent, size.kv_bytes, size.expanded) == (32, 32 * 2, 4 * (2 * 16 + 16))
 
 
 def test_what_fits_is_on_the_device_and_what_does_not_is_slower(
@@ -516,7 +524,7 @@ def test_windows_and_states_of_all_sequences_take_their_part_of_the_device(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content))
     few, many = (planned(capsys, tmp_path, "--batch", n, "--context", "32k") for n in (1, 33))
-    each = {"windows": 28 * 1024 * 4096, "states": 16 * 2 * (32 * 128 * 128 + 4 * 8192)}[
+    each = {"windows": 28 * 1024 * 4096, "states": 16 * (4 * 32 * 128 * 128 + 2 * 4 * 8192)}[
         "windows" if content is WINDOWS else "states"
     ]
     taken = few["demand_per_device"]["device_bytes"] - many["demand_per_device"]["device_bytes"]
@@ -527,11 +535,30 @@ def test_windows_and_states_of_all_sequences_take_their_part_of_the_device(
     assert "windows and states" in err
 
 
-@pytest.mark.parametrize("made", [Gemma3TextConfig, Qwen3NextConfig], ids=lambda x: x.model_type)
-def test_windows_and_states_are_those_of_the_model(made: Any) -> None:
-    config = made(num_hidden_layers=8, sliding_window=16, head_dim=32, num_experts=4, num_experts_per_tok=2, **TINY)
-    size = model_size(completed_config(config.to_dict() | {"dtype": "float32"})[0])
-    model = AutoModelForCausalLM.from_config(config)
+#: Models with windows or states, by their types, for a Transformers may not know all of them.
+BOUNDED: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"num_hidden_layers": 8, "sliding_window": 16, "head_dim": 32},
+    "qwen3_next": {"num_hidden_layers": 8, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5},
+    "kimi_linear": MLA
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_heads": 2,
+        "linear_head_dim": 24,
+        "pad_token_id": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", BOUNDED)
+def test_windows_and_states_are_those_of_the_model(kind: str, dtype: str) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("this version of Transformers does not know it")
+    config = AutoConfig.for_model(kind, **(TINY | BOUNDED[kind]))
+    size = model_size(completed_config(config.to_dict() | {"dtype": dtype})[0])
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     cached = model(torch.ones(1, 40, dtype=torch.long), use_cache=True).past_key_values.layers
     full = [x for x in cached if type(x) is DynamicLayer]
     held = sum(x.numel() * x.element_size() for layer in cached if layer not in full for x in tensors_of(layer))

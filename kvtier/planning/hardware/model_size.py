@@ -27,6 +27,10 @@ _OTHER_NAMES = {
     "mamba_d_head": ("mamba_headdim", "mamba_head_dim"),
     "mamba_n_groups": ("mamba_ngroups", "n_groups"),
     "num_local_experts": ("num_experts", "n_routed_experts", "moe_num_experts"),
+    "linear_key_head_dim": ("linear_head_dim",),
+    "linear_value_head_dim": ("linear_head_dim",),
+    "linear_num_key_heads": ("linear_num_heads",),
+    "linear_num_value_heads": ("linear_num_heads",),
     "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "top_k_experts"),
 }
 #: Models whose feed-forward part has two matrices and no gate.
@@ -70,6 +74,8 @@ def model_size(config: Mapping[str, Any], counted: Weights | None = None) -> Mod
     kinds = [str(x) for x in kinds] if isinstance(kinds, list) and kinds else ["full_attention"] * layers
     full, windowed = (sum(x in some for x in kinds) for some in (_TIERED, _WINDOWS))
     growing, recurrent = sum(map(_grows, kinds)), sum(map(_recurs, kinds))
+    if not full + windowed + growing + recurrent:
+        raise ConfigError("No layer of this model keeps anything of the past: there is nothing to plan.")
     heads = _size(config, "num_attention_heads", None if full + windowed + growing else 1)
     kv_heads = _size(config, "num_key_value_heads", heads)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon 7B, StarCoder
@@ -77,7 +83,9 @@ def model_size(config: Mapping[str, Any], counted: Weights | None = None) -> Mod
     dim = _size(config, "head_dim", max(hidden // heads, 1))
     nope, rope, v_dim = (_size(config, x, 0) for x in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     latent = 0
-    if nope and rope and v_dim:  # MLA: the cache holds latents, from which each head has keys and values of its own
+    if (
+        nope and v_dim and (rope or _size(config, "kv_lora_rank", 0))
+    ):  # MLA: the cache holds latents, from which each head has keys and values of its own
         kv_heads, dim = heads, -(-(nope + rope + v_dim) // 2)
         rank, q_rank = _size(config, "kv_lora_rank"), _size(config, "q_lora_rank", 0)
         latent = rank + rope
@@ -109,7 +117,7 @@ def model_size(config: Mapping[str, Any], counted: Weights | None = None) -> Mod
         windowed=windowed,
         window=_size(config, "sliding_window", 0) if windowed else 0,
         recurrent=recurrent,
-        state_bytes=recurrent * _state_size(config) * itemsize if recurrent else 0,
+        state_bytes=recurrent * _state_size(config, itemsize) if recurrent else 0,
         growing=growing,
         expanded=heads * (2 * nope + rope + v_dim) if latent else 0,
         expand_flops=2 * rank * heads * (nope + v_dim) if latent else 0,
@@ -199,19 +207,20 @@ def weight_bits(config: Mapping[str, Any]) -> float:
     )
 
 
-def _state_size(config: Mapping[str, Any]) -> int:
-    """Numbers of a recurrent layer's state of one sequence, where the config has the usual names; else 0."""
+def _state_size(config: Mapping[str, Any], itemsize: int) -> int:
+    """Bytes of a recurrent layer's state of one sequence, where the config has the usual names; else 0. Models keep the
+    state itself in float32 whatever their dtype, and what a convolution reads in theirs, of `itemsize` bytes."""
     key, value = _size(config, "linear_key_head_dim", 0), _size(config, "linear_value_head_dim", 0)
-    if key and value:  # gated delta rule: a matrix per head, and what a convolution remembers
+    if key and value:  # gated delta rule: a matrix per head
         keys, values = _size(config, "linear_num_key_heads", 1), _size(config, "linear_num_value_heads", 1)
         taken = 2 * keys * key + values * value
-        return values * key * value + taken * _size(config, "linear_conv_kernel_dim", 4)
+        return 4 * values * key * value + itemsize * taken * _size(config, "linear_conv_kernel_dim", 4)
     state = _state(config)
     if state:  # Mamba
         inner, kernel = _inner(config), _size(config, "mamba_d_conv", _size(config, "conv_kernel", 4))
         of_groups = 2 * _size(config, "mamba_n_groups", 1) * state if _size(config, "mamba_n_heads", 0) else 0
-        return inner * state + (inner + of_groups) * kernel
-    return 0
+        return 4 * inner * state + itemsize * (inner + of_groups) * kernel
+    return itemsize * _size(config, "hidden_size") * _size(config, "conv_L_cache", 0)  # a convolution alone: LFM2
 
 
 def _state(config: Mapping[str, Any]) -> int:
