@@ -154,6 +154,26 @@ def test_it_is_never_worse_than_loading_or_recomputing_all_though_prices_are_wro
     assert gains > SETTINGS // 5, "and it gains where there is something to gain"
 
 
+def test_what_is_predicted_of_one_conversation_is_what_the_simulator_gives_wherever_its_prefix_is() -> None:
+    for seed in range(SETTINGS):
+        what, prices, _ = drawn(random.Random(seed), error=0.0)
+        for decider in (decide, always_load, always_recompute):
+            found = resumed([what], prices, decider)
+            assert found.total == pytest.approx(found.plans[0].seconds, rel=1e-9), seed
+
+
+def test_the_link_waits_for_the_disk_and_what_is_behind_that_waits_too() -> None:
+    prices = replace(PRICES, up=10e9, disk=1e9, copy_overhead=0.0)
+    disk, link = 4096 * TOKEN / prices.disk, 4096 * TOKEN / prices.up  # seconds of a layer
+    for places, last in ((("disk", "host"), 2 * link), (("host", "disk"), link)):
+        found = always(conversation(*((x, 4096) for x in places), new=1), prices, None, "load")
+        assert found.seconds == pytest.approx(32 * disk + last + PRICES.prefill(1, 8192) / 32, rel=1e-6)
+    # What is read for the first forward passes before what is read for the second one.
+    parts = conversation(("disk", 4096), ("dropped", 64), ("host", 4096), new=1)
+    ends = 32 * (disk + link) + link
+    assert always(parts, prices, None, "load").seconds == pytest.approx(ends + PRICES.prefill(1, 8256) / 32, rel=1e-2)
+
+
 def test_where_a_split_pays_it_gains_what_the_model_says() -> None:
     found = 0
     for seed in range(SETTINGS):

@@ -86,6 +86,27 @@ def always(what: Resume, prices: Prices, busy: Busy | None, verb: Literal["load"
     return search.plan(search.simple().get(verb, (0, 0, 0)), "simple")
 
 
+def arrivals(loads: Sequence[tuple[float, float]], layers: int, link: float, disk: float) -> tuple[float, float, float]:
+    """When loads have come in the first layer and in the last one, and when the disk has read what is on it: layer by
+    layer, in their order in each of them, over a disk and a link that do one after the other.
+
+    Args:
+        loads: for each, seconds of one layer's part on the disk, 0 for what is not there, and then on the link.
+        layers: of the model.
+        link, disk: when they have done what is before.
+    """
+    reads, each = (sum([x[i] for x in loads]) for i in (0, 1))
+    first, got, behind = link + each, disk, each
+    last = first + (layers - 1) * each
+    for on_disk, on_link in loads:
+        got += on_disk
+        if on_disk:  # the link waits for it in the first layer, or in all of them
+            first = max(first, got + behind)
+            last = max(last, got + behind + (layers - 1) * max(each, reads))
+        behind -= on_link
+    return first, last, disk + layers * reads
+
+
 class _Search:
     def __init__(self, what: Resume, prices: Prices, busy: Busy) -> None:
         if what.new < 1 or what.batch < 1 or what.layers < 1 or what.block < 1:
@@ -159,11 +180,12 @@ class _Search:
         what, prices, busy = self.what, self.prices, self.busy
         layers = what.layers
         clock, link, disk = busy.device, busy.link, busy.disk
-        compute, came = busy.device, max(link, disk)
+        compute = busy.device
         up, read = prices.up * busy.link_share, prices.disk * busy.disk_share
         position = again = 0
-        hosted, bound_by_host, loads = 0.0, False, False
-        piece = link_work = disk_work = 0.0
+        hosted, bound_by_host = 0.0, False
+        link_work = disk_work = 0.0
+        loads = list[tuple[float, float]]()  # seconds of the disk and of the link, of a layer, for the next forward
         verbs = [verb for verb, _, _ in parts]
         # Whether something is recomputed before the last load.
         both = "load" in verbs and "recompute" in verbs[: len(verbs) - verbs[::-1].index("load")]
@@ -171,7 +193,7 @@ class _Search:
 
         def forward(tokens: int, past: int, last: bool) -> None:
             """The next forward: layer by layer, each layer when what it reads has come."""
-            nonlocal clock, compute, came, loads, bound_by_host
+            nonlocal clock, compute, link, disk, bound_by_host
             factor = prices.computing if both and not last else 1.0
             seconds = self.seconds(tokens, past) * factor
             first = self.seconds(min(tokens, self.chunk or tokens), past) * factor
@@ -181,9 +203,9 @@ class _Search:
                 seconds = first = layers * max(seconds / layers, own)
             start = clock
             if loads:
-                there = max(link, disk + piece)
-                start = max(start, came + (there - came) / layers, there + first / layers - first)
-                came, loads = there, False
+                came, link, disk = arrivals(loads, layers, link, disk)
+                start = max(start, came, link + first / layers - first)
+                loads.clear()
             clock = start + seconds
             compute += seconds
 
@@ -202,12 +224,10 @@ class _Search:
             if verb == "attend":
                 hosted += nbytes
             elif verb == "load":
-                loads, seconds = True, slower * layers * (prices.copy_overhead + nbytes / up)
-                link, link_work = link + seconds, link_work + seconds
-                if run.where == "disk":
-                    seconds = slower * layers * nbytes / read
-                    disk, disk_work = disk + seconds, disk_work + seconds
-                    piece = nbytes / up  # a layer's, which is read from disk before it passes the link
+                on_link = slower * (prices.copy_overhead + nbytes / up)
+                on_disk = slower * nbytes / read if run.where == "disk" else 0.0
+                loads.append((on_disk, on_link))
+                link_work, disk_work = link_work + layers * on_link, disk_work + layers * on_disk
         if hosted and again + what.new > what.host_queries:
             return _Outcome(math.inf, math.inf, 0.0, 0.0, True)
         forward(again + what.new, position - again, last=True)
@@ -225,13 +245,15 @@ class _Search:
     def cross(self, disk: int, attended: int) -> Setting:
         """The best head of the host's runs for these others: where the device's work becomes the longer part."""
         low, high = 0, self.most["host"] - attended
+        most = high
         while low < high:
             middle = (low + high) // 2
             if self.bound_by_device((middle, disk, attended)):
                 high = middle
             else:
                 low = middle + 1
-        return min(((max(low - 1, 0), disk, attended), (low, disk, attended)), key=self.rank)
+        # The ends are apart by what a forward of its own takes.
+        return min([(host, disk, attended) for host in {max(low - 1, 0), low, 0, most}], key=self.rank)
 
     def bound_by_device(self, setting: Setting) -> bool:
         """Whether nothing but the device's own work is waited for."""
