@@ -591,6 +591,9 @@ def test_a_model_without_attention_needs_no_heads(
     assert planned(capsys, tmp_path)["size"]["state_bytes"] == 3 * 128 * (8 + 4) * 4
     status, _, err = plan(capsys, tmp_path, "--devices", "2")
     assert (status, "has no KV heads" in err) == (2, True)
+    for huge in (["--context", "9" * 400], ["--batch", "9" * 400]):
+        status, _, err = plan(capsys, tmp_path, *huge)
+        assert (status, "are at most" in err) == (2, True), err
 
 
 def tensors_of(layer: Any) -> list[torch.Tensor]:

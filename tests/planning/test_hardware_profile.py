@@ -70,6 +70,20 @@ def test_a_damaged_part_is_an_error_in_a_file_and_left_out_of_what_is_stored(par
             HardwareProfile.from_json(json.dumps(content))
 
 
+@pytest.mark.parametrize("seconds", [1e-29, 1e30, 1e300, 5e-324])
+@pytest.mark.parametrize("part", ["up", "down", "host", "device"])
+def test_rates_that_no_machine_has_are_damage(part: str, seconds: float) -> None:
+    profile = HardwareProfile.estimate("l40s", LLAMA)
+    curve = {"knots": [[1e6, seconds], [2e6, 2 * seconds]]}
+    content = json.loads(profile.to_json())
+    value = content["parts"][part]["value"]
+    stored = {part: {"value": value | {"threads": [[1, curve]]} if part == "host" else curve, "error": None}}
+    assert profile.with_stored(stored) == profile
+    content["parts"] |= stored
+    with pytest.raises(ConfigError, match="no hardware profile"):
+        HardwareProfile.from_json(json.dumps(content))
+
+
 def test_stored_parts_replace_estimates_one_by_one(measured: HardwareProfile) -> None:
     stored = {part: measured.part_as_json(part) for part in ("up", "host")}
     damaged = {"down": {"value": {"knots": []}}, "magic": {"value": 3}, 4: {}, "prefill": 7}

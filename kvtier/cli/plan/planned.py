@@ -22,6 +22,8 @@ from kvtier.planning.simulation.outlook import BLOCK, Demand, Outlook, foresee, 
 ACTIVATIONS = 0.1
 #: What is planned for where the user names no machine, and no context.
 DEVICE, CONTEXT = "h100", 32768
+#: Tokens and sequences that are planned for at the most: what a model without attention keeps fits for any number.
+MOST = 10**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ def planned(args: argparse.Namespace) -> Planned:
     positions = positions_of(raw)
     if args.context is None:
         args.context = min(CONTEXT, positions or CONTEXT)
+    if max(args.context, args.batch) > MOST:
+        raise ConfigError(f"--context and --batch are at most {MOST:,}.")
     if args.device is None and args.profile is None:
         others = ", ".join(name for name in MACHINES if name != DEVICE)
         notes += (

@@ -28,6 +28,8 @@ def _share(value: Any) -> float:
     return found
 
 
+#: Bytes per second below which nothing is.
+SLOWEST = 1.0
 #: Parts, each measured or estimated by itself, and what reads it from JSON.
 PARTS: dict[str, Callable[[Any], Any]] = {
     "up": Curve.from_json,
@@ -141,13 +143,17 @@ class HardwareProfile:
                 continue
             try:
                 value, error = read(stored["value"]), _error(stored.get("error"))
-                given = found.with_part(part, value, error)
-                rates = given.rates()
-            except (ValueError, TypeError, KeyError, OverflowError):
+                found = found.with_part(part, value, error)._checked()
+            except (ValueError, TypeError, KeyError, ArithmeticError):
                 continue
-            if max(rates.up, rates.down, rates.host, rates.device) <= FASTEST:  # else it is damaged
-                found = given
         return found
+
+    def _checked(self) -> HardwareProfile:
+        """This profile. Raises ValueError: it has rates that no machine has."""
+        rates = self.rates()
+        if not all(SLOWEST <= x <= FASTEST for x in (rates.up, rates.down, rates.host, rates.device)):
+            raise ValueError(f"its rates are those of no machine: {rates}")
+        return self
 
     def part_as_json(self, part: str) -> dict[str, Any]:
         """One part as `with_stored` takes it."""
@@ -190,8 +196,8 @@ class HardwareProfile:
             if not isinstance(name, str) or not isinstance(model, str):
                 raise TypeError("names are strings")
             known = {part: x for part, x in errors.items() if x is not None}
-            return cls(name=name, model=model, measured=measured, errors=known, **values)
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            return cls(name=name, model=model, measured=measured, errors=known, **values)._checked()
+        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
             raise ConfigError(
                 f"This is no hardware profile ({type(error).__name__}: {error}). "
                 "`kvtier.calibrate(model).profile.to_json()` makes one."
