@@ -7,12 +7,13 @@ machine is calibrated again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -57,8 +58,8 @@ def lookup(machine: str, name: str, valid: Callable[[object], bool]) -> object |
 def store(machine: str, name: str, value: float | str | list[int] | list[float] | Mapping[str, object]) -> Path:
     """Keep a value for this and later processes. Only calibration calls this.
 
-    The file is written under another name and renamed: a reader sees the old or the new one, whole. Of two processes
-    that store at once, one may lose what the other added.
+    The file is written under another name and renamed: a reader sees the old or the new one, whole. Whoever stores at
+    the same time waits, and loses nothing, where the file system has locks.
 
     Returns:
         the file.
@@ -69,21 +70,35 @@ def store(machine: str, name: str, value: float | str | list[int] | list[float] 
     path = folder() / _file_name(machine)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        values = {key: x for key, x in _read(machine, tell=False).items() if key != name}
-        content = json.dumps({"machine": machine, "values": values | {name: value}}, indent=1)  # the newest is the last
-        # Made as any file is, so that whoever may read the folder may read it: a machine's users share it.
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            temporary.write_text(content, encoding="utf-8")
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with _alone(path.parent):
+            values = {key: x for key, x in _read(machine, tell=False).items() if key != name}
+            content = json.dumps({"machine": machine, "values": values | {name: value}}, indent=1)  # the newest last
+            # Made as any file is, so that whoever may read the folder may read it: a machine's users share it.
+            temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+            try:
+                temporary.write_text(content, encoding="utf-8")
+                os.replace(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
     except OSError as error:
         raise ConfigError(
             f"The profile {path} cannot be written ({error}): set {VARIABLE} to a folder that can."
         ) from error
     return path
+
+
+@contextlib.contextmanager
+def _alone(where: Path) -> Iterator[None]:
+    """Nobody else is in such a block for this folder, which is the lock itself, so that no file is left over."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):  # a system or a file system without locks
+            import fcntl
+
+            handle = os.open(where, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def folder() -> Path:

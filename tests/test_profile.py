@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -87,6 +89,29 @@ def test_a_damaged_file_has_no_values_and_storing_replaces_it(content: str) -> N
         assert str(path) in str(told[0].message)
     profile.store("m", "a", 5)
     assert json.loads(path.read_text()) == {"machine": "m", "values": {"a": 5}}
+
+
+STORES = """
+import sys
+from kvtier import profile
+print(flush=True)
+sys.stdin.readline()
+for i in range(100):
+    profile.store("m", f"{sys.argv[1]} {i}", i)
+"""
+
+
+def test_processes_that_store_at_once_lose_nothing(folder: Path) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    running = [subprocess.Popen([sys.executable, "-c", STORES, name], **pipes) for name in "ab"]  # type: ignore[call-overload]
+    for x in running:
+        x.stdout.readline()  # it is there, and waits
+    for x in running:
+        x.stdin.write(b"\n")
+        x.stdin.flush()
+    assert [x.communicate(timeout=120)[0] for x in running] == [b"", b""]
+    assert len(profile.names("m")) == 200
+    assert [x.name for x in folder.iterdir()] == [profile.file_of("m").name]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_variable(
