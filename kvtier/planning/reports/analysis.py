@@ -54,7 +54,7 @@ class Analysis:
     Attributes:
         device: which.
         overlaps: whether copies and host attention go on while it computes.
-        spilled_blocks, spilled_bytes: on the host only.
+        spilled_blocks, spilled_bytes: on the host only, or on the device for one step.
         share: of them that a step fetches.
         predicted: seconds of a step by the model as it is now; None before the first step that was seen.
         error: what such predictions have been wrong by, relative, the median of the last ones; None before the first.
