@@ -151,6 +151,27 @@ def test_copies_that_fail_do_not_pass_for_a_busy_link(monkeypatch: pytest.Monkey
         attention.measure_host(LAYOUT, 2, CPU, 0.2, nbytes=2**20)
 
 
+def test_what_a_busy_link_takes_is_no_change_of_the_machines_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    speed, busy = [1.0], [False]
+
+    def timed(calls: Any, seconds: float) -> list[float]:
+        speed[0] *= 1.2  # slower with each measurement, as a processor that gets warm
+        return [speed[0] * (1.25 if busy[0] else 1.0)]
+
+    def busy_copies(arena: link.Arena, nbytes: int) -> tuple[Any, Any]:
+        return lambda: busy.__setitem__(0, True), lambda: busy.__setitem__(0, False)
+
+    monkeypatch.setattr(attention, "in_turn", timed)
+    monkeypatch.setattr(link, "busy_copies", busy_copies)
+    blocks = attention.Blocks(LAYOUT, 2, 2**20)
+    try:
+        lost = attention._lost(blocks, CPU, [1, 2], 1.0)
+    finally:
+        blocks.close()
+    assert lost == pytest.approx(1 - 1 / 1.25, abs=0.03)
+    assert not busy[0]
+
+
 def test_a_forward_that_is_timed_leaves_its_cache_as_it_was(model: LlamaForCausalLM) -> None:
     trial = models.Trial(model)
     try:
