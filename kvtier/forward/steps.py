@@ -94,8 +94,8 @@ class StepTracker:
         undoable: whether an unfinished step can be dropped by `crop`.
         pending: set while a recurrent layer may have been changed in place; looks at it and reports what it `saw`.
         guard: see `changing`.
-        failed_at: the layer whose attention raised an error; None: none did, or it was repeated. Where no layer follows
-            it, the forward did not finish, though all layers have its tokens.
+        failed_at: the layer whose attention raised an error, or whose indexer lacks its tokens; None: none did, or it
+            was repeated. Where no layer follows it, the forward did not finish, though all layers have its tokens.
         ordered: whether layers are updated in the order of their numbers.
         even: whether the layers should hold equally many tokens.
         compare: whether something other than a single token for each layer may have changed lengths, since they were

@@ -19,7 +19,7 @@ from transformers.configuration_utils import PretrainedConfig
 from kvtier.forward.forward import Forward
 from kvtier.forward.steps import RecurrentPart
 from kvtier.hf.cache.layer import TieredLayer
-from kvtier.hf.cache.resident import is_models_own
+from kvtier.hf.cache.resident import check_indexer, is_models_own
 from kvtier.hf.callers.caller import Caller
 from kvtier.hf.models.layers import not_kept
 
@@ -291,7 +291,11 @@ class RecurrentFace(DynamicCache):
         self._forward.check_open()
         if layer_idx >= len(self.layers) or isinstance(self.layers[layer_idx], TieredLayer):
             raise not_kept(layer_idx, "the keys of an indexer", self._config)
-        return super().update_indexer(indexer_key_states, layer_idx)
+        check_indexer(layer_idx, self.layers[layer_idx], indexer_key_states.shape[1])
+        keys = super().update_indexer(indexer_key_states, layer_idx)
+        if self._forward.steps.failed_at == layer_idx:
+            self._forward.steps.failed_at = None
+        return keys
 
     # Questions that a model asks before it changes a recurrent state in place: the only sign of it in some models.
 

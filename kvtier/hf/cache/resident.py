@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
-from kvtier.errors import MismatchError, UnsupportedError
+from kvtier.errors import InterruptedStepError, MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
 from kvtier.hf.cache.layer import TieredLayer, check_meant
 from kvtier.hf.callers.caller import Caller
@@ -72,11 +78,17 @@ class ResidentLayers:
                 else:
                     # The layer keeps slices of these: holding them for a step costs nothing and lets `crop` undo it.
                     self._windows[index] = (keys, values)
+            elif indexed(layer, layer.get_seq_length()) < layer.get_seq_length():
+                steps.failed_at = index  # until its indexer is updated too
         return keys, values
 
     def end_step(self) -> None:
         """The step under way is over, or was taken back: it cannot be taken back any more."""
         self._windows.clear()
+        for layer in self._layers:
+            tokens = layer.get_seq_length() if isinstance(layer, DynamicIndexedLayer) else 0
+            if tokens:
+                _trim_indexer(layer, tokens)
 
     def take_back(self, index: int, before: int, fresh: Sequence[Any]) -> None:
         """Let a layer hold what it held before the step under way.
@@ -94,6 +106,8 @@ class ResidentLayers:
             tokens = layer.get_seq_length() - before
             layer.keys, layer.values = keys[:, :, :-tokens], values[:, :, :-tokens]
             layer.cumulative_length = before
+        elif isinstance(layer, DynamicIndexedLayer):  # its own `crop` takes as many from an indexer that is behind
+            DynamicLayer.crop(layer, before - layer.get_seq_length())
         else:
             layer.crop(before - layer.get_seq_length())
 
@@ -103,6 +117,31 @@ class ResidentLayers:
         if hasattr(self._layers[index], "record_past"):
             new.record_past = self._layers[index].record_past
         self._layers[index] = new
+
+
+def indexed(layer: Any, otherwise: int) -> int:
+    """Tokens of which a layer's indexer holds keys; `otherwise`: it has no indexer, or was never updated."""
+    keys = layer.indexer_keys if isinstance(layer, DynamicIndexedLayer) else None
+    return otherwise if keys is None else keys.shape[1]
+
+
+def _trim_indexer(layer: Any, tokens: int) -> None:
+    """Keep what an indexer holds of a layer's first tokens."""
+    if layer.indexer_keys is not None:
+        layer.indexer_keys = layer.indexer_keys[:, :tokens]
+    if getattr(layer, "indexer_position_ids", None) is not None:
+        layer.indexer_position_ids = layer.indexer_position_ids[..., :tokens]
+
+
+def check_indexer(index: int, layer: Any, new: int) -> None:
+    """Raise `InterruptedStepError` where an indexer would be given keys of `new` tokens behind others than its layer
+    holds. Models update it before the layer or behind it."""
+    held, tokens = indexed(layer, 0), layer.get_seq_length()
+    if held not in (tokens, tokens - new):
+        raise InterruptedStepError(
+            f"Layer {index} holds {tokens} tokens, and its indexer {held} before {new} more: an earlier forward did "
+            "not finish. `reset()` the cache."
+        )
 
 
 def _check_fits(index: int, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
