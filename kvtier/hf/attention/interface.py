@@ -71,8 +71,9 @@ def attention_forward(
         key: `[batch, kv_heads, tokens, k_dim]`; heads is a multiple of kv_heads.
         value: `[batch, kv_heads, tokens, v_dim]`.
         attention_mask: bool (True: seen) or additive, `[batch or 1, heads or 1, queries or 1, tokens or more]`; it says
-            all there is to say about causality and windows. None: plain causal for a causal layer with several
-            queries, with their last query at the last token; everything else is seen.
+            all there is to say about causality and windows. With a sliding window, of no more than tokens. None: plain
+            causal for a causal layer with several queries, with their last query at the last token; everything else is
+            seen.
         scaling: of the scores; None: 1 / sqrt(k_dim).
         dropout: probability, in training only.
         is_causal: over what `module.is_causal` says.
@@ -87,7 +88,8 @@ def attention_forward(
         nothing gets finite numbers.
 
     Raises:
-        UnsupportedError: attention weights are asked for, or something that only other implementations know.
+        UnsupportedError: attention weights are asked for, or something that only other implementations know; a mask
+            of more tokens than a layer with a sliding window has.
         StaleViewError, TransferError, BudgetError: from the cache.
     """
     if (
@@ -115,6 +117,11 @@ def attention_forward(
         out = packed.attend_packed(module, query, key, value, attention_mask, params)
         return out.transpose(1, 2).contiguous(), None
     queries, tokens = query.shape[2], key.shape[2]
+    if attention_mask is not None and sliding_window is not None and attention_mask.shape[-1] > tokens:
+        raise UnsupportedError(
+            f"attention_mask is of {attention_mask.shape[-1]} tokens, and a layer with a sliding window has keys of "
+            f"{tokens}: nothing says which. Give `[batch, tokens]`, or a mask for each type of layer, as a dict."
+        )
     causal = attention_mask is None and _is_causal(module, is_causal)
     params = AttentionParams(
         scale=scale,

@@ -185,6 +185,16 @@ def test_masks_longer_than_the_keys_and_of_fewer_dimensions_are_read_as_torch_re
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["tensors", "views"])
+def test_a_mask_of_tokens_that_a_window_has_passed_is_refused_as_torch_refuses_it(views: bool) -> None:
+    """A user's own mask, which goes to all layers alike: its last columns would be those of the keys."""
+    q, k, v = tensors(5, 13, 1, K_DIM)
+    keys, values = as_views(k, v, 5) if views else (k, v)
+    for mask in (torch.ones(1, 1, 5, 20, dtype=torch.bool), torch.zeros(1, 1, 5, 20)):
+        with pytest.raises(UnsupportedError, match=r"20 tokens.*13"):
+            attention_forward(Layer(), q, keys, values, mask, sliding_window=13)
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["tensors", "views"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_dropout_is_for_training(softcap: Any, views: bool) -> None:
     q, k, v = tensors(5, 13, 2, K_DIM)
