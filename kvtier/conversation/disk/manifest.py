@@ -25,6 +25,9 @@ from kvtier.forks import heed
 #: to those of each. Any other one is refused.
 VERSION = 5
 _OLDER = ("3", "4")
+#: The config of the model as one version of Transformers reads it: a later one adds attributes, with values that were
+#: fixed before. What is called "config" is that of the first one, and all that a folder of before has.
+_CONFIG_OF = "config of "
 #: Bytes of a row, at the most: a damaged database may claim any number, and SQLite would allocate it.
 LONGEST = 2**28
 #: Pages that are free and not given back yet, at the most, and as a share of all: what is saved next takes them first.
@@ -86,7 +89,8 @@ class Manifest:
 
     Args:
         file: there already, for its owner only.
-        fingerprint: of the model, see `hf.models.generation.fingerprint`. None: whatever model it is of.
+        fingerprint: of the model, see `hf.models.generation.fingerprint`. None: whatever model it is of. Who reads it
+            by another code than all before may have another config.
         read_only: nothing is written; another process may have it open, and may write.
 
     Attributes:
@@ -148,15 +152,20 @@ class Manifest:
 
     def _check_about(self, fingerprint: Mapping[str, str] | None) -> None:
         about, there = {"version": str(VERSION), **(fingerprint or {})}, self.about()
+        own = _CONFIG_OF + about.pop("read_by", "")
         if not there:
             if fingerprint is None:
                 raise ConfigError(f"{self.file.parent} holds no saved sequences.")
             self.db.executemany("INSERT INTO about VALUES (?, ?)", about.items())
-            return
+            there = dict(about)
         if there.get("version") in _OLDER:
             there["version"] = str(VERSION)
             if not self._read_only:
                 self.db.execute("UPDATE about SET value = ? WHERE name = 'version'", (str(VERSION),))
+        if own in there:
+            there["config"] = there[own]
+        elif "config" in about and any(name.startswith(_CONFIG_OF) for name in there):
+            there["config"] = about["config"]  # others have read it so far, and see other attributes
         for name, value in about.items():
             if there.get(name) != value:
                 load = f"load the model with dtype {there[name]!r}, " if name == "dtype" and name in there else ""
@@ -164,6 +173,8 @@ class Manifest:
                     f"{self.file.parent} was saved with another {name}: {there.get(name)!r} there, {value!r} here. "
                     f"What is saved is of no use to this model: {load}give another directory, or remove that one."
                 )
+        if "config" in about and not self._read_only:
+            self.db.execute("INSERT OR IGNORE INTO about VALUES (?, ?)", (own, about["config"]))
 
     # Chunks
 

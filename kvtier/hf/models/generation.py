@@ -332,7 +332,8 @@ def _buffers(model: Any) -> dict[str, torch.Tensor]:
 
 
 def fingerprint(model: Any) -> dict[str, str]:
-    """What saved keys and values are of: every weight and buffer, the config, the dtypes. Reads all of them.
+    """What saved keys and values are of: every weight and buffer, the dtypes, and the config as the code reads it that
+    `read_by` names. Reads all of them.
 
     Raises:
         ConfigError: some weights are nowhere to be read.
@@ -356,6 +357,7 @@ def fingerprint(model: Any) -> dict[str, str]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=16).hexdigest(),
         "weights": weights.hexdigest(),
+        "read_by": COMPUTED_BY,
     }
 
 

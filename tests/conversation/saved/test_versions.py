@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 from disks import OF, load, save
-from families import tiny_model
+from families import build_model, tiny_model
 from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
 
-from kvtier import ConversationStore
+from kvtier import ConfigError, ConversationStore
 from kvtier.cli.main import main
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.folder import MANIFEST
@@ -101,6 +101,44 @@ def test_what_another_version_has_computed_is_computed_again_and_histories_stay(
         assert store.open("alice").messages == messages
         store.generate(**ones(torch.tensor([[*chat.ids, 5]])), **GREEDY)
         assert store.reuse[0].loaded >= len(ids), "this version's own stay"
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_config_that_another_version_writes_otherwise_is_that_of_the_same_model(
+    said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = build_model("llama", "sdpa"), ones(some_ids(20))
+    with store_of(model, directory=tmp_path) as store:
+        store.open("alice").generate(**prompt, **GREEDY)
+    if not said:  # a folder of before: it has one config, and does not say which version wrote that
+        with sqlite3.connect(tmp_path / MANIFEST) as db:
+            db.execute("DELETE FROM about WHERE name LIKE 'config of %'")
+        db.close()
+        store_of(model, directory=tmp_path).close()
+    with monkeypatch.context() as patch:
+        under(OTHER, patch)
+        model.config.output_router_logits = False  # as 5.24 has it in configs where 5.17 has not
+        with pytest.warns(RuntimeWarning, match="computed by"):
+            store = store_of(model, directory=tmp_path)
+        with store:
+            assert len(store.open("alice").ids) == 26
+            store.generate(**prompt, **GREEDY)
+        model.config.rms_norm_eps *= 2
+        with pytest.raises(ConfigError, match="another config"):
+            store_of(model, directory=tmp_path)
+        model.config.rms_norm_eps /= 2
+        with torch.no_grad():
+            model.lm_head.weight += 1
+        with pytest.raises(ConfigError, match="another weights"):
+            store_of(model, directory=tmp_path)
+    with pytest.raises(ConfigError, match="another"):
+        store_of(model, directory=tmp_path)
+    other = build_model("llama", "sdpa")
+    with pytest.warns(RuntimeWarning, match="computed by"):
+        store = store_of(other, directory=tmp_path)
+    with store:
+        store.generate(**prompt, **GREEDY)
+        assert store.reuse[0].loaded == 19, "each version finds its own"
 
 
 def test_of_a_folder_that_does_not_say_which_version_nothing_is_used(model: Any, tmp_path: Path) -> None:
