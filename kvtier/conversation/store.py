@@ -41,7 +41,7 @@ from kvtier.forks import heed
 from kvtier.frames import is_running
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.devices import devices_of
-from kvtier.hf.models.names import ARGUMENTS, CACHE
+from kvtier.hf.models.names import ARGUMENTS
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
 
@@ -137,26 +137,31 @@ class ConversationStore:
         self._disk_tier: DiskTier | None = None
         self._soon = Soon()
         self.closed = False
-        if directory is not None:
-            limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
-            disk = Disk(directory, limit, of.fingerprint(model), prefix())
-            devices = functools.partial(devices_of, model)
-            try:
-                self._disk_tier = DiskTier(disk, memory, self._kept, self.caches, devices, loading)
-                self._conversations = Conversations(self, memory, disk, self._kept.ranks)
-                for name in self._conversations.ranked:
-                    chat = self._conversations.find(name)
-                    if chat is not None:
-                        self._ranked_before(chat)
-                        self._conversations.let_go()
-            except BaseException:
-                disk.close()
-                raise
-            disk.expire()
-        elif disk_budget is not None:
+        if directory is None and disk_budget is not None:
             raise ConfigError("disk_budget is given without a directory.")
-        else:
-            self._conversations = Conversations(self, memory, None, self._kept.ranks)
+        limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
+        disk = None if directory is None else Disk(directory, limit, of.fingerprint(model), prefix())
+        try:
+            self._begin(disk, loading)
+        except BaseException:
+            if disk is not None:
+                disk.close()  # else it is open as long as somebody holds the error, as a notebook does
+            raise
+
+    def _begin(self, disk: Disk | None, loading: Literal["auto", "always"]) -> None:
+        """Make what knows the folder, and take what is saved there. At the end, listen to the model."""
+        model, memory = self.model, self.memory
+        if disk is not None:
+            devices = functools.partial(devices_of, model)
+            self._disk_tier = DiskTier(disk, memory, self._kept, self.caches, devices, loading)
+        self._conversations = Conversations(self, memory, disk, self._kept.ranks)
+        for name in self._conversations.ranked:
+            chat = self._conversations.find(name)
+            if chat is not None:
+                self._ranked_before(chat)
+                self._conversations.let_go()
+        if disk is not None:
+            disk.expire()
         self._reuse = PrefixReuse(model, self._calls, memory, self._kept, self.caches.new, self._disk_tier)
         self._waker = Waker(memory, self._kept, self._disk_tier, self.caches.stateful, weakref.ref(self))
         self._hook = of.inner(model).register_forward_pre_hook(note_forward, with_kwargs=True)
@@ -239,7 +244,7 @@ class ConversationStore:
         tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
         with contextlib.ExitStack() as stack:
             if self._calls.takes_cache and of.setting("use_cache", self.model, kwargs) is not False:
-                kwargs[CACHE] = stack.enter_context(self.caches.plain())
+                kwargs[of.cache_argument(self.model)] = stack.enter_context(self.caches.plain())
             return of.generate(self.model, ids, kwargs, named), (RowReuse(tokens, 0, tokens, why),) * rows
 
     def flush(self) -> None:

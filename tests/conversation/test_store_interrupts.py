@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,31 @@ def test_without_what_makes_counts_right_again_one_notices(missing: str, monkeyp
     cuts = [(name, at) for name in ("a turn", "a new prompt") for at in lines(name, "", BOOKS, 4)]
     with pytest.raises(AssertionError):
         sum(cut_short(name, "", at, BOOKS) for name, at in cuts)
+
+
+def test_an_interrupt_while_a_store_begins_leaves_its_folder_to_the_next_one(tmp_path: Path) -> None:
+    """Also as long as somebody holds the error, as a notebook does."""
+    toy = Toy(random.Random(3), "")
+
+    def begin() -> ConversationStore:
+        return ConversationStore(toy, host_budget=10**7, block_size=4, directory=tmp_path)
+
+    with begin() as store:
+        store.open("a", priority=2).generate(torch.tensor([SYSTEM]), max_new_tokens=2)
+    for at in range(10**6):
+        line, held = Line_(at, ("conversation/store.py", "conversation/disk/disk.py")), None
+        sys.settrace(line)
+        try:
+            store = begin()
+        except KeyboardInterrupt as error:
+            held = error
+        finally:
+            sys.settrace(None)
+        if held is None:  # it came where nobody hears of it, or not at all
+            store.close()
+            if line.where is None:
+                break
+        with begin() as store:
+            assert store.names == ["a"], line.where
+        assert not toy._forward_pre_hooks
+    assert at > 100

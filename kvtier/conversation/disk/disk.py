@@ -87,8 +87,6 @@ class Disk:
     def __init__(
         self, directory: str | Path, budget: int | None, fingerprint: Mapping[str, str], prefix: str = ""
     ) -> None:
-        self._folder = Folder(directory)
-        self.path = self._folder.path
         #: Files and rows that were not what was written, and what kept a sequence from being saved or loaded last.
         self.damaged, self.problem = 0, ""
         self.closed = False
@@ -103,7 +101,9 @@ class Disk:
         self._next = 1
         # Conversations that are not, or perhaps not, removed from the manifest yet.
         self._forgotten = set[str]()
+        self._folder = Folder(directory)
         try:
+            self.path = self._folder.path
             self._manifest = Manifest(self.path / MANIFEST, fingerprint)
             self._conversations = ConversationRows(self._manifest)
             self.room = Room(budget, self._folder, self._manifest, self._chunks, self._order, self._lock)

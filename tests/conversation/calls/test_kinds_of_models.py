@@ -201,6 +201,15 @@ def test_a_model_that_takes_no_cache_is_run_without_one() -> None:
             assert store.reuse[0].why == "the model takes no cache"
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
+def test_a_model_whose_cache_has_another_name_generates(name: str) -> None:
+    """In Transformers 5.17 it is `cache_params`, for `generate` too."""
+    model, inputs = made(name), ones(some(30))
+    with store_of(model) as store:
+        for _ in range(2):
+            assert torch.equal(store.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
+
+
 def test_a_model_whose_first_argument_is_something_else_is_given_what_it_was_given() -> None:
     config = WhisperConfig(
         vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, num_mel_bins=8,
