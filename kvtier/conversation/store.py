@@ -211,9 +211,14 @@ class ConversationStore:
         given = (
             of.setting("cache_implementation", self.model, kwargs) if hasattr(self.model, "generation_config") else None
         )
-        for name, value in (*((x, kwargs.get(x)) for x in ARGUMENTS), ("cache_implementation", given)):
-            if value is not None:
+        for name in ARGUMENTS:
+            if kwargs.get(name) is not None:
                 raise ConfigError(f"{name}: the store brings its own cache. Leave it out, or call model.generate.")
+        if given not in (None, "hybrid"):  # which models of the Hub ask for, and `generate` leaves out
+            raise ConfigError(
+                f"cache_implementation={given!r}: the store brings its own cache. Leave it out, and set it to None in "
+                "model.generation_config if it is there, or call model.generate."
+            )
         ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         with self.in_use():
             depends = self._check_weights()

@@ -308,6 +308,20 @@ def test_a_cache_of_the_callers_own_is_refused(name: str) -> None:
         store.generate(**ones(some_ids(9)), **{name: TieredKVCache(model.config)}, **GREEDY)
 
 
+def test_a_config_of_the_hub_that_asks_for_the_cache_of_before_is_not_refused() -> None:
+    """Of Gemma 2 and 3, it says "hybrid", which Transformers leaves out."""
+    model, inputs = build_model("gemma3", "sdpa"), ones(some_ids(20))
+    expected = fresh(model, inputs)
+    model.generation_config.cache_implementation = "hybrid"
+    with store_of(model) as store:
+        for cached in (0, 19):
+            assert torch.equal(store.generate(**inputs, **GREEDY), expected)
+            assert store.reuse[0].cached == cached
+        model.generation_config.cache_implementation = "static"
+        with pytest.raises(ConfigError, match=r"cache_implementation='static'.*model\.generation_config"):
+            store.generate(**inputs, **GREEDY)
+
+
 def test_positions_that_count_the_padding_are_of_no_use_to_others() -> None:
     config = BartConfig(
         vocab_size=VOCAB, d_model=32, decoder_layers=2, encoder_layers=2, decoder_attention_heads=4,
