@@ -16,7 +16,7 @@ import torch
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.given import check_count
-from kvtier.conversation.index import packed
+from kvtier.conversation.index import common, packed
 from kvtier.conversation.kept.ranks import rank_of, saved_rank
 from kvtier.conversation.saved.wake import Wake
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
@@ -216,7 +216,8 @@ class Conversation:
             answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
             messages.append({"role": "assistant", "content": answer})
             # When nothing can fail any more: it is as it was, or has the whole turn.
-            ends = {**self.ends, len(messages): len(said)}
+            alike = common(packed(self.ids), packed(said))  # a template may change what came before
+            ends = {n: min(tokens, alike) for n, tokens in self.ends.items()} | {len(messages): len(said)}
             self._now(ids=said, messages=messages, ends=ends, reuse=self.store.reuse[0])
             self.store.changed(self, generated=True)
             return answer

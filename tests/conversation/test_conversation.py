@@ -87,6 +87,26 @@ def test_a_message_of_no_tokens_is_refused_in_a_sentence() -> None:
         assert chat.messages == []
 
 
+def test_a_chat_whose_template_changes_earlier_turns_is_rewound_to_tokens_of_what_is_left() -> None:
+    """Templates of models that reason drop the thoughts of earlier answers."""
+
+    class Forgetful(Tokenizer):
+        def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+            last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+            short = [x | {"content": ""} if x["role"] == "assistant" else x for x in messages[:last]]
+            return super().apply_chat_template([*short, *messages[last:]], **options)
+
+    with store_of(tiny_model("llama")) as store:
+        chat, tokenizer = store.open("alice"), Forgetful()
+        chat.send("hi", tokenizer=tokenizer, do_sample=False, max_new_tokens=20)
+        first = chat.ids
+        chat.send("abc", tokenizer=tokenizer, do_sample=False, max_new_tokens=2)
+        chat.rewind(turns=1)
+        assert len(chat.messages) == 2
+        assert chat.ids == first[: len(chat.ids)], "tokens of the message that was forgotten"
+        assert len(chat.ids) >= 4
+
+
 def test_an_answer_that_fails_leaves_the_messages_that_were() -> None:
     def fails() -> None:
         raise RuntimeError("no power")

@@ -852,10 +852,11 @@ class World:
                 return [list(there.ids)]
 
             if self.call(run, [prompt], chat.salt, options):
+                alike = common(packed(chat.ids), packed(there.ids))
                 chat.ids = list(there.ids)
                 answer = {"role": "assistant", "content": Tokens.decode(chat.ids[len(prompt) :])}
                 chat.messages = [*messages, answer]
-                chat.ends = {n: x for n, x in chat.ends.items() if n < len(chat.messages)} | {
+                chat.ends = {n: min(x, alike) for n, x in chat.ends.items() if n < len(chat.messages)} | {
                     len(chat.messages): len(chat.ids)
                 }
                 chat.note()
