@@ -164,8 +164,8 @@ class ConversationStore:
             disk.expire()
         self._reuse = PrefixReuse(model, self._calls, memory, self._kept, self.caches.new, self._disk_tier)
         self._waker = Waker(memory, self._kept, self._disk_tier, self.caches.stateful, weakref.ref(self))
-        self._hook = of.inner(model).register_forward_pre_hook(note_forward, with_kwargs=True)
         heed(self)
+        self._hook = of.inner(model).register_forward_pre_hook(note_forward, with_kwargs=True)
 
     def forked(self) -> None:
         """As of `Inherited`: calls of threads that are not here go on in the parent only."""
