@@ -26,6 +26,8 @@ class LinearPart:
     most their median, and does not become longer with that.
 
     Attributes:
+        value: seconds, of steps of the kind that the last one was of; less than 0 where their parts are taken for more
+            than all. None before the first.
         with_host, without: of steps of either kind that did not wait for the link.
     """
 
@@ -35,12 +37,7 @@ class LinearPart:
         self._hosted = hosted
         if seconds is not None:
             (self.with_host if hosted else self.without).add(seconds)
-
-    @property
-    def value(self) -> float | None:
-        """Seconds, of steps of the kind that the last one was of; less than 0 where their parts are taken for more than
-        all. None before the first."""
-        return self.of(self._hosted)
+        self.value = self.of(hosted)
 
     def of(self, hosted: bool) -> float | None:
         """The same of steps with host attention, or without."""
@@ -72,6 +69,7 @@ class LinearPart:
             self._late.forget(0)
             if not len(self._late):
                 self._most = math.inf
+        self.value = self.of(hosted)
 
     def _bound(self, seconds: float) -> None:
         self._late.add(seconds)

@@ -6,6 +6,7 @@ remembers as Pie does (section 3.4.2), and spends the CPU where Neo does (sectio
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ CHOICES = 33
 PERIOD, DRIFT = 8, 0.05
 #: Distances from the choice, either way, at which a look sees whether another one may gain enough; and such looks, one
 #: after the other, until one at all choices.
-STRIDES, BELIEVED = (1, 2, 4, 8, 16, 32), 8
+STRIDES, BELIEVED = (1, 3, 9, 27), 8
 #: A choice is left for another that promises so much less, or a quarter of what predictions are off by, up to so much.
 HYSTERESIS, MOST_HYSTERESIS = 0.01, 0.05
 #: A choice that is not yet believed is left for another that promises so much less.
@@ -349,6 +350,7 @@ class Adaptive(FixedShare):
             return CHOICES - 1
         believed, free = self._believed(known), not known.started or known.starting or known.jumped
 
+        @functools.cache
         def expected(choice: int) -> float:
             return self._corrected(self._predict(known, groups, choice).seconds, choice, believed)
 
@@ -492,10 +494,10 @@ class Adaptive(FixedShare):
 
 def _is_best_nearby(expected: Callable[[int], float], choice: int, gain: float) -> bool:
     """Whether no other choice gains so much, seen from some of them. The makespan falls to its least and rises behind
-    it: at most half the distance to the best one, at least half of what that gains is gained."""
+    it: at a third or more of the distance to the best one, at least a third of what that gains is gained."""
     near = [choice + side * distance for distance in STRIDES for side in (1, -1)]
     now = expected(choice)
-    return all(now <= expected(x) * (1 + gain / 3) for x in near if 0 <= x < CHOICES)
+    return all(now <= expected(x) * (1 + gain / 4) for x in near if 0 <= x < CHOICES)
 
 
 def _on(device: str | None, mine: dict[_Kind, _Cache]) -> list[_Cache]:
