@@ -90,7 +90,8 @@ def store(machine: str, name: str, value: float | str | list[int] | list[float] 
 
 @contextlib.contextmanager
 def _alone(where: Path) -> Iterator[None]:
-    """Nobody else is in such a block for this folder, which is the lock itself, so that no file is left over."""
+    """Nobody else on this machine is in such a block for this folder, which is the lock itself, so that no file is left
+    over. Without locks of folders, as on Windows and over NFS, somebody may be."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, OSError):  # a system or a file system without locks
             import fcntl
@@ -98,6 +99,7 @@ def _alone(where: Path) -> Iterator[None]:
             handle = os.open(where, os.O_RDONLY)
             stack.callback(os.close, handle)
             fcntl.flock(handle, fcntl.LOCK_EX)
+            stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)  # a process forked meanwhile has it open, too
         yield
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -112,6 +114,21 @@ def test_processes_that_store_at_once_lose_nothing(folder: Path) -> None:
     assert [x.communicate(timeout=120)[0] for x in running] == [b"", b""]
     assert len(profile.names("m")) == 200
     assert [x.name for x in folder.iterdir()] == [profile.file_of("m").name]
+
+
+def test_a_process_that_is_forked_while_one_is_stored_does_not_keep_the_folder(folder: Path) -> None:
+    folder.mkdir()
+    with profile._alone(folder):
+        child = os.fork()
+        if not child:
+            signal.pause()
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(handle)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_variable(

@@ -14,7 +14,16 @@ from kvtier.planning.costs import CostModel, Prediction
 from kvtier.planning.groups import alike
 from kvtier.planning.linear import KEPT, LATE
 from kvtier.planning.linear import LINEAR as LINEAR_WINDOW
-from kvtier.planning.policies.adaptive import BELIEVED, CACHES, CHOICES, MEMORY, PERIOD, PROBE, Adaptive
+from kvtier.planning.policies.adaptive import (
+    BELIEVED,
+    CACHES,
+    CHOICES,
+    MEMORY,
+    PERIOD,
+    PROBE,
+    Adaptive,
+    _is_best_nearby,
+)
 from kvtier.planning.policy import Policy
 from kvtier.planning.rates import WINDOW, Rates
 from kvtier.planning.simulation.simulate import Machine, Simulation
@@ -377,6 +386,41 @@ def test_what_is_learned_is_predicted_where_the_choice_stays(monkeypatch: pytest
     said = told.policy.prediction(1, "cuda:0")
     assert said is not None
     assert said.seconds == pytest.approx(step_of(told.rates, told.share).seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("best", range(CHOICES))
+@pytest.mark.parametrize("choice", [0, 5, 16, 31, 32])
+def test_a_look_at_some_choices_sees_that_one_gains(best: int, choice: int) -> None:
+    def curve(x: int) -> float:
+        return 1.0 if choice == best else 1 - 0.02 * max(1 - abs(x - best) / abs(choice - best), 0.0)
+
+    assert _is_best_nearby(curve, choice, 0.01) == (choice == best)
+
+
+@pytest.mark.parametrize("best", [0, CHOICES - 1])
+def test_a_look_at_some_choices_sees_what_only_none_or_all_gain(best: int) -> None:
+    for choice in range(1, CHOICES - 1):
+        assert not _is_best_nearby(lambda x: 0.5 if x == best else 1.0, choice, 0.01)
+        assert _is_best_nearby(lambda x: 2.0 if x == best else 1.0, choice, 0.01)
+
+
+def test_what_turns_out_to_be_less_is_so_once_of_steps_that_are_learned_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is left of a step becomes less than nothing: device attention takes less than it was said to."""
+    monkeypatch.setattr(Adaptive, "_may_probe", lambda *args: False)
+    found = []
+    for at_once in (True, False):
+        if not at_once:
+            monkeypatch.setattr(Adaptive, "_is_calm", lambda *args: False)
+        told, given = Told(), replace(TRUE, up=4e12)
+        told.policy, true = Adaptive(given), replace(given, device=8 * TRUE.device)
+        for step in range(400):
+            told.policy.plan(STATE)
+            told.policy.observe(step_of(true, told.share, LINEAR * max(1 - step / 300, 0.01)))
+        found.append(told.policy.model(1).rates.device)  # type: ignore[union-attr]
+    assert found[0] > 1.1 * TRUE.device
+    assert found[0] == pytest.approx(found[1], rel=0.1)
 
 
 def test_of_caches_that_are_long_gone_nothing_is_kept() -> None:

@@ -22,8 +22,8 @@ from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepPlan, StepRe
 CHOICES = 33
 #: Steps between two looks at the choice, and the part by which spilled blocks may change before an earlier one.
 PERIOD, DRIFT = 8, 0.05
-#: Distances from the choice, either way, at which a look sees whether another one may gain enough; and such looks, one
-#: after the other, until one at all choices.
+#: Distances from the choice, either way, at which a look sees whether another one may gain enough; it sees none and
+#: all, too. And such looks, one after the other, until one at all choices.
 STRIDES, BELIEVED = (1, 3, 9, 27), 8
 #: A choice is left for another that promises so much less, or a quarter of what predictions are off by, up to so much.
 HYSTERESIS, MOST_HYSTERESIS = 0.01, 0.05
@@ -45,7 +45,8 @@ PROBE, RARELY, NEAR = 64, 1024, (3, 1)
 PRICE = 0.0025
 #: A probe ends after so many steps that took longer than before it.
 GIVEN_UP = 3
-#: A rate that changes is followed at once, but for the last of so many changes in so many steps: it goes to and fro.
+#: A rate that changes is followed at the next look, but for the last of so many changes in so many steps: it goes to
+#: and fro.
 JUMPS, CALM = 4, 64
 #: Steps of a cache in which rates change because nothing is known yet.
 LEARNED = 2 * WINDOW
@@ -220,7 +221,9 @@ class Adaptive(FixedShare):
         seconds = record.seconds * known.part
         if at - known.chosen > SETTLE and prediction is not None and prediction.base and seconds > 0:
             self._note(known, at, seconds / prediction.seconds, seconds)
-        return new
+        # Where parts turn out to be less than they are taken for, rates are others too.
+        now = known.model.rates
+        return new or (now.device, now.host_overhead) != (rates.device, rates.host_overhead)
 
     def _note(self, known: _Cache, at: int, ratio: float, seconds: float) -> None:
         """What the choice gave in a step: seconds, and their ratio to the prediction."""
@@ -493,9 +496,10 @@ class Adaptive(FixedShare):
 
 
 def _is_best_nearby(expected: Callable[[int], float], choice: int, gain: float) -> bool:
-    """Whether no other choice gains so much, seen from some of them. The makespan falls to its least and rises behind
-    it: at a third or more of the distance to the best one, at least a third of what that gains is gained."""
-    near = [choice + side * distance for distance in STRIDES for side in (1, -1)]
+    """Whether no other choice gains so much, seen from some of them. Where the makespan falls to its least and rises
+    behind it, with no step but at none and all, at least a third of what the best one gains is gained at a third or
+    more of the distance to it."""
+    near = [0, CHOICES - 1] + [choice + side * distance for distance in STRIDES for side in (1, -1)]
     now = expected(choice)
     return all(now <= expected(x) * (1 + gain / 4) for x in near if 0 <= x < CHOICES)
 

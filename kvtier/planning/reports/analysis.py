@@ -56,7 +56,8 @@ class Analysis:
         overlaps: whether copies and host attention go on while it computes.
         spilled_blocks, spilled_bytes: on the host only, or on the device for one step.
         share: of them that a step fetches.
-        predicted: seconds of a step by the model as it is now; None before the first step that was seen.
+        predicted: seconds of a step by the model, as the policy last learned from steps; None before the first step
+            that was seen.
         error: what such predictions have been wrong by, relative, the median of the last ones; None before the first.
         resident: seconds if all were on the device.
         link, exposed, base: seconds in which the link is busy, in which the device waits for host attention, and in
