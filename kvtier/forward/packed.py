@@ -101,8 +101,9 @@ class PackedForward(PlannedForward):
             try:
                 made.length = parked.follow([found], length, layer_of)
             finally:
-                for index, layer in layers.items():
-                    if len(layer.tables) > before[index]:
+                # A layer that was made for it and then interrupted has the others' tables, too.
+                for index, layer in self._layers().items():
+                    if len(layer.tables) > before.get(index, len(self.sequences) - 1):
                         made.tables[index] = layer.tables[-1]
                     else:  # it was cut short, or is empty
                         self._enter(made, index, layer, BlockTable())

@@ -142,6 +142,9 @@ class Engine:
         self._costs = costs = Costs(max_batch_tokens, measured.hardware(of.device_of(model)).rates())
         try:
             self._runner, self._enabled = choose_runner(model, memory, options, runner)
+            if self._enabled is not None:
+                # What is left when all that may run a step is garbage, also the thread of an engine that is not closed.
+                self._enabled.end_with(self._runner)
             try:
                 self._allow(sub_batches)
                 self._prefixes = prefixes_of(model, self._runner, store, costs, states)
@@ -170,9 +173,6 @@ class Engine:
             copied=memory.totals,
         )
         self._loop = Loop(self._requests, self._steps, memory, weakref.ref(self))
-        if self._enabled is not None:
-            # What is left when all that may run a step is garbage, the thread of an engine that was not closed, too.
-            self._enabled.end_with(self._runner)
 
     def _allow(self, sub_batches: object) -> None:
         """Let forwards take turns, or say why they do not."""

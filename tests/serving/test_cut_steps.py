@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workloads import by_generate, model_of
 
 from kvtier import ConversationStore, Engine, TransferError
+from kvtier.forward.packed import PackedForward
 from kvtier.memory.access.change import ask
 from kvtier.serving.step import StepRunner
 
@@ -233,5 +234,34 @@ def test_behind_an_interrupt_requests_begin_with_what_their_store_keeps() -> Non
             assert not check(engine, "llama", PROMPTS[:1], [name])
             assert engine.output(name).cached_tokens == cached
             engine._requests.books.interrupted = True
+        engine.close()
+        store.check_integrity()
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_an_interrupt_while_layers_are_made_for_what_is_kept_is_no_other_error(
+    behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = PackedForward._empty_layer
+
+    def cut_short(self: PackedForward, *args: Any) -> Any:
+        monkeypatch.undo()
+        if behind:
+            make(self, *args)
+        raise KeyboardInterrupt
+
+    with ConversationStore(model_of("llama"), host_budget="8MiB", block_size=4) as store:
+        engine = Engine(model_of("llama"), store=store)
+        names = [engine.add_request(list(PROMPTS[0]), max_new_tokens=NEW, do_sample=False)]
+        while engine.step():
+            pass
+        engine._requests.books.interrupted = True
+        names.append(engine.add_request(list(PROMPTS[0]), max_new_tokens=NEW, do_sample=False))
+        monkeypatch.setattr(PackedForward, "_empty_layer", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        while engine.step():
+            engine.check_integrity()
+        assert not check(engine, "llama", PROMPTS[:1] * 2, names)
         engine.close()
         store.check_integrity()

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier.conversation.disk.keys import prefix_of
 from kvtier.errors import ConfigError
 from kvtier.forks import heed
 
@@ -152,7 +153,8 @@ class Manifest:
 
     def _check_about(self, fingerprint: Mapping[str, str] | None) -> None:
         about, there = {"version": str(VERSION), **(fingerprint or {})}, self.about()
-        own = _CONFIG_OF + about.pop("read_by", "")
+        read_by = about.pop("read_by", "")
+        own = _CONFIG_OF + read_by
         if not there:
             if fingerprint is None:
                 raise ConfigError(f"{self.file.parent} holds no saved sequences.")
@@ -164,8 +166,8 @@ class Manifest:
                 self.db.execute("UPDATE about SET value = ? WHERE name = 'version'", (str(VERSION),))
         if own in there:
             there["config"] = there[own]
-        elif "config" in about and any(name.startswith(_CONFIG_OF) for name in there):
-            there["config"] = about["config"]  # others have read it so far, and see other attributes
+        elif any(name.startswith(_CONFIG_OF) for name in there) and not self._has_computed(read_by):
+            there["config"] = about.get("config", "")  # others have read it so far, and see other attributes
         for name, value in about.items():
             if there.get(name) != value:
                 load = f"load the model with dtype {there[name]!r}, " if name == "dtype" and name in there else ""
@@ -175,6 +177,11 @@ class Manifest:
                 )
         if "config" in about and not self._read_only:
             self.db.execute("INSERT OR IGNORE INTO about VALUES (?, ?)", (own, about["config"]))
+
+    def _has_computed(self, version: str) -> bool:
+        """Whether this version has computed chunks, of the config that it read then."""
+        found = self.db.execute("SELECT 1 FROM chunks WHERE instr(key, ?) = 1 LIMIT 1", (prefix_of(version),))
+        return found.fetchone() is not None
 
     # Chunks
 

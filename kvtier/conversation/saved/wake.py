@@ -43,6 +43,10 @@ class Wake:
         self._key, self._ids = key, ids
         #: All under which these tokens may be kept.
         self._keys = (key, *others)
+        #: Those that are not loaded yet. Changed by who wakes.
+        self._to_load = list(self._keys)
+        #: A turn waits for what is being loaded, and for nothing else. Changed under the memory's lock.
+        self._hurried = False
         self._timeout = timeout
         self._progress = began = time.monotonic()
         self._deadline = math.inf if timeout is None else began + timeout
@@ -192,7 +196,9 @@ class Waker:
             mine = [x for x in self._queue if key in x._keys and 2 * common(x._ids, ids) * WIDTH >= len(x._ids)]
         for wake in mine:
             with self._memory.lock, self._memory.change:
-                loading = self._loading is wake
+                # What is loaded under another key is of no use to it.
+                loading = self._loading is wake and wake._to_load[0] == key
+                wake._hurried = wake._hurried or loading
             if loading:
                 wake._was_loaded.wait()
             wake.cancel()
@@ -249,10 +255,11 @@ class Waker:
         """A step of one wake. Returns as `step`."""
         if not wake._was_loaded.is_set():
             if self._disk_tier is not None:
-                for key in wake._keys:
-                    if not self._load(self._disk_tier, wake, key):
-                        return _PAUSE
-            wake._was_loaded.set()
+                if not self._load(self._disk_tier, wake, wake._to_load[0]):
+                    return _PAUSE
+                del wake._to_load[0]  # also what was given up: it is not read again and again
+            if self._disk_tier is None or wake._hurried or not wake._to_load:
+                wake._was_loaded.set()
             return 0.0
         with self._memory.lock, self._memory.change:
             if any(device.copying for device in self._memory.devices):

@@ -43,8 +43,10 @@ def _abandon(model: weakref.ref[nn.Module], claim: _Claim) -> None:
 
 def _take_back_abandoned() -> None:
     """Where somebody is at a change, in this thread or another one, it is done at the end of that."""
-    while _ABANDONED and not _LOCK._is_owned() and _LOCK.acquire(blocking=False):
+    while _ABANDONED and not _LOCK._is_owned():
         try:
+            if not _LOCK.acquire(blocking=False):
+                return
             if _ABANDONED:
                 found, claim = _ABANDONED[0]  # until it is done: an interrupt may cut it short
                 model = found()
@@ -52,7 +54,8 @@ def _take_back_abandoned() -> None:
                     _restore(model, [claim])
                 _ABANDONED.popleft()
         finally:
-            _LOCK.release()
+            if _LOCK._is_owned():  # an interrupt may come before it is and behind that
+                _LOCK.release()
 
 
 class _Claim:

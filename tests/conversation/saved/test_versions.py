@@ -141,6 +141,29 @@ def test_a_config_that_another_version_writes_otherwise_is_that_of_the_same_mode
         assert store.reuse[0].loaded == 19, "each version finds its own"
 
 
+def test_a_version_that_has_computed_in_an_older_folder_is_held_to_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = build_model("llama", "sdpa"), ones(some_ids(20))
+    for version in (None, OTHER):  # both read the same of it
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if version is not None:
+                under(version, patch)
+            with store_of(model, directory=tmp_path) as store:
+                store.generate(**prompt, **GREEDY)
+    with sqlite3.connect(tmp_path / MANIFEST) as db:
+        db.execute("DELETE FROM about WHERE name LIKE 'config of %'")
+    db.close()
+    with pytest.warns(RuntimeWarning, match="computed by"):
+        store_of(model, directory=tmp_path).close()
+    with monkeypatch.context() as patch:
+        under(OTHER, patch)
+        model.config.rms_norm_eps *= 2
+        with pytest.raises(ConfigError, match="another config"):
+            store_of(model, directory=tmp_path)
+
+
 def test_of_a_folder_that_does_not_say_which_version_nothing_is_used(model: Any, tmp_path: Path) -> None:
     ids = some_ids(40)
     with store_of(model, directory=tmp_path) as store:

@@ -23,10 +23,12 @@ from kvtier import BudgetError, ConfigError, TieredKVCache, TieredMemory
 from kvtier.conversation.index import packed
 from kvtier.conversation.saved import wake as waking
 from kvtier.conversation.saved.archive import Archive
+from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.hf.models import generation
 from kvtier.memory.blocks.block import State
+from kvtier.tables.parked.sequences import ParkedSequences
 
 DEVICE = 60_000
 
@@ -279,6 +281,60 @@ def test_a_turn_waits_for_what_is_being_read_for_it(name: str, tmp_path: Path, m
         assert chat.reuse is not None
         assert chat.reuse.cached == 45
         assert loads[0] == 1
+
+
+@pytest.mark.parametrize("second", ["no room", "nothing kept"])
+def test_a_turn_waits_for_what_is_read_under_its_own_key_only(
+    second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an engine keeps of a model with windows is under another key, and is read behind it."""
+    saved("gemma3", tmp_path)
+    at, go_on, keys, load = threading.Event(), threading.Event(), list[Any](), DiskTier.load
+
+    def slow(self: DiskTier, key: Any, *args: Any, **kwargs: Any) -> Any:
+        keys.append(key)
+        at.set()
+        assert go_on.wait(120)
+        return load(self, key, *args, **kwargs) if len(keys) == 1 else (0, "")
+
+    def nbytes(self: DiskTier, key: Any, *args: Any, **kwargs: Any) -> int:
+        return 1 << 50 if keys and key != keys[0] and second == "no room" else 1
+
+    monkeypatch.setattr(DiskTier, "load", slow)
+    monkeypatch.setattr(DiskTier, "bytes_to_load", nbytes)
+    monkeypatch.setattr(ParkedSequences, "has_room", lambda self, nbytes: nbytes < 1 << 50)
+    with store_of(tiny_model("gemma3"), directory=tmp_path) as store:
+        chat = store.open("0")
+        wake = chat.wake()
+        assert at.wait(120)
+        waits = threading.Thread(target=store._waker.turn, args=(wake._key, wake._ids))
+        waits.start()
+        until(lambda: wake._hurried)
+        go_on.set()
+        waits.join(60)
+        assert not waits.is_alive(), "it waits for what it has no use for"
+        assert wake.wait(60)
+        assert keys == [wake._key]
+
+
+def test_what_a_wake_could_not_keep_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("gemma3", tmp_path)
+    keys = list[Any]()
+
+    def given_up(self: DiskTier, key: Any, *args: Any, **kwargs: Any) -> Any:
+        keys.append(key)
+        return 0, ""
+
+    def nbytes(self: DiskTier, key: Any, *args: Any, **kwargs: Any) -> int:
+        return 1 << 50 if keys and key != keys[0] else 1  # no room for the second
+
+    monkeypatch.setattr(DiskTier, "load", given_up)
+    monkeypatch.setattr(DiskTier, "bytes_to_load", nbytes)
+    monkeypatch.setattr(ParkedSequences, "has_room", lambda self, nbytes: nbytes < 1 << 50)
+    with store_of(tiny_model("gemma3"), directory=tmp_path) as store:
+        wake = store.open("0").wake(timeout=1)
+        assert wake.wait(60)
+        assert keys == [wake._key]
 
 
 @pytest.mark.parametrize("how", ["close", "drop", "weights"])
