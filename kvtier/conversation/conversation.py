@@ -215,9 +215,8 @@ class Conversation:
             rows = out if isinstance(out, torch.Tensor) else out.sequences
             answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
             messages.append({"role": "assistant", "content": answer})
+            ends = {**self._ends_in(said, tokenizer, messages), len(messages): len(said)}
             # When nothing can fail any more: it is as it was, or has the whole turn.
-            alike = common(packed(self.ids), packed(said))  # a template may change what came before
-            ends = {n: min(tokens, alike) for n, tokens in self.ends.items()} | {len(messages): len(said)}
             self._now(ids=said, messages=messages, ends=ends, reuse=self.store.reuse[0])
             self.store.changed(self, generated=True)
             return answer
@@ -448,10 +447,22 @@ class Conversation:
         vars(made).update(says)
         return made
 
+    def _ends_in(self, said: Sequence[int], tokenizer: Any, messages: Sequence[Message]) -> dict[int, int]:
+        """What numbers of messages came to in what was said now. A template may change what came before, and an answer
+        may be tokenised otherwise than it was generated: the last one is looked for again, of others what is alike."""
+        ids = packed(said)
+        alike, last = common(packed(self.ids), ids), max(self.ends, default=0)
+        ends = {n: min(tokens, alike) for n, tokens in self.ends.items()}
+        if last < len(messages) and self.ends.get(last, 0) > alike:
+            with contextlib.suppress(Exception):  # of the tokenizer: the answer is there
+                ends[last] = common(packed(self._prompt(tokenizer, messages[:last], answer=False)), ids)
+        return ends
+
     @staticmethod
-    def _prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    def _prompt(tokenizer: Any, messages: Sequence[Message], *, answer: bool = True) -> list[int]:
+        """The ids of messages; `answer`: and of what begins an answer."""
         if getattr(tokenizer, "chat_template", None):
-            found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
+            found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=True)
             ids = found["input_ids"] if isinstance(found, Mapping) else found
             return [int(x) for x in ids]
         return [int(x) for x in tokenizer("".join(str(x["content"]) for x in messages))["input_ids"]]

@@ -99,12 +99,33 @@ def test_a_chat_whose_template_changes_earlier_turns_is_rewound_to_tokens_of_wha
     with store_of(tiny_model("llama")) as store:
         chat, tokenizer = store.open("alice"), Forgetful()
         chat.send("hi", tokenizer=tokenizer, do_sample=False, max_new_tokens=20)
-        first = chat.ids
         chat.send("abc", tokenizer=tokenizer, do_sample=False, max_new_tokens=2)
         chat.rewind(turns=1)
         assert len(chat.messages) == 2
-        assert chat.ids == first[: len(chat.ids)], "tokens of the message that was forgotten"
+        left = tokenizer.apply_chat_template(chat.messages)
+        assert chat.ids == left[: len(chat.ids)], "tokens of the message that was forgotten"
         assert len(chat.ids) >= 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_chat_whose_answer_is_tokenised_otherwise_is_rewound_to_the_end_of_that(fails: bool) -> None:
+    """It was generated as one token for each letter, and letters of one message are taken two at a time when read."""
+
+    class Pairs(Tokenizer):
+        def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+            if fails and not options["add_generation_prompt"]:
+                raise RuntimeError("a template that wants the user to be last")
+            pairs = [x | {"content": x["content"][::2]} if x["role"] == "assistant" else x for x in messages]
+            return super().apply_chat_template(pairs, **options)
+
+    with store_of(tiny_model("llama")) as store:
+        chat, tokenizer = store.open("alice"), Pairs()
+        chat.send("hi", tokenizer=tokenizer, do_sample=False, max_new_tokens=20)
+        chat.send("abc", tokenizer=tokenizer, do_sample=False, max_new_tokens=2)
+        chat.rewind(turns=1)
+        left = tokenizer.apply_chat_template(chat.messages, add_generation_prompt=True)
+        assert len(left) == 4 + 12
+        assert chat.ids == (left[:4] if fails else left)
 
 
 def test_an_answer_that_fails_leaves_the_messages_that_were() -> None:

@@ -856,9 +856,13 @@ class World:
                 chat.ids = list(there.ids)
                 answer = {"role": "assistant", "content": Tokens.decode(chat.ids[len(prompt) :])}
                 chat.messages = [*messages, answer]
-                chat.ends = {n: min(x, alike) for n, x in chat.ends.items() if n < len(chat.messages)} | {
-                    len(chat.messages): len(chat.ids)
-                }
+                last = max(chat.ends, default=0)
+                again = common(packed(Tokens.apply_chat_template(chat.messages[:last])), packed(chat.ids))
+                chat.ends = {
+                    n: again if n == last and x > alike else min(x, alike)
+                    for n, x in chat.ends.items()
+                    if n < len(chat.messages)
+                } | {len(chat.messages): len(chat.ids)}
                 chat.note()
                 self.histories.append(list(chat.ids))
             if rng.random() < 0.2:

@@ -501,7 +501,7 @@ def _is_best_nearby(expected: Callable[[int], float], choice: int, gain: float) 
     more of the distance to it."""
     near = [0, CHOICES - 1] + [choice + side * distance for distance in STRIDES for side in (1, -1)]
     now = expected(choice)
-    return all(now <= expected(x) * (1 + gain / 4) for x in near if 0 <= x < CHOICES)
+    return all(now <= expected(x) * (1 + gain / 3) for x in near if 0 <= x < CHOICES)
 
 
 def _on(device: str | None, mine: dict[_Kind, _Cache]) -> list[_Cache]:
