@@ -200,9 +200,8 @@ class DiskTier:
         """Load and keep the tokens from `start` on. As `load`."""
         began, epoch = time.perf_counter(), self._kept.epoch  # before it is asked whether this has stopped
         new_states = self._caches.new_states(key) if stateful else None
-        with self._caches.new_for(
-            key, max_tokens=found.length - start
-        ) as cache:  # room for all is there, or nothing is loaded
+        # Room for all is there, or nothing is loaded.
+        with self._caches.new_for(key, max_tokens=found.length - start) as cache:
             try:
                 until, states = self._archive.load(
                     cache, found.chunk, found.length, start=start, states=new_states, go_on=go_on

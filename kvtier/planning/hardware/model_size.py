@@ -83,9 +83,8 @@ def model_size(config: Mapping[str, Any], counted: Weights | None = None) -> Mod
     dim = _size(config, "head_dim", max(hidden // heads, 1))
     nope, rope, v_dim = (_size(config, x, 0) for x in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     latent = 0
-    if (
-        nope and v_dim and (rope or _size(config, "kv_lora_rank", 0))
-    ):  # MLA: the cache holds latents, from which each head has keys and values of its own
+    # MLA: the cache holds latents, from which each head has keys and values of its own.
+    if nope and v_dim and (rope or _size(config, "kv_lora_rank", 0)):
         kv_heads, dim = heads, -(-(nope + rope + v_dim) // 2)
         rank, q_rank = _size(config, "kv_lora_rank"), _size(config, "q_lora_rank", 0)
         latent = rank + rope
