@@ -7,6 +7,7 @@ remembers as Pie does (section 3.4.2), and spends the CPU where Neo does (sectio
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,8 @@ from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepPlan, StepRe
 CHOICES = 33
 #: Steps between two looks at the choice, and the part by which spilled blocks may change before an earlier one.
 PERIOD, DRIFT = 8, 0.05
-#: Distances from the choice, either way, at which a look sees whether another one may gain enough; it sees none and
-#: all, too. And such looks, one after the other, until one at all choices.
-STRIDES, BELIEVED = (1, 3, 9, 27), 8
+#: Each so many-th choice is seen by every look, and such looks, one after the other, until one at all choices.
+SPACING, BELIEVED = 4, 16
 #: A choice is left for another that promises so much less, or a quarter of what predictions are off by, up to so much.
 HYSTERESIS, MOST_HYSTERESIS = 0.01, 0.05
 #: A choice that is not yet believed is left for another that promises so much less.
@@ -129,6 +129,8 @@ class _Cache:
 
 #: Of a cache's steps: the device, and whether they are of several tokens each, as those that verify drafts.
 _Kind = tuple[str, bool]
+#: What choices are predicted to take at one look.
+_Predict = Callable[[int], Prediction]
 
 
 class Adaptive(FixedShare):
@@ -279,23 +281,23 @@ class Adaptive(FixedShare):
         groups = alike(state.layers)
         known.part = len(state.layers) / max(state.model_layers, len(state.layers))
         known.spilled = spilled
+        predict = functools.cache(functools.partial(self._predict, known, groups))
+        attends = any([x.host_attention for x, _ in groups])
         reason = "model"
         if known.probe_from is not None:
-            best, reason = self._after_probe(known, groups)
+            best, reason = self._after_probe(known, predict)
         else:
-            best = self._best(known, groups)
-            known.starting = not (known.started or known.model.rates.measured) and any(
-                x.host_attention for x, _ in groups
-            )
+            best = self._best(known, predict) if attends else CHOICES - 1
+            known.starting = attends and not (known.started or known.model.rates.measured)
             if known.starting:
                 best, reason = 0, "first"
             elif not known.model.rates.measured and "up" not in known.model.learned and (best or not known.fetched):
-                best, reason, known.starting = self._careful(known, groups, best), "first", True
+                best, reason, known.starting = self._careful(known, predict, best), "first", True
                 known.fetched = True
             elif best == known.choice and self._may_compare(known):
-                best, reason = self._compare(known, groups)
-            elif best == known.choice and self._may_probe(known, groups):
-                best, reason = self._probe(known, groups)
+                best, reason = self._compare(known, predict)
+            elif best == known.choice and attends and self._may_probe(known):
+                best, reason = self._probe(known, predict)
         if best != known.choice or not known.started:
             before = known.choice / (CHOICES - 1)
             known.choice, known.chosen, known.started = best, known.step, True
@@ -303,32 +305,32 @@ class Adaptive(FixedShare):
             number = sum([each.step for each in self._of(state.cache, state.device)])
             if reason in ("probe", "back"):
                 known.moved_until = known.step + SETTLE + WINDOW
-            known.decisions.append(Decision(number, reason, self._predict(known, groups, best), before))
+            known.decisions.append(Decision(number, reason, predict(best), before))
 
     def _is_young(self, known: _Cache) -> bool:
         """Whether the choice has yet to show what it is worth."""
         return known.step - known.chosen < SEEN + SETTLE
 
-    def _careful(self, known: _Cache, groups: Sequence[Group], best: int) -> int:
+    def _careful(self, known: _Cache, predict: _Predict, best: int) -> int:
         """The largest share up to the best that costs little, should the link be far slower than estimated. Where the
         best is none, the largest that is expected to cost little: the link may be far faster, too."""
-        rates, before = known.model.rates, self._predict(known, groups, 0).seconds
+        rates, before = known.model.rates, predict(0).seconds
         most = before * rates.up / CAUTION
         if not best:
             least = before * (1 + MOST_HYSTERESIS)
-            best = next((x for x in range(CHOICES - 1, 0, -1) if self._predict(known, groups, x).seconds <= least), 0)
+            best = next((x for x in range(CHOICES - 1, 0, -1) if predict(x).seconds <= least), 0)
             if not best:
                 return 0
-        return next((x for x in range(best, 1, -1) if self._predict(known, groups, x).fetched_bytes <= most), 1)
+        return next((x for x in range(best, 1, -1) if predict(x).fetched_bytes <= most), 1)
 
     def _predict(self, known: _Cache, groups: Sequence[Group], choice: int) -> Prediction:
         share = choice / (CHOICES - 1)
         room = room_for(groups, share, known.device_bytes, known.reserve)
         return known.model.step(groups, share, room - known.reserve, known.part, room)
 
-    def _expected(self, known: _Cache, groups: Sequence[Group], choice: int) -> float:
+    def _expected(self, known: _Cache, predict: _Predict, choice: int) -> float:
         """Predicted seconds, corrected by what this choice, or the nearest that was tried, gave."""
-        return self._corrected(self._predict(known, groups, choice).seconds, choice, self._believed(known))
+        return self._corrected(predict(choice).seconds, choice, self._believed(known))
 
     def _believed(self, known: _Cache) -> list[tuple[int, float]]:
         """Choices that were tried for long enough, and what each gave, as a multiple of the prediction."""
@@ -348,29 +350,26 @@ class Adaptive(FixedShare):
         # What is wrong about one choice is less wrong about another, the further away it is.
         return seconds * (1 + (ratio - 1) * 0.5 ** (abs(near - choice) / NEAR[0]))
 
-    def _best(self, known: _Cache, groups: Sequence[Group]) -> int:
-        if not any(x.host_attention for x, _ in groups):
-            return CHOICES - 1
+    def _best(self, known: _Cache, predict: _Predict) -> int:
         believed, free = self._believed(known), not known.started or known.starting or known.jumped
 
-        @functools.cache
         def expected(choice: int) -> float:
-            return self._corrected(self._predict(known, groups, choice).seconds, choice, believed)
+            return self._corrected(predict(choice).seconds, choice, believed)
 
         # A choice is given the time to show what it is worth, unless what it is chosen for has changed.
         gain = max(self._hysteresis(known), SURE if self._is_young(known) else 0.0)
-        if not free and known.near_looks < BELIEVED and _is_best_nearby(expected, known.choice, gain):
-            known.near_looks += 1
+        known.near_looks += 1
+        if free or known.near_looks > BELIEVED:
+            known.near_looks, seen = 0, {x: expected(x) for x in range(CHOICES)}
+        else:
+            seen = {x: expected(x) for x in _some(known.choice)}
+            if seen[known.choice] <= min(seen.values()) * (1 + gain / SPACING):
+                return known.choice
+        best = _least(expected, seen)
+        if not free and seen[known.choice] <= seen[best] * (1 + gain):
             return known.choice
-        known.near_looks = 0
-        seconds = [expected(choice) for choice in range(CHOICES)]
-        least = min(seconds)
-        if free:
-            known.jumped = False
-        elif seconds[known.choice] <= least * (1 + gain):
-            return known.choice
-        # Of what is as good the least traffic.
-        return next(i for i, x in enumerate(seconds) if x <= least * (1 + HYSTERESIS / 4))
+        known.jumped = False
+        return _as_good(expected, seen, seen[best] * (1 + HYSTERESIS / 4))
 
     def _hysteresis(self, known: _Cache) -> float:
         """What another choice has to promise: more, where predictions have been worse."""
@@ -380,19 +379,17 @@ class Adaptive(FixedShare):
 
     # Probing
 
-    def _may_probe(self, known: _Cache, groups: Sequence[Group]) -> bool:
-        return (
-            known.step >= known.next_probe and known.choice in known.seen and any(x.host_attention for x, _ in groups)
-        )
+    def _may_probe(self, known: _Cache) -> bool:
+        return known.step >= known.next_probe and known.choice in known.seen
 
-    def _probe(self, known: _Cache, groups: Sequence[Group]) -> tuple[int, str]:
+    def _probe(self, known: _Cache, predict: _Predict) -> tuple[int, str]:
         """Another choice: what would be best but for what it once gave, or one next to the present one, on either side
         in turn. Not one that is predicted to cost too much."""
-        now = self._expected(known, groups, known.choice)
+        now = self._expected(known, predict, known.choice)
         known.next_probe = known.step + known.interval
         worst = now * (1 + PRICE * (known.step - known.probed) / GIVEN_UP)
-        predicted = [self._predict(known, groups, choice).seconds for choice in range(CHOICES)]
-        best = min(range(CHOICES), key=predicted.__getitem__)
+        predicted = {x: predict(x).seconds for x in _some(known.choice)}
+        best = _least(lambda x: predict(x).seconds, predicted)
         others = [best] if predicted[best] < now * (1 - HYSTERESIS) else []
         known.side = -known.side
         others += [
@@ -401,7 +398,7 @@ class Adaptive(FixedShare):
             for side in (known.side, -known.side)
         ]
         for other in others:
-            if other not in (known.choice, known.tried) and predicted[other] <= worst:
+            if other not in (known.choice, known.tried) and predict(other).seconds <= worst:
                 return self._try(known, other, now)
         return known.choice, "model"
 
@@ -409,14 +406,14 @@ class Adaptive(FixedShare):
         """Whether nobody knows yet what a copy takes besides its bytes."""
         return not (known.compared or known.model.rates.measured or not known.choice) and known.choice in known.seen
 
-    def _compare(self, known: _Cache, groups: Sequence[Group]) -> tuple[int, str]:
+    def _compare(self, known: _Cache, predict: _Predict) -> tuple[int, str]:
         """Try a share that fetches twice as much, unless that is predicted to cost much: copies of two sizes tell what
         each takes besides its bytes."""
         known.compared = True
-        now = self._expected(known, groups, known.choice)
-        fetched = self._predict(known, groups, known.choice).fetched_bytes
+        now = self._expected(known, predict, known.choice)
+        fetched = predict(known.choice).fetched_bytes
         for other in range(known.choice + 1, CHOICES):
-            predicted = self._predict(known, groups, other)
+            predicted = predict(other)
             if predicted.fetched_bytes >= 2 * fetched > 0:
                 if predicted.seconds > now * (1 + MOST_HYSTERESIS):
                     break
@@ -431,11 +428,11 @@ class Adaptive(FixedShare):
         known.probe_limit, known.probe_bad = now * (1 + HYSTERESIS), 0
         return other, "probe"
 
-    def _after_probe(self, known: _Cache, groups: Sequence[Group]) -> tuple[int, str]:
+    def _after_probe(self, known: _Cache, predict: _Predict) -> tuple[int, str]:
         before, known.probe_from = known.probe_from, None
         assert before is not None
-        least = self._expected(known, groups, before) * (1 - self._hysteresis(known))
-        better = known.probe_bad < GIVEN_UP and self._expected(known, groups, known.choice) < least
+        least = self._expected(known, predict, before) * (1 - self._hysteresis(known))
+        better = known.probe_bad < GIVEN_UP and self._expected(known, predict, known.choice) < least
         known.interval = PROBE if better else min(2 * known.interval, RARELY)
         known.probed = known.step
         known.next_probe = known.step + known.interval
@@ -495,13 +492,34 @@ class Adaptive(FixedShare):
         return _on(device, self._caches.get(cache, {}))
 
 
-def _is_best_nearby(expected: Callable[[int], float], choice: int, gain: float) -> bool:
-    """Whether no other choice gains so much, seen from some of them. Where the makespan falls to its least and rises
-    behind it, with no step but at none and all, at least a third of what the best one gains is gained at a third or
-    more of the distance to it."""
-    near = [0, CHOICES - 1] + [choice + side * distance for distance in STRIDES for side in (1, -1)]
-    now = expected(choice)
-    return all(now <= expected(x) * (1 + gain / 3) for x in near if 0 <= x < CHOICES)
+def _some(choice: int) -> list[int]:
+    """The choice, those next to it, and each `SPACING`-th, none and all among them. Where the makespan falls to its
+    least and rises behind it, with no step but at none and all, one of these gains at least a quarter of what the best
+    one does: it is at a quarter of the distance to that, or further."""
+    return [x for x in range(CHOICES) if abs(x - choice) <= 1 or x % SPACING == 0]
+
+
+def _least(seconds: Callable[[int], float], seen: dict[int, float]) -> int:
+    """The choice that takes least, found from some that were seen: what is between each that takes less than the next
+    ones, and these, is halved until nothing is. What is looked at besides is added to `seen`."""
+    while True:
+        order, new = sorted(seen), set[int]()
+        for below, x, above in zip([-1, *order], order, [*order[1:], CHOICES], strict=False):
+            if seen[x] < seen.get(below, math.inf) and seen[x] <= seen.get(above, math.inf):
+                new |= {(max(below, 0) + x) // 2, (x + min(above, CHOICES - 1) + 1) // 2} - seen.keys()
+        if not new:
+            return min(seen, key=seen.__getitem__)
+        seen.update({x: seconds(x) for x in new})
+
+
+def _as_good(seconds: Callable[[int], float], seen: dict[int, float], most: float) -> int:
+    """The least choice, and so the least traffic, that takes no more than `most` seconds."""
+    best = min([x for x, each in seen.items() if each <= most])
+    below = max([x for x in seen if x < best], default=-1)
+    while best - below > 1:
+        between = (best + below) // 2
+        best, below = (between, below) if seconds(between) <= most else (best, between)
+    return best
 
 
 def _on(device: str | None, mine: dict[_Kind, _Cache]) -> list[_Cache]:
