@@ -17,7 +17,7 @@ from kvtier.cli.chat.command import check_budgets
 from kvtier.cli.config import read_config
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.serving.http.keys import Keys
+from kvtier.serving.http.requests.keys import Keys
 
 _EXAMPLES = """\
 examples:

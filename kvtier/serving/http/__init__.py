@@ -2,17 +2,13 @@
 
 front.py        the door, around the app: who is asking, sizes, clients that leave
 app.py          Transformers' app with our handlers, and what else it has
-asked.py        a body -> what is asked: every field is honoured or refused
+requests/       what is read of a request: who is asking, and what; every field is honoured or refused
 handlers/       what is asked -> prompts; parts of answers -> the wire
-lengths.py      texts that cannot fit into the context, before all of them is tokenised
 answers.py      requests of the engine -> parts of an answer
 parsing.py      what a model writes -> text, thoughts, calls of tools
-settings.py     settings of generation: what is refused of them
 manager.py      what Transformers' app asks for generation; requests to the engine, tokens back
 sessions.py     conversations that clients go on with, and when each was used last
-keys.py         API keys, and the salt of each
 metrics.py      what is counted, in Prometheus' format
-refusals.py     what is refused, and how that is said
 server.py       the model, the store, the engine, the port; clients that do not read; the end
 
 The only folder besides `hf/` that imports transformers, and of it only its server. fastapi, uvicorn and openai are

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.serving.http.refusals import refusal_of, shutting_down
+from kvtier.serving.http.requests.refusals import refusal_of, shutting_down
 from kvtier.serving.request import RequestOutput
 from kvtier.serving.text import StopCutter, StopsInAnswer, TextStream
 

@@ -17,7 +17,7 @@ from kvtier.serving.http.handlers.completions import CompletionHandler
 from kvtier.serving.http.handlers.handler import Served
 from kvtier.serving.http.handlers.responses import ResponsesHandler
 from kvtier.serving.http.manager import EngineManager
-from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.requests.refusals import Refusal
 
 #: Routes of Transformers' app that are kept. Its others are of models that come and go, of audio, or are ours.
 _KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/load_model", "/openapi.json", "/docs")

@@ -9,9 +9,9 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from kvtier.serving.http.keys import VISIT, Caller, Keys, Visit
 from kvtier.serving.http.metrics import Metrics
-from kvtier.serving.http.refusals import Refusal, shutting_down
+from kvtier.serving.http.requests.keys import VISIT, Caller, Keys, Visit
+from kvtier.serving.http.requests.refusals import Refusal, shutting_down
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

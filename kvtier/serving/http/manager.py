@@ -23,13 +23,13 @@ from kvtier.errors import BudgetError, KVTierError
 from kvtier.hf.models import generation as of
 from kvtier.serving.engine import Engine
 from kvtier.serving.http.answers import Answer, Answers
-from kvtier.serving.http.asked import Asked
-from kvtier.serving.http.keys import Caller, Keys, Visit
 from kvtier.serving.http.metrics import Metrics
 from kvtier.serving.http.parsing import Parser
-from kvtier.serving.http.refusals import Refusal, refusal_of, shutting_down, too_long
+from kvtier.serving.http.requests.asked import Asked
+from kvtier.serving.http.requests.keys import Caller, Keys, Visit
+from kvtier.serving.http.requests.refusals import Refusal, invalid, refusal_of, shutting_down, too_long
+from kvtier.serving.http.requests.settings import Penalties, asked_of, check_settings
 from kvtier.serving.http.sessions import Sessions
-from kvtier.serving.http.settings import Penalties, asked_of, check_settings
 from kvtier.serving.request import RequestOutput
 from kvtier.stats import CacheStats
 
@@ -204,10 +204,8 @@ class EngineManager(BaseGenerateManager):
         most = asked.max_tokens or (usual if context is None else min(usual, context - prompt))
         least = asked.settings.get("min_new_tokens")
         if isinstance(least, int) and least > most:
-            text = (
-                f"min_tokens: the answer may have {most} tokens, and {least} are to be there: give a larger max_tokens."
-            )
-            raise Refusal(400, text, code="invalid_value", param="min_tokens")
+            text = f"the answer may have {most} tokens, and {least} are to be there: give a larger max_tokens"
+            raise invalid("min_tokens", text)
         return most
 
     def _begin(self, prompts: Sequence[Sequence[int]], asked: Asked, caller: Caller) -> _Terms:

@@ -22,9 +22,9 @@ from kvtier.serving.engine import Engine
 from kvtier.serving.http.app import build
 from kvtier.serving.http.front import Door
 from kvtier.serving.http.handlers.handler import Served
-from kvtier.serving.http.keys import Keys, secret_of
 from kvtier.serving.http.manager import EngineManager, Limits
 from kvtier.serving.http.metrics import Metrics
+from kvtier.serving.http.requests.keys import Keys, secret_of
 
 _LOG = logging.getLogger("kvtier.serving")
 

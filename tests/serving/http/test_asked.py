@@ -12,9 +12,10 @@ import pytest
 from servers import NAME, Running, Start
 from transformers import GenerationConfig
 
-from kvtier.serving.http.asked import asked_of, messages_of, prompts_of
 from kvtier.serving.http.handlers.responses import check_head, messages_from
-from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.requests.asked import asked_of
+from kvtier.serving.http.requests.messages import messages_of, prompts_of
+from kvtier.serving.http.requests.refusals import Refusal
 
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
 REFUSED: dict[str, list[Any]] = {

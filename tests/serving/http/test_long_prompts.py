@@ -13,7 +13,7 @@ import pytest
 from servers import NAME, Running, Start
 from test_many_prompts import connected, until
 
-from kvtier.serving.http.keys import VISIT, Visit
+from kvtier.serving.http.requests.keys import VISIT, Visit
 
 CONTEXT = 1000
 MANY = 4 << 20

@@ -28,7 +28,7 @@ from servers import NAME, Running, Start, answer_on, by_generate
 from kvtier import ConfigError
 from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.serving.http import server
-from kvtier.serving.http.keys import Keys
+from kvtier.serving.http.requests.keys import Keys
 from kvtier.serving.http.server import _Connection
 
 CLIENTS = int(os.environ.get("KVTIER_TEST_CLIENTS", "30"))

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from kvtier.hf.models.templates import names_read
-from kvtier.serving.http.asked import Asked, messages_of
 from kvtier.serving.http.handlers import responses
 from kvtier.serving.http.handlers.handler import Handler
-from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.requests.asked import Asked
+from kvtier.serving.http.requests.messages import messages_of
+from kvtier.serving.http.requests.refusals import Refusal
 
 #: As Llama 3.1 and Qwen 3 have them.
 SETS_DEFAULTS = """

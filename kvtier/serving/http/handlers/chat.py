@@ -10,9 +10,10 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from kvtier.serving.http.answers import Answers, Part
-from kvtier.serving.http.asked import Asked, asked_of, messages_of
 from kvtier.serving.http.handlers.handler import DONE, Handler, Named, sse, streamed, usage_so_far
-from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.requests.asked import Asked, asked_of
+from kvtier.serving.http.requests.messages import messages_of
+from kvtier.serving.http.requests.refusals import Refusal
 
 
 class ChatHandler(Handler):

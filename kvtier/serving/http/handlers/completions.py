@@ -10,9 +10,10 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from kvtier.serving.http.answers import Answers, Part, TokenLog
-from kvtier.serving.http.asked import Asked, asked_of, prompts_of
 from kvtier.serving.http.handlers.handler import DONE, Handler, Named, sse, streamed, usage_so_far
-from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.requests.asked import Asked, asked_of
+from kvtier.serving.http.requests.messages import prompts_of
+from kvtier.serving.http.requests.refusals import Refusal
 
 #: Tokens of an answer that names no limit: OpenAI's.
 _DEFAULT_TOKENS = 16

@@ -13,12 +13,12 @@ from transformers.cli.serving.utils import BaseHandler, Modality
 
 from kvtier.hf.models.templates import names_read, template_of
 from kvtier.serving.http.answers import Answers
-from kvtier.serving.http.asked import Asked
-from kvtier.serving.http.keys import VISIT, Visit
-from kvtier.serving.http.lengths import check_fits, may_fit
 from kvtier.serving.http.manager import EngineManager
 from kvtier.serving.http.parsing import Parser, parsers_of
-from kvtier.serving.http.refusals import Refusal, too_long
+from kvtier.serving.http.requests.asked import Asked
+from kvtier.serving.http.requests.keys import VISIT, Visit
+from kvtier.serving.http.requests.lengths import check_fits, may_fit
+from kvtier.serving.http.requests.refusals import Refusal, invalid, too_long
 from kvtier.serving.text import bytes_of
 
 #: The last event of a stream.
@@ -118,8 +118,7 @@ class Handler(BaseHandler):
         try:
             plain = [self._plain(message) for message in messages]
         except RecursionError:  # Transformers copies the calls of tools
-            text = f"{self.field}: the arguments of a tool call nest too deeply."
-            raise Refusal(400, text, code="invalid_value", param=self.field) from None
+            raise invalid(self.field, "the arguments of a tool call nest too deeply") from None
         try:
             template = template_of(tokenizer, asked.tools)
         except ValueError as error:
@@ -179,7 +178,7 @@ class Handler(BaseHandler):
             raise too_long(context, str(len(prompt)))
         size = self.served.model.get_input_embeddings().num_embeddings
         if not all(0 <= x < size for x in prompt):
-            raise Refusal(400, f"prompt: token ids are from 0 to {size - 1}.", code="invalid_value", param="prompt")
+            raise invalid("prompt", f"token ids are from 0 to {size - 1}")
         return list(prompt)
 
     def parsers(self, ids: Sequence[int], asked: Asked) -> list[Parser | None]:

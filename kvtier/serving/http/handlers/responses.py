@@ -14,10 +14,11 @@ from openai.types.responses.response_usage import ResponseUsage
 from transformers.cli.serving.response import ResponseHandler, compute_usage
 
 from kvtier.serving.http.answers import Answers
-from kvtier.serving.http.asked import Asked, asked_of, check_message
 from kvtier.serving.http.handlers.handler import Handler, streamed
 from kvtier.serving.http.handlers.items import Items
-from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.requests.asked import Asked, asked_of
+from kvtier.serving.http.requests.messages import check_message
+from kvtier.serving.http.requests.refusals import Refusal, invalid
 
 #: What the types of parts of a message begin with: a list of these is one message.
 _PARTS = ("input_", "output_text", "text")
@@ -64,30 +65,29 @@ def check_head(head: dict[str, Any]) -> None:
         _response(head | {"id": "resp_"}, "queued", output=[])
     except ValueError as error:
         lines = str(error).splitlines()
-        text = f"tools: one is malformed: {' '.join(x.strip() for x in lines[1:3])}."
-        raise Refusal(400, text, code="invalid_value", param="tools") from error
+        raise invalid("tools", f"one is malformed: {' '.join(x.strip() for x in lines[1:3])}") from error
 
 
 def messages_from(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Items as messages of a chat. Raises `Refusal`."""
     items = body.get("input")
     if not isinstance(items, (str, list)) or not items:
-        raise Refusal(400, "input: give a string, or a list of items.", code="invalid_value", param="input")
+        raise invalid("input", "give a string, or a list of items")
     if isinstance(items, list) and not all(isinstance(item, dict) for item in items):
-        raise Refusal(400, "input: items are objects.", code="invalid_value", param="input")
+        raise invalid("input", "items are objects")
     try:
         found = _messages(items)
     except HTTPException as error:
         raise Refusal(400, str(error.detail), code="invalid_value", param="input") from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise Refusal(400, f"input: an item is malformed: {error!r}.", code="invalid_value", param="input") from error
+        raise invalid("input", f"an item is malformed: {error!r}") from error
     if not found:
-        raise Refusal(400, "input: give an item that says something.", code="invalid_value", param="input")
+        raise invalid("input", "give an item that says something")
     for message in found:  # whose numbers are not those of items
         check_message("input", message)
     instructions = body.get("instructions")
     if not isinstance(instructions, str | None):
-        raise Refusal(400, "instructions: give a string.", code="invalid_value", param="instructions")
+        raise invalid("instructions", "give a string")
     if instructions:  # before a system message of the input, and not in its place
         found.insert(0, {"role": "system", "content": instructions})
     return found

@@ -52,6 +52,17 @@ class Refusal(Exception):
         return found | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
+def invalid(name: str, why: str) -> Refusal:
+    """A field is not what it can be, and why."""
+    return Refusal(400, f"{name}: {why}.", code="invalid_value", param=name)
+
+
+def shown(value: Any) -> str:
+    """A value as a refusal shows it, in at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def shutting_down(retry_after: int = 1) -> Refusal:
     """The end of the server has begun."""
     return Refusal(503, "The server is shutting down.", code="shutting_down", retry_after=retry_after)

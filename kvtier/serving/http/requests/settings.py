@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from kvtier.serving.http.asked import Asked
-from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.requests.asked import Asked
+from kvtier.serving.http.requests.refusals import invalid
 
 #: Settings that hold token ids, and those that are of sampling, with what leaves each out.
 _OF_TOKENS = (
@@ -39,14 +39,12 @@ def check_settings(settings: Mapping[str, Any], samples: bool, vocabulary: int |
         wrong = next((x for x in _ids_in(settings.get(name)) if not 0 <= x < vocabulary), None)
         if wrong is not None:
             name = "logit_bias" if name == "sequence_bias" else name
-            text = f"{name}: token ids are from 0 to {vocabulary - 1}, and {wrong} is none."
-            raise Refusal(400, text, code="invalid_value", param=name)
+            raise invalid(name, f"token ids are from 0 to {vocabulary - 1}, and {wrong} is none")
     if samples:
         return
     for name, plain in _OF_SAMPLING.items():
         if name in settings and settings[name] not in plain:
-            text = f"{name}: it is of sampling, and this request does not sample: give do_sample, or a temperature."
-            raise Refusal(400, text, code="invalid_value", param=name)
+            raise invalid(name, "it is of sampling, and this request does not sample: give do_sample, or a temperature")
 
 
 def _ids_in(value: Any) -> Iterator[int]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtier.serving.http.keys import Visit
-from kvtier.serving.http.refusals import Refusal, too_long
+from kvtier.serving.http.requests.keys import Visit
+from kvtier.serving.http.requests.refusals import Refusal, too_long
 
 #: Characters for each token of the context, up to which a text is tokenised at once: a language has fewer of them.
 _AT_ONCE = 8

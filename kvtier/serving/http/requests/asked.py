@@ -1,4 +1,4 @@
-"""What a body asks: every field is honoured, or refused with the reason. Nothing is ignored."""
+"""`Asked`: what a body asks. Every field is honoured, or refused with the reason. Nothing is ignored."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from kvtier.errors import ConfigError
 from kvtier.hf.engine.sampling import check_settings
-from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.requests.refusals import invalid, shown
 
 #: Bounds of the interface.
-MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOGPROBS, MAX_PROMPTS = 128, 16, 20, 256
+MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOGPROBS = 128, 16, 20
 _LONGEST_STOP, _LONGEST_NAME = 1024, 256
 #: Digits of a token id, and sequences of tokens that a setting has: each is looked at for each token of an answer.
 _LONGEST_ID, _MAX_SEQUENCES = 18, 1024
@@ -146,7 +146,7 @@ def asked_of(kind: str, body: Mapping[str, Any]) -> Asked:
     """
     unknown = sorted(body.keys() - _FIELDS[kind])
     if unknown:
-        raise _wrong(unknown[0], f"there is no such field in this request. Fields: {', '.join(sorted(_FIELDS[kind]))}")
+        raise invalid(unknown[0], f"there is no such field in this request. Fields: {', '.join(sorted(_FIELDS[kind]))}")
     given = {name: value for name, value in body.items() if value is not None}
     read = _Read(given)
     found = Asked(stream=read.flag("stream"), count=read.whole("n", 1, MAX_SAMPLES) or 1)
@@ -174,7 +174,7 @@ def asked_of(kind: str, body: Mapping[str, Any]) -> Asked:
         found.logprobs = read.flag("logprobs")
         found.top_logprobs = read.whole("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
         if found.top_logprobs and not found.logprobs:
-            raise _wrong("top_logprobs", "it needs logprobs: true" if kind == "chat" else "it is not supported")
+            raise invalid("top_logprobs", "it needs logprobs: true" if kind == "chat" else "it is not supported")
     return found
 
 
@@ -187,7 +187,7 @@ class _Read:
     def flag(self, name: str) -> bool:
         value = self._given.get(name, False)
         if not isinstance(value, bool):
-            raise _wrong(name, f"give true or false, not {_shown(value)}")
+            raise invalid(name, f"give true or false, not {shown(value)}")
         return value
 
     def number(self, name: str, least: float, most: float = math.inf, *, above: bool = False) -> float | None:
@@ -196,10 +196,10 @@ class _Read:
             return None
         # Compared before it is converted: a whole number in JSON has as many digits as it likes.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < _LARGEST:
-            raise _wrong(name, f"give a number, not {_shown(value)}")
+            raise invalid(name, f"give a number, not {shown(value)}")
         if not least <= value <= most or (above and value == least):
             limit = f"{'above' if above else 'at least'} {least:g}" + (f", at most {most:g}" if most < math.inf else "")
-            raise _wrong(name, f"give a number {limit}, not {_shown(value)}")
+            raise invalid(name, f"give a number {limit}, not {shown(value)}")
         return float(value)
 
     def whole(self, name: str, least: int, most: int | None = None) -> int | None:
@@ -207,10 +207,10 @@ class _Read:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
-            raise _wrong(name, f"give a whole number, not {_shown(value)}")
+            raise invalid(name, f"give a whole number, not {shown(value)}")
         if value < least or (most is not None and value > most):
             limit = f"at least {least}" + (f", at most {most}" if most is not None else "")
-            raise _wrong(name, f"give a number, {limit}, not {_shown(value)}")
+            raise invalid(name, f"give a number, {limit}, not {shown(value)}")
         return value
 
     def name(self, name: str) -> str | None:
@@ -218,7 +218,7 @@ class _Read:
         if value is None:
             return None
         if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_NAME:
-            raise _wrong(name, f"give a string of 1 to {_LONGEST_NAME} characters")
+            raise invalid(name, f"give a string of 1 to {_LONGEST_NAME} characters")
         return value
 
 
@@ -241,7 +241,7 @@ def _settings(read: _Read, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in shares.items():
         if value is not None and value not in plain[name]:
             if temperature is not None and cold:
-                raise _wrong(name, "it is of sampling, and temperature 0 does not sample")
+                raise invalid(name, "it is of sampling, and temperature 0 does not sample")
             found |= {"do_sample": True, name: value}
         elif value is not None:
             found[name] = {"top_p": 1.0, "min_p": None, "top_k": 0}[name]
@@ -265,24 +265,24 @@ def _generation_config(text: Any) -> dict[str, Any]:
     try:
         found = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError) as error:
-        raise _wrong("generation_config", f"it is no JSON: {error}") from None
+        raise invalid("generation_config", f"it is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise _wrong("generation_config", "give a JSON object of settings of `generate`")
+        raise invalid("generation_config", "give a JSON object of settings of `generate`")
     found = {str(name): value for name, value in found.items() if value is not None}
     found.pop("transformers_version", None)  # `GenerationConfig.to_json_string` says it
     barred = sorted(found.keys() & _BARRED)
     if barred:
-        raise _wrong("generation_config", f"{barred[0]} cannot be set: there are n, stop and max_tokens")
+        raise invalid("generation_config", f"{barred[0]} cannot be set: there are n, stop and max_tokens")
     for name in ("bad_words_ids", "sequence_bias"):
         if isinstance(found.get(name), (list, dict)) and len(found[name]) > _MAX_SEQUENCES:
-            raise _wrong("generation_config", f"{name}: at most {_MAX_SEQUENCES} sequences of tokens")
+            raise invalid("generation_config", f"{name}: at most {_MAX_SEQUENCES} sequences of tokens")
     cold = found.get("temperature")
     if isinstance(cold, (int, float)) and not isinstance(cold, bool) and 0 < cold < _COLDEST:
-        raise _wrong("generation_config", f"temperature: give at least {_COLDEST:g}, or do_sample: false")
+        raise invalid("generation_config", f"temperature: give at least {_COLDEST:g}, or do_sample: false")
     try:
         check_settings(found)
     except ConfigError as error:
-        raise _wrong("generation_config", str(error).removesuffix(".")) from None
+        raise invalid("generation_config", str(error).removesuffix(".")) from None
     return found
 
 
@@ -301,12 +301,12 @@ _BARRED = frozenset(
 
 def _bias(value: Any) -> dict[tuple[int, ...], float]:
     if not isinstance(value, dict) or len(value) > _MAX_SEQUENCES:
-        raise _wrong("logit_bias", f"give an object of token ids and numbers, at most {_MAX_SEQUENCES}")
+        raise invalid("logit_bias", f"give an object of token ids and numbers, at most {_MAX_SEQUENCES}")
     found = dict[tuple[int, ...], float]()
     for token, bias in value.items():
         number = not isinstance(bias, bool) and isinstance(bias, (int, float)) and -100 <= bias <= 100
         if not str(token).isdecimal() or len(token) > _LONGEST_ID or not number:
-            raise _wrong("logit_bias", f"{_shown(token)}: {_shown(bias)} is no token id and number from -100 to 100")
+            raise invalid("logit_bias", f"{shown(token)}: {shown(bias)} is no token id and number from -100 to 100")
         found[(int(token),)] = float(bias)
     return found
 
@@ -314,7 +314,7 @@ def _bias(value: Any) -> dict[tuple[int, ...], float]:
 def _stops(value: Any) -> list[str]:
     strings = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(strings, list) or len(strings) > MAX_STOPS or not all(_is_stop(x) for x in strings):
-        raise _wrong("stop", f"give a string, or at most {MAX_STOPS}, each of 1 to {_LONGEST_STOP} characters")
+        raise invalid("stop", f"give a string, or at most {MAX_STOPS}, each of 1 to {_LONGEST_STOP} characters")
     return strings
 
 
@@ -326,25 +326,25 @@ def _usage(given: Mapping[str, Any], stream: bool) -> tuple[bool, bool]:
     """Whether what a stream took is sent behind it, and with each part."""
     options = given.get("stream_options", {})
     if options and not stream:
-        raise _wrong("stream_options", "it is of stream: true")
+        raise invalid("stream_options", "it is of stream: true")
     known = ("include_usage", "continuous_usage_stats", "include_obfuscation")
     if not isinstance(options, dict) or options.keys() - set(known):
-        raise _wrong("stream_options", "give an object with include_usage, continuous_usage_stats")
+        raise invalid("stream_options", "give an object with include_usage, continuous_usage_stats")
     if not all(options.get(name) in (None, False, True) for name in known):
-        raise _wrong("stream_options", "they are true or false")
+        raise invalid("stream_options", "they are true or false")
     if options.get("include_obfuscation"):
-        raise _wrong("stream_options", "include_obfuscation is not supported")
+        raise invalid("stream_options", "include_obfuscation is not supported")
     return bool(options.get("include_usage")), bool(options.get("continuous_usage_stats"))
 
 
 def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     tools, choice = given.get("tools"), given.get("tool_choice", "auto")
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(x, dict) for x in tools)):
-        raise _wrong("tools", "give a list of functions")
+        raise invalid("tools", "give a list of functions")
     if any(x.get("type", "function") != "function" for x in tools or ()):
-        raise _wrong("tools", "functions only")
+        raise invalid("tools", "functions only")
     if choice not in ("auto", "none"):
-        raise _wrong("tool_choice", f"give 'auto' or 'none', not {_shown(choice)}: a call cannot be enforced")
+        raise invalid("tool_choice", f"give 'auto' or 'none', not {shown(choice)}: a call cannot be enforced")
     return tools if tools and choice == "auto" else None
 
 
@@ -352,11 +352,11 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     found = given.get("chat_template_kwargs", {})
     barred = ("tokenize", "return_dict", "return_tensors", "chat_template", "messages", "conversation", "tools")
     if not isinstance(found, dict) or any(name in found for name in barred):
-        raise _wrong("chat_template_kwargs", "give an object of what the chat template reads")
+        raise invalid("chat_template_kwargs", "give an object of what the chat template reads")
     effort = given.get("reasoning_effort")
     reasoning = given.get("reasoning", {})
     if not isinstance(reasoning, dict) or reasoning.keys() - {"effort"}:
-        raise _wrong("reasoning", "give an object with effort")
+        raise invalid("reasoning", "give an object with effort")
     effort = reasoning.get("effort", effort)
     return found | ({} if effort is None else {"reasoning_effort": effort})
 
@@ -388,112 +388,15 @@ _ONLY: dict[str, Callable[[Any], bool]] = {
 def _refuse(given: Mapping[str, Any]) -> None:
     for name, fits in _ONLY.items():
         if name in given and not fits(given[name]):
-            raise _wrong(name, f"{_shown(given[name])} is not supported by this server")
+            raise invalid(name, f"{shown(given[name])} is not supported by this server")
 
 
 def _check_completion(given: Mapping[str, Any], found: Asked) -> None:
     best = given.get("best_of", found.count)
     if best != found.count:
-        raise _wrong("best_of", "it is not supported: all n answers are given")
+        raise invalid("best_of", "it is not supported: all n answers are given")
     if given.get("suffix"):
-        raise _wrong("suffix", "it is not supported: write the prompt as the model was trained to fill in")
+        raise invalid("suffix", "it is not supported: write the prompt as the model was trained to fill in")
     echo = given.get("echo", False)
     if not isinstance(echo, bool) or (echo and found.logprobs):
-        raise _wrong("echo", "true or false; the prompt has no log-probabilities here")
-
-
-def prompts_of(body: Mapping[str, Any]) -> list[str | list[int]]:
-    """The prompts of a completion: a string, token ids, or a list of these.
-
-    Raises:
-        Refusal: it is none of these.
-    """
-    prompt = body.get("prompt")
-    prompts: list[Any] = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
-    if not prompts or len(prompts) > MAX_PROMPTS or not all(isinstance(x, str) or _is_ids(x) for x in prompts):
-        raise _wrong("prompt", f"give a string, token ids, or a list of these, at most {MAX_PROMPTS}")
-    return prompts
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
-
-
-def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a chat.
-
-    Raises:
-        Refusal: they are malformed, or hold something other than text.
-    """
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", "give a list of messages, at least one")
-    for i, message in enumerate(messages):
-        check_message(f"messages[{i}]", message)
-    return messages
-
-
-def check_message(where: str, message: Any) -> None:
-    """Refuse what is no message, or holds something other than text.
-
-    Args:
-        where: it is in the body.
-
-    Raises:
-        Refusal: so it is.
-    """
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _wrong(where, "give an object with a role and its content")
-    check_content(where, message.get("content"))
-    for name in ("name", "reasoning_content"):
-        if not isinstance(message.get(name), str | None):
-            raise _wrong(where, f"{name} is a string")
-    for name in ("function_call", "audio"):  # of assistants, before there were tools, and without a text
-        if message.get(name) is not None:
-            raise _wrong(where, f"{name} is not supported")
-    if message.get("content") is None and not message.get("tool_calls"):
-        raise _wrong(where, "it has no content")
-    _check_calls(where, message.get("tool_calls"))
-
-
-def check_content(where: str, content: Any) -> None:
-    """Refuse content that is no text.
-
-    Raises:
-        Refusal: so it is.
-    """
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise _wrong(where, "content is a string, or a list of parts")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in ("text", "input_text", "output_text"):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise _wrong(where, f"{_shown(kind)}: this server takes parts of text only")
-        if not isinstance(part.get("text"), str):
-            raise _wrong(where, "a part of text has a text")
-
-
-def _check_calls(where: str, calls: Any) -> None:
-    if calls is None:
-        return
-    for call in calls if isinstance(calls, list) else [None]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _wrong(where, "tool_calls is a list of functions with a name and arguments")
-        arguments = function.get("arguments")
-        try:
-            parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            parsed = None
-        if not isinstance(parsed, dict):
-            raise _wrong(where, "arguments of a function are a JSON object")
-
-
-def _wrong(name: str, why: str) -> Refusal:
-    return Refusal(400, f"{name}: {why}.", code="invalid_value", param=name)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        raise invalid("echo", "true or false; the prompt has no log-probabilities here")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.serving.http.refusals import Refusal
+from kvtier.serving.http.requests.refusals import Refusal
 
 #: In the store's folder: what salts are derived from, so that a restart finds what was saved.
 SECRET = "server.secret"
