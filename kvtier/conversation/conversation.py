@@ -28,11 +28,37 @@ from kvtier.hf.models import generation as of
 Message = dict[str, Any]
 
 
+class Names(Protocol):
+    """What a conversation asks of the conversations of its store; see `Conversations`."""
+
+    def turn(self, chat: Conversation) -> contextlib.AbstractContextManager[None]:
+        """This thread's call within is a turn of a conversation."""
+
+    def changed(self, chat: Conversation, *, generated: bool = False) -> None:
+        """A conversation went on, by this thread's last call or in another way."""
+
+    def went_on(self, chat: Conversation) -> None:
+        """A conversation went on by an engine, and is saved soon."""
+
+    def rank(self, chat: Conversation) -> None:
+        """A conversation has another rank."""
+
+    def remove(self, chat: Conversation) -> None:
+        """Forget the name of a conversation."""
+
+
 class Store(Protocol):
     """What a conversation asks of its store; see `ConversationStore`."""
 
     model: Any
-    closed: bool
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+
+    @property
+    def conversations(self) -> Names:
+        """All of them, by name."""
 
     @property
     def reuse(self) -> tuple[RowReuse, ...]:
@@ -43,9 +69,6 @@ class Store(Protocol):
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Nobody closes it within."""
-
-    def going_on(self, chat: Conversation) -> contextlib.AbstractContextManager[None]:
-        """This thread's calls within are a conversation's."""
 
     def open(self, name: str, *, salt: Any = None, new: bool = False) -> Conversation:
         """The conversation of a name."""
@@ -58,18 +81,6 @@ class Store(Protocol):
 
     def wake(self, ids: Sequence[int], *, salt: Any = None, timeout: float | None = None) -> Wake:
         """Bring what is kept of these tokens nearer."""
-
-    def remove(self, chat: Conversation) -> None:
-        """Forget the name of a conversation."""
-
-    def changed(self, chat: Conversation, *, generated: bool = False) -> None:
-        """A conversation went on, by this thread's last call or in another way."""
-
-    def went_on(self, chat: Conversation) -> None:
-        """A conversation went on by an engine, and is saved soon."""
-
-    def ranked(self, chat: Conversation) -> None:
-        """A conversation has another rank."""
 
 
 class Conversation:
@@ -122,7 +133,7 @@ class Conversation:
             with self.store.in_use():  # until what it is now is saved
                 out, ids = self._generate(inputs, kwargs)
                 self._now(ids=ids, reuse=self.store.reuse[0])
-                self.store.changed(self, generated=True)
+                self.store.conversations.changed(self, generated=True)
                 return out
         finally:
             self._inside.clear()
@@ -162,7 +173,7 @@ class Conversation:
             )
         if (of.setting("num_return_sequences", self.store.model, kwargs) or 1) > 1:
             raise ConfigError("A conversation has one answer: use store.generate for several.")
-        with self.store.going_on(self):
+        with self.store.conversations.turn(self):
             out = self.store.generate(inputs, salt=self.salt, **kwargs)
         rows = out if isinstance(out, torch.Tensor) else out.sequences
         if rows.shape[0] != 1:
@@ -176,7 +187,7 @@ class Conversation:
         """Its history is this now: an engine has generated with it. Nobody waits until that is saved."""
         self._check_open()
         self._now(ids=list(ids))
-        self.store.went_on(self)
+        self.store.conversations.went_on(self)
 
     def send(self, message: str | Message, *, tokenizer: Any, system: str | None = None, **kwargs: Any) -> str:
         """Say something and get the answer, by the tokenizer's chat template; without one, contents are joined.
@@ -218,7 +229,7 @@ class Conversation:
             ends = {**self._ends_in(said, tokenizer, messages), len(messages): len(said)}
             # When nothing can fail any more: it is as it was, or has the whole turn.
             self._now(ids=said, messages=messages, ends=ends, reuse=self.store.reuse[0])
-            self.store.changed(self, generated=True)
+            self.store.conversations.changed(self, generated=True)
             return answer
 
     def regenerate(self, *, tokenizer: Any, **kwargs: Any) -> str:
@@ -248,7 +259,7 @@ class Conversation:
             made = self.store.open(name, salt=self.salt, new=True)
             ids, messages, ends = self._said()
             vars(made).update(ids=list(ids), messages=list(messages), ends=ends)
-            self.store.changed(made)
+            self.store.conversations.changed(made)
             return made
 
     def rewind(self, *, tokens: int | None = None, turns: int | None = None) -> None:
@@ -270,7 +281,7 @@ class Conversation:
                     self._rewind_tokens(tokens)
                 elif turns is not None:
                     self._rewind_turns(turns)
-                self.store.changed(self)
+                self.store.conversations.changed(self)
         finally:
             self._inside.clear()
 
@@ -342,13 +353,13 @@ class Conversation:
             before.ttl if ttl is None else ttl,
         )
         try:
-            self.store.ranked(self)
+            self.store.conversations.rank(self)
         except BaseException:
             self.rank = before
             with contextlib.suppress(
                 Exception
             ):  # what was refused has changed nothing; an interrupt may have come later
-                self.store.changed(self)
+                self.store.conversations.changed(self)
             raise
 
     def park(self) -> None:
@@ -390,7 +401,7 @@ class Conversation:
             ClosedError: it is saved, and its store was closed. It is saved still.
         """
         if not self.closed:
-            self.store.remove(self)
+            self.store.conversations.remove(self)
             self.closed = True  # last: what is cut short is done again
 
     # For the disk

@@ -1,14 +1,19 @@
-"""What callers give: names, salts, token ids and counts, and what is said of those that cannot be."""
+"""What callers give: names, salts, token ids, counts and budgets, and what is said of those that cannot be."""
 
 from __future__ import annotations
 
 import reprlib
 import threading
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 
+from kvtier.config import Size
 from kvtier.conversation.index import packed
 from kvtier.errors import ConfigError
+from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.policy import Policy
 
 #: Characters of a conversation's name. It is a part of every row that is saved of it.
 LONGEST_NAME = 2**16
@@ -91,3 +96,25 @@ def token_ids(ids: object) -> bytes:
         raise ConfigError(
             f"ids={reprlib.repr(given)} are no token ids: give those of one sequence, a list of whole numbers."
         ) from None
+
+
+def memory_of(
+    memory: TieredMemory | None,
+    device_budget: Size | Mapping[str, Size] | None,
+    host_budget: Size | None,
+    policy: Policy | str | None,
+    audit: Literal["off", "sampled", "full"] | None,
+) -> TieredMemory:
+    """The memory that a store is given, or one of its own with these options.
+
+    Raises:
+        ConfigError: an option that is malformed, or that goes with no memory that is given.
+    """
+    if memory is None:
+        host_budget, audit = "auto" if host_budget is None else host_budget, "sampled" if audit is None else audit
+        return TieredMemory(device_budget=device_budget, host_budget=host_budget, policy=policy, audit=audit)
+    if (device_budget, host_budget, policy, audit) != (None, None, None, None):
+        raise ConfigError(
+            "The store is given a memory, and budgets, policy and audit are set there: TieredMemory(...)."
+        )
+    return memory

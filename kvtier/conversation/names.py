@@ -1,19 +1,24 @@
-"""`Conversations`: the conversations of a store, by name."""
+"""`Conversations`: the conversations of a store, by name, and what follows where one goes on."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvtier.conversation.conversation import Conversation, Store
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.index import packed
 from kvtier.conversation.kept.ranks import Ranks
+from kvtier.conversation.saved.soon import Soon
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.forks import heed, inherited
+from kvtier.hf.models import generation as of
 from kvtier.memory.tiered import TieredMemory
 
 #: Conversations that nobody holds and that stay in memory as they are, so that who opens one for each turn reads none.
@@ -47,7 +52,7 @@ class _Known(NamedTuple):
 
 
 class Conversations:
-    """Which conversations a store has, and which of them are in memory.
+    """Which conversations a store has, and which of them are in memory. What is kept of one that goes on has its rank.
 
     As long as somebody holds a conversation, whoever opens it gets the same object. Of one that nobody holds, what it
     says stays. When more than `MOST_IDLE` are like that, the one that was dropped first is put away: it is saved, and
@@ -61,7 +66,6 @@ class Conversations:
         ranks: of them; whose name is forgotten has none.
 
     Attributes:
-        ranked: names with a rank of their own, when the folder was opened.
         lock: taken before the memory's, by who saves, reads or forgets a conversation: what is forgotten stays so.
 
     Raises:
@@ -73,14 +77,16 @@ class Conversations:
         self._memory = memory
         self._disk = disk
         self._ranks = ranks
-        self.ranked: list[str] = []
+        self._ranked: list[str] = []  # those with a rank of their own, when the folder was opened
         self._known: dict[str, _Known | None] = {}  # None: it is saved, and not in memory
         if disk is not None:
             names = disk.names()
             self._known = dict.fromkeys(names)
-            self.ranked = [name for name, ranked in names.items() if ranked]
+            self._ranked = [name for name, ranked in names.items() if ranked]
         self.lock = threading.RLock()
         heed(self)
+        self._here = threading.local()  # of each thread: whose turn its call is, and what the model was in its last one
+        self._soon = Soon()
         # Of objects that ended. Nothing else may be done where an object ends, which is at any line of any thread.
         self._dropped: deque[weakref.ref[Conversation]] = deque()
         # Of these, in order, what is in memory still.
@@ -158,19 +164,88 @@ class Conversations:
         self._known[chat.name] = _Known(ref, vars(chat))
         return chat
 
+    # Go on
+
+    @contextlib.contextmanager
+    def turn(self, chat: Conversation) -> Iterator[None]:
+        """This thread's call within is a turn of a conversation."""
+        self._here.name = chat.name
+        try:
+            yield
+        finally:
+            self._here.name = None
+
+    def take_turn(self) -> str | None:
+        """The name of the conversation that this thread's call is a turn of; None: of none. Asked once in each turn."""
+        name, self._here.name = getattr(self._here, "name", None), None
+        return name
+
+    def generated(self, computed_as: Hashable) -> None:
+        """This thread's call ends, and the model was this."""
+        self._here.computed_as = computed_as
+
+    def changed(self, chat: Conversation, *, generated: bool = False) -> None:
+        """A conversation went on, by this thread's last call or in another way: its history has its rank, and what it
+        is is saved. Nothing, if its name was forgotten meanwhile."""
+        with self.lock:
+            self._follow(chat, self._here.computed_as if generated else self._computed_as)
+            self._save(chat)
+
+    def went_on(self, chat: Conversation) -> None:
+        """The same, by an engine, whose steps wait for no disk: what the conversation is is saved soon."""
+        self._follow(chat, self._computed_as)
+        if self._disk is not None:
+            self._soon.put(chat, functools.partial(self._save, chat))
+
+    def _follow(self, chat: Conversation, computed_as: Hashable) -> None:
+        """The history of a conversation has its rank."""
+        ids = chat.ranked_ids
+        with self._memory.lock, self._memory.change:
+            if not self._owner.closed and self.has(chat):
+                self._ranks.follow(chat.name, (computed_as, chat.salt), ids, chat.rank)
+
+    def rank(self, chat: Conversation) -> None:
+        """A conversation has another rank. Raises BudgetError, see `Conversation.pinned`."""
+        key = self._computed_as, chat.salt
+        with self._memory.lock, self._memory.change:
+            self._memory.collect()
+            self._ranks.rank(chat.name, key, packed(chat.ids[:-1]), chat.rank)
+        self.changed(chat)
+
+    def rank_saved(self) -> None:
+        """Let conversations that were saved with a rank of their own have it."""
+        for name in self._ranked:
+            chat = self.find(name)
+            if chat is not None and self._disk is not None:
+                ids = packed(chat.ids[:-1])
+                with self._memory.lock, self._memory.change:
+                    self._ranks.follow(name, (self._computed_as, chat.salt), ids, chat.rank)
+                self._disk.rank(name, chat.salt, ids, chat.rank, chat.used)
+                self.let_go()
+
+    @property
+    def _computed_as(self) -> Hashable:
+        """What the model is now."""
+        return of.computed_as(self._owner.model)
+
     # Save
 
-    def save(self, chat: Conversation) -> None:
-        """Save what a conversation is, if later processes can know its salt, and unless its name was forgotten."""
+    def _save(self, chat: Conversation) -> None:
+        """What a conversation is is saved, if later processes can know its salt, and its history there has its rank.
+        Nothing, if its name was forgotten."""
         with self.lock:
-            if self._disk is not None and chat.saved and self.has(chat):
+            if self._disk is None or self._owner.closed or not self.has(chat):
+                return
+            self._disk.rank(chat.name, chat.salt, chat.ranked_ids, chat.rank, chat.used)
+            if chat.saved:
                 self._disk.save_conversation(chat.name, chat.state(), chat.written)
 
     def save_all(self) -> list[str]:
-        """The same for all that are in memory: their users may have changed them. The names of those that the disk did
-        not take."""
+        """Save all that are in memory: their users may have changed them. The names of those that the disk did not
+        take."""
         if self._disk is None:
             return []
+        self._soon.join()
         lost = list[str]()
         for name in self.names:
             with self.lock:
@@ -182,6 +257,7 @@ class Conversations:
                 is_new = chat.is_blank and chat.written.digest is None
                 if not self._disk.save_conversation(name, chat.state(), chat.written) and not is_new:
                     lost.append(name)
+        self.let_go()
         return [] if self._disk.is_inherited else lost
 
     # Let go

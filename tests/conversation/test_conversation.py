@@ -253,7 +253,7 @@ def test_a_store_is_not_closed_before_what_a_conversation_is_now_is_saved(
 ) -> None:
     model, refused = tiny_model("llama"), list[BaseException | None]()
     with store_of(model, directory=tmp_path) as store:
-        chat, changed = store.open("a"), store.changed
+        chat, changed = store.open("a"), store.conversations.changed
         if what in ("rewind", "fork"):
             chat.generate(**ones(some_ids(20)), **GREEDY)
 
@@ -262,7 +262,7 @@ def test_a_store_is_not_closed_before_what_a_conversation_is_now_is_saved(
             changed(*args, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(store, "changed", closed_before)
+            patch.setattr(store.conversations, "changed", closed_before)
             if what == "send":
                 chat.send("Who are you?", tokenizer=Tokenizer(), **GREEDY)
             elif what == "generate":

@@ -23,7 +23,7 @@ def test_a_lock_that_a_thread_of_the_parent_has_hinders_nobody(which: str, tmp_p
     with store_of(tiny_model("llama"), directory=tmp_path) as store:
         store.generate(**ones(some_ids(20)), **GREEDY)
         locks: dict[str, Any] = {
-            "of conversations": store._conversations.lock,
+            "of conversations": store.conversations.lock,
             "of the waker": store._waker._lock,
             "of the memory": store.memory.lock,
         }

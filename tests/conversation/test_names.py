@@ -154,7 +154,7 @@ def test_what_a_user_has_changed_is_saved_though_nobody_holds_it(tmp_path: Path)
         store.open("a").ids = [4, 5]
         store.open("b").messages = [{"role": "user", "content": "Hello."}]
         others(store)
-        assert store._conversations._known["a"] is None, "it is in memory"
+        assert store.conversations._known["a"] is None, "it is in memory"
         assert store.open("a").ids == [4, 5]
         store.open("a").ids.append(6)
         store.open("blank")
@@ -176,7 +176,7 @@ def test_a_conversation_that_the_disk_did_not_take_stays_in_memory(
         assert store.open("a").ids == [1, 2]
         database.set_progress_handler(None, 1)
         others(store)
-        assert store._conversations._known["a"] is None
+        assert store.conversations._known["a"] is None
         assert store.open("a").ids == [1, 2]
         tuple_ = store.open("t", salt=("a", 1))
         tuple_.ids = [7]
@@ -212,7 +212,7 @@ def test_a_conversation_that_is_opened_while_it_is_put_away_is_the_one_of_its_na
         def saves(name: str, *more: Any) -> bool:
             found = save(name, *more)
             if name == "a" and not opened:
-                thread = threading.Thread(target=lambda: opened.append(store._conversations.find("a")))  # type: ignore[arg-type]
+                thread = threading.Thread(target=lambda: opened.append(store.conversations.find("a")))  # type: ignore[arg-type]
                 thread.start()
                 thread.join(120)
             return found
@@ -237,9 +237,9 @@ def test_one_that_was_put_away_since_it_was_looked_for_is_looked_for_again(
     with store_of(tiny_model("llama"), directory=tmp_path) as store:
         store.open("a").went_on([1, 2])
         others(store)
-        find, late = store._conversations.find, ["a"]
+        find, late = store.conversations.find, ["a"]
         monkeypatch.setattr(
-            store._conversations, "find", lambda name: None if name in late and late.pop() else find(name)
+            store.conversations, "find", lambda name: None if name in late and late.pop() else find(name)
         )
         assert store.open("a").ids == [1, 2]
         assert not late

@@ -766,9 +766,10 @@ def test_an_interrupt_in_what_cleans_up_leaves_a_conversation_that_goes_on_and_a
             raise KeyboardInterrupt
 
     with store_of(model) as store:
-        chat, active = store.open("a"), store._active
+        chat, under_way = store.open("a"), store._under_way
+        active = under_way._calls
         inside = chat._inside
-        for where, name in ((chat, "_inside"), (store, "_active")):
+        for where, name in ((chat, "_inside"), (under_way, "_calls")):
             with monkeypatch.context() as patch:
                 left = Interrupted()
                 patch.setattr(where, name, left)

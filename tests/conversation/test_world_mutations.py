@@ -27,6 +27,7 @@ from kvtier.conversation.journal import JournalledCache
 from kvtier.conversation.kept.kept import Kept
 from kvtier.conversation.kept.ranks import Ranks
 from kvtier.conversation.kept.retention import Retention
+from kvtier.conversation.names import Conversations
 from kvtier.conversation.saved import archive
 from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.disk_tier import DiskTier
@@ -158,7 +159,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a disk budget is none": both(gone(Room, "fits", True), gone(Room, "leaves", "")),
     "a flush does not wait": gone(Archive, "flush"),
     "the lock of a folder stays": edit(folder, "_close", "os.close(handle)", "pass"),
-    "a conversation that goes on is not saved": gone(ConversationStore, "changed"),
+    "a conversation that goes on is not saved": gone(Conversations, "changed"),
     "a conversation that is closed is not forgotten": gone(Disk, "drop_conversation"),
     "a rewound conversation keeps its end": edit(
         Conversation, "_rewind_turns", "ids[: ends.get(len(messages), 0)]", "ids"

@@ -431,7 +431,7 @@ class World:
         assert self.store is not None
         while True:
             try:
-                return self.store._conversations.find(name)
+                return self.store.conversations.find(name)
             except ConfigError as error:
                 assert self.disk.failing, "a conversation cannot be read"
                 self.note("not read:", error)
@@ -662,8 +662,8 @@ class World:
         woken = [
             x for x in store._waker._queue for row in rows if x._key == (key[0], salt) and _mostly(x._ids, packed(row))
         ]
-        mine = getattr(store._last, "name", None)
-        store._last.name = None  # in the midst of a turn of a conversation, this is a call of another thread
+        mine = getattr(store.conversations._here, "name", None)
+        store.conversations._here.name = None  # within a turn of a conversation, this is a call of another thread
         try:
             out = run(store)
         except (KVTierError, Interrupted) as error:
@@ -674,7 +674,7 @@ class World:
                 self._still_refused(run)
             return False
         finally:
-            store._last.name = mine
+            store.conversations._here.name = mine
             self.depth -= 1
             self.interruptible = before_this
             self.toy.computed = before

@@ -11,7 +11,9 @@ import torch
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.index import WIDTH, packed
 from kvtier.conversation.saved.tail import Tail
+from kvtier.errors import ConfigError
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.names import ARGUMENTS
 
 
 @dataclass
@@ -76,6 +78,19 @@ class Calls:
     def varies(self) -> bool:
         """Whether keys and values depend on more than a model's weights and tokens."""
         return self._keeps_positions or self.constant is not None
+
+    def check(self, kwargs: dict[str, Any]) -> None:
+        """Refuse arguments that bring a cache, as `ConfigError`."""
+        model = self._model
+        given = of.setting("cache_implementation", model, kwargs) if hasattr(model, "generation_config") else None
+        for name in ARGUMENTS:
+            if kwargs.get(name) is not None:
+                raise ConfigError(f"{name}: the store brings its own cache. Leave it out, or call model.generate.")
+        if given not in (None, "hybrid"):  # which models of the Hub ask for, and `generate` leaves out
+            raise ConfigError(
+                f"cache_implementation={given!r}: the store brings its own cache. Leave it out, and set it to None in "
+                "model.generation_config if it is there, or call model.generate."
+            )
 
     def read(self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends) -> tuple[Call | None, str]:
         """The call, whose mask is taken out of the arguments; or None, and why it re-uses nothing and is of no use to

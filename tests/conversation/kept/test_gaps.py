@@ -14,6 +14,7 @@ from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 from kvtier import ConfigError, CorruptionError
 from kvtier.conversation.calls import columns
 from kvtier.conversation.calls.columns import LEAST_BEHIND
+from kvtier.conversation.calls.prefix_reuse import PrefixReuse
 
 #: Tokens of a block in `store_of`.
 BLOCK = 8
@@ -170,14 +171,14 @@ def test_what_is_dropped_in_between_is_computed(monkeypatch: pytest.MonkeyPatch)
     with store_of(model) as store:
         history = store.generate(**ones(some_ids(100)), **GREEDY)
         store.drop(history[0].tolist(), 20, 60)
-        inputs, real = ones(grown(history)), type(store._reuse)._forward
+        inputs, real = ones(grown(history)), PrefixReuse._forward
 
         def forward(*args: Any) -> None:
             real(*args)
             for entry in [x for x in store._kept.entries.values() if x.sequence.start]:
                 store._kept.parked.drop(entry.sequence)
 
-        monkeypatch.setattr(type(store._reuse), "_forward", forward)
+        monkeypatch.setattr(PrefixReuse, "_forward", forward)
         assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
         assert store.reuse[0].cached == 20
         store.check_integrity()
@@ -258,7 +259,7 @@ def test_damage_that_is_found_while_a_gap_is_computed_is_an_error_and_then_gone(
     with store_of(model, audit="full") as store:
         history = store.generate(**ones(some_ids(100)), **GREEDY)
         store.drop(history[0].tolist(), 20, 60)
-        inputs, real = ones(grown(history)), type(store._reuse)._forward
+        inputs, real = ones(grown(history)), PrefixReuse._forward
 
         def forward(*args: Any) -> None:
             entry = next(x for x in store._kept.entries.values() if not x.sequence.start)
@@ -267,7 +268,7 @@ def test_damage_that_is_found_while_a_gap_is_computed_is_an_error_and_then_gone(
             real(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(store._reuse), "_forward", forward)
+            patch.setattr(PrefixReuse, "_forward", forward)
             with pytest.raises(CorruptionError):
                 store.generate(**inputs, **GREEDY)
         store.check_integrity()

@@ -24,6 +24,7 @@ from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import packed
 from kvtier.conversation.kept import retention
 from kvtier.conversation.kept.kept import MOST_STATES
+from kvtier.conversation.names import Conversations
 from kvtier.eviction.rank import Rank
 
 #: Host memory that holds two or three conversations of five.
@@ -214,11 +215,11 @@ def test_what_is_kept_is_compared_with_no_conversation_that_it_is_not_of(monkeyp
             # What goes on behind the tokens of one conversation is looked at for that one.
             longer = grown(torch.tensor([store.open("3").ids]))
             store.open("3").ids = longer[0].tolist()
-            store.changed(store.open("3"))
+            store.conversations.changed(store.open("3"))
             looked.clear()
             store.generate(**ones(longer), **GREEDY)
             assert {x[: 20 * 8] for x in looked} == {packed(longer[0].tolist())[: 20 * 8]}
-        store.changed(store.open("3"))
+        store.conversations.changed(store.open("3"))
         store.check_integrity()
 
 
@@ -362,16 +363,16 @@ def test_a_turn_of_a_pinned_conversation_is_pinned_before_its_room_is_free_for_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, seen = tiny_model("llama"), list[int]()
-    changed = ConversationStore.changed
+    changed = Conversations.changed
 
-    def noting(self: ConversationStore, chat: Conversation, **options: Any) -> None:
-        found = self._kept.ranks._ranked.get(chat.name)
+    def noting(self: Conversations, chat: Conversation, **options: Any) -> None:
+        found = store._kept.ranks._ranked.get(chat.name)
         seen.append(0 if found is None else found.tokens)
         changed(self, chat, **options)
 
     with store_of(model) as store:
         chat = store.open("a", pinned=True)
-        monkeypatch.setattr(ConversationStore, "changed", noting)
+        monkeypatch.setattr(Conversations, "changed", noting)
         for _ in range(3):
             turn(chat, grown(torch.tensor([chat.ids or [3] * 20])))
             assert seen[-1] == len(chat.ids) - 1

@@ -513,7 +513,7 @@ def test_sessions_of_before_a_restart_are_known_by_when_they_were_used(
     with start(**options) as running:
         store, sessions = running.server.manager._store, running.server.manager._sessions
         store.open("serve//d", salt=None).used -= 3000.0
-        store.changed(store.open("serve//d", salt=None))
+        store.conversations.changed(store.open("serve//d", salt=None))
     with start(**options) as running:
         store, sessions = running.server.manager._store, running.server.manager._sessions
         now = time.monotonic()
