@@ -3,6 +3,7 @@
 cache.py      `TieredKVCache`
 options.py    its options, and the memory that they are about
 layer.py      `TieredLayer`: a layer whose blocks are in tiers
+changes.py    `Changes`: what changes every layer, or none
 resident.py   `ResidentLayers`: layers that stay Transformers' own
 recurrent.py  `RecurrentStates`: states that a model changes in place, and the part of the cache that it sees for them
 rows.py       arguments of `crop`, `reorder_cache` and the like

@@ -13,20 +13,21 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 from transformers.configuration_utils import PretrainedConfig
 
-from kvtier.config import CacheOptions, Size, checks_names, format_size, warn_caller
+from kvtier.config import CacheOptions, Size, checks_names
 from kvtier.cpu import loader
 from kvtier.errors import BudgetError, ConfigError, KVTierError, MismatchError
 from kvtier.forward.forward import Forward
 from kvtier.hf.attention import dynamo
 from kvtier.hf.attention.sdpa import lengthen_sdpa, shorten_sdpa
 from kvtier.hf.cache import rows
+from kvtier.hf.cache.changes import Changes
 from kvtier.hf.cache.copies import content_of, fill
 from kvtier.hf.cache.layer import TieredLayer
 from kvtier.hf.cache.missing import GrowingLayers, NeverGiven, NoHalfError
-from kvtier.hf.cache.options import check_hook, memory_of
+from kvtier.hf.cache.options import check_config, check_hook, memory_of
 from kvtier.hf.cache.recurrent import RecurrentFace, RecurrentStates
-from kvtier.hf.cache.report import explanation, residency
-from kvtier.hf.cache.resident import ResidentLayers, check_crop, check_rows, croppable, resident_bytes, takes_crop_0
+from kvtier.hf.cache.report import explanation, residency, summary
+from kvtier.hf.cache.resident import ResidentLayers, check_rows, croppable, resident_bytes, warn_if_none_is_tiered
 from kvtier.hf.cache.rows import row_indices, whole_number
 from kvtier.hf.callers.caller import Caller
 from kvtier.hf.callers.histories import check_longer, common_prefix
@@ -34,7 +35,6 @@ from kvtier.hf.callers.threads import check_alone
 from kvtier.hf.models.layers import (
     check_model,
     encoder_decoder,
-    grows_untiered,
     is_full_attention,
     looped,
     own_config,
@@ -119,13 +119,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         memory: TieredMemory | None = None,
         progress: Callable[[Progress], object] | None = None,
     ) -> None:
-        if config is not None and not isinstance(config, PretrainedConfig):
-            what = (
-                f"the class {config.__name__}" if isinstance(config, type) else f"an object of {type(config).__name__}"
-            )
-            raise ConfigError(
-                f"config is {what}, not a Transformers config. Pass `model.config`; options are keywords."
-            )
+        check_config(config)
         self._config = config
         self._options = CacheOptions.parse(block_size, host_attention, max_tokens)
         check_hook(progress)
@@ -141,13 +135,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
             ),
             progress,
         )
-        growing = [x for x in self.layers if grows_untiered(x) and not isinstance(x, TieredLayer)]
-        if growing and not any(isinstance(x, TieredLayer) for x in self.layers):
-            warn_caller(
-                f"No layer of this model ({type(config).__name__}) is tiered: {len(growing)} of {len(self.layers)} "
-                "keep KV next to something else, such as a recurrent state. It grows with the context and stays with "
-                "the model, outside every budget: this cache saves no memory here."
-            )
+        warn_if_none_is_tiered(config, self.layers)
 
     def _setup(self, memory: TieredMemory, progress: Callable[[Progress], object] | None = None) -> None:
         dynamo.keep_out()
@@ -175,6 +163,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         self.layers = layers or GrowingLayers()
         self._resident = ResidentLayers(self._forward, self._caller, self.layers)
         self._recurrent = RecurrentStates(self._forward, self.layers)
+        self._changes = Changes(self._forward, self._resident, self.layers, partial(transformers_layers, self._config))
         self.layer_class_to_replicate = TieredLayer if not layers else None
         #: A forward used it, or nobody needs to be told that none did.
         self._was_used = False
@@ -231,18 +220,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
             raise
 
     def _roll_back(self) -> None:
-        """A layer was refused: the layers before it give up what this forward gave them, where that is possible."""
-        steps = self._forward.steps
-        if steps.expected is None:
-            # Nobody knows yet which layers there are: a first forward that was refused would pass for a finished one.
-            if steps.began and not any(steps.began.values()):  # a first layer has taken back its part by itself
-                self._forward.uncount_step()
-            self._forward.undo_first()
-        elif steps.undoable:
-            if not steps.complete:
-                self._drop_unfinished()
-                self._forward.uncount_step()
-        elif not steps.knows_states() and not any(steps.began.values()):
+        if not self._changes.roll_back():
             self.reset()
 
     def _add_layers(self, layer_idx: int) -> None:
@@ -271,24 +249,9 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         """
         self._check_ours()
         tokens_to_remove = whole_number("crop", tokens_to_remove)
-        self._forward.steps.check_sound()
-        self._forward.steps.settle()
-        unfinished = not self._forward.steps.complete
-        if unfinished:
-            self._drop_unfinished()
-        if tokens_to_remove:
-            check_crop(self.layers, tokens_to_remove)
-            for layer in self.layers:
-                if isinstance(layer, TieredLayer):
-                    layer.keep_given()
-            self._change("crop", tokens_to_remove)
-            if self._parted is not None and self.get_seq_length() <= self._parted:
-                self._parted = None
-            return
-        for layer in self.layers:
-            if takes_crop_0(layer):
-                layer.crop(0)
-        self._end_step()
+        self._changes.crop(tokens_to_remove)
+        if tokens_to_remove and self._parted is not None and self.get_seq_length() <= self._parted:
+            self._parted = None
 
     def activate_past_recording(self) -> None:
         """As in Transformers, for drafts that are tried and cropped. What `update` returned is then read behind a crop
@@ -330,37 +293,6 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         self.reset()
         return 0
 
-    def _drop_unfinished(self) -> None:
-        steps = self._forward.steps
-        if not steps.undoable:
-            raise steps.interrupted()
-        fresh = transformers_layers(self._config)
-        for i, before in steps.began.items():
-            assert type(i) is int, "a recurrent state cannot be undone"
-            layer = self.layers[i]
-            if isinstance(layer, TieredLayer):
-                layer.crop(before - layer.get_seq_length())
-            else:
-                self._resident.take_back(i, before, fresh)
-        self._end_step()
-
-    def _change(self, method: str, argument: Any) -> None:
-        """Call a method of every layer, all or none: those of Transformers first, which refuse before they change."""
-        changed = False
-        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, TieredLayer)):
-            try:
-                getattr(layer, method)(argument)
-            except Exception:
-                if changed:
-                    self._forward.steps.break_off()
-                raise
-            changed = True
-        self._end_step()
-
-    def _end_step(self) -> None:
-        self._forward.steps.end()
-        self._resident.end_step()
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row `i` continue what row `beam_idx[i]` held. Moves no keys and values of tiered layers.
 
@@ -371,7 +303,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         picked = row_indices("reorder_cache", beam_idx, self._batch(), mask=False)
         if self._parted is None and self._counts_tokens and picked.tolist() != list(range(len(picked))):
             self._parted = self.get_seq_length()
-        self._change("reorder_cache", picked)
+        self._changes.call("reorder_cache", picked)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; the copies share their blocks until they part.
@@ -383,7 +315,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         self._check_whole()
         repeats = rows.repeats(repeats)
         check_rows(self.layers, "batch_repeat_interleave")
-        self._change("batch_repeat_interleave", repeats)
+        self._changes.call("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, or those where a mask of bools is true.
@@ -395,7 +327,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         self._check_whole()
         picked = row_indices("batch_select_indices", indices, self._batch(), mask=True)
         check_rows(self.layers, "batch_select_indices")
-        self._change("batch_select_indices", picked)
+        self._changes.call("batch_select_indices", picked)
 
     @property
     def _counts_tokens(self) -> bool:
@@ -422,13 +354,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         self._forward.clear()
         self._parted = None
         self._caller.forget()
-        self._resident.end_step()
-        fresh = transformers_layers(self._config)
-        for i, layer in enumerate(self.layers):
-            if isinstance(layer, TieredLayer):
-                layer.unassign()
-            else:
-                self._resident.renew(i, fresh)
+        self._changes.renew()
         self._recurrent.watch(self.layers)
 
     # What a user sees
@@ -488,22 +414,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
     def __repr__(self) -> str:
         if self._forward.closed:
             return "TieredKVCache(closed)"
-        first = next((x.layer for x in self._forward.readers.values() if x.layer.length), None)
-        tiered = sum(isinstance(layer, TieredLayer) for layer in self.layers)
-        stats = self.stats
-        if first is None:
-            others = f"{tiered} tiered, {format_size(stats.resident_bytes)} in layers that are not"
-            held = others if stats.resident_bytes else "empty"
-            return f"TieredKVCache({len(self.layers) or 'any number of'} layers, {held})"
-        tiers = [
-            f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
-            for name, tier in (("device", stats.device), ("host", stats.host))
-            if tier.budget
-        ]
-        return (
-            f"TieredKVCache({len(self.layers)} layers, {tiered} tiered, {first.batch} x {first.length} tokens, "
-            f"{', '.join(tiers)})"
-        )
+        return f"TieredKVCache({summary(self._forward, self.layers, self.stats)})"
 
     # Life
 
@@ -568,8 +479,6 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_whole()
-        steps = self._forward.steps
-        steps.end()
         memory = self._forward.memory
         return {
             "config": self._config,
@@ -577,8 +486,6 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
             "budgets": memory.options,
             "policy": memory.policy,
             **content_of(self._forward, self.layers),
-            "expected": steps.expected,
-            "even": steps.even,
             "parted": self._parted,
         }
 
@@ -591,11 +498,6 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         if len(state["layers"]) > len(self.layers):
             self._add_layers(len(state["layers"]) - 1)
         fill(self._forward, self.layers, state)
-        steps = self._forward.steps
-        steps.end()
-        steps.even = state.get("even", True)
-        if state["expected"] is not None:
-            steps.expected = (steps.expected or frozenset()) | state["expected"]
         self._recurrent.watch(self.layers)
 
     def __copy__(self) -> TieredKVCache:

@@ -11,13 +11,14 @@ from kvtier.tables.sharing import distinct_rows
 
 
 def content_of(forward: Forward, layers: Sequence[Any]) -> dict[str, Any]:
-    """What a cache holds: `layers`, `rows` and `graphs`, as `fill` takes them.
+    """What a cache holds, as `fill` takes it: `layers`, `rows`, `graphs`, and what `expected` and `even` say of steps.
 
     Of a tiered layer that is its keys and values, or None before its first update. Others are given as they are.
 
     Args:
         forward, layers: of the cache. No forward is under way.
     """
+    forward.steps.end()
     with forward.memory.lock:
         held = [reader.layer.rows for reader in forward.readers.values() if reader.layer.length]
         distinct, rows = distinct_rows(held)
@@ -33,6 +34,8 @@ def content_of(forward: Forward, layers: Sequence[Any]) -> dict[str, Any]:
         "rows": None if distinct == rows else rows,
         # A copy that is made without gradients has as little of a graph, and says so.
         "graphs": [i for i, reader in forward.readers.items() if reader.layer.carries_graph],
+        "expected": forward.steps.expected,
+        "even": forward.steps.even,
     }
 
 
@@ -53,3 +56,8 @@ def fill(forward: Forward, layers: list[Any], content: Mapping[str, Any]) -> Non
                 forward.pick_rows(i, content["rows"])
     for i in content["graphs"]:
         forward.readers[i].layer.carries_graph = True
+    steps = forward.steps
+    steps.end()
+    steps.even = content.get("even", True)
+    if content["expected"] is not None:
+        steps.expected = (steps.expected or frozenset()) | content["expected"]

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from transformers.configuration_utils import PretrainedConfig
+
 from kvtier.config import MemoryOptions, Size, parse_share
 from kvtier.errors import ConfigError
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policies.names import policy_of
 from kvtier.planning.policy import Policy
+
+
+def check_config(config: object) -> None:
+    """Raise `ConfigError` unless this is a config of Transformers, or none."""
+    if config is not None and not isinstance(config, PretrainedConfig):
+        what = f"the class {config.__name__}" if isinstance(config, type) else f"an object of {type(config).__name__}"
+        raise ConfigError(f"config is {what}, not a Transformers config. Pass `model.config`; options are keywords.")
 
 
 def check_hook(progress: object) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers.cache_utils import CacheLayerMixin
 
+from kvtier.config import format_size
 from kvtier.forward.forward import Forward
 from kvtier.hf.cache.layer import TieredLayer
 from kvtier.hf.cache.resident import resident_bytes
@@ -73,6 +74,25 @@ def explanation(forward: Forward, layers: Sequence[Any], stats: CacheStats) -> E
         analysis,
         history,
     )
+
+
+def summary(forward: Forward, layers: Sequence[Any], stats: CacheStats) -> str:
+    """How many layers there are, what they hold, and where, in a line.
+
+    Args:
+        forward, layers, stats: as above.
+    """
+    first = next((x.layer for x in forward.readers.values() if x.layer.length), None)
+    tiered = sum(isinstance(layer, TieredLayer) for layer in layers)
+    if first is None:
+        others = f"{tiered} tiered, {format_size(stats.resident_bytes)} in layers that are not"
+        return f"{len(layers) or 'any number of'} layers, {others if stats.resident_bytes else 'empty'}"
+    tiers = [
+        f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
+        for name, tier in (("device", stats.device), ("host", stats.host))
+        if tier.budget
+    ]
+    return f"{len(layers)} layers, {tiered} tiered, {first.batch} x {first.length} tokens, {', '.join(tiers)}"
 
 
 def _has_state(layer: Any) -> bool:

@@ -15,10 +15,12 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from kvtier.config import warn_caller
 from kvtier.errors import InterruptedStepError, MismatchError, UnsupportedError
 from kvtier.forward.forward import Forward
 from kvtier.hf.cache.layer import TieredLayer, check_meant
 from kvtier.hf.callers.caller import Caller
+from kvtier.hf.models.layers import grows_untiered
 
 #: What an update of a sliding layer changes.
 _WINDOW = ("keys", "values", "cumulative_length", "is_initialized")
@@ -267,3 +269,14 @@ def resident_bytes(layer: Any) -> int:
             if isinstance(x, torch.Tensor) and x.numel() > 1:
                 total += x.nbytes
     return total
+
+
+def warn_if_none_is_tiered(config: object, layers: Sequence[Any]) -> None:
+    """Warn where all that grows with the context is in layers that stay resident."""
+    growing = [x for x in layers if grows_untiered(x) and not isinstance(x, TieredLayer)]
+    if growing and not any(isinstance(x, TieredLayer) for x in layers):
+        warn_caller(
+            f"No layer of this model ({type(config).__name__}) is tiered: {len(growing)} of {len(layers)} keep KV next "
+            "to something else, such as a recurrent state. It grows with the context and stays with the model, outside "
+            "every budget: this cache saves no memory here."
+        )
