@@ -356,6 +356,13 @@ def parse_count(name: str, value: Any, least: int, what: str) -> int:
 
 #: What other libraries call the tiers.
 _TIERS = {"gpu": "device", "cuda": "device", "vram": "device", "cpu": "host", "ram": "host"}
+#: What is said of an option of Transformers' caches, which code of Transformers gives.
+_OF_DYNAMIC_CACHE = {
+    "offloading": " It offloads as its budgets say. A model that makes the cache of its cross-attention itself "
+    "(T5Gemma) gives this to the class of the one that it was given: let it have "
+    "EncoderDecoderCache(TieredKVCache(model.config), DynamicCache()), or call `generate` within "
+    "`kvtier.tiered(model)`, which tiers both."
+}
 
 
 def checks_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -384,4 +391,5 @@ def _unknown(function: str, option: str, known: list[str]) -> str:
     words = "_".join(_TIERS.get(word, word) for word in option.lower().split("_"))
     nearest = difflib.get_close_matches(words, known, 1)
     meant = f" Did you mean {nearest[0]}?" if nearest else ""
+    meant += _OF_DYNAMIC_CACHE.get(option, "")
     return f"{function} has no option {option!r}.{meant} Its options are {', '.join(known)}."

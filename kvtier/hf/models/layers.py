@@ -31,7 +31,9 @@ def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
     """
     if config is None:
         return []
+    name = type(config).__name__
     try:
+        config = own_config(config)  # as `generate` does; it may be that of an encoder-decoder (Florence-2)
         decoder_layers = getattr(config, "num_decoder_layers", None)
         if config.is_encoder_decoder and decoder_layers not in (None, getattr(config, "num_hidden_layers", None)):
             # T5 and its like: Transformers counts the layers of the encoder.
@@ -47,7 +49,7 @@ def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
     except Exception as error:
         reason = f"it knows no cache layer of type {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
-            f"Transformers makes no cache for {type(config).__name__}: {reason}. Pass the config of a model that "
+            f"Transformers makes no cache for {name}: {reason}. Pass the config of a model that "
             "generates text (`model.config`); where its code is not part of Transformers, import its class first."
         ) from error
 

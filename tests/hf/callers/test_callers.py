@@ -15,14 +15,18 @@ from transformers import (
     CONFIG_MAPPING,
     DynamicCache,
     EncoderDecoderCache,
+    Florence2Config,
+    Florence2ForConditionalGeneration,
     PretrainedConfig,
     PreTrainedModel,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
     masking_utils,
 )
 from transformers.integrations import flex_attention as flex
 
 import kvtier
-from kvtier import ConfigError, KVView, MismatchError, TieredKVCache, UnsupportedError
+from kvtier import ConfigError, KVView, MismatchError, TieredKVCache, UnknownOptionError, UnsupportedError
 from kvtier.hf.models.names import CACHE
 
 LAYERS = 2
@@ -346,6 +350,55 @@ def test_the_decoders_layers_are_those_that_count(encoder: int, decoder: int) ->
     assert len(half.layers) == decoder
     actual = generated(model, EncoderDecoderCache(half, TieredKVCache(model.config)))
     assert torch.equal(actual[0], generated(model, EncoderDecoderCache(DynamicCache(), DynamicCache()))[0])
+
+
+def test_a_text_config_of_an_encoder_decoder_says_the_decoders_layers() -> None:
+    """Florence-2, of an image and text: its config is that of Bart."""
+    bart = FAMILIES["bart"].settings | {"encoder_layers": 2, "decoder_layers": 3, "eos_token_id": 2}
+    vision = {"embed_dim": [8] * 4, "num_heads": [2] * 4, "num_groups": [2] * 4, "depths": [1] * 4, "window_size": 4}
+    vision |= {"projection_dim": 48, "max_temporal_embeddings": 8, "max_position_embeddings": 8}
+    text = {"model_type": "bart"} | bart
+    model = Florence2ForConditionalGeneration(
+        Florence2Config(text_config=text, vision_config=vision, image_token_id=5)
+    ).eval()
+    ids = torch.cat([torch.full((1, 5), 5), prompt_ids(length=6)[:1]], 1)
+    image = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+
+    def generate(**cache: Any) -> torch.Tensor:
+        return model.generate(input_ids=ids, pixel_values=image, max_new_tokens=4, do_sample=False, **cache)
+
+    expected = generate()
+    halves = TieredKVCache(model.config, block_size=4), TieredKVCache(model.config, block_size=4)
+    assert torch.equal(generate(past_key_values=EncoderDecoderCache(*halves)), expected)
+    assert [len(half.layers) for half in halves] == [3, 3]
+    with kvtier.tiered(model) as used:
+        assert torch.equal(generate(), expected)
+    assert used.calls == 1
+
+
+def test_a_model_that_makes_its_cross_attention_cache_itself_says_what_to_write() -> None:
+    names = ("head_dim", "query_pre_attn_scalar", "layer_types", "sliding_window", "num_hidden_layers")
+    part = {name: FAMILIES["gemma2"].settings[name] for name in names} | {"eos_token_id": 2, "bos_token_id": 1}
+    part |= {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "pad_token_id": 0}
+    part |= {"num_key_value_heads": 1}
+    config = T5GemmaConfig(encoder=part, decoder=part, vocab_size=128, decoder_start_token_id=1)
+    model = T5GemmaForConditionalGeneration(config).eval()
+
+    def generate(**cache: Any) -> torch.Tensor:
+        return model.generate(prompt_ids(length=12), max_new_tokens=4, do_sample=False, **cache)
+
+    expected = generate()
+    both = EncoderDecoderCache(TieredKVCache(config), TieredKVCache(config))
+    with pytest.raises(UnknownOptionError, match="offloading") as refused:
+        generate(past_key_values=both)
+    words = str(refused.value).split("let it have ")[1].split(", or call")[0]
+    given = {"EncoderDecoderCache": EncoderDecoderCache, "TieredKVCache": TieredKVCache, "DynamicCache": DynamicCache}
+    cache = eval(words, given | {"model": model})
+    assert torch.equal(generate(past_key_values=cache), expected)
+    assert cache.self_attention_cache.stats.steps
+    with kvtier.tiered(model) as used:
+        assert torch.equal(generate(), expected)
+    assert used.calls == 1
 
 
 # Configs
