@@ -106,6 +106,8 @@ class Calls:
         adapter = of.computed_from_prompt(model)
         if adapter:
             return None, f"keys and values depend on {adapter} too"
+        if not of.takes_ids_first(model):
+            return None, "the model has a way of its own to generate"
         if of.setting("use_cache", model, kwargs) is False:
             return None, "use_cache=False"
         if not self.takes_cache:

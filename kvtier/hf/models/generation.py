@@ -93,6 +93,13 @@ def generates_as_usual(model: Any) -> bool:
     return type(model).generate is GenerationMixin.generate
 
 
+def takes_ids_first(model: Any) -> bool:
+    """Whether token ids are the first argument of a model's `generate`, as of Transformers' own. Where another input is
+    (Kosmos-2: pixels), the model makes of them what it computes with."""
+    first = next(iter(inspect.signature(inner(model).generate).parameters.values()))
+    return first.kind is first.VAR_POSITIONAL or first.name in ("inputs", "input_ids")
+
+
 def prefills_as_usual(model: Any) -> bool:
     """Whether `generate` computes prompts of a model as Transformers does, and not in a way of the model's own, which
     may tell an empty cache something first."""

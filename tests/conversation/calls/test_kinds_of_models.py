@@ -224,6 +224,24 @@ def test_a_model_whose_first_argument_is_something_else_is_given_what_it_was_giv
             assert torch.equal(store.generate(**given, **GREEDY), model.generate(input_features=sound, **GREEDY))
 
 
+def test_a_model_whose_ids_are_not_its_first_argument_generates_from_text_alone() -> None:
+    """Kosmos-2, of which pixels are the first."""
+    text = {"vocab_size": VOCAB, "embed_dim": 32, "layers": 2, "ffn_dim": 32, "attention_heads": 2, "eos_token_id": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Kosmos2Config(
+        text_config=text | {"max_position_embeddings": 64}, vision_config=vision | {"image_size": 8, "patch_size": 4}
+    )
+    model, ids = transformers.Kosmos2ForConditionalGeneration(config).eval(), some(20)
+    try:
+        right = model.generate(input_ids=ids, **GREEDY)
+    except ValueError as error:
+        pytest.skip(f"this Transformers needs an image: {error}")
+    with store_of(model) as store:
+        for _ in range(2):
+            assert torch.equal(store.generate(input_ids=ids, **GREEDY), right)
+            assert store.reuse[0].why == "the model has a way of its own to generate"
+
+
 def test_a_text_config_is_looked_at_behind_one_that_says_it_is_no_decoder() -> None:
     text = SimpleNamespace(use_bidirectional_attention=True)
     config = SimpleNamespace(is_decoder=False, get_text_config=lambda decoder: text)
