@@ -15,7 +15,7 @@ import torch
 
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.disk.pieces import Written
-from kvtier.conversation.given import check_count
+from kvtier.conversation.given import check_count, check_text
 from kvtier.conversation.index import common, packed
 from kvtier.conversation.kept.ranks import rank_of, saved_rank
 from kvtier.conversation.saved.wake import Wake
@@ -193,8 +193,8 @@ class Conversation:
         """Say something and get the answer, by the tokenizer's chat template; without one, contents are joined.
 
         Args:
-            message: of the user, or a message with a role of its own (of a tool).
-            tokenizer: of the model.
+            message: of the user, or a message with a role of its own (of a tool). Text only.
+            tokenizer: of the model; of one with a processor, `processor.tokenizer`.
             system: the first message of a new conversation.
             kwargs: as `generate` takes them: `streamer`, `max_new_tokens`, ...
 
@@ -217,6 +217,7 @@ class Conversation:
                 raise ConfigError("system= is the first message of a conversation, and this one has begun.")
             messages.append({"role": "system", "content": system})
         messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
+        check_text(tokenizer, messages[-1])
         prompt = self._prompt(tokenizer, messages)
         if not prompt:
             raise ConfigError("The prompt has no tokens: the message is empty, and the tokenizer adds none to it.")

@@ -1,22 +1,25 @@
-"""What callers give: names, salts, token ids, counts and budgets, and what is said of those that cannot be."""
+"""What callers give: names, salts, token ids, counts, budgets and messages, and what is said of those that cannot be."""
 
 from __future__ import annotations
 
 import reprlib
 import threading
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from kvtier.config import Size
 from kvtier.conversation.index import packed
 from kvtier.errors import ConfigError
+from kvtier.hf.models.templates import is_processor
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
 
 #: Characters of a conversation's name. It is a part of every row that is saved of it.
 LONGEST_NAME = 2**16
+#: Words in the type of a part of a message that is no text.
+_NO_TEXT = ("image", "video", "audio")
 
 
 def check_name(name: object) -> None:
@@ -118,3 +121,22 @@ def memory_of(
             "The store is given a memory, and budgets, policy and audit are set there: TieredMemory(...)."
         )
     return memory
+
+
+def check_text(tokenizer: object, message: Mapping[str, Any]) -> None:
+    """Whether a chat can be told a message: a chat gives a model token ids, and nothing else.
+
+    Raises:
+        ConfigError: a part of it is no text, or a processor is given in place of a tokenizer.
+    """
+    way_out = "Give `generate` of the conversation all that the model's processor makes of the messages."
+    if is_processor(tokenizer):
+        raise ConfigError(
+            f"tokenizer={type(tokenizer).__name__}: a chat is of text, and this is a processor. Give its tokenizer, "
+            f"`processor.tokenizer`. For a chat with images or sounds: {way_out}"
+        )
+    content = message.get("content")
+    kinds = [str(x.get("type")) for x in content if isinstance(x, Mapping)] if isinstance(content, list) else []
+    for kind in kinds:
+        if any(word in kind for word in _NO_TEXT):
+            raise ConfigError(f"A chat is of text, and a part of this message is of type {kind!r}. {way_out}")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import tiny_model
 from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, ProcessorMixin, StoppingCriteria, StoppingCriteriaList
 
 from kvtier import ConcurrentUseError, ConfigError
 from kvtier.conversation import conversation
@@ -85,6 +85,48 @@ def test_a_message_of_no_tokens_is_refused_in_a_sentence() -> None:
         with pytest.raises(ConfigError, match="no tokens"):
             chat.send("", tokenizer=Plain(), **GREEDY)
         assert chat.messages == []
+
+
+class OfImages(ProcessorMixin):
+    """A processor, as far as a chat could use one: it gives a batch, and of that the ids alone."""
+
+    chat_template = "yes"
+
+    def __init__(self) -> None:
+        self.tokenizer = Tokenizer()
+
+    def apply_chat_template(self, conversation: Any, **_: Any) -> Any:
+        return [self.tokenizer.apply_chat_template(conversation)]
+
+
+@pytest.mark.parametrize("with_template", [True, False])
+def test_a_processor_is_refused_with_what_to_give(with_template: bool) -> None:
+    processor = OfImages()
+    if not with_template:
+        processor.chat_template = None
+    with store_of(tiny_model("llama")) as store:
+        chat = store.open("alice")
+        with pytest.raises(ConfigError, match=r"processor\.tokenizer"):
+            chat.send("Who are you?", tokenizer=processor, **GREEDY)
+        assert chat.messages == []
+        assert chat.send("Who are you?", tokenizer=processor.tokenizer, **GREEDY)
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "video", "input_audio"])
+def test_a_picture_in_a_message_is_not_left_out_in_silence(kind: str) -> None:
+    class Parts(Tokenizer):
+        def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
+            parts = [x["content"] if isinstance(x["content"], list) else [{"text": x["content"]}] for x in messages]
+            joined = [{"content": "".join(y.get("text", "<image>") for y in x)} for x in parts]
+            return super().apply_chat_template(joined)
+
+    text = {"type": "text", "text": "What is this?"}
+    with store_of(tiny_model("llama")) as store:
+        chat, tokenizer = store.open("alice"), Parts()
+        with pytest.raises(ConfigError, match=f"type '{kind}'"):
+            chat.send({"role": "user", "content": [{"type": kind}, text]}, tokenizer=tokenizer, **GREEDY)
+        assert chat.messages == []
+        assert chat.send({"role": "user", "content": [text]}, tokenizer=tokenizer, **GREEDY)
 
 
 def test_a_chat_whose_template_changes_earlier_turns_is_rewound_to_tokens_of_what_is_left() -> None:

@@ -8,7 +8,7 @@ devices.py     `Devices`: where the layers of a model are
 written.py     `Numbers`: whether a tensor may have been written to
 weights.py     how many weights a config means
 loading.py     a model and its tokenizer, by name
-templates.py   a chat template, and the variables that it reads
+templates.py   a chat template, the variables that it reads, and who renders it
 
 It imports nothing else of `hf`; of kvtier only what knows no caches, such as `errors` and `cpu`.
 """

@@ -1,14 +1,22 @@
-"""What a chat template reads, so that what it does not read is refused and not ignored."""
+"""What a chat template reads, and who renders it, so that what is not read is refused and not ignored."""
 
 from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError, meta
 from transformers.utils import chat_template_utils
+
+
+def is_processor(tokenizer: Any) -> bool:
+    """Whether it is a processor, which makes inputs of images and sounds too. Their module takes long to import; where
+    nobody has, there is none."""
+    module = sys.modules.get("transformers.processing_utils")
+    return module is not None and isinstance(tokenizer, module.ProcessorMixin)
 
 
 def template_of(tokenizer: Any, tools: Sequence[Any] | None) -> str:
