@@ -69,6 +69,37 @@ def test_the_gain_of_a_larger_budget_is_what_the_simulator_then_gives(name: str)
     assert checked >= 2, "nothing was gained anywhere"
 
 
+def test_where_the_room_for_fetches_is_short_more_budget_lets_a_policy_fetch_more_of_its_share() -> None:
+    off, short = {}, 0
+    # In the last ones layers that are as full as each other keep different parts of the context.
+    for seed in (*range(20), 90, 91, 97):
+        drawn = Trial.drawn(seed)
+        load, machine, rates = drawn.load, drawn.machine, replace(drawn.machine.rates, measured=True)
+        trial = trial_of(all_fetch(), machine, load, seed)
+        spilled = spilled_bytes(trial)
+        found = analyse(trial._state(), all_fetch(), trial.records[-64:], more_bytes=[spilled // 3], rates=rates)
+        short += found.share < 0.9
+        (change,) = [x for x in found.changes if x.more_bytes]
+        larger = replace(load, device_bytes=load.device_bytes + change.more_bytes)
+        gain = seen(trial) / seen(trial_of(all_fetch(), machine, larger, seed))
+        if abs(change.gain / gain - 1) > 0.15:
+            off[seed] = (change.gain, gain)
+    assert not off
+    assert short >= 2, "there was always room for all of a share"
+
+
+def test_what_a_fixed_share_fetches_is_what_there_was_room_for_also_behind_a_log() -> None:
+    drawn = Trial.drawn(15)
+    trial = trial_of(all_fetch(), drawn.machine, drawn.load)
+    plain, logged = (
+        analyse(trial._state(), x, trial.records[-64:]) for x in (all_fetch(), Logged(all_fetch(), os.devnull))
+    )
+    assert plain == logged
+    last = trial.records[-1]
+    assert plain.share == pytest.approx(last.bytes_up / (last.bytes_up + last.host_bytes), rel=0.02)
+    assert plain.share < 0.5
+
+
 @pytest.mark.parametrize("name", ["default", "all-attend", "all-fetch", "pie", "neo"])
 def test_what_holds_everything_gives_the_same_wherever_the_blocks_were(name: str) -> None:
     policy = policy_of(name)

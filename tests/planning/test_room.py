@@ -124,6 +124,15 @@ def test_layers_as_full_as_each_other_but_for_a_block_all_spill_for_the_room_of_
         assert one == pytest.approx(other, rel=0.01)
 
 
+def test_layers_as_full_as_each_other_spill_for_the_room_whatever_each_keeps() -> None:
+    for reserve in (0, 300 * 2**20):
+        rooms = []
+        for others in (100, 60):  # blocks that the other half of the layers has spilled
+            layers = [LayerState(i, 2**20, 50, 0, (100, others)[i % 2], 1, True) for i in range(8)]
+            rooms.append(room_for(alike(layers), 1.0, 2**40, reserve))
+        assert rooms[0] == rooms[1], "only the largest fetch needs the room, and all of them give it"
+
+
 def test_where_room_for_fetches_is_short_the_host_attends_to_the_rest() -> None:
     load = replace(LOAD, layers=4, device_bytes=4 * 40 * 2**18)
     trial = Simulation(FixedShare(1.0), Machine(RATES), load)

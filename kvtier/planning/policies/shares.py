@@ -92,7 +92,7 @@ def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: 
         below = heights[i + 1][0] if i + 1 < len(heights) else 0
         layers += count
         lowered += layers * (height - below)
-        if 0 < height - below <= block and i + 1 < len(heights):
+        if height - below <= block and i + 1 < len(heights):
             continue  # as full as each other, but for a block
         each = DEPTH * share / layers
         found = max((room - each * reserve) / (1 - each), 0.0) if each < 1 else math.inf

@@ -17,6 +17,7 @@ from kvtier.planning.groups import Group, alike
 from kvtier.planning.policies.shares import FixedShare, room_for, room_of
 from kvtier.planning.policy import Policy, fill
 from kvtier.planning.rates import Rates
+from kvtier.planning.reports.log import Logged
 from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepRecord, StepState
 
 #: Shares of the spilled blocks that are considered where the policy chooses one.
@@ -138,7 +139,7 @@ def analyse(
         overlaps=state.overlaps,
         spilled_blocks=blocks,
         spilled_bytes=nbytes,
-        share=now.share,
+        share=now.fetched_bytes / nbytes if nbytes else now.share,
         predicted=now.seconds if known else None,
         error=now.error,
         resident=resident if known else None,
@@ -216,11 +217,14 @@ def _with_room(layers: Sequence[LayerState], more_bytes: int) -> list[LayerState
 
 
 def _share(policy: Policy, steps: Sequence[StepRecord]) -> float:
-    """The share of what is spilled that is fetched, as the last steps show."""
+    """The share of what is spilled that a policy asks for: the one that it fixes, or as the last steps show. These show
+    less where the room for fetches was short."""
+    if isinstance(policy, Logged):
+        policy = policy.policy
+    if type(policy) is FixedShare:
+        return policy.share
     shares = [x.bytes_up / (x.bytes_up + x.host_bytes) for x in steps if x.bytes_up + x.host_bytes]
-    if shares:
-        return statistics.median(shares)
-    return policy.share if isinstance(policy, FixedShare) else 0.0
+    return statistics.median(shares) if shares else 0.0
 
 
 def _one_after_the_other(steps: Sequence[StepRecord]) -> Prediction:
