@@ -566,6 +566,18 @@ def test_windows_and_states_are_those_of_the_model(kind: str, dtype: str) -> Non
     assert size.bounded_bytes(40) == pytest.approx(held, rel=0.1)  # a window keeps one token less
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dim", [None, 24])
+def test_the_states_of_minimax_are_those_of_its_own_cache(dtype: str, dim: int | None) -> None:
+    options = {"num_hidden_layers": 4, "head_dim": dim, "num_local_experts": 2, "block_size": 16}
+    config = AutoConfig.for_model("minimax", **(TINY | options))
+    size = model_size(completed_config(config.to_dict() | {"dtype": dtype})[0])
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    states = model(torch.ones(1, 40, dtype=torch.long), use_cache=True).past_key_values.linear_cache
+    held = [x.numel() * x.element_size() for x in states if isinstance(x, torch.Tensor)]
+    assert (size.recurrent, size.state_bytes) == (2, sum(held))
+
+
 @pytest.mark.parametrize(
     ("content", "layers"),
     [

@@ -207,13 +207,16 @@ def weight_bits(config: Mapping[str, Any]) -> float:
 
 
 def _state_size(config: Mapping[str, Any], itemsize: int) -> int:
-    """Bytes of a recurrent layer's state of one sequence, where the config has the usual names; else 0. Models keep the
-    state itself in float32 whatever their dtype, and what a convolution reads in theirs, of `itemsize` bytes."""
+    """Bytes of a recurrent layer's state of one sequence, where the config has the usual names; else 0. Most keep
+    the state itself in float32 whatever their dtype, and what a convolution reads in theirs, of `itemsize` bytes."""
     key, value = _size(config, "linear_key_head_dim", 0), _size(config, "linear_value_head_dim", 0)
     if key and value:  # gated delta rule: a matrix per head
         keys, values = _size(config, "linear_num_key_heads", 1), _size(config, "linear_num_value_heads", 1)
         taken = 2 * keys * key + values * value
         return 4 * values * key * value + itemsize * taken * _size(config, "linear_conv_kernel_dim", 4)
+    if config.get("model_type") == "minimax":  # lightning attention: a matrix per head, in the model's dtype
+        heads = _size(config, "num_attention_heads")
+        return itemsize * heads * _size(config, "head_dim", _size(config, "hidden_size") // heads) ** 2
     state = _state(config)
     if state:  # Mamba
         inner, kernel = _inner(config), _size(config, "mamba_d_conv", _size(config, "conv_kernel", 4))
