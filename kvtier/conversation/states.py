@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvtier.hf.cache.layer import TieredLayer
+from kvtier.hf.models.layers import keeps_nothing
 
 #: The layers of a cache that Transformers keeps, by index.
 States = dict[int, Any]
@@ -19,12 +20,12 @@ _ROWS_IN = {"indexer_position_ids": 1}
 
 def has_states(layers: Sequence[Any]) -> bool:
     """Whether some layers keep more or less than all keys and values."""
-    return any(not isinstance(layer, TieredLayer) for layer in layers)
+    return any(_is_state(layer) for layer in layers)
 
 
 def copied(layers: Sequence[Any], row: int | None = None) -> States:
-    """Copies of the layers that are not tiered; of one row of the batch, or of all."""
-    return {i: _copy(layer, row) for i, layer in enumerate(layers) if not isinstance(layer, TieredLayer)}
+    """Copies of the layers that are not tiered and hold something; of one row of the batch, or of all."""
+    return {i: _copy(layer, row) for i, layer in enumerate(layers) if _is_state(layer)}
 
 
 def row_of(states: States, row: int) -> States:
@@ -45,6 +46,10 @@ def joined(rows: Sequence[States]) -> States:
 def nbytes(states: States) -> int:
     """Bytes that they take."""
     return sum(x.nbytes for layer in states.values() for _, x in _tensors(layer) if _batched(x))
+
+
+def _is_state(layer: Any) -> bool:
+    return not isinstance(layer, TieredLayer) and not keeps_nothing(layer)
 
 
 def _copy(layer: Any, row: int | None = None) -> Any:

@@ -175,6 +175,20 @@ def test_a_conversation_goes_on_from_call_to_engine_and_from_the_disk(tmp_path: 
             store.close()
 
 
+def test_layers_that_hold_nothing_make_no_second_form_of_what_is_kept() -> None:
+    """Of a model whose MLPs are layers of their own, calls and engines keep the same."""
+    name = "nemotron_h"
+    with ConversationStore(model_of(name), host_budget="16MiB", block_size=4) as store:
+        engine = Engine(model_of(name), store=store)
+        try:
+            prompt = stream_of_tokens(3)[:24]
+            out = store.generate(torch.tensor([prompt]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+            assert ask(engine, name, [*out[0].tolist(), 5, 6])[1] == len(prompt) + NEW - 1
+            assert len({entry.key for entry in store.kept.entries.values()}) == 1
+        finally:
+            engine.close()
+
+
 def test_what_goes_on_token_by_token_does_so_from_a_store_that_saves(tmp_path: Path) -> None:
     """Which way is sooner is asked within a change of the memory, of which what loads took is a part."""
     with ConversationStore(model_of("jamba"), host_budget="16MiB", block_size=4, directory=tmp_path) as store:

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from transformers import cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -21,6 +22,8 @@ from kvtier.hf.models.names import CACHE
 
 #: Layers with keys and values that hold no more than a window of them. Classes that build on these may hold more.
 _BOUNDED = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+#: What a cache has in the place of a layer that keeps nothing; Transformers 5.17 has no such class.
+_EMPTY: Any = getattr(cache_utils, "DummyLayer", ())
 
 
 def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
@@ -72,6 +75,11 @@ def looped(config: PretrainedConfig | None) -> list[int]:
 def is_full_attention(layer: Any) -> bool:
     """Whether a layer of Transformers' keeps all keys and values, and nothing else."""
     return type(layer) is DynamicLayer
+
+
+def keeps_nothing(layer: Any) -> bool:
+    """Whether a layer of Transformers' only takes the place of one that keeps something."""
+    return isinstance(layer, _EMPTY)
 
 
 def has_attention(layer: Any) -> bool:
