@@ -190,6 +190,30 @@ def test_a_malformed_request_is_a_4xx_that_says_why(running: Running, path: str,
     assert body["error"]["message"]
 
 
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "1"}
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        *(
+            ({k: v for k, v in CALL.items() if k != name}, f"has no {name}")
+            for name in ("call_id", "name", "arguments")
+        ),
+        *(({k: v for k, v in RESULT.items() if k != name}, f"has no {name}") for name in ("call_id", "output")),
+        ({**CALL, "call_id": None}, "has no call_id"),
+        ({"type": "message", "content": "x"}, "has no role"),
+        ({"content": "x"}, "has no role"),
+        *(({"type": "reasoning", "content": x}, "each with a text") for x in ([{}], ["x"], "x", 5)),
+    ],
+)
+def test_an_item_that_lacks_something_is_refused_with_what_and_where(item: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refusal, match=rf"^input\[1\]: .*{says}\.$") as refused:
+        messages_from({"input": [{"role": "user", "content": "x"}, item]})
+    assert (refused.value.status, refused.value.param) == (400, "input")
+
+
 def test_refusals_have_the_status_and_body_of_the_interface(running: Running) -> None:
     def asked(**body: Any) -> tuple[int, Any]:
         status, found, _ = post(running, "/completions", json.dumps({"prompt": "x", **body}).encode())

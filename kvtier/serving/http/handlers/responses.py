@@ -22,6 +22,12 @@ from kvtier.serving.http.requests.refusals import Refusal, invalid
 
 #: What the types of parts of a message begin with: a list of these is one message.
 _PARTS = ("input_", "output_text", "text")
+#: What items of each type have, besides what Transformers can do without.
+_NEEDED = {
+    "message": ("role",),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
 
 
 class ResponsesHandler(Handler):
@@ -75,6 +81,9 @@ def messages_from(body: dict[str, Any]) -> list[dict[str, Any]]:
         raise invalid("input", "give a string, or a list of items")
     if isinstance(items, list) and not all(isinstance(item, dict) for item in items):
         raise invalid("input", "items are objects")
+    if not isinstance(items, str) and not _is_parts(items):
+        for i, item in enumerate(items):
+            _check_item(f"input[{i}]", item)
     try:
         found = _messages(items)
     except HTTPException as error:
@@ -93,9 +102,29 @@ def messages_from(body: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def _is_parts(items: list[dict[str, Any]]) -> bool:
+    """Whether they are parts of one message."""
+    return "role" not in items[0] and str(items[0].get("type")).startswith(_PARTS)
+
+
+def _check_item(where: str, item: dict[str, Any]) -> None:
+    kind = item.get("type", "message")
+    missing = [] if "role" in item else [name for name in _NEEDED.get(str(kind), ()) if item.get(name) is None]
+    text = (
+        f"an item of type {kind} has {' and '.join(_NEEDED[kind])}, and this one has no {missing[0]}" if missing else ""
+    )
+    thoughts = item.get("content") or [] if kind == "reasoning" else []
+    if not isinstance(thoughts, list) or not all(
+        isinstance(x, dict) and isinstance(x.get("text"), str) for x in thoughts
+    ):
+        text = "the content of a thought is a list of parts, each with a text"
+    if text:
+        raise Refusal(400, f"{where}: {text}.", code="invalid_value", param="input")
+
+
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a user says, or the items of a history, which begins with whichever of them its client has left."""
-    if isinstance(items, str) or ("role" not in items[0] and str(items[0].get("type")).startswith(_PARTS)):
+    if isinstance(items, str) or _is_parts(items):
         return [{"role": "user", "content": items}]
     found: list[dict[str, Any]] = ResponseHandler._normalize_response_items(_with_thoughts(items))
     return found
