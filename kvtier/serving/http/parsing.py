@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,8 @@ Event = dict[str, Any]
 
 
 def parsers_of(tokenizer: Any, model: Any, ids: Sequence[int], tools: Any, count: int = 1) -> list[Parser | None]:
-    """The parsers of several answers to a prompt, which is decoded once. None: Transformers has none for this model.
+    """The parsers of several answers to a prompt, which is decoded and read once. None: Transformers has none for this
+    model.
 
     Args:
         ids: of the prompt, with whose end an answer may have begun.
@@ -23,7 +25,8 @@ def parsers_of(tokenizer: Any, model: Any, ids: Sequence[int], tools: Any, count
     if template is None:
         return [None] * count
     prompt = tokenizer.decode(list(ids))
-    return [Parser(template, prefix=prompt, tools=tools) for _ in range(count)]
+    first = Parser(template, prefix=prompt, tools=tools)
+    return [first, *(first.copy() for _ in range(count - 1))]
 
 
 class Parser(ResponseParser):
@@ -40,6 +43,11 @@ class Parser(ResponseParser):
         super().__init__(template, prefix=prefix, tools=tools)
         self._own = len(self._buffer)
         self.initial_events: list[Event] = []
+
+    def copy(self) -> Parser:
+        """Another one, of another answer, that is where this one is."""
+        same = (self._spec, self._tool_params)  # only read
+        return copy.deepcopy(self, {id(x): x for x in same})
 
     @classmethod
     def instead_of(cls, other: Any) -> Parser:

@@ -57,6 +57,23 @@ def test_reasoning_text_and_calls_are_told_apart(trained: tuple[Any, Any], seed:
     assert found[-1].reason == "tool_calls"
 
 
+def test_a_prompt_is_read_once_for_all_its_answers(trained: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of which goes on by itself."""
+    read, consume = list[str](), Parser._consume_prefix
+    monkeypatch.setattr(Parser, "_consume_prefix", lambda self, text: read.append(text) or consume(self, text))
+    prompt = trained[1]("<|im_start|>assistant\n<think>It")["input_ids"]
+    qwen3 = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
+    parsers = parsers_of(trained[1], qwen3, prompt, None, 3)
+    assert len(read) == 1
+    answers = [Answer(trained[1], (), parser) for parser in parsers]
+    for text, answer in zip((" is.</think>A", " was.</think>B", " will be."), answers, strict=True):
+        output = RequestOutput("a", prompt, trained[1](text)["input_ids"], finish_reason="stop")
+        parts = answer.feed(output)
+        assert "".join(part.reasoning for part in parts) + "".join(part.text for part in parts) == text.replace(
+            "</think>", ""
+        )
+
+
 def text_and_calls(parts: list[Part]) -> tuple[str, list[tuple[str, Any]]]:
     calls = [part.call for part in parts if part.call is not None]
     return "".join(part.text for part in parts), [(call.name, json.loads(call.arguments)) for call in calls]
