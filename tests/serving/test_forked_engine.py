@@ -11,6 +11,7 @@ from families import build_model
 from forked import held_by_a_thread, in_fork
 
 from kvtier import Engine
+from kvtier.hf.attention import enable
 
 
 def test_an_engine_whose_thread_is_at_a_step_of_the_parent_is_closed_in_the_child() -> None:
@@ -33,7 +34,7 @@ def test_an_engine_whose_thread_is_at_a_step_of_the_parent_is_closed_in_the_chil
         engine.check_integrity()
 
 
-@pytest.mark.parametrize("which", ["of steps", "of requests", "of the memory"])
+@pytest.mark.parametrize("which", ["of steps", "of requests", "of the memory", "of attention"])
 def test_a_lock_that_a_thread_of_the_parent_has_hinders_nobody(which: str) -> None:
     engine = Engine(build_model("llama", "sdpa"), host_budget="8MiB", block_size=4)
     engine.add_request(list(range(1, 20)), max_new_tokens=5, do_sample=False)
@@ -42,6 +43,7 @@ def test_a_lock_that_a_thread_of_the_parent_has_hinders_nobody(which: str) -> No
         "of steps": engine._loop.stepping,
         "of requests": engine._requests.lock,
         "of the memory": engine.memory.lock,
+        "of attention": enable._CHANGES.lock,
     }
 
     with held_by_a_thread(locks[which]):

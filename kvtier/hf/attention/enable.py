@@ -14,13 +14,27 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.forks import heed, inherited
 from kvtier.hf.attention.interface import NAME, bypasses, register_attention, uses_interface
 from kvtier.memory.access.lock import new_lock
 
 # On the model, so that a copy of an enabled model can be disabled: a list of `_Switched`.
 _SWITCHED = "_kvtier_attention"
-#: Engines are made and closed in threads of their own; and a signal handler may close one in the midst of this.
-_LOCK = new_lock()
+
+
+class _Changes:
+    """Of what configs say. Engines are made and closed in threads of their own; and a signal handler may close one in
+    the midst of this."""
+
+    def __init__(self) -> None:
+        self.lock = new_lock()
+
+    def forked(self) -> None:
+        """See `Inherited`."""
+        self.lock = inherited(self.lock, new_lock)
+
+
+_CHANGES = _Changes()
 #: Claims whose owners are garbage, and the models that they are of.
 _ABANDONED: deque[tuple[weakref.ref[nn.Module], _Claim]] = deque()
 
@@ -28,8 +42,9 @@ _ABANDONED: deque[tuple[weakref.ref[nn.Module], _Claim]] = deque()
 @contextlib.contextmanager
 def _changing() -> Iterator[None]:
     """Around a change of what configs say."""
+    heed(_CHANGES)
     try:
-        with _LOCK:
+        with _CHANGES.lock:
             yield
     finally:
         _take_back_abandoned()
@@ -43,9 +58,10 @@ def _abandon(model: weakref.ref[nn.Module], claim: _Claim) -> None:
 
 def _take_back_abandoned() -> None:
     """Where somebody is at a change, in this thread or another one, it is done at the end of that."""
-    while _ABANDONED and not _LOCK._is_owned():
+    lock = _CHANGES.lock
+    while _ABANDONED and not lock._is_owned():
         try:
-            if not _LOCK.acquire(blocking=False):
+            if not lock.acquire(blocking=False):
                 return
             if _ABANDONED:
                 found, claim = _ABANDONED[0]  # until it is done: an interrupt may cut it short
@@ -54,8 +70,8 @@ def _take_back_abandoned() -> None:
                     _restore(model, [claim])
                 _ABANDONED.popleft()
         finally:
-            if _LOCK._is_owned():  # an interrupt may come before it is and behind that
-                _LOCK.release()
+            if lock._is_owned():  # an interrupt may come before it is and behind that
+                lock.release()
 
 
 class _Claim:
