@@ -71,12 +71,18 @@ class StopCutter:
         self._held = ""
         self.found: str | None = None
 
-    def put(self, text: str) -> str:
-        """What of the text can be said: not what may be the beginning of a string."""
+    def put(self, text: str, *, ends: bool = True) -> str:
+        """What of the text can be said: not what may be the beginning of a string.
+
+        Args:
+            ends: whether a string counts that ends in this text.
+        """
         if self.found is not None:
             return ""
+        known = len(self._held)  # no string counts that ends there
         self._held += text
-        at = [(i, -len(s), s) for s in self._strings if (i := self._held.find(s)) >= 0]
+        found = [(self._held.find(s, max(0, known - len(s) + 1)), -len(s), s) for s in self._strings if ends]
+        at = [each for each in found if each[0] >= 0]
         if at:
             start, _, self.found = min(at)
             said, self._held = self._held[:start], ""
@@ -102,15 +108,17 @@ class StopsInAnswer:
         tokenizer: of Transformers.
         strings: none of them empty.
         prompt: tokens of the prompt.
+        least: tokens of the answer; a string does not count that ends in them.
         skip_special_tokens: whether they are left out of the text.
     """
 
     def __init__(
-        self, tokenizer: Any, strings: Sequence[str], prompt: int, *, skip_special_tokens: bool = True
+        self, tokenizer: Any, strings: Sequence[str], prompt: int, *, least: int = 0, skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
         self._strings = tuple(strings)
         self._prompt = prompt
+        self._least = least
         self._skip = skip_special_tokens
         self._silent = _silent(tokenizer) if skip_special_tokens else frozenset()
         # A token has at least a byte; a few more are behind the string, or begin with half of a character.
@@ -122,10 +130,18 @@ class StopsInAnswer:
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> bool:
         """Whether a sequence `[1, tokens]` ends."""
-        start = max(self._prompt, input_ids.shape[1] - self._last)
-        tokens = [token for token in input_ids[0, start:].tolist() if token not in self._silent]
+        count = input_ids.shape[1]
+        start, free = max(self._prompt, count - self._last), self._prompt + self._least
+        if count <= free:
+            return False
+        known = len(self._decoded(input_ids[0, start:free])) if start < free else 0
+        text = self._decoded(input_ids[0, start:])
+        return any(text.find(string, max(0, known - len(string) + 1)) >= 0 for string in self._strings)
+
+    def _decoded(self, ids: Any) -> str:
+        tokens = [token for token in ids.tolist() if token not in self._silent]
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
-        return any(string in text for string in self._strings)
+        return text
 
 
 def bytes_of(tokenizer: Any, token: int, text: str) -> bytes | None:

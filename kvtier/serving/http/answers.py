@@ -47,6 +47,7 @@ class Answer:
         tokenizer: of the model.
         stop: strings that end it, and are no part of it.
         parser: of what the model writes; None: all of it is text.
+        least: tokens of the answer; a string does not end it that ends in them.
 
     Attributes:
         tokens: of the sequence, up to where it ends for the client.
@@ -55,9 +56,10 @@ class Answer:
         called: whether it calls a tool.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), parser: Any = None) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), parser: Any = None, least: int = 0) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
+        self._least = least
         self._skips = parser is None  # a parser reads special tokens
         self._text = TextStream(tokenizer, skip_special_tokens=self._skips)
         self._cutter = StopCutter(stop)
@@ -70,7 +72,7 @@ class Answer:
 
     def criterion(self, prompt: int) -> StopsInAnswer:
         """What ends a sequence behind a prompt of so many tokens where this answer, which has stop strings, ends."""
-        return StopsInAnswer(self._tokenizer, self._stop, prompt, skip_special_tokens=self._skips)
+        return StopsInAnswer(self._tokenizer, self._stop, prompt, least=self._least, skip_special_tokens=self._skips)
 
     def feed(self, output: RequestOutput) -> list[Part]:
         """What is new in a request's output."""
@@ -96,7 +98,7 @@ class Answer:
         if output.logprobs is not None:
             top = [] if output.top_logprobs is None else output.top_logprobs[at]
             self._logs.append(TokenLog(token, output.logprobs[at], top))
-        said = self._cutter.put(self._text.put(token))
+        said = self._cut(self._text.put(token))
         if self._cutter.found is not None:
             self.reason = "stop"
         return self._said(said)
@@ -105,7 +107,7 @@ class Answer:
         """What was held back."""
         parts = []
         if self._cutter.found is None:
-            parts += self._said(self._cutter.put(self._text.end()))
+            parts += self._said(self._cut(self._text.end()))
             parts += self._said(self._cutter.end())
             self.reason = self.reason if self._cutter.found is None else "stop"
         if self._parser is not None:
@@ -114,6 +116,9 @@ class Answer:
         parts.append(Part(logs=self._logs, reason=self.finish))
         self._logs = []
         return parts
+
+    def _cut(self, text: str) -> str:
+        return self._cutter.put(text, ends=self.tokens > self._least)
 
     def _said(self, text: str) -> list[Part]:
         if not text:

@@ -156,7 +156,7 @@ class EngineManager(BaseGenerateManager):
             raise Refusal(400, text, code="too_many_answers", param="n" if asked.count > 1 else "prompt")
         lengths = [self._length(len(ids), asked, default_tokens) for ids in prompts]
         answers = Answers(
-            [Answer(self.tokenizer, asked.stop, parser) for parser in parsers or [None] * sequences],
+            [Answer(self.tokenizer, asked.stop, parser, _least(asked)) for parser in parsers or [None] * sequences],
             asked.count,
             [len(ids) for ids in prompts],
             self._cancel,
@@ -202,8 +202,8 @@ class EngineManager(BaseGenerateManager):
             raise too_long(context, f"{prompt}{asks}")
         usual = self.limits.default_tokens if default_tokens is None else default_tokens
         most = asked.max_tokens or (usual if context is None else min(usual, context - prompt))
-        least = asked.settings.get("min_new_tokens")
-        if isinstance(least, int) and least > most:
+        least = _least(asked)
+        if least > most:
             text = f"the answer may have {most} tokens, and {least} are to be there: give a larger max_tokens"
             raise invalid("min_tokens", text)
         return most
@@ -427,6 +427,12 @@ class EngineManager(BaseGenerateManager):
         await answers.all()
         tokens = answers.outputs[0].generated_tokens[: answers.answers[0].tokens]
         return processor.decode(tokens, skip_special_tokens=True), len(ids), list(tokens)
+
+
+def _least(asked: Asked) -> int:
+    """Tokens of an answer, at the least."""
+    least = asked.settings.get("min_new_tokens")
+    return least if isinstance(least, int) else 0
 
 
 class _Streamer:

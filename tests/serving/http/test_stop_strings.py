@@ -45,6 +45,27 @@ def test_only_generated_text_stops_the_answer_to_a_client(
     assert "".join(part.choices[0].text for part in parts if not part.choices[0].index) == whole
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_string_ends_an_answer_before_it_has_its_least_tokens(
+    running: Running, trained: tuple[Any, Any], stream: bool
+) -> None:
+    whole, first = by_generate(trained, PROMPT, 16), by_generate(trained, PROMPT, 4)
+    stop = [first[1:], whole[len(first) - 2 : len(first) + 2]]
+    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "stop": stop}
+
+    def answer(least: int) -> tuple[str, str | None]:
+        body = {"min_tokens": least}
+        if not stream:
+            (choice,) = running.client().completions.create(**asked, extra_body=body).choices
+            return choice.text, choice.finish_reason
+        parts = [x.choices[0] for x in running.client().completions.create(**asked, extra_body=body, stream=True)]
+        return "".join(x.text for x in parts), parts[-1].finish_reason
+
+    assert answer(0) == (whole[:1], "stop")
+    assert answer(4) == (whole[: whole.index(stop[1], 2)], "stop"), "it goes on beyond them"
+    assert answer(16) == (whole, "length")
+
+
 def test_stop_strings_of_clients_take_no_table_of_the_vocabulary(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
