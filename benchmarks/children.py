@@ -74,6 +74,8 @@ class Children:
             self._running.discard(child)
 
 
+#: Seconds that a killed process gets to end: one in the midst of a call of a driver that hangs never does.
+KILLED = 5.0
 #: Linux only. Looked up here: between fork and exec as little as possible is done.
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 _PR_SET_PDEATHSIG = 1
@@ -95,4 +97,5 @@ def end_group(child: subprocess.Popen[str], *, whole: bool = False) -> None:
     if whole or child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(KILLED)

@@ -6,7 +6,8 @@ has processes of its own and a time limit, so that no failure takes others with 
 
 Records go to benchmarks/results/gpu-<gpu>.jsonl. In the same folder are the tables of everything (.table.txt), the
 output of failing tests (.tests.log), and single turns of what was cut off (.turns.jsonl), after Ctrl-C or a kill too.
-KVTIER_COMMIT names the commit for the records where the tree comes without its repository.
+KVTIER_COMMIT names the commit for the records where the tree comes without its repository. Where the home folder cannot
+be written, profile and compiled programs go to a temporary folder, and with the run.
 
 Without CUDA the same code runs at tiny sizes on an emulated device, in a minute or two. Its records are marked and go
 to a temporary folder: they show that the command works and say nothing about speed.
@@ -17,12 +18,14 @@ Exit status: 0 if every part passed, 1 if not, 2 for a wrong option, 130 after C
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ from benchmarks.gpu_plan import PARTS, TIME_LIMIT, Part, parts_named, share_of
 from benchmarks.gpu_tests import run_tests
 from benchmarks.records import RESULTS, Recorder, read, short, turns_of
 from benchmarks.targets import Target
+from kvtier import profile
 from kvtier.cpu import build as native_build
 from kvtier.cpu import native
 from kvtier.errors import ConfigError
@@ -94,6 +98,36 @@ def run_calibration(children: Children, recorder: Recorder, seconds: float) -> l
 
 
 # ------------------------------------------------------------------------------------------- the run
+
+
+@contextlib.contextmanager
+def caches() -> Iterator[None]:
+    """Folders for what a run keeps between its processes, the machine's profile and what Triton compiles: the usual
+    ones, or temporary ones where those cannot be written. Without one, Triton runs nothing."""
+    with contextlib.ExitStack() as stack:
+        usual = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~")) / ".triton" / "cache"
+        lacking = [] if "TRITON_CACHE_DIR" in os.environ or _writable(usual) else ["TRITON_CACHE_DIR"]
+        try:
+            if profile.VARIABLE not in os.environ:
+                profile.checked_folder()
+        except ConfigError:
+            lacking.append(profile.VARIABLE)
+        for variable in lacking:
+            os.environ[variable] = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="kvtier-", ignore_cleanup_errors=True)
+            )
+            stack.callback(os.environ.pop, variable)
+        yield
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, which is made if it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -253,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        with Children() as children:
+        with caches(), Children() as children:
             run_parts(children, args.only, run, args.time_limit, failures)
     except KeyboardInterrupt:
         interrupted = True

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import all_scenarios, parse_args
-from benchmarks.children import Children, Ended
-from benchmarks.gpu import Run, run_benchmark, run_calibration
+from benchmarks.children import KILLED, Children, Ended, end_group
+from benchmarks.gpu import Run, caches, run_benchmark, run_calibration
 from benchmarks.gpu_plan import LLAMA, PARTS, TIME_LIMIT, parts_named, share_of
 from benchmarks.gpu_table import cut_off, table_of
 from benchmarks.gpu_tests import ELSEWHERE, MARKED, SANITIZED, SHARES, marked, pytest_jobs, unfinished, verdict
@@ -442,3 +442,50 @@ def test_no_child_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
     run.kill()
     run.wait()
     wait_until(lambda: not running(str(tmp_path)))
+
+
+def test_a_killed_child_that_does_not_end_keeps_no_run_from_going_on() -> None:
+    class Stuck:
+        """In the midst of a call of a driver that hangs."""
+
+        pid = 2**30  # nobody's
+        waited: float | None = None
+
+        def poll(self) -> None: ...
+
+        def wait(self, timeout: float | None = None) -> int:
+            self.waited = timeout
+            raise subprocess.TimeoutExpired("python", timeout or 0.0)
+
+    child: Any = Stuck()
+    end_group(child)
+    assert child.waited == KILLED
+
+
+def test_where_the_home_folder_cannot_be_written_a_run_has_caches_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.touch()  # a file: no user can make a folder in it
+    monkeypatch.setenv("HOME", str(home))
+    variables = ("KVTIER_PROFILE", "TRITON_CACHE_DIR")
+    for name in (*variables, "TRITON_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with caches():
+        folders = [Path(os.environ[name]) for name in variables]
+        assert len(set(folders)) == 2
+        for folder in folders:
+            (folder / "some").write_text("")
+    assert not any(name in os.environ for name in variables)
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_run_uses_the_usual_caches_and_what_the_user_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KVTIER_PROFILE", "off")
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with caches():
+        assert "TRITON_CACHE_DIR" not in os.environ
+        assert os.environ["KVTIER_PROFILE"] == "off"
+    assert (tmp_path / ".triton" / "cache").is_dir()
