@@ -47,8 +47,9 @@ ON_DEVICE = (
     "tests/test_view.py",
     "tests/hf",
 )
-#: Of these, what `make test` runs as well anywhere.
-ELSEWHERE = frozenset(("tests/kernels/test_compiled.py",))
+#: Of these, what `make test` runs as well anywhere: what needs no device, and a call that is repeated where the CPU
+#: reads all blocks, which never happens on one.
+ELSEWHERE = frozenset(("tests/kernels/test_compiled.py", "tests/attention/test_repeat.py"))
 #: Tests of what computes on the host: its processor is not the one they were written on.
 ON_HOST = ("tests/cpu/test_accuracy.py",)
 #: Files whose tests are shared out over so many processes: hundreds of variants of programs are compiled.

@@ -32,6 +32,7 @@ def test_a_cache_on_a_shared_memory_gives_back_what_copies_were_still_using() ->
     memory.close()
 
 
+@pytest.mark.usefixtures("on_the_host")
 @torch.no_grad()
 def test_a_copy_that_was_refused_is_not_in_the_memory_while_its_error_is_kept() -> None:
     memory, model = TieredMemory(host_budget=10**6), tiny_model("llama")
@@ -45,6 +46,7 @@ def test_a_copy_that_was_refused_is_not_in_the_memory_while_its_error_is_kept() 
     assert kept.value.needed
 
 
+@pytest.mark.usefixtures("on_the_host")
 @torch.no_grad()
 def test_a_forward_that_was_refused_is_no_step_and_a_copy_is_no_fallback() -> None:
     model = tiny_model("llama")
@@ -57,6 +59,7 @@ def test_a_forward_that_was_refused_is_no_step_and_a_copy_is_no_fallback() -> No
         assert cache.stats.dense_fallbacks == cache.stats.dense_reads == 0
 
 
+@pytest.mark.usefixtures("on_the_host")
 def test_a_forward_whose_later_layer_was_refused_is_no_step() -> None:
     """In its second layer rows share less than in the first, which the step was admitted with."""
     equal, apart = torch.zeros(4, 1, 40, 4), torch.randn(4, 1, 40, 4)
