@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from placements import ON_HOST
 
 import kvtier
 from kvtier import ClosedError, TieredKVCache
@@ -37,12 +38,12 @@ def test_a_layer_and_its_views_outlive_the_cache(shared: bool) -> None:
     expected = F.scaled_dot_product_attention(new[0], torch.cat([keys, new[0]], 2), torch.cat([values, new[1]], 2))
     assert torch.allclose(out, expected, atol=1e-5)
     if memory is not None:
-        assert memory.stats.host.used_blocks == 3
+        assert (memory.stats.host if ON_HOST else memory.stats.device).used_blocks == 3
         del layer, view
         gc.collect()
         with memory.lock:
             memory.collect()
-        assert memory.stats.host.used_blocks == 0
+        assert memory.stats.host.used_blocks == memory.stats.device.used_blocks == 0
         memory.close()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import build_model, dynamic_cache, prompt_ids, tiny_model
+from placements import ON_HOST
 
 import kvtier
 from kvtier import BudgetError, ConfigError, MismatchError, TieredKVCache
@@ -71,7 +72,7 @@ def assigned(cache: TieredKVCache) -> None:
 
 
 def refused(cache: TieredKVCache) -> None:
-    cache.resize(host_budget=1)
+    cache.resize(**{"host_budget" if ON_HOST else "device_budget": 1})
     with pytest.raises(BudgetError):
         used(cache)
 
