@@ -267,7 +267,7 @@ def build_model(name: str, attention: str, *, seed: int = 1, **settings: Any) ->
 
 
 def tiny_model(name: str, attention: str = "sdpa") -> PreTrainedModel:
-    """The family's model on the default device, built once per session. Do not change it: use `build_model` for that."""
+    """The family's model on the default device, built once a session. Do not change it: use `build_model` for that."""
     return _tiny_model(name, attention, torch.get_default_device())
 
 
