@@ -230,6 +230,9 @@ class Disk:
         except BudgetError:  # of `blocks`: it is a MemoryError too
             raise
         except Damaged as error:
+            if self._is_elsewhere:  # with the rows of its files
+                self.problem = self._left_alone
+                return
             with self._lock:
                 is_there = each in self._chunks and not self.closed  # or it made room meanwhile
                 if is_there:
@@ -527,9 +530,14 @@ class Disk:
         """Why nothing is saved in the folder; "": it is."""
         if self._folder.is_inherited:
             return self._inherited
-        if not self._folder.there():
+        if self._is_elsewhere:
             return f"{self.path} was removed, or replaced, while it was open: nothing is saved. Open it again."
         return ""
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the folder was removed, renamed or replaced, as far as this process can say."""
+        return not (self._folder.is_inherited or self._folder.there())
 
     @property
     def _inherited(self) -> str:

@@ -499,6 +499,31 @@ def test_a_folder_that_goes_while_it_is_open_is_not_written_to(again: bool, tmp_
         assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["renamed", "made again"])
+def test_a_folder_that_is_renamed_while_it_is_open_keeps_what_it_has(again: bool, tmp_path: Path) -> None:
+    disk = disk_of(tmp_path / "store")
+    for ids in (A, A2, B):
+        assert save(disk, ids)
+    (tmp_path / "store").rename(tmp_path / "there")
+    other = disk_of(tmp_path / "store") if again else None
+    if other is not None:
+        assert save(other, B)
+    assert load(disk, A2) == 0
+    assert "removed, or replaced" in disk.problem
+    assert disk.damaged == 0
+    (tmp_path / "store").rename(tmp_path / "elsewhere") if again else None
+    (tmp_path / "there").rename(tmp_path / "store")
+    assert load(disk, A2) == len(A2), "it is back"
+    (tmp_path / "store").rename(tmp_path / "there")
+    assert load(disk, A2) == 0
+    disk.close()
+    if other is not None:
+        other.close()
+    disk = disk_of(tmp_path / "there")
+    assert (load(disk, A2), load(disk, B), disk.damaged) == (len(A2), len(B), 0)
+    disk.close()
+
+
 # Killed
 
 

@@ -450,6 +450,26 @@ def test_a_link_in_the_folder_is_refused_and_not_followed(name: str, tmp_path: P
     assert elsewhere.read_bytes() == b"mine"
 
 
+@pytest.mark.parametrize("name", [MANIFEST, MANIFEST + "-wal"])
+def test_a_folder_that_was_copied_by_hard_links_is_refused_and_costs_the_first_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    disk = disk_of(tmp_path / "store")
+    assert save(disk, [1] * 9)
+    (tmp_path / "copy").mkdir()
+    os.link(tmp_path / "store" / name, tmp_path / "copy" / name)
+    assert save(disk, [2] * 9)
+    if name == MANIFEST:
+        disk.close()
+    with pytest.raises(ConfigError, match="a hard link"):
+        disk_of(tmp_path / "copy")
+    disk.close()
+    shutil.rmtree(tmp_path / "copy")
+    disk = disk_of(tmp_path / "store")
+    assert (load(disk, [1] * 9), load(disk, [2] * 9), disk.damaged) == (9, 9, 0)
+    disk.close()
+
+
 def test_the_folder_itself_may_be_a_link_and_is_one_folder_by_any_name(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "store")

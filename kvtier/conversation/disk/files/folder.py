@@ -26,13 +26,14 @@ class Folder:
     forked.
 
     The directory itself may be a symbolic link: whoever gives it decides where it is. What a store keeps in it may not,
-    so that nothing outside is read or written.
+    nor may its database be a hard link, so that nothing outside is read or written.
 
     Args:
         directory: made if it is missing, for its owner only.
 
     Raises:
-        ConfigError: it cannot be used, or holds something of the store's names that is not a regular file.
+        ConfigError: it cannot be used, or holds something of the store's names that is not a regular file, or is one of
+            another directory too.
         StoreInUseError: another process, or another store, has it open.
     """
 
@@ -63,8 +64,15 @@ class Folder:
                 raise StoreInUseError(f"{self.path} is being removed by another process. Try again.")
             for name in _DATABASE:
                 with contextlib.suppress(FileNotFoundError):
-                    if not stat.S_ISREG(os.lstat(self.path / name).st_mode):
+                    found = os.lstat(self.path / name)
+                    if not stat.S_ISREG(found.st_mode):
                         raise ConfigError(refused + f"{name} there is not a regular file. Give another directory.")
+                    if found.st_nlink > 1:
+                        raise ConfigError(
+                            refused + f"{name} there is one file with that of another directory, a hard link as "
+                            "`cp -al` makes it, and what is saved in one would change the other. Put a copy in its "
+                            "place."
+                        )
             # SQLite would make it readable for others.
             made = os.open(self.path / MANIFEST, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
             try:
