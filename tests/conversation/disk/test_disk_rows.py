@@ -505,6 +505,26 @@ def test_a_path_that_is_none_is_a_clear_error(directory: object, tmp_path: Path)
         Disk(given, None, OF)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("by_link", [False, True])
+def test_a_path_that_is_too_long_for_sqlite_is_refused_and_says_so(by_link: bool, tmp_path: Path) -> None:
+    def of(length: int) -> Path:
+        folder = tmp_path.resolve()
+        while (left := length - len(str(folder / MANIFEST))) > 0:
+            folder /= "x" * (left - 1 if left < 200 else 100)
+        assert len(str(folder / MANIFEST)) == length
+        return folder
+
+    disk_of(of(504)).close()
+    given = of(505)
+    if by_link:
+        given.mkdir(parents=True)
+        given = tmp_path / "link"
+        given.symlink_to(of(505))
+    with pytest.raises(ConfigError, match=r"504 bytes.*shorter"):
+        disk_of(given)
+    assert by_link or not given.exists()
+
+
 def test_a_folder_is_found_from_wherever_the_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     disk = disk_of(Path("store"))

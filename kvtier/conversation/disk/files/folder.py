@@ -19,6 +19,8 @@ _DATABASE = (MANIFEST, f"{MANIFEST}-wal", f"{MANIFEST}-shm", f"{MANIFEST}-journa
 #: Of the files of chunks, whose numbers SQLite takes. What is named otherwise is never touched: a directory may hold
 #: files of others.
 _NAME = re.compile(r"(\d{12,18})\.safetensors(\.new)?", re.ASCII)
+#: Bytes of the database's path, links resolved, that SQLite takes: 512, of which 8 are for "-journal".
+_LONGEST_PATH = 504
 
 
 class Folder:
@@ -45,6 +47,11 @@ class Folder:
         self._owner = os.getpid()
         refused = f"directory={str(directory)!r} cannot be used: "
         try:
+            if len(os.fsencode(os.path.realpath(self.path / MANIFEST))) > _LONGEST_PATH:
+                raise ConfigError(
+                    refused + f"SQLite opens no file whose path has more than {_LONGEST_PATH} bytes, as that of "
+                    f"{MANIFEST} there has. Give a shorter one."
+                )
             made_now = not self.path.exists()
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             # No link is followed: the store would lock, and write, somewhere else.
