@@ -507,16 +507,14 @@ class Disk:
         return len(self._chunks)
 
     def close(self) -> None:
-        """Let others open the folder. Idempotent."""
+        """Let others open the folder. Idempotent; where it was cut short, the next call goes on."""
         with self._writing, self._lock:
-            if self.closed:
-                return
-            self.closed = True
-            if self._forgotten and self._folder.there():
+            if not self.closed and self._forgotten and self._folder.there():
                 self._drop_forgotten()
-            if self._chunks.unsaved and self._folder.there():  # never in a process that was forked
+            if not self.closed and self._chunks.unsaved and self._folder.there():  # never in a process that was forked
                 with self._telling("what was used last is not noted", lesser=True), self._manifest.transaction():
                     self._manifest.use(self._chunks.unsaved)
+            self.closed = True
             self._manifest.close()
             self._folder.close()
 

@@ -3,6 +3,7 @@ but by `problem`, and what is read is right."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -27,6 +28,7 @@ import pytest
 from disks import disk_of, load, save, states_of
 from families import tiny_model
 from test_store import Tokenizer, store_of
+from test_store_interrupts import Line_
 
 from kvtier import ConfigError, StoreInUseError
 from kvtier.conversation.disk import disk as disks_module
@@ -447,6 +449,20 @@ def test_what_continues_something_that_is_forgotten_while_it_is_written_is_not_s
     assert load(disk, A2) == len(A2)
     disk.check_integrity()
     disk.close()
+
+
+@pytest.mark.parametrize("at", range(40))
+def test_a_folder_whose_closing_is_interrupted_is_closed_by_the_next_call(at: int, tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    assert save(disk, A)
+    assert load(disk, A) == len(A)
+    line = Line_(at, ("conversation/disk/",))
+    with line.traced():
+        disk.close()
+    disk.close()
+    with contextlib.closing(disk_of(tmp_path)) as disk:
+        assert load(disk, A) == len(A)
+        assert not disk.problem
 
 
 # What others do to the folder while it is open

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import re
 import stat
@@ -54,19 +55,18 @@ class Folder:
                 )
             made_now = not self.path.exists()
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # No link is followed: the store would lock, and write, somewhere else.
-            self._held = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+            self._held = io.FileIO(os.fspath(self.path / "lock"), "r+", opener=_open_lock)
         except (OSError, ValueError) as error:  # a path that no system takes, too
             raise ConfigError(refused + f"{error}. Give one that this process may write to.") from error
         # Who drops a store without closing it lets others open the folder.
-        self._release = weakref.finalize(self, _release, self._held, self._owner)
+        self._dropped = weakref.finalize(self, _release, self._held, self._owner)
         heed(self)
         try:
             try:
                 fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StoreInUseError(f"{self.path} is open in another store or process. Close that first.") from None
-            self._identity = _identity(os.fstat(self._held))
+            self._identity = _identity(os.fstat(self._held.fileno()))
             if not self.there():
                 raise StoreInUseError(f"{self.path} is being removed by another process. Try again.")
             for name in _DATABASE:
@@ -133,14 +133,15 @@ class Folder:
         return numbers, rest
 
     def close(self) -> None:
-        """Let others open it. Idempotent."""
-        self._release()
+        """Let others open it. Idempotent; where it was cut short, the next call goes on."""
+        _release(self._held, self._owner)
+        self._dropped.detach()
 
     def forked(self) -> None:
         """As of `Inherited`: the lock is of the open file, which both processes have. Where the parent is killed, this
         one would keep it as long as it lives."""
-        if self._release.detach() is not None:
-            _close(self._held)
+        self._dropped.detach()
+        self._held.close()
 
 
 def file_of(directory: Path, number: int) -> Path:
@@ -169,15 +170,15 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _release(handle: int, owner: int) -> None:
+def _open_lock(file: str, _: int) -> int:
+    # No link is followed: the store would lock, and write, somewhere else.
+    return os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+def _release(held: io.FileIO, owner: int) -> None:
     # A process that is being forked right now shares the lock, and must not end that of its parent. Nor may it keep it
     # when the parent has closed.
-    if os.getpid() == owner:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)
-    _close(handle)
-
-
-def _close(handle: int) -> None:
     with contextlib.suppress(OSError):
-        os.close(handle)
+        if os.getpid() == owner and not held.closed:
+            fcntl.flock(held, fcntl.LOCK_UN)
+        held.close()
