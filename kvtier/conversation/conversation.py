@@ -31,6 +31,9 @@ Message = dict[str, Any]
 class Names(Protocol):
     """What a conversation asks of the conversations of its store; see `Conversations`."""
 
+    def add(self, made: Conversation) -> None:
+        """A conversation is that of its name, which is free."""
+
     def turn(self, chat: Conversation) -> contextlib.AbstractContextManager[None]:
         """This thread's call within is a turn of a conversation."""
 
@@ -70,8 +73,6 @@ class Store(Protocol):
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Nobody closes it within."""
 
-    def open(self, name: str, *, salt: Any = None, new: bool = False) -> Conversation:
-        """The conversation of a name."""
 
     def park(self, ids: Sequence[int], *, salt: Any = None) -> None:
         """Let what is kept of these tokens leave the device."""
@@ -257,9 +258,11 @@ class Conversation:
         """
         self._check_open()
         with self.store.in_use():  # until it is saved
-            made = self.store.open(name, salt=self.salt, new=True)
+            made = Conversation(self.store, name, self.salt)
             ids, messages, ends = self._said()
             vars(made).update(ids=list(ids), messages=list(messages), ends=ends)
+            # With its history: whoever finds it, and an interrupt, has all or nothing of it.
+            self.store.conversations.add(made)
             self.store.conversations.changed(made)
             return made
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from kvtier.conversation.conversation import Conversation, Store
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.given import check_name
 from kvtier.conversation.index import packed
 from kvtier.conversation.kept.ranks import Ranks
 from kvtier.conversation.saved.soon import Soon
@@ -32,11 +33,9 @@ class OtherSaltError(ConfigError):
 
 
 class _Ref(weakref.ref[Conversation]):
-    """A conversation that whoever opened it may drop, and its name."""
+    """A conversation that whoever opened it may drop, and its name; "": an interrupt came before it had one."""
 
-    __slots__ = ("name",)
-
-    name: str
+    name = ""
 
 
 class _Known(NamedTuple):
@@ -109,8 +108,10 @@ class Conversations:
 
     # Open
 
-    def open(self, name: str, salt: Hashable, new: bool) -> Conversation:
-        """See `ConversationStore.open`."""
+    def open(self, made: Conversation, new: bool) -> Conversation:
+        """The conversation of a name: where there is none, `made`, from then on. Otherwise see
+        `ConversationStore.open`."""
+        name = made.name
         while True:
             found = self.find(name)
             with self._memory.lock, self._memory.change:
@@ -119,9 +120,19 @@ class Conversations:
                 found = self._opened(name)
                 if found is not None and new:
                     raise ConfigError(f"There is a conversation {name!r} already.")
-                if found is not None and found.salt != salt:
+                if found is not None and found.salt != made.salt:
                     raise OtherSaltError(f"Conversation {name!r} has another salt.")
-                return self._add(Conversation(self._owner, name, salt)) if found is None else found
+                return self._add(made) if found is None else found
+
+    def add(self, made: Conversation) -> None:
+        """A conversation that has a history already is that of its name.
+
+        Raises:
+            ConfigError: as of `ConversationStore.open`, where `new`.
+        """
+        check_name(made.name)
+        self.let_go()
+        self.open(made, True)
 
     def find(self, name: str) -> Conversation | None:
         """The conversation of a name, read now if it is not in memory; None: there is none.

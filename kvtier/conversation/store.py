@@ -240,7 +240,7 @@ class ConversationStore:
             False if pinned is None else pinned, 0 if priority is None else priority, math.inf if ttl is None else ttl
         )  # what is wrong makes no conversation
         self.conversations.let_go()
-        found = self.conversations.open(name, salt, new)
+        found = self.conversations.open(Conversation(self, name, salt), new)
         if (pinned, priority, ttl) != (None, None, None):
             found.set_rank(pinned=pinned, priority=priority, ttl=ttl)
         return found
@@ -421,7 +421,7 @@ class ConversationStore:
             ConfigError: as of `open`.
         """
         self._under_way.check_open()
-        return self.conversations.open(name, salt, False)
+        return self.conversations.open(Conversation(self, name, salt), False)
 
     def check_weights(self) -> of.Depends:
         """Drop everything if the model was changed. What it is now."""

@@ -403,6 +403,26 @@ def test_a_fork_at_any_line_of_a_turn_has_the_whole_turn_or_nothing_of_it() -> N
         assert set(forks) == {(0, 0), (len(chat.ids), 2)}
 
 
+def test_whoever_finds_a_fork_that_is_being_made_finds_its_history() -> None:
+    with store_of(tiny_model("llama")) as store:
+        chat, found = store.open("a"), list[tuple[int, int] | None]()
+        chat.send("Who are you?", tokenizer=Tokenizer(), **GREEDY)
+
+        def finding(frame: FrameType, event: str, _: Any) -> Any:
+            if frame.f_code is not Conversation.fork.__code__:
+                return None
+            fork = store.find("b")
+            found.append(None if fork is None else (len(fork.ids), len(fork.messages)))
+            return finding
+
+        sys.settrace(finding)
+        try:
+            chat.fork("b")
+        finally:
+            sys.settrace(None)
+        assert set(found) == {None, (len(chat.ids), 2)}
+
+
 @pytest.mark.parametrize("first", ["ids", "messages", "engine", "call"])
 def test_what_two_threads_change_of_a_conversation_is_all_there(first: str) -> None:
     """Between any two steps of the interpreter in one, the other does what it does."""

@@ -1,0 +1,207 @@
+"""An interrupt at any line of what is done with a conversation: each is, here and in its folder, what it was before or
+what it is afterwards, and goes on with the right tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_store_interrupts import Line_, no_threads
+from toy import Toy
+
+from kvtier import ConversationStore, KVTierError
+from kvtier.conversation.conversation import Conversation
+
+#: Of the lines of each act, so many; KVTIER_TEST_LINES=1000000 asks for all.
+LINES = int(os.environ.get("KVTIER_TEST_LINES", "100"))
+OPTIONS: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
+ONE, TWO, NEW = "acebacebdf", "bdfbdf", "fedcab"
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_the_host")
+
+
+class Letters:
+    """A tokenizer: a token for each letter, and the role of a message as one in front of it."""
+
+    chat_template = "letters"
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool, **_: Any
+    ) -> list[int]:
+        """The ids of messages."""
+        ids = [x for message in messages for x in (len(message["role"]) % 6 + 1, *self.ids(message["content"]))]
+        return ids + [len("assistant") % 6 + 1] * add_generation_prompt
+
+    @staticmethod
+    def ids(text: str) -> list[int]:
+        """Of the letters a to f."""
+        return [ord(x) - ord("a") + 1 for x in text]
+
+    def decode(self, ids: torch.Tensor, **_: Any) -> str:
+        """Letters."""
+        return "".join(chr(int(x) + ord("a") - 1) for x in ids)
+
+
+def begin(toy: Toy, folder: Path) -> ConversationStore:
+    return ConversationStore(toy, host_budget=4000 * toy.token_bytes, block_size=4, directory=folder, loading="always")
+
+
+def said(chat: Conversation) -> tuple[Any, ...]:
+    """What a conversation is."""
+    ends = dict(chat.ends)
+    return list(chat.ids), [dict(x) for x in chat.messages], ends, (chat.rank.pinned, chat.rank.priority, chat.rank.ttl)
+
+
+def send(chat: Conversation, text: str, toy: Toy) -> None:
+    """A turn: its tokens are right."""
+    chat.send(text, tokenizer=Letters(), **OPTIONS)
+    check(chat, toy)
+
+
+def check(chat: Conversation, toy: Toy) -> None:
+    """The last answer follows from what precedes it."""
+    prompt = chat.ids[:-2]
+    assert toy.answer([prompt], [0], OPTIONS) == [chat.ids]
+
+
+class Scene:
+    """A store with a folder, and chats in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.toy, self.folder = Toy(random.Random(3)), folder
+        self.store = begin(self.toy, folder)
+        self.chats = {name: self.store.open(name) for name in ("a", "b")}
+        for chat in self.chats.values():
+            send(chat, ONE, self.toy)
+        send(self.chats["a"], TWO, self.toy)
+        self.store.flush()
+
+
+def whole(store: ConversationStore) -> dict[str, Any]:
+    """What every conversation of a store is that is no blank one."""
+    found = {}
+    for name in store.names:
+        chat = store.find(name)
+        if chat is not None and not chat.is_blank:
+            found[name] = said(chat)
+    return found
+
+
+def unhurt(found: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Every conversation is what it was, or what it is to be."""
+    for name in before.keys() | after.keys() | found.keys():
+        assert found.get(name) in (before.get(name), after.get(name)), name
+
+
+def goes_on(store: ConversationStore, toy: Toy) -> None:
+    """Every conversation has the right tokens."""
+    for name in store.names:
+        send(store.open(name), NEW, toy)
+    store.check_integrity()
+
+
+def wake(scene: Scene) -> None:
+    scene.chats["a"].park()
+    scene.store.clear()
+    scene.chats["a"].wake()
+    while scene.store._waker.step() is not None:
+        scene.store.memory.drain()
+
+
+def rank(scene: Scene) -> None:
+    scene.chats["a"].set_rank(pinned=True, priority=3, ttl=1000.0)
+
+
+ACTS: dict[str, Callable[[Scene], object]] = {
+    "send": lambda scene: scene.chats["a"].send("abc", tokenizer=Letters(), **OPTIONS),
+    "regenerate": lambda scene: scene.chats["a"].regenerate(tokenizer=Letters(), **OPTIONS),
+    "fork": lambda scene: scene.chats["a"].fork("c"),
+    "rewind": lambda scene: scene.chats["a"].rewind(turns=1),
+    "rank": rank,
+    "open with a rank": lambda scene: scene.store.open("c", pinned=True),
+    "park and wake": wake,
+    "drop": lambda scene: scene.chats["a"].drop(4, 9),
+    "close": lambda scene: scene.chats["a"].close(),
+    "forget": lambda scene: scene.store.forget("b"),
+    "engine": lambda scene: scene.chats["a"].went_on([*scene.chats["a"].ids, 1]),
+    "flush": lambda scene: scene.store.flush(),
+}
+
+
+def cut_short(act: str, at: int, folder: Path, after: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    """Cut an act short at a line. How many lines were left when it ended, and what every conversation is then.
+
+    Args:
+        after: what each is after the whole act; None: that is not known yet.
+    """
+    with no_threads(), contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        scene = Scene(folder / "chats")
+        before = whole(scene.store)
+        line = Line_(at, ("conversation/",))
+        try:
+            with line.traced(), contextlib.suppress(KVTierError):
+                ACTS[act](scene)
+            now = whole(scene.store)
+            after = now if after is None else after
+            unhurt(now, before, after)
+            # The process may end here.
+            shutil.copytree(scene.folder, folder / "copy")
+            with begin(scene.toy, folder / "copy") as copy:
+                unhurt(whole(copy), before, after)
+                goes_on(copy, scene.toy)
+            scene.store.close()
+            with begin(scene.toy, scene.folder) as store:
+                assert whole(store) == now, "what was there is not there in a later process"
+                assert not store.stats.problem
+                assert not store.stats.damaged
+                goes_on(store, scene.toy)
+        except BaseException as error:
+            error.add_note(f"{act}: cut short at line {at}, {line.where}")
+            raise
+    return line.left, now
+
+
+def cut_short_at_some(act: str, number: int, folder: Path) -> None:
+    """Cut an act short at some lines, evenly."""
+    left, after = cut_short(act, 10**6, folder)
+    last = 10**6 - left
+    for at in sorted({i * last // number for i in range(number)}):
+        cut_short(act, at, folder, after)
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_conversation_that_is_interrupted_is_what_it_was_or_what_it_is_to_be(act: str, tmp_path: Path) -> None:
+    cut_short_at_some(act, 2, tmp_path / "x")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("act", ACTS)
+def test_a_conversation_that_is_interrupted_at_many_lines_is_whole(act: str, tmp_path: Path) -> None:
+    cut_short_at_some(act, LINES, tmp_path / "x")
+
+
+def test_a_fork_that_is_interrupted_at_any_line_is_whole_or_is_not_there() -> None:
+    toy = Toy(random.Random(3))
+    with ConversationStore(toy, host_budget=4000 * toy.token_bytes, block_size=4) as store:
+        chat, is_there = store.open("a"), list[bool]()
+        send(chat, ONE, toy)
+        cut = True
+        while cut:
+            name = f"fork {len(is_there)}"
+            line = Line_(len(is_there), ("conversation/",))
+            with line.traced():
+                chat.fork(name)
+            cut = line.where is not None
+            fork = store.find(name)
+            is_there.append(fork is not None)
+            assert fork is None or said(fork)[:3] == said(chat)[:3], line.where
+        assert set(is_there) == {False, True}
+        send(store.open(name), TWO, toy)
