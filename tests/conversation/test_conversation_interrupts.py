@@ -205,3 +205,15 @@ def test_a_fork_that_is_interrupted_at_any_line_is_whole_or_is_not_there() -> No
             assert fork is None or said(fork)[:3] == said(chat)[:3], line.where
         assert set(is_there) == {False, True}
         send(store.open(name), TWO, toy)
+
+
+def test_an_interrupt_while_a_conversation_that_nobody_holds_is_found_leaves_a_store_that_opens_others() -> None:
+    toy, at, cut = Toy(random.Random(3)), 0, True
+    with ConversationStore(toy, host_budget=4000 * toy.token_bytes, block_size=4) as store:
+        send(store.open("a"), ONE, toy)
+        while cut:
+            line = Line_(at, ("conversation/",))
+            with line.traced():
+                store.find("a")
+            cut, at = line.where is not None, at + 1
+            send(store.open("a"), "a", toy)
