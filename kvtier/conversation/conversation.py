@@ -73,7 +73,6 @@ class Store(Protocol):
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Nobody closes it within."""
 
-
     def park(self, ids: Sequence[int], *, salt: Any = None) -> None:
         """Let what is kept of these tokens leave the device."""
 

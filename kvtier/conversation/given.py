@@ -1,4 +1,4 @@
-"""What callers give: names, salts, token ids, counts, budgets and messages, and what is said of those that cannot be."""
+"""What callers give: names, salts, ids, counts, budgets, messages; and what is said of those that cannot be."""
 
 from __future__ import annotations
 
