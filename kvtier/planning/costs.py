@@ -24,7 +24,7 @@ MOST_OVERHEAD = 1e-3
 #: The part of a copy that moves bytes, at the least; the rest is overhead.
 LEAST_MOVING = 1 / 8
 #: Copies that differ so much in bytes tell what a copy takes besides; looked at after so many steps that fetch.
-DIFFERENT, OFTEN = 1.5, 4
+DIFFERENT, OFTEN = 1.5, 8
 #: A step that moved other bytes than planned, by such a part of what is spilled, says little: blocks are still moving.
 MOVING = 0.1
 #: Layers whose fetches have to fit into the room, so that none waits for another's; and the blocks by which a predicted

@@ -57,11 +57,12 @@ class Rates:
 class Median:
     """The median of the last values. It follows a lasting change after half a window, and ignores a shorter one."""
 
-    __slots__ = ("_sorted", "_values", "value")
+    __slots__ = ("_error", "_sorted", "_values", "value")
 
     def __init__(self, window: int = WINDOW) -> None:
         self._values: deque[float] = deque(maxlen=window)
         self._sorted: list[float] = []
+        self._error: float | None = None  # until another value comes or one goes
         self.value: float | None = None
 
     def add(self, value: float) -> None:
@@ -71,19 +72,19 @@ class Median:
             del found[bisect_left(found, values[0])]
         values.append(value)
         insort(found, value)  # several are taken at each step: not sorted each time
-        self.value = _middle(found)
+        self.value, self._error = _middle(found), None
 
     def forget(self, least: int) -> None:
         """The oldest value is no more, unless there are only so many."""
         if len(self._values) > least:
             del self._sorted[bisect_left(self._sorted, self._values.popleft())]
-            self.value = _middle(self._sorted) if self._sorted else None
+            self.value, self._error = _middle(self._sorted) if self._sorted else None, None
 
     def scale(self, factor: float) -> None:
         """Each of the values is so many times what it was."""
         self._values = deque([x * factor for x in self._values], self._values.maxlen)
         self._sorted = sorted(self._values)
-        self.value = _middle(self._sorted) if self._sorted else None
+        self.value, self._error = _middle(self._sorted) if self._sorted else None, None
 
     def __len__(self) -> int:
         return len(self._values)
@@ -98,10 +99,12 @@ class Median:
         """The standard error of the median, from the median distance to it; 0.0 for equal values, and for none."""
         if self.value is None:
             return 0.0
-        # Of a normal distribution: 1.4826 makes its standard deviation of that distance, 1.2533 a median's error of a
-        # mean's.
-        distance = _middle(sorted([abs(x - self.value) for x in self._values]))
-        return 1.2533 * 1.4826 * distance / math.sqrt(len(self._values))
+        if self._error is None:
+            # Of a normal distribution: 1.4826 makes its standard deviation of that distance, 1.2533 a median's error of
+            # a mean's. Of sorted values the distances are two runs, which `sorted` only merges.
+            distance = _middle(sorted([abs(x - self.value) for x in self._sorted]))
+            self._error = 1.2533 * 1.4826 * distance / math.sqrt(len(self._values))
+        return self._error
 
 
 def _middle(found: Sequence[float]) -> float:

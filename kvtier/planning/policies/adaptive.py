@@ -359,11 +359,11 @@ class Adaptive(FixedShare):
         # A choice is given the time to show what it is worth, unless what it is chosen for has changed.
         gain = max(self._hysteresis(known), SURE if self._is_young(known) else 0.0)
         known.near_looks += 1
-        if free or known.near_looks > BELIEVED:
+        if known.near_looks > BELIEVED:
             known.near_looks, seen = 0, {x: expected(x) for x in range(CHOICES)}
         else:
             seen = {x: expected(x) for x in _some(known.choice)}
-            if seen[known.choice] <= min(seen.values()) * (1 + gain / SPACING):
+            if not free and seen[known.choice] <= min(seen.values()) * (1 + gain / SPACING):
                 return known.choice
         best = _least(expected, seen)
         if not free and seen[known.choice] <= seen[best] * (1 + gain):
