@@ -1,4 +1,4 @@
-"""Processes that measure or test: each has a time limit, and none outlives the run."""
+"""Processes that measure or test: each has a time limit, and none outlives the run, but one that cannot be killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Ended:
 
 
 class Children:
-    """The processes of this run. Each is the head of a group of its own, and all end when the `with` block does."""
+    """The processes of this run. Each is the head of a group of its own, and all end when the `with` block does,
+    but one that is in the midst of a call of a driver that hangs."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()

@@ -7,7 +7,7 @@ has processes of its own and a time limit, so that no failure takes others with 
 Records go to benchmarks/results/gpu-<gpu>.jsonl. In the same folder are the tables of everything (.table.txt), the
 output of failing tests (.tests.log), and single turns of what was cut off (.turns.jsonl), after Ctrl-C or a kill too.
 KVTIER_COMMIT names the commit for the records where the tree comes without its repository. Where the home folder cannot
-be written, profile and compiled programs go to a temporary folder, and with the run.
+be written, profile and compiled programs go to temporary folders, which are deleted with the run.
 
 Without CUDA the same code runs at tiny sizes on an emulated device, in a minute or two. Its records are marked and go
 to a temporary folder: they show that the command works and say nothing about speed.
@@ -106,22 +106,34 @@ def caches() -> Iterator[None]:
     ones, or temporary ones where those cannot be written. Without one, Triton runs nothing."""
     with contextlib.ExitStack() as stack:
         usual = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~")) / ".triton" / "cache"
-        lacking = [] if "TRITON_CACHE_DIR" in os.environ or _writable(usual) else ["TRITON_CACHE_DIR"]
+        lacking = []
+        if not os.environ.get("TRITON_CACHE_DIR") and not _writable(usual):
+            lacking.append("TRITON_CACHE_DIR")
         try:
-            if profile.VARIABLE not in os.environ:
+            if not os.environ.get(profile.VARIABLE):
                 profile.checked_folder()
         except ConfigError:
             lacking.append(profile.VARIABLE)
         for variable in lacking:
+            before = os.environ.get(variable)
             os.environ[variable] = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="kvtier-", ignore_cleanup_errors=True)
             )
-            stack.callback(os.environ.pop, variable)
+            stack.callback(_set, variable, before)
         yield
 
 
+def _set(variable: str, value: str | None) -> None:
+    os.environ.pop(variable, None)
+    if value is not None:
+        os.environ[variable] = value
+
+
 def _writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, which is made if it is missing."""
+    """Whether files can be made in a folder, which is made if it is missing. Not where it begins with a "~": nobody
+    knows the home folder."""
+    if not folder.is_absolute():
+        return False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -391,5 +391,6 @@ def _unknown(function: str, option: str, known: list[str]) -> str:
     words = "_".join(_TIERS.get(word, word) for word in option.lower().split("_"))
     nearest = difflib.get_close_matches(words, known, 1)
     meant = f" Did you mean {nearest[0]}?" if nearest else ""
-    meant += _OF_DYNAMIC_CACHE.get(option, "")
+    if function == "TieredKVCache":
+        meant += _OF_DYNAMIC_CACHE.get(option, "")
     return f"{function} has no option {option!r}.{meant} Its options are {', '.join(known)}."

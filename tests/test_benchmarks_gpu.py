@@ -462,12 +462,16 @@ def test_a_killed_child_that_does_not_end_keeps_no_run_from_going_on() -> None:
     assert child.waited == KILLED
 
 
+@pytest.mark.parametrize("known", [True, False])
 def test_where_the_home_folder_cannot_be_written_a_run_has_caches_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "home"
     home.touch()  # a file: no user can make a folder in it
     monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    if not known:
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # of a user that the system does not know
     variables = ("KVTIER_PROFILE", "TRITON_CACHE_DIR")
     for name in (*variables, "TRITON_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -478,6 +482,7 @@ def test_where_the_home_folder_cannot_be_written_a_run_has_caches_of_its_own(
             (folder / "some").write_text("")
     assert not any(name in os.environ for name in variables)
     assert not any(folder.exists() for folder in folders)
+    assert list(tmp_path.iterdir()) == [home]
 
 
 def test_a_run_uses_the_usual_caches_and_what_the_user_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

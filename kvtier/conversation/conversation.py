@@ -217,7 +217,7 @@ class Conversation:
                 raise ConfigError("system= is the first message of a conversation, and this one has begun.")
             messages.append({"role": "system", "content": system})
         messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
-        check_text(tokenizer, messages[-1])
+        check_text(tokenizer, messages)
         prompt = self._prompt(tokenizer, messages)
         if not prompt:
             raise ConfigError("The prompt has no tokens: the message is empty, and the tokenizer adds none to it.")

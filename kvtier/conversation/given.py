@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -123,11 +123,11 @@ def memory_of(
     return memory
 
 
-def check_text(tokenizer: object, message: Mapping[str, Any]) -> None:
-    """Whether a chat can be told a message: a chat gives a model token ids, and nothing else.
+def check_text(tokenizer: object, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Whether a chat can say messages: a chat gives a model token ids, and nothing else.
 
     Raises:
-        ConfigError: a part of it is no text, or a processor is given in place of a tokenizer.
+        ConfigError: a part of one is no text, or a processor is given in place of a tokenizer.
     """
     way_out = "Give `generate` of the conversation all that the model's processor makes of the messages."
     if is_processor(tokenizer):
@@ -135,8 +135,10 @@ def check_text(tokenizer: object, message: Mapping[str, Any]) -> None:
             f"tokenizer={type(tokenizer).__name__}: a chat is of text, and this is a processor. Give its tokenizer, "
             f"`processor.tokenizer`. For a chat with images or sounds: {way_out}"
         )
-    content = message.get("content")
-    kinds = [str(x.get("type")) for x in content if isinstance(x, Mapping)] if isinstance(content, list) else []
-    for kind in kinds:
-        if any(word in kind for word in _NO_TEXT):
-            raise ConfigError(f"A chat is of text, and a part of this message is of type {kind!r}. {way_out}")
+    contents = [message.get("content") for message in messages]
+    parts = [x for content in contents if isinstance(content, (list, tuple)) for x in content if isinstance(x, Mapping)]
+    for part in parts:
+        # Templates know a picture by either.
+        for kind in (str(part.get("type")), *map(str, part)):
+            if any(word in kind for word in _NO_TEXT):
+                raise ConfigError(f"A chat is of text, and a part of a message is of type {kind!r}. {way_out}")

@@ -33,9 +33,16 @@ class OtherSaltError(ConfigError):
 
 
 class _Ref(weakref.ref[Conversation]):
-    """A conversation that whoever opened it may drop, and its name; "": an interrupt came before it had one."""
+    """A conversation that whoever opened it may drop, and its name."""
 
-    name = ""
+    __slots__ = ("said",)
+
+    said: str
+
+    @property
+    def name(self) -> str:
+        """Of the conversation; "": an interrupt came before it was said."""
+        return getattr(self, "said", "")
 
 
 class _Known(NamedTuple):
@@ -171,7 +178,7 @@ class Conversations:
     def _add(self, chat: Conversation) -> Conversation:
         """This is the conversation of its name now."""
         ref = _Ref(chat, self._dropped.append)
-        ref.name = chat.name
+        ref.said = chat.name
         self._known[chat.name] = _Known(ref, vars(chat))
         return chat
 
@@ -277,9 +284,12 @@ class Conversations:
         """Put away what nobody has held for longest; see the class."""
         if not self._dropped and len(self._idle) <= MOST_IDLE:
             return
-        if not self.lock.acquire(blocking=False):
-            return  # somebody saves: who opens a conversation next does it, and does not wait for the disk either
+        lock = self.lock
+        if lock._is_owned():  # type: ignore[attr-defined]
+            return  # as below
         try:
+            if not lock.acquire(blocking=False):
+                return  # somebody saves: who opens a conversation next does it, and does not wait for the disk either
             while self._dropped:
                 ref = self._dropped[0]
                 assert isinstance(ref, _Ref)
@@ -295,7 +305,8 @@ class Conversations:
                     break  # the disk fails: the next one tries again
                 self._idle.pop(name, None)
         finally:
-            self.lock.release()
+            if lock._is_owned():  # type: ignore[attr-defined]  # an interrupt may come before it is and behind that
+                lock.release()
 
     def _put_away(self, name: str, ref: _Ref) -> bool:
         """Let a conversation leave the memory, if that loses nothing. Whether there is no more to do."""

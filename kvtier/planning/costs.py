@@ -23,7 +23,8 @@ STALLED = 0.01
 MOST_OVERHEAD = 1e-3
 #: The part of a copy that moves bytes, at the least; the rest is overhead.
 LEAST_MOVING = 1 / 8
-#: Copies that differ so much in bytes tell what a copy takes besides; looked at after so many steps that fetch.
+#: Copies that differ so much in bytes tell what a copy takes besides; looked at after so many steps that fetch, for it
+#: takes longer than all else that is learned from one.
 DIFFERENT, OFTEN = 1.5, 8
 #: A step that moved other bytes than planned, by such a part of what is spilled, says little: blocks are still moving.
 MOVING = 0.1

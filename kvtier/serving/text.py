@@ -134,7 +134,8 @@ class StopsInAnswer:
         start, free = max(self._prompt, count - self._last), self._prompt + self._least
         if count <= free:
             return False
-        known = len(self._decoded(input_ids[0, start:free])) if start < free else 0
+        # Without what is half of a character there, for the whole text has one in its place.
+        known = len(self._decoded(input_ids[0, start:free]).rstrip(_BROKEN)) if start < free else 0
         text = self._decoded(input_ids[0, start:])
         return any(text.find(string, max(0, known - len(string) + 1)) >= 0 for string in self._strings)
 

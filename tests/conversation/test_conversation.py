@@ -125,6 +125,8 @@ def test_a_picture_in_a_message_is_not_left_out_in_silence(kind: str) -> None:
         chat, tokenizer = store.open("alice"), Parts()
         with pytest.raises(ConfigError, match=f"type '{kind}'"):
             chat.send({"role": "user", "content": [{"type": kind}, text]}, tokenizer=tokenizer, **GREEDY)
+        with pytest.raises(ConfigError, match=f"type '{kind}'"):  # templates know it by its key, too
+            chat.send({"role": "user", "content": ({kind: "somewhere"}, text)}, tokenizer=tokenizer, **GREEDY)
         assert chat.messages == []
         assert chat.send({"role": "user", "content": [text]}, tokenizer=tokenizer, **GREEDY)
 

@@ -149,6 +149,7 @@ def cut_short(act: str, at: int, folder: Path, after: Mapping[str, Any] | None =
         try:
             with line.traced(), contextlib.suppress(KVTierError):
                 ACTS[act](scene)
+            assert not scene.store.conversations.lock._is_owned(), "other threads wait for ever"  # type: ignore[attr-defined]
             now = whole(scene.store)
             after = now if after is None else after
             unhurt(now, before, after)

@@ -158,7 +158,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a disk budget is none": both(gone(Room, "fits", True), gone(Room, "leaves", "")),
     "a flush does not wait": gone(Archive, "flush"),
-    "the lock of a folder stays": edit(folder, "_close", "os.close(handle)", "pass"),
+    "the lock of a folder stays": gone(folder, "_release"),
     "a conversation that goes on is not saved": gone(Conversations, "changed"),
     "a conversation that is closed is not forgotten": gone(Disk, "drop_conversation"),
     "a rewound conversation keeps its end": edit(

@@ -212,6 +212,9 @@ def test_where_nothing_overlaps_only_copies_can_be_saved() -> None:
     state.overlaps = False
     found = analyse(state, policy, trial.records)
     record = trial.records[-1]
+    assert found.share == 1.0
+    state.layers = [replace(x, spilled=x.spilled // 8) for x in state.layers]  # as behind a larger budget
+    assert analyse(state, policy, trial.records).share == 1.0, "records are of what was spilled then"
     assert found.predicted == pytest.approx(record.seconds, rel=0.02)
     assert found.resident == pytest.approx(record.seconds - record.stall_seconds, rel=0.02)
     assert all(x.more_bytes for x in found.changes), "no word of links and hosts"

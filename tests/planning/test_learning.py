@@ -6,6 +6,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ from kvtier.planning.policies.adaptive import (
     BELIEVED,
     CACHES,
     CHOICES,
+    HYSTERESIS,
     MEMORY,
     PERIOD,
     PROBE,
     SPACING,
     Adaptive,
     _as_good,
+    _Cache,
     _least,
     _some,
 )
@@ -406,6 +409,23 @@ def test_a_look_at_some_choices_sees_a_quarter_of_what_the_best_one_gains(choice
     for best in range(CHOICES):
         between = [x for x in seen if min(choice, best) <= x <= max(choice, best)]
         assert max(abs(x - choice) for x in between) * SPACING >= abs(best - choice)
+
+
+@pytest.mark.parametrize("choice", range(CHOICES))
+@pytest.mark.parametrize("gains", [True, False])
+def test_a_choice_is_left_for_one_that_gains_enough_wherever_that_is(choice: int, gains: bool) -> None:
+    """The makespan falls straight to it, and is as it was behind it."""
+    for best in set(range(CHOICES)) - {choice}:
+        gain = HYSTERESIS * (1.01 if gains else 0.97)
+
+        def predicted(x: int, best: int = best, gain: float = gain) -> Any:
+            way = (x - choice) / (best - choice)
+            return SimpleNamespace(seconds=1 - (gain / (1 + gain) * way if 0 < way <= 1 else 0.0))
+
+        known = _Cache(CostModel(TRUE), choice=choice, started=True, step=1000)
+        found = Adaptive(TRUE)._best(known, predicted)
+        assert (found != choice) == gains, best
+        assert predicted(found).seconds <= predicted(best).seconds * (1 + HYSTERESIS / 4) or not gains
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -158,7 +158,7 @@ def test_a_turn_whose_conversation_cannot_go_on_ends_and_no_step_fails(monkeypat
         raise OSError("as told")
 
     with ConversationStore(model_of("llama"), host_budget="8MiB", block_size=4) as store:
-        monkeypatch.setattr(store, "went_on", fails)
+        monkeypatch.setattr(store.conversations, "went_on", fails)
         engine = Engine(model_of("llama"), store=store)
         name = engine.add_request(HISTORY, conversation="alice", max_new_tokens=4, do_sample=False)
         while engine.step():

@@ -23,8 +23,8 @@ _SWITCHED = "_kvtier_attention"
 
 
 class _Changes:
-    """Of what configs say. Engines are made and closed in threads of their own; and a signal handler may close one in
-    the midst of this."""
+    """Changes of what configs say, one at a time. Engines are made and closed in threads of their own; and a signal
+    handler may close one in the midst of this."""
 
     def __init__(self) -> None:
         self.lock = new_lock()

@@ -93,11 +93,16 @@ def generates_as_usual(model: Any) -> bool:
     return type(model).generate is GenerationMixin.generate
 
 
+#: What the first argument of Transformers' `generate` is called, and of some models' own.
+_IDS = ("inputs", "input_ids")
+
+
 def takes_ids_first(model: Any) -> bool:
     """Whether token ids are the first argument of a model's `generate`, as of Transformers' own. Where another input is
     (Kosmos-2: pixels), the model makes of them what it computes with."""
-    first = next(iter(inspect.signature(inner(model).generate).parameters.values()))
-    return first.kind is first.VAR_POSITIONAL or first.name in ("inputs", "input_ids")
+    generate = getattr(inner(model), "generate", model.generate)
+    first = next(iter(inspect.signature(generate).parameters.values()), None)
+    return first is None or first.kind in (first.VAR_POSITIONAL, first.VAR_KEYWORD) or first.name in _IDS
 
 
 def prefills_as_usual(model: Any) -> bool:

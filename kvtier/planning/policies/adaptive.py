@@ -493,9 +493,9 @@ class Adaptive(FixedShare):
 
 
 def _some(choice: int) -> list[int]:
-    """The choice, those next to it, and each `SPACING`-th, none and all among them. Where the makespan falls to its
-    least and rises behind it, with no step but at none and all, one of these gains at least a quarter of what the best
-    one does: it is at a quarter of the distance to that, or further."""
+    """The choice, those next to it, and each `SPACING`-th, none and all among them. Where the makespan falls ever more
+    slowly to its least, with no step but at none and all, one of these gains at least a quarter of what the best one
+    does: it is at a quarter of the distance to that, or further."""
     return [x for x in range(CHOICES) if abs(x - choice) <= 1 or x % SPACING == 0]
 
 
@@ -508,12 +508,12 @@ def _least(seconds: Callable[[int], float], seen: dict[int, float]) -> int:
             if seen[x] < seen.get(below, math.inf) and seen[x] <= seen.get(above, math.inf):
                 new |= {(max(below, 0) + x) // 2, (x + min(above, CHOICES - 1) + 1) // 2} - seen.keys()
         if not new:
-            return min(seen, key=seen.__getitem__)
+            return min(order, key=seen.__getitem__)  # of equal ones the first
         seen.update({x: seconds(x) for x in new})
 
 
 def _as_good(seconds: Callable[[int], float], seen: dict[int, float], most: float) -> int:
-    """The least choice, and so the least traffic, that takes no more than `most` seconds."""
+    """The least choice, and so the least traffic, that takes no more than `most` seconds, where they fall to it."""
     best = min([x for x, each in seen.items() if each <= most])
     below = max([x for x in seen if x < best], default=-1)
     while best - below > 1:

@@ -139,7 +139,7 @@ def analyse(
         overlaps=state.overlaps,
         spilled_blocks=blocks,
         spilled_bytes=nbytes,
-        share=now.fetched_bytes / nbytes if nbytes else now.share,
+        share=min(now.fetched_bytes / nbytes, 1.0) if state.overlaps and nbytes else now.share,
         predicted=now.seconds if known else None,
         error=now.error,
         resident=resident if known else None,
@@ -221,7 +221,7 @@ def _share(policy: Policy, steps: Sequence[StepRecord]) -> float:
     less where the room for fetches was short."""
     if isinstance(policy, Logged):
         policy = policy.policy
-    if type(policy) is FixedShare:
+    if isinstance(policy, FixedShare) and type(policy).plan is FixedShare.plan:
         return policy.share
     shares = [x.bytes_up / (x.bytes_up + x.host_bytes) for x in steps if x.bytes_up + x.host_bytes]
     return statistics.median(shares) if shares else 0.0

@@ -92,3 +92,18 @@ def test_a_sequence_ends_with_the_token_that_completes_a_stop_string(trained: tu
         found.append(ends(torch.tensor([ids]), None))
     complete = next(i for i in range(len(answer)) if text in tokenizer.decode(answer[: i + 1])) + len(special)
     assert found.index(True) == complete
+
+
+@pytest.mark.parametrize("stop", ["\n", "\U0001f642", "a\U0001f642\n"])
+def test_a_string_counts_that_ends_behind_the_least_tokens_where_these_end_in_a_character(
+    trained: tuple[Any, Any], stop: str
+) -> None:
+    tokenizer = trained[1]
+    answer = tokenizer("a\U0001f642\n")["input_ids"]
+    complete = next(i for i in range(len(answer)) if stop in tokenizer.decode(answer[: i + 1]))
+    halves = [i for i in range(1, complete + 1) if tokenizer.decode(answer[:i]).endswith("\ufffd")]
+    assert halves, "tokens are parts of characters"
+    for least in halves:
+        ends = StopsInAnswer(tokenizer, [stop], 0, least=least)
+        found = [ends(torch.tensor([answer[: i + 1]]), None) for i in range(len(answer))]
+        assert found.index(True) == complete, least

@@ -29,7 +29,7 @@ class Folder:
     forked.
 
     The directory itself may be a symbolic link: whoever gives it decides where it is. What a store keeps in it may not,
-    nor may its database be a hard link, so that nothing outside is read or written.
+    nor may its lock and its database be hard links, so that nothing outside is read or written.
 
     Args:
         directory: made if it is missing, for its owner only.
@@ -48,11 +48,15 @@ class Folder:
         self._owner = os.getpid()
         refused = f"directory={str(directory)!r} cannot be used: "
         try:
-            if len(os.fsencode(os.path.realpath(self.path / MANIFEST))) > _LONGEST_PATH:
-                raise ConfigError(
-                    refused + f"SQLite opens no file whose path has more than {_LONGEST_PATH} bytes, as that of "
-                    f"{MANIFEST} there has. Give a shorter one."
-                )
+            is_too_long = len(os.fsencode(os.path.realpath(self.path / MANIFEST))) > _LONGEST_PATH
+        except (OSError, ValueError):  # a path that no system takes: said below
+            is_too_long = False
+        if is_too_long:
+            raise ConfigError(
+                refused + f"SQLite opens no file whose path has more than {_LONGEST_PATH} bytes, as that of "
+                f"{MANIFEST} there has. Give a shorter one."
+            )
+        try:
             made_now = not self.path.exists()
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._held = io.FileIO(os.fspath(self.path / "lock"), "r+", opener=_open_lock)
@@ -61,7 +65,13 @@ class Folder:
         # Who drops a store without closing it lets others open the folder.
         self._dropped = weakref.finalize(self, _release, self._held, self._owner)
         heed(self)
+        linked = (
+            "there is one file with another one, a hard link as `cp -al` makes it: what is saved in one changes "
+            "the other. Copy the folder without links, and use the copy."
+        )
         try:
+            if os.fstat(self._held.fileno()).st_nlink > 1:  # before whoever holds the other one is told of
+                raise ConfigError(f"{refused}lock {linked}")
             try:
                 fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -75,11 +85,7 @@ class Folder:
                     if not stat.S_ISREG(found.st_mode):
                         raise ConfigError(refused + f"{name} there is not a regular file. Give another directory.")
                     if found.st_nlink > 1:
-                        raise ConfigError(
-                            refused + f"{name} there is one file with that of another directory, a hard link as "
-                            "`cp -al` makes it, and what is saved in one would change the other. Put a copy in its "
-                            "place."
-                        )
+                        raise ConfigError(f"{refused}{name} {linked}")
             # SQLite would make it readable for others.
             made = os.open(self.path / MANIFEST, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
             try:
@@ -141,7 +147,8 @@ class Folder:
         """As of `Inherited`: the lock is of the open file, which both processes have. Where the parent is killed, this
         one would keep it as long as it lives."""
         self._dropped.detach()
-        self._held.close()
+        with contextlib.suppress(OSError):
+            self._held.close()
 
 
 def file_of(directory: Path, number: int) -> Path:
@@ -178,7 +185,8 @@ def _open_lock(file: str, _: int) -> int:
 def _release(held: io.FileIO, owner: int) -> None:
     # A process that is being forked right now shares the lock, and must not end that of its parent. Nor may it keep it
     # when the parent has closed.
-    with contextlib.suppress(OSError):
-        if os.getpid() == owner and not held.closed:
+    if os.getpid() == owner and not held.closed:
+        with contextlib.suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):
         held.close()
