@@ -12,6 +12,7 @@ import torch
 from kvtier.config import Size
 from kvtier.conversation.index import packed
 from kvtier.errors import ConfigError
+from kvtier.hf.cache.options import given_memory
 from kvtier.hf.models.templates import is_processor
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
@@ -116,11 +117,8 @@ def memory_of(
     if memory is None:
         host_budget, audit = "auto" if host_budget is None else host_budget, "sampled" if audit is None else audit
         return TieredMemory(device_budget=device_budget, host_budget=host_budget, policy=policy, audit=audit)
-    if (device_budget, host_budget, policy, audit) != (None, None, None, None):
-        raise ConfigError(
-            "The store is given a memory, and budgets, policy and audit are set there: TieredMemory(...)."
-        )
-    return memory
+    given = {"device_budget": device_budget, "host_budget": host_budget, "policy": policy, "audit": audit}
+    return given_memory("store", memory, given)
 
 
 def check_text(tokenizer: object, messages: Sequence[Mapping[str, Any]]) -> None:

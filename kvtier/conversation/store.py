@@ -43,6 +43,7 @@ from kvtier.eviction.policies.names import policy_of
 from kvtier.eviction.policy import EvictionPolicy
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.devices import devices_of
+from kvtier.hf.models.fingerprint import fingerprint
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policy import Policy
 
@@ -128,7 +129,7 @@ class ConversationStore:
         if directory is None and disk_budget is not None:
             raise ConfigError("disk_budget is given without a directory.")
         limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
-        disk = None if directory is None else Disk(directory, limit, of.fingerprint(model), prefix())
+        disk = None if directory is None else Disk(directory, limit, fingerprint(model), prefix())
         try:
             self._begin(disk, loading, states)
         except BaseException:

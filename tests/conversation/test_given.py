@@ -11,7 +11,7 @@ import torch
 from families import tiny_model
 from test_store import GREEDY, Tokenizer, ones, some_ids, store_of
 
-from kvtier import ConfigError, ConversationStore
+from kvtier import ConfigError, ConversationStore, TieredMemory
 from kvtier.conversation.given import LONGEST_NAME
 
 NAMES: dict[str, Any] = {
@@ -129,3 +129,13 @@ def test_a_conversation_is_given_one_row(ids: torch.Tensor, store: ConversationS
     chat = store.open("one row")
     refused(lambda: chat.generate(ids, **GREEDY), "one row")
     assert chat.ids == []
+
+
+@pytest.mark.parametrize("option", ["device_budget", "host_budget", "policy", "audit"])
+def test_an_option_of_a_memory_that_is_given_is_refused_by_its_name(option: str) -> None:
+    value = {"policy": "all-fetch", "audit": "full"}.get(option, "1MiB")
+    with TieredMemory(host_budget="1MiB") as memory:
+        refused(
+            lambda: ConversationStore(tiny_model("llama"), memory=memory, **{option: value}), f"{option}: the store"
+        )
+    refused(lambda: ConversationStore(tiny_model("llama"), memory=5), "memory=5 is not .* the store then has")

@@ -47,24 +47,27 @@ def memory_of(
         )
         share = None if write_through is None else parse_share("write_through", write_through)
         return TieredMemory.of_one_cache(budgets, policy_of(policy, share))
+    given = {"device_budget": device_budget, "host_budget": host_budget, "write_through": write_through}
+    return given_memory("cache", memory, given | {"policy": policy, "audit": audit})
+
+
+def given_memory(whose: str, memory: object, options: Mapping[str, object]) -> TieredMemory:
+    """The memory that a cache or a store is given. Options that are not None are refused: it has its own.
+
+    Raises:
+        ConfigError: no memory, or options.
+    """
     if not isinstance(memory, TieredMemory):
         raise ConfigError(
             f"memory={memory!r} is not a TieredMemory. Make one with kvtier.TieredMemory(device_budget=...), "
-            "or leave it out: the cache then has a memory of its own."
+            f"or leave it out: the {whose} then has a memory of its own."
         )
-    given = {
-        "device_budget": device_budget,
-        "host_budget": host_budget,
-        "write_through": write_through,
-        "policy": policy,
-        "audit": audit,
-    }
-    twice = [name for name, value in given.items() if value is not None]
+    twice = [name for name, value in options.items() if value is not None]
     if twice:
         its_own = " and ".join(twice)
         policy_of_it = ", in its policy" if "write_through" in twice else ""
         raise ConfigError(
-            f"{its_own}: the cache is given a memory, and what applies is what that has. Set it "
+            f"{its_own}: the {whose} is given a memory, and what applies is what that has. Set it "
             f"there{policy_of_it}: kvtier.TieredMemory(device_budget=..., policy=kvtier.Policy(...))."
         )
     return memory

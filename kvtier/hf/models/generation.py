@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import itertools
-import json
 import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +17,6 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
 
-from kvtier.cpu.checksum import checksums
 from kvtier.errors import ConfigError
 from kvtier.hf.models.layers import transformers_layers
 from kvtier.hf.models.names import CACHE
@@ -30,16 +27,12 @@ COMPUTED_BY = f"transformers {transformers.__version__}"
 #: What `generate` takes that is no input of a model.
 _SIGNATURE = frozenset(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "kwargs"}
 _SETTINGS = frozenset(vars(GenerationConfig()))
-#: Parts of a config that change no key and no value.
-_NOT_OF_KV = frozenset(("transformers_version", "use_cache", "architectures", "torch_dtype", "name_or_path"))
 #: Modules that give the same in training mode: who adds one to a model need not think of it.
 _SAME_IN_TRAINING = frozenset(
     (torch.nn.Identity, torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList, torch.nn.ModuleDict)
 )
 #: Tokens of the trial whether states go on, and of its first part.
 _TRIAL, _FIRST = 12, 7
-#: Bytes of weights of which one checksum is digested.
-_PIECE = 4096
 #: Of each model that was asked: see `shift_of_positions`.
 _shifts: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
 
@@ -180,18 +173,18 @@ def device_of(model: Any) -> torch.device:
 
 def executes_on(model: Any) -> torch.device | None:
     """Where `accelerate` brings the weights of a module for a forward; None: nowhere."""
-    for hook in (hook for module in model.modules() for hook in _hooks(module)):
+    for hook in (hook for module in model.modules() for hook in hooks(module)):
         found = getattr(hook, "execution_device", None)
         if found is not None:
             return torch.device(found)
     return None
 
 
-def _hooks(module: Any) -> Sequence[Any]:
+def hooks(module: Any) -> Sequence[Any]:
     """Of `accelerate`, on a module."""
     hook = getattr(module, "_hf_hook", None)
-    hooks: Sequence[Any] = getattr(hook, "hooks", (hook,))
-    return hooks
+    found: Sequence[Any] = getattr(hook, "hooks", (hook,))
+    return found
 
 
 class Depends(NamedTuple):
@@ -311,12 +304,12 @@ def _weights(modules: list[Any]) -> int:
             if x is not None:
                 total = hash((total, number(x), 0 if x.is_inference() else x._version))
         if module._buffers:
-            for x in _lasting_buffers(module).values():
+            for x in lasting_buffers(module).values():
                 total = hash((total, number(x), 0 if x.is_inference() else x._version))
     return total
 
 
-def _lasting_buffers(module: Any) -> dict[str, torch.Tensor]:
+def lasting_buffers(module: Any) -> dict[str, torch.Tensor]:
     """The buffers of a module that say what it will compute.
 
     A rotary embedding that depends on the length writes its frequencies in forwards: "longrope" in each one, from
@@ -332,61 +325,6 @@ def _lasting_buffers(module: Any) -> dict[str, torch.Tensor]:
         elif kind == "dynamic" and name in found and original in found:
             found[name] = found[original]
     return found
-
-
-def _buffers(model: Any) -> dict[str, torch.Tensor]:
-    """All buffers that a model begins with, those that are not saved with it included."""
-    found = dict[str, torch.Tensor]()
-    for path, module in model.named_modules():
-        if module._buffers:
-            found |= {f"{path}.{name}".lstrip("."): x for name, x in _lasting_buffers(module).items()}
-    return found
-
-
-def fingerprint(model: Any) -> dict[str, str]:
-    """What saved keys and values are of: every weight and buffer, the dtypes, and the config as the code reads it that
-    `read_by` names. Reads all of them.
-
-    Raises:
-        ConfigError: some weights are nowhere to be read.
-    """
-    weights = hashlib.blake2b(digest_size=16)
-    state = inner(model).state_dict()
-    # Buffers that are no part of the state (frequencies of rotary embeddings, say) make other keys too.
-    for name, x in sorted((_buffers(inner(model)) | state).items()):
-        weights.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        data = _loaded(model, name, x).detach().to("cpu").contiguous().view(-1)
-        if name not in state and data.is_floating_point():
-            data = data.bfloat16()  # each process computes them, on whatever device: the last bits may be others
-        data = data.view(torch.uint8)
-        # A word that differs changes the checksum of its piece; to digest these takes next to nothing.
-        pieces = data.numel() // _PIECE
-        weights.update(checksums(data.data_ptr(), pieces, _PIECE, 0).tobytes())
-        weights.update(data[pieces * _PIECE :].numpy().data)
-    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_OF_KV}
-    return {
-        "model": type(inner(model)).__name__,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "config": hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=16).hexdigest(),
-        "weights": weights.hexdigest(),
-        "read_by": COMPUTED_BY,
-    }
-
-
-def _loaded(model: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """A weight, from where `accelerate` has put it."""
-    if weight.device.type != "meta":
-        return weight
-    path, _, short = name.rpartition(".")
-    module = inner(model).get_submodule(path)
-    for hook in _hooks(module):
-        with contextlib.suppress(AttributeError, KeyError, TypeError):  # without a map, or of other weights
-            found: torch.Tensor = hook.weights_map[short]
-            return found
-    raise ConfigError(
-        f"The weight {name} is on the meta device, and nobody says where its values are: what is saved could not be "
-        "bound to it. Load the model, or leave directory= away."
-    )
 
 
 def recomputed(model: Any, ids: torch.Tensor, layers: Collection[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
