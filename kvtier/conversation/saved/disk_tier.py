@@ -22,7 +22,7 @@ from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.saved.waiting import Saved
 from kvtier.errors import BudgetError
-from kvtier.hf.models import generation as of
+from kvtier.hf.models import fingerprint
 from kvtier.hf.models.devices import Devices
 from kvtier.kernels import launch
 from kvtier.memory.access.change import ask
@@ -270,14 +270,14 @@ class DiskTier:
 def prefix() -> str:
     """What the keys begin with, on the disk, of what this process computes. A model's code is Transformers', and other
     versions of it may compute other keys and values of the same weights."""
-    return prefix_of(of.COMPUTED_BY)
+    return prefix_of(fingerprint.COMPUTED_BY)
 
 
 def _key(key: Hashable) -> str | None:
     """A key as the disk has it; None: what is under it is not saved, for other processes cannot know its salt."""
     computed_as, salt = cast(tuple[tuple[Any, ...], Any], key)
     is_known = salt is None or type(salt) in (str, int, bytes)
-    return key_of(of.COMPUTED_BY, computed_as, salt) if is_known else None
+    return key_of(fingerprint.COMPUTED_BY, computed_as, salt) if is_known else None
 
 
 def _tell_others(disk: Disk) -> None:
@@ -290,9 +290,9 @@ def _tell_others(disk: Disk) -> None:
         size = format_size(sum(disk.others.values()))
         until = "" if disk.room.budget is None else " until the disk budget needs the room"
         disk.problem = (
-            f"{disk.path} has keys and values that were computed by {names}. This is {of.COMPUTED_BY}, whose models "
-            "may compute others: they are computed again where they are needed. Conversations, their ids and messages, "
-            f"are what they were. What the others have computed takes {size}, and stays{until}; "
+            f"{disk.path} has keys and values that were computed by {names}. This is {fingerprint.COMPUTED_BY}, "
+            "whose models may compute others: they are computed again where they are needed. Conversations, their ids "
+            f"and messages, are what they were. What the others have computed takes {size}, and stays{until}; "
             f"once no store has the folder open, `kvtier store drop {shlex.quote(str(disk.path))} {short}` removes it."
         )
         warnings.warn(disk.problem, RuntimeWarning, stacklevel=4)

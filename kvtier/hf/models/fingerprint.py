@@ -8,11 +8,14 @@ import json
 from typing import Any
 
 import torch
+import transformers
 
 from kvtier.cpu.checksum import checksums
 from kvtier.errors import ConfigError
-from kvtier.hf.models.generation import COMPUTED_BY, hooks, inner, lasting_buffers
+from kvtier.hf.models.generation import hooks, inner, lasting_buffers
 
+#: Whose models compute keys and values. The whole version: releases of patches mend models, too.
+COMPUTED_BY = f"transformers {transformers.__version__}"
 #: Parts of a config that change no key and no value.
 _NOT_OF_KV = frozenset(("transformers_version", "use_cache", "architectures", "torch_dtype", "name_or_path"))
 #: Bytes of weights of which one checksum is digested.

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.generation import GenerationMixin
@@ -22,8 +21,6 @@ from kvtier.hf.models.layers import transformers_layers
 from kvtier.hf.models.names import CACHE
 from kvtier.hf.models.written import numbers
 
-#: Whose models compute keys and values. The whole version: releases of patches mend models, too.
-COMPUTED_BY = f"transformers {transformers.__version__}"
 #: What `generate` takes that is no input of a model.
 _SIGNATURE = frozenset(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "kwargs"}
 _SETTINGS = frozenset(vars(GenerationConfig()))

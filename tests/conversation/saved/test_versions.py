@@ -23,7 +23,7 @@ from kvtier.conversation.disk.files.folder import MANIFEST
 from kvtier.conversation.disk.manifest import Row
 from kvtier.conversation.index import packed
 from kvtier.eviction.rank import Rank
-from kvtier.hf.models import generation
+from kvtier.hf.models import fingerprint
 
 OTHER = "transformers 5.17.0.dev0"
 
@@ -34,16 +34,16 @@ def model() -> Any:
 
 
 def under(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "COMPUTED_BY", version)
+    monkeypatch.setattr(fingerprint, "COMPUTED_BY", version)
 
 
 def said(message: str) -> str:
     """A warning that says which versions there are, and that histories stay."""
-    return rf"computed by {re.escape(message)}\. This is {re.escape(generation.COMPUTED_BY)}, .* computed again"
+    return rf"computed by {re.escape(message)}\. This is {re.escape(fingerprint.COMPUTED_BY)}, .* computed again"
 
 
 def test_what_is_computed_is_of_the_whole_version() -> None:
-    assert generation.COMPUTED_BY.split() == ["transformers", transformers.__version__]
+    assert fingerprint.COMPUTED_BY.split() == ["transformers", transformers.__version__]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -173,7 +173,7 @@ def test_of_a_folder_that_does_not_say_which_version_nothing_is_used(model: Any,
         for number, key, parent, *rest in db.execute(select).fetchall():
             assert parent is None
             row = Row.of(
-                number, key.replace(f"{generation.COMPUTED_BY!r}, ", "", 1).replace("None)", "None,)", 1), None, *rest
+                number, key.replace(f"{fingerprint.COMPUTED_BY!r}, ", "", 1).replace("None)", "None,)", 1), None, *rest
             )
             assert row.key == "((None,), None)"
             db.execute("UPDATE chunks SET key = ?, digest = ? WHERE number = ?", (row.key, row.digest, number))
