@@ -217,6 +217,7 @@ class Simulation:
         began = self._now
         before, self._tokens = self._tokens, self._tokens + load.tokens
         full = before // load.block_size, self._tokens // load.block_size
+        seals = full[0] != full[1]
         if any(x.spilled for x in self._layers):
             self._plan = self._policy.plan(self._state())
             if self.traced:
@@ -227,14 +228,17 @@ class Simulation:
         for i, layer in enumerate(self._forward):
             if layer is None:
                 seconds = self._noisy(load.linear)
-                self._event("compute", f"layer {i}", self._now, seconds, layer=i)
+                if self.traced:
+                    self._event("compute", f"layer {i}", self._now, seconds, layer=i)
                 self._now += seconds
                 continue
-            self._seal(layer, *full)
-            self._now = self._layer(layer, number)
+            if seals:
+                self._seal(layer, *full)
+            self._now = self._layer(layer)
             self._after(layer)
         record.seconds = self._now - began
-        self._event("step", f"step {number}", began, record.seconds, **step_args(record))
+        if self.traced:
+            self._event("step", f"step {number}", began, record.seconds, **step_args(record))
         self.records.append(record)
         if self._plan is not None:
             self._policy.observe(record)
@@ -252,37 +256,45 @@ class Simulation:
 
     # A layer
 
-    def _layer(self, layer: _Layer, number: int) -> float:
-        load, rates, record = self.load, self.machine.rates, self._record
-        ready = self._now + self._noisy(load.linear)
-        self._event("compute", f"layer {layer.layer}", self._now, ready - self._now, layer=layer.layer)
-        bytes_of = load.block_bytes
-        own = ready + self._noisy((layer.resident + load.sequences) * bytes_of / rates.device)
+    def _layer(self, layer: _Layer) -> float:
+        load, rates, record, noisy = self.load, self.machine.rates, self._record, self._noisy
+        began, bytes_of = self._now, load.block_bytes
+        ready = began + noisy(load.linear)
+        own = ready + noisy((layer.resident + load.sequences) * bytes_of / rates.device)
         arrived = max(own, layer.arrival) if layer.transient else own
-        ended = arrived + self._noisy(layer.transient * bytes_of / rates.device)
-        hosted = (layer.spilled - layer.transient) * bytes_of
+        ended = arrived + noisy(layer.transient * bytes_of / rates.device)
+        blocks = layer.spilled - layer.transient
         host = ready
-        if hosted:
-            rate = rates.host
-            seconds = hosted / rate
+        if blocks:
+            hosted = blocks * bytes_of
+            seconds = hosted / rates.host
             busy = min(max(self._up - ready, 0.0) / seconds, 1.0)
-            seconds = self._noisy(seconds / (1 - rates.shared * busy))
-            host = ready + self._noisy(rates.host_overhead) + seconds
+            seconds = noisy(seconds / (1 - rates.shared * busy))
+            host = ready + noisy(rates.host_overhead) + seconds
             record.host_bytes += hosted
-            record.host_blocks += layer.spilled - layer.transient
+            record.host_blocks += blocks
             record.host_seconds += seconds
-            blocks = layer.spilled - layer.transient
-            self._event(
-                "host", f"layer {layer.layer}", ready, host - ready, layer=layer.layer, blocks=blocks, bytes=hosted
-            )
-        stall = max(ended, host) - max(own + ended - arrived, host)
+        end = max(ended, host)
+        stall = end - max(own + ended - arrived, host)
         record.stall_seconds += stall
-        at, end = arrived - stall, max(ended, host)
-        self._event("compute", f"attention {layer.layer}", ready, (at if stall else end) - ready, layer=layer.layer)
+        if self.traced:
+            self._trace(layer, (began, ready, arrived, end), stall, blocks, host - ready)
+        return end
+
+    def _trace(
+        self, layer: _Layer, times: tuple[float, float, float, float], stall: float, blocks: int, hosted: float
+    ) -> None:
+        """What a layer did: when it began, had its queries, had what it fetched, and ended."""
+        began, ready, arrived, end = times
+        i = layer.layer
+        self._event("compute", f"layer {i}", began, ready - began, layer=i)
+        nbytes = blocks * self.load.block_bytes
+        self._event("host", f"layer {i}", ready, hosted, layer=i, blocks=blocks, bytes=nbytes)
+        at = arrived - stall
+        self._event("compute", f"attention {i}", ready, (at if stall else end) - ready, layer=i)
         if stall:
-            self._event("stall", f"layer {layer.layer}", at, stall, layer=layer.layer)
-            self._event("compute", f"attention {layer.layer}", arrived, end - arrived, layer=layer.layer)
-        return max(ended, host)
+            self._event("stall", f"layer {i}", at, stall, layer=i)
+            self._event("compute", f"attention {i}", arrived, end - arrived, layer=i)
 
     def _after(self, layer: _Layer) -> None:
         """The layer was read: its fetched blocks leave again, others are fetched."""
@@ -382,7 +394,8 @@ class Simulation:
         record.bytes_up += nbytes
         record.seconds_up += seconds
         record.fetched += blocks
-        self._event("up", f"fetch {layer.layer}", begins, seconds, layer=layer.layer, blocks=blocks, bytes=nbytes)
+        if self.traced:
+            self._event("up", f"fetch {layer.layer}", begins, seconds, layer=layer.layer, blocks=blocks, bytes=nbytes)
 
     def _seal(self, layer: _Layer, before: int, after: int) -> None:
         """The context of each sequence has grown from so many full blocks to so many."""
@@ -399,8 +412,9 @@ class Simulation:
         self._down = begins + seconds
         self._record.bytes_down += nbytes
         self._record.seconds_down += seconds
-        name = f"write back {layer.layer}"
-        self._event("down", name, begins, seconds, layer=layer.layer, blocks=blocks, bytes=nbytes)
+        if self.traced:
+            name = f"write back {layer.layer}"
+            self._event("down", name, begins, seconds, layer=layer.layer, blocks=blocks, bytes=nbytes)
 
     def _make_room(self, blocks: int) -> None:
         if blocks <= self._free:
@@ -420,8 +434,10 @@ class Simulation:
     def _noisy(self, seconds: float) -> float:
         if not self.machine.noise:
             return seconds
-        return seconds * max(self._random.gauss(1, self.machine.noise), 0.1)
+        factor = self._random.gauss(1, self.machine.noise)
+        return seconds * factor if factor > 0.1 else seconds * 0.1
 
     def _event(self, lane: str, name: str, start: float, seconds: float, **args: float) -> None:
-        if self.traced and seconds > 0:
+        """In a trace, of what took a while."""
+        if seconds > 0:
             self.events.append(Event(lane, name, start, seconds, {"step": len(self.records)} | args, "simulated"))
