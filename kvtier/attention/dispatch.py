@@ -128,10 +128,15 @@ def params_of(
     if mask is None and type(scale) is float:
         return plain(scale, causal and queries > 1)
     if mask is not None:
-        if mask.dim() > 4 or mask.shape[-1] != length:
+        if mask.dim() > 4 or mask.shape[-1] != length or not is_mask(mask):
             return None
         mask = mask[(None,) * (4 - mask.dim())]
     return AttentionParams(scale, causal=causal and queries > 1, mask=mask)
+
+
+def is_mask(mask: torch.Tensor) -> bool:
+    """Whether it says what is seen, or what is added to the scores. Integers may be meant as either."""
+    return mask.dtype is torch.bool or mask.is_floating_point()
 
 
 @functools.lru_cache(maxsize=64)

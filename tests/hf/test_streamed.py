@@ -102,6 +102,24 @@ def test_parts_give_what_the_whole_gives(seed: int, device: bool, monkeypatch: p
     cache.close()
 
 
+@pytest.mark.parametrize("queries", [1, 4])
+def test_a_mask_of_integers_is_refused_as_torch_refuses_it(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where parts are attended to by code that would add any numbers to the scores."""
+    monkeypatch.setattr(sizing, "STREAM_BYTES", 2000)
+    keys, values, query = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 2, queries, 8)
+    mask = torch.ones(1, 1, queries, 40, dtype=torch.int64)
+    for budget in (None, 9000):
+        cache = TieredKVCache(device_budget=budget, host_budget=2**24, block_size=4)
+        cache.update(keys[:, :, :30], values[:, :, :30], 0)
+        views = cache.update(keys[:, :, 30:], values[:, :, 30:], 0)
+        for kv in ((keys, values), views):
+            with pytest.raises(RuntimeError, match="dtype"):
+                torch.nn.functional.scaled_dot_product_attention(query, *kv, attn_mask=mask)
+            torch.nn.functional.scaled_dot_product_attention(query, *kv, attn_mask=mask.bool())
+        cache.check_integrity()
+        cache.close()
+
+
 def turns(model: Any, cache: Any, lengths: tuple[int, ...]) -> Iterator[torch.Tensor]:
     """Logits of prompts of so many tokens, one after the other, each followed by two tokens."""
     ids = prompt_ids(length=sum(lengths) + 2 * len(lengths), seed=3)

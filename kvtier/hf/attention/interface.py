@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from kvtier.attention.dispatch import plain, repeat
+from kvtier.attention.dispatch import is_mask, plain, repeat
 from kvtier.errors import UnsupportedError
 from kvtier.hf.attention import packed
 from kvtier.hf.attention.view import KEYS, VALUES, KVView, Snapshot
@@ -89,7 +89,7 @@ def attention_forward(
 
     Raises:
         UnsupportedError: attention weights are asked for, or something that only other implementations know; a mask
-            of more tokens than a layer with a sliding window has.
+            of integers, or of more tokens than a layer with a sliding window has.
         StaleViewError, TransferError, BudgetError: from the cache.
     """
     if (
@@ -117,11 +117,8 @@ def attention_forward(
         out = packed.attend_packed(module, query, key, value, attention_mask, params)
         return out.transpose(1, 2).contiguous(), None
     queries, tokens = query.shape[2], key.shape[2]
-    if attention_mask is not None and sliding_window is not None and attention_mask.shape[-1] > tokens:
-        raise UnsupportedError(
-            f"attention_mask is of {attention_mask.shape[-1]} tokens, and a layer with a sliding window has keys of "
-            f"{tokens}: nothing says which. Give `[batch, tokens]`, or a mask for each type of layer, as a dict."
-        )
+    if attention_mask is not None:
+        _check_mask(attention_mask, tokens, sliding_window)
     causal = attention_mask is None and _is_causal(module, is_causal)
     params = AttentionParams(
         scale=scale,
@@ -150,6 +147,19 @@ def attention_forward(
         position_bias=position_bias,
     )
     return out, None
+
+
+def _check_mask(mask: torch.Tensor, tokens: int, window: int | None) -> None:
+    if not is_mask(mask):
+        raise UnsupportedError(
+            f"attention_mask is of {mask.dtype}. A mask of four axes is bool (True: seen) or floating (added to the "
+            "scores): give `attention_mask.bool()` if 1 stands for what is seen."
+        )
+    if window is not None and mask.shape[-1] > tokens:
+        raise UnsupportedError(
+            f"attention_mask is of {mask.shape[-1]} tokens, and a layer with a sliding window has keys of {tokens}: "
+            "nothing says which. Give `[batch, tokens]`, or a mask for each type of layer, as a dict."
+        )
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:

@@ -195,6 +195,18 @@ def test_a_mask_of_tokens_that_a_window_has_passed_is_refused_as_torch_refuses_i
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["tensors", "views"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8], ids=str)
+def test_a_mask_of_integers_is_refused_and_not_added_to_the_scores(dtype: torch.dtype, views: bool) -> None:
+    q, k, v = tensors(5, 13, 1, K_DIM)
+    bias = torch.zeros(1, KV_HEADS, 5, 13)
+    for softcap, position_bias in itertools.product((None, 3.0), (None, bias)):
+        keys, values = as_views(k, v, 5) if views else (k, v)
+        mask = torch.ones(1, 1, 5, 13, dtype=dtype)
+        with pytest.raises(UnsupportedError, match=r"attention_mask\.bool\(\)"):
+            attention_forward(Layer(), q, keys, values, mask, softcap=softcap, position_bias=position_bias)
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["tensors", "views"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_dropout_is_for_training(softcap: Any, views: bool) -> None:
     q, k, v = tensors(5, 13, 2, K_DIM)
