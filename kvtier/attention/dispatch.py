@@ -42,14 +42,14 @@ def attend(
 
     Returns:
         `[batch, heads, queries, v_dim]` in the query's dtype; where host threads do not serve and `options` are given,
-        bitwise what torch's kernel gives on dense keys and values.
+        bitwise what torch's kernel gives on dense keys and values. One row of queries, or of keys, stands for all.
     """
-    if reader.host_attention and params is not None:
+    layer = reader.layer
+    if reader.host_attention and params is not None and query.shape[0] == layer.batch:
         if split.serves(reader, query, params):
             return split.attend(reader, length, query, params)
         if streaming.serves(reader, length, query, params):
             return streaming.attend(reader, length, query, params, room=room)
-    layer = reader.layer
     if torch.is_grad_enabled() and query.requires_grad and not layer.carries_graph:
         # The query's gradient is right as long as nobody writes into what its graph holds.
         return _torch(*own_kv(reader, length), length, query, params, options, repeats)
@@ -82,6 +82,8 @@ def _torch(
         return F.scaled_dot_product_attention(
             query, repeat(keys, group), repeat(values, group), attn_mask=params.mask, scale=params.scale
         )
+    rows = max(query.shape[0], keys.shape[0])
+    query, keys, values = (x if x.shape[0] == rows else x.expand(rows, -1, -1, -1) for x in (query, keys, values))
     return streaming.attend_part(query, keys, values, params, 0, length)[0].to(query.dtype)
 
 
@@ -112,9 +114,7 @@ def params_of(
     """What a call of `scaled_dot_product_attention` asks for; None where torch alone knows."""
     if options.get("dropout_p") or len(query.shape) != 4:
         return None
-    batch, heads, queries, k_dim = query.shape
-    if batch != layer.batch:
-        return None
+    _, heads, queries, k_dim = query.shape
     given = layer.layout.k_heads * repeats
     if heads != given and given != 1 and not options.get("enable_gqa"):
         return None

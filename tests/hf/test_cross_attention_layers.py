@@ -1,4 +1,4 @@
-"""Models with layers of cross-attention in the same cache, whose length is their own, as on ``DynamicCache``."""
+"""Models with cross-attention, whose keys and values have a length and a batch of their own, as on ``DynamicCache``."""
 
 import copy
 import functools
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import _draw_wide_weights
+from families import _draw_wide_weights, prompt_ids, tiny_model
 from placements import assert_same_as_dynamic_cache
 from transformers import Cache, PreTrainedModel
 
@@ -70,3 +70,20 @@ def test_a_copy_of_an_image_goes_on(way: Callable[[Any], Any]) -> None:
         return found
 
     assert_same_as_dynamic_cache(mllama(), run, "host", block_size=4)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_many_rows_are_decoded_from_one_encoding(name: str, attention: str, placement: Any) -> None:
+    """Torch lets one row of keys stand for all rows of queries."""
+
+    def run(model: PreTrainedModel, cache: Cache) -> Any:
+        ids = prompt_ids(rows=1, length=9)
+        with torch.no_grad():
+            given = {"encoder_outputs": model.get_encoder()(ids), "attention_mask": torch.ones_like(ids)}
+            decoded = [prompt_ids(rows=3, length=n, seed=n) for n in (4, 1, 1)]
+            return [model(**given, decoder_input_ids=x, past_key_values=cache).logits for x in decoded]
+
+    model = tiny_model(name, attention)
+    assert_same_as_dynamic_cache(model, run, placement, block_size=4, host_attention=True)

@@ -14,6 +14,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 import kvtier
 from kvtier import KVView, TieredKVCache, UnsupportedError
+from kvtier.cpu import native
 from kvtier.hf.attention import interface as attention
 from kvtier.hf.attention.interface import attention_forward, attention_mask
 
@@ -192,6 +193,22 @@ def test_a_mask_of_tokens_that_a_window_has_passed_is_refused_as_torch_refuses_i
     for mask in (torch.ones(1, 1, 5, 20, dtype=torch.bool), torch.zeros(1, 1, 5, 20)):
         with pytest.raises(UnsupportedError, match=r"20 tokens.*13"):
             attention_forward(Layer(), q, keys, values, mask, sliding_window=13)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("one", ["query", "keys"])
+def test_one_row_of_queries_or_of_keys_stands_for_all(one: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors(queries, 13, 3, K_DIM)
+    q, k, v = (q[:1], k, v) if one == "query" else (q, k[:1], v[:1])
+    seen = torch.rand(BATCH, 1, queries, 13, generator=torch.Generator().manual_seed(3)) < 0.7
+    seen[..., 0] = True
+    for library, softcap, s_aux in itertools.product((True, False), (None, 3.0), (None, torch.zeros(6))):
+        if not library:
+            monkeypatch.setattr(native, "available", lambda: False)
+        keys, values = as_views(k, v, queries)
+        actual, _ = attention_forward(Layer(3), q, keys, values, seen, scaling=0.3, softcap=softcap, s_aux=s_aux)
+        expected = written_out(q, k, v, seen, 0.3, softcap or 0, s_aux)
+        torch.testing.assert_close(actual.double(), expected, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["tensors", "views"])
