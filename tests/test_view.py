@@ -16,6 +16,8 @@ import forks
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvtier import ClosedError, KVView, StaleViewError, TieredKVCache, UnsupportedError
 from kvtier.hf.attention import view as view_module
@@ -30,12 +32,14 @@ View = torch.Tensor
 Op = Callable[[torch.Tensor], Any]
 
 
-def make(device_slots: int | None = None, first: int = 7) -> tuple[TieredKVCache, torch.Tensor, torch.Tensor]:
+def make(
+    device_slots: int | None = None, first: int = 7, *, host_attention: bool = False
+) -> tuple[TieredKVCache, torch.Tensor, torch.Tensor]:
     """A cache of two layers, and the keys and values that it holds."""
     rng = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(ROWS, HEADS, TOKENS, DIM, generator=rng) for _ in range(2))
     budget = None if device_slots is None else device_slots * SLOT
-    cache = TieredKVCache(device_budget=budget, host_budget=10**7, block_size=BLOCK_SIZE, host_attention=False)
+    cache = TieredKVCache(device_budget=budget, host_budget=10**7, block_size=BLOCK_SIZE, host_attention=host_attention)
     for part in (slice(0, first), slice(first, TOKENS)):
         for layer in range(2):
             cache.update(keys[:, :, part], values[:, :, part], layer)
@@ -418,6 +422,42 @@ def test_a_backward_pass_is_right_or_raises_and_a_forward_pass_is_right(way: str
         return
     with pytest.raises(UnsupportedError, match="backward"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("way", GRADIENTS)
+@pytest.mark.parametrize("device_slots", [None, 14, 1000])
+@pytest.mark.parametrize("host_attention", [False, True])
+def test_forward_mode_ad_gets_the_tangent_of_a_query_and_is_refused_that_of_keys(
+    way: str, device_slots: int | None, host_attention: bool
+) -> None:
+    cache, keys, values = make(device_slots, host_attention=host_attention)
+    new, query, tangent = torch.randn(3, ROWS, HEADS, 1, DIM, generator=torch.Generator().manual_seed(1)).unbind()
+    held = torch.cat([keys, new], 2), torch.cat([values, new], 2)
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        for part in (0, 1):
+            pair = [new, new]
+            pair[part] = forward_ad.make_dual(new, tangent)
+            for act in (
+                lambda pair=pair: cache.update(*pair, 0),
+                lambda part=part: setattr(
+                    cache.layers[0], ("keys", "values")[part], forward_ad.make_dual(keys.clone(), keys)
+                ),
+            ):
+                with pytest.raises(UnsupportedError, match="tangent"):
+                    act()
+            assert cache.get_seq_length() == TOKENS
+        dual = forward_ad.make_dual(query, tangent)
+        ours = forward_ad.unpack_dual(GRADIENTS[way](dual, *cache.update(new, new, 0))).tangent
+        theirs = forward_ad.unpack_dual(GRADIENTS[way](dual, *held)).tangent
+    torch.testing.assert_close(ours, theirs)
+
+    def of_query(x: torch.Tensor) -> torch.Tensor:
+        return GRADIENTS[way](x, *pair_of_views)
+
+    pair_of_views = cache.layers[0].keys, cache.layers[0].values
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(torch.func.jvp(of_query, (query,), (tangent,))[1], theirs)
+    cache.check_integrity()
 
 
 MODES: dict[str, Callable[[], AbstractContextManager]] = {

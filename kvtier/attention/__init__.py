@@ -5,6 +5,7 @@ reader.py     `LayerReader`: how attention reads one layer, and what it keeps fr
 split.py      few queries: each part is attended in place, and the parts are merged
 streaming.py  many queries: the layer passes through a bounded workspace, and the parts are merged
 dense.py      a layer as tensors: in the workspace, or of the caller's own
+tangents.py   what forward-mode AD may ask of it
 dispatch.py   what a model asks for, and which of these ways it goes
 repeat.py     `Repeat`: a decode call like the layer's last one, made again
 """

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from kvtier.attention import split, streaming
 from kvtier.attention.dense import own_kv, workspace_kv
 from kvtier.attention.reader import LayerReader
+from kvtier.attention.tangents import has_tangent, level
 from kvtier.errors import UnsupportedError
 from kvtier.kernels.params import AttentionParams
 from kvtier.tables.layer import LayerKV
@@ -45,6 +46,9 @@ def attend(
         bitwise what torch's kernel gives on dense keys and values. One row of queries, or of keys, stands for all.
     """
     layer = reader.layer
+    if level._current_level >= 0 and has_tangent(query, *_given(params, options)):
+        # Right, as its gradient below is; by torch alone, which says so where a kernel cannot.
+        return _torch(*own_kv(reader, length), length, query, params, options, repeats)
     if reader.host_attention and params is not None and query.shape[0] == layer.batch:
         if split.serves(reader, query, params):
             return split.attend(reader, length, query, params)
@@ -60,6 +64,13 @@ def attend(
         return _torch(*without_gradient(layer, keys, values), length, query, params, options, repeats)
     with workspace_kv(reader, length) as dense:
         return _torch(*without_gradient(layer, *dense), length, query, params, options, repeats)
+
+
+def _given(params: AttentionParams | None, options: dict[str, Any] | None) -> tuple[torch.Tensor | None, ...]:
+    """What else may be differentiated."""
+    if params is None:
+        return ((options or {}).get("attn_mask"),)
+    return params.mask, params.sinks, params.slopes
 
 
 def _torch(

@@ -16,6 +16,7 @@ import torch
 
 from kvtier.attention.reader import LayerReader
 from kvtier.attention.split import MAX_HOST_QUERIES
+from kvtier.attention.tangents import level
 from kvtier.cpu import native
 from kvtier.cpu.loader import check
 from kvtier.kernels.params import AttentionParams
@@ -149,6 +150,7 @@ class Repeat:
             and query.dtype is self._dtype
             and query.is_cpu
             and not query.requires_grad
+            and level._current_level < 0
             and repeats == self._repeats
             and (asked is self._asked or asked == self._asked)
             and not torch.is_autocast_enabled("cpu")

@@ -11,6 +11,7 @@ import torch
 
 from kvtier.attention import split
 from kvtier.attention.reader import LayerReader
+from kvtier.attention.tangents import level, refuse_tangents
 from kvtier.config import CacheOptions
 from kvtier.forward import admission
 from kvtier.forward.planned import LONG_PROMPT, PlannedForward
@@ -81,11 +82,14 @@ class AppendingForward(PlannedForward):
 
         Raises:
             MismatchError, BudgetError, TransferError: the layer is as it was before.
+            UnsupportedError: so it is, and they carry a tangent.
         """
         reader, graph = self.readers.get(index), False
         if keys.requires_grad or values.requires_grad:
             graph = torch.is_grad_enabled()
             keys, values = keys.detach(), values.detach()
+        if level._current_level >= 0:
+            refuse_tangents(keys, values)
         if keys.dtype is not values.dtype:
             keys, values = in_one_dtype(keys, values)
         memory = self.memory
@@ -154,6 +158,7 @@ class AppendingForward(PlannedForward):
             MismatchError, BudgetError, TransferError: the layer holds what it held.
         """
         graph = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
+        refuse_tangents(keys, values)
         keys, values = in_one_dtype(keys.detach(), values.detach())
         memory, owner = self.memory, self._held.owner
         with memory.lock:

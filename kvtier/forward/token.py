@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvtier.attention.reader import LayerReader
+from kvtier.attention.tangents import level
 
 
 class NextToken:
@@ -56,6 +57,7 @@ class NextToken:
             or forward.readers.get(index) is not self.reader
             or keys.requires_grad
             or values.requires_grad
+            or level._current_level >= 0
         ):
             return False
         # `with guard` and refusals written out: what is refused here is refused in the ordinary way, which says why.

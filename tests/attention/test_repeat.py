@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import build_model
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
 from kvtier import InterruptedStepError, TieredKVCache, UnsupportedError
@@ -196,6 +198,17 @@ def with_gradient(layer: Layer) -> None:
     torch.testing.assert_close(got, F.scaled_dot_product_attention(query, layer.keys, layer.values))
 
 
+def with_a_tangent(layer: Layer) -> None:
+    query, tangent = layer.query(), layer.query()
+    views = layer.append(1)
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        query = forward_ad.make_dual(query, tangent)
+        got = forward_ad.unpack_dual(layer.attend(query, *views))
+        want = forward_ad.unpack_dual(F.scaled_dot_product_attention(query, layer.keys, layer.values))
+        torch.testing.assert_close(got.primal, want.primal)
+        torch.testing.assert_close(got.tangent, want.tangent)
+
+
 def under_autocast(layer: Layer) -> None:
     views = layer.append(1)
     with torch.autocast("cpu", torch.bfloat16):
@@ -222,6 +235,7 @@ CHANGES: dict[str, tuple[Callable[[Layer], None], str]] = {
     "other scale": (other_scale, "(asked is self._asked or asked == self._asked)"),
     "masked": (masked, "(asked is self._asked or asked == self._asked)"),
     "with a gradient": (with_gradient, "not query.requires_grad"),
+    "with a tangent": (with_a_tangent, "level._current_level < 0"),
     "under autocast": (under_autocast, 'not torch.is_autocast_enabled("cpu")'),
     "of a graph": (of_a_graph, ""),
 }

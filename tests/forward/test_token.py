@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from kvtier import ConcurrentUseError, InterruptedStepError, TieredKVCache
 from kvtier.cpu import native
@@ -126,6 +127,11 @@ def with_graph(at: Decoding) -> bool:
         return at.takes(tokens()[0].requires_grad_())
 
 
+def with_a_tangent(at: Decoding) -> bool:
+    with forward_ad.dual_level():
+        return at.takes(forward_ad.make_dual(tokens()[0], tokens()[0]))
+
+
 def moved(at: Decoding) -> bool:
     at.cache._forward.readers[1].layer.blocks.version += 1
     return at.takes()
@@ -167,6 +173,7 @@ CHANGES: dict[str, tuple[Callable[[Decoding], bool], str]] = {
     "torn": (torn, "or steps._torn"),
     "replaced": (replaced, "or forward.readers.get(index) is not self.reader"),
     "with a graph": (with_graph, "or keys.requires_grad"),
+    "with a tangent": (with_a_tangent, "or level._current_level >= 0"),
     "moved": (moved, ""),
     "of another thread": (of_another_thread, "steps.owner != me[0] or"),
     "in use": (in_use, "or holder.setdefault(0, me) is not me"),
