@@ -125,6 +125,7 @@ class AppendingForward(PlannedForward):
             ask(progress, Progress(tokens, past, self._record.layers, layers, time.perf_counter() - self._began))
 
     def _append(self, layer: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+        keys, values = layer.widened(keys, values)
         layer.check(keys, values)
         tokens = keys.shape[2]
         if tokens != 1:

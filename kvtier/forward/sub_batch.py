@@ -169,6 +169,7 @@ class SubBatch:
             reader = self._step.reader_for(self, index, keys, values)
             layer = reader.layer
             assert isinstance(layer, PackedLayerKV)
+            keys, values = layer.widened(keys, values)
             layer.check_kind(keys, values)
             layer.device.poll()
             layer.append_packed(keys, values, self._bounds)

@@ -12,7 +12,7 @@ from kvtier.kernels import copies
 from kvtier.memory.access.change import undone
 from kvtier.memory.blocks import residency
 from kvtier.memory.blocks.block import BlockSet, Run, State
-from kvtier.memory.storage.layout import BlockLayout
+from kvtier.memory.storage.layout import BlockLayout, fits
 from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.stats import Counters
 from kvtier.tables import sharing, writing
@@ -124,6 +124,13 @@ class LayerKV:
             and keys.shape == shapes[0]
             and values.shape == shapes[1]
         )
+
+    def widened(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, of one dtype, in that of the layer if they fit there; else as they are, for `check`."""
+        held = self.layout.dtype
+        if keys.dtype is held or not fits(keys, held):
+            return keys, values
+        return keys.to(held), values.to(held)
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise `MismatchError` unless `keys` and `values` continue what the layer holds."""

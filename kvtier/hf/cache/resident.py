@@ -21,6 +21,7 @@ from kvtier.forward.forward import Forward
 from kvtier.hf.cache.layer import TieredLayer, check_meant
 from kvtier.hf.callers.caller import Caller
 from kvtier.hf.models.layers import grows_untiered
+from kvtier.memory.storage.layout import fits
 
 #: What an update of a sliding layer changes.
 _WINDOW = ("keys", "values", "cumulative_length", "is_initialized")
@@ -152,12 +153,7 @@ def _check_fits(index: int, layer: Any, keys: torch.Tensor, values: torch.Tensor
         if not isinstance(held, torch.Tensor) or held.dim() != 4 or new.dim() != 4:
             continue
         same = (new.shape[:2], new.shape[3]) == (held.shape[:2], held.shape[3])
-        if torch.is_autocast_enabled(new.device.type):
-            # Keys and values may come in two dtypes: Transformers keeps both in the wider one.
-            fits = torch.promote_types(new.dtype, held.dtype) == held.dtype
-        else:
-            fits = new.dtype == held.dtype
-        if not same or not fits or new.device != held.device:
+        if not same or not fits(new, held.dtype) or new.device != held.device:
             raise MismatchError(
                 f"Layer {index} holds {tuple(held.shape)} in {held.dtype} on {held.device}, but was given "
                 f"{tuple(new.shape)} in {new.dtype} on {new.device}. A cache serves one model, dtype and batch; "

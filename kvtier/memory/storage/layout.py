@@ -117,4 +117,13 @@ def in_one_dtype(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor
     return keys.to(wide), values.to(wide)
 
 
+def fits(new: torch.Tensor, held: torch.dtype) -> bool:
+    """Whether `new` can be kept in the dtype that is held: in another one only under autocast, which narrows some of
+    what a model computes, and only where that holds it exactly. `DynamicCache` widens it likewise."""
+    if new.dtype is held:
+        return True
+    both = {new.dtype, held} <= _FLOATS and torch.is_autocast_enabled(new.device.type)
+    return both and torch.promote_types(new.dtype, held) is held
+
+
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}

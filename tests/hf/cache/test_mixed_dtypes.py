@@ -124,6 +124,39 @@ def test_layers_that_transformers_keeps_take_them_as_well(
     assert alike(*logits)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("host_attention", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "jamba"])
+def test_autocast_may_begin_behind_forwards_without_it(name: str, host_attention: bool, attention: str) -> None:
+    """Its narrower keys and values are kept in the dtype of those before, with which torch widens them, too."""
+    model = build_model(name, attention)
+    logits = []
+    caches = [dynamic_cache(model), *(tiered_cache(model, x, host_attention=host_attention) for x in (None, ROOMY))]
+    for cache in caches:
+        logits.append([])
+        for i, (length, on) in enumerate([(21, False), (1, True), (1, True), (1, False), (4, True), (1, True)]):
+            with torch.no_grad(), torch.autocast(DEVICE, NARROW, enabled=on):
+                ids = prompt_ids(rows=2, length=length, seed=i)
+                logits[-1].append(model(input_ids=ids, past_key_values=cache).logits.float())
+    for ours in logits[1:]:
+        for x, y in zip(ours, logits[0], strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0.05 * y.abs().max().item() if host_attention else 0)
+    for cache in caches[1:]:
+        check_invariants(cache)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_a_layer_does_not_hold_exactly_is_refused(autocast: bool) -> None:
+    cache = TieredKVCache(block_size=4)
+    narrow = torch.zeros(1, 2, 3, 8, dtype=NARROW)
+    cache.update(narrow, narrow, 0)
+    with torch.autocast(DEVICE, NARROW, enabled=autocast):
+        for dtype in (WIDE, HALF, torch.int32):
+            with pytest.raises(MismatchError, match="one dtype"):
+                cache.update(narrow.to(dtype), narrow.to(dtype), 0)
+    assert cache.get_seq_length() == 3
+
+
 def test_without_autocast_they_refuse_another_dtype_before_they_change() -> None:
     model = build_model("mistral_sliding", "sdpa")
     cache = TieredKVCache(model.config)
