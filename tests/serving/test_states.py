@@ -22,6 +22,7 @@ import kvtier
 from kvtier import ConversationStore, Engine
 from kvtier.serving import prefixes
 from kvtier.serving.costs import Costs
+from kvtier.serving.runners import ragged
 
 NEW = 6
 #: Attention and states in layers of their own, states alone, both in one layer; and one that goes on token by token.
@@ -61,6 +62,39 @@ def ask(engine: Engine, name: str, prompt: list[int], **options: Any) -> tuple[l
     out = generated(name, prompt)
     assert same_as_generate(output.generated_tokens, out.sequences[0, len(prompt) :].tolist(), out.scores)
     return output.generated_tokens, output.cached_tokens
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
+@pytest.mark.parametrize(("copies", "at"), [("row_of", 0), ("row_of", 1), ("row_of", 2), ("joined", 0), ("joined", 1)])
+def test_copies_of_states_that_fail_leave_every_sequence_its_states(
+    name: str, copies: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt joins sequences that decode, and for a copy of their states there is no room."""
+    prompts = [stream_of_tokens(i)[: 10 + i] for i in range(4)]
+    engine = Engine(model_of(name), host_budget="16MiB", block_size=4, state_budget=0)
+    options: dict[str, Any] = {"min_new_tokens": 2 * NEW, "max_new_tokens": 2 * NEW, "do_sample": False}
+    try:
+        names = [engine.add_request(prompt, **options) for prompt in prompts[:3]]
+        while not all(len(engine.output(each).generated_tokens) >= 3 for each in names):
+            engine.step()
+        copy, count = getattr(ragged, copies), itertools.count()
+
+        def failing(*args: Any) -> Any:
+            if next(count) == at:
+                raise torch.OutOfMemoryError("out of memory")
+            return copy(*args)
+
+        monkeypatch.setattr(ragged, copies, failing)
+        names.append(engine.add_request(prompts[3], **options))
+        while engine.step():
+            engine.check_integrity()
+        assert next(count) > at
+        for prompt, each in zip(prompts, names, strict=True):
+            output, out = engine.output(each), generated(name, prompt, 2 * NEW)
+            assert same_as_generate(output.generated_tokens, out.sequences[0, len(prompt) :].tolist(), out.scores)
+            assert output.error is None or (copies == "row_of" and each == names[3])
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("name", GOES_ON)

@@ -84,9 +84,9 @@ class RaggedRunner(OnPackedForward):
     def step(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
         """See `Runner`."""
         forward, rows, device = self.forward, [each.sequence for each in work], of.device_of(self._model)
+        states = self._stack(rows)  # first: where there is no room for it, no sequence has lost anything
         (batch,) = forward.begin([(row.kv, each.tokens) for row, each in zip(rows, work, strict=True)])
         try:
-            states = self._stack(rows)
             ids = [list(each.ids[each.cached : each.cached + each.tokens]) for each in work]
             positions = [list(range(each.cached, each.cached + each.tokens)) for each in work]
             with packing(batch), torch.no_grad():
@@ -116,17 +116,19 @@ class RaggedRunner(OnPackedForward):
         """The states of these sequences, a row for each."""
         if rows != self._rows:
             self._part()
-            fresh = [row for row in rows if not row.states]
-            assert not fresh or len(rows) == 1, "a sequence without states decodes"
-            self._stacked = state_layers(self._config) if fresh else joined([row.states for row in rows])
+            begins = not rows[0].kv.length
+            assert all(row.states for row in rows) or (begins and len(rows) == 1), "a sequence without states decodes"
+            self._stacked = state_layers(self._config) if begins else joined([row.states for row in rows])
             self._rows = rows
+            for row in rows:
+                row.states = {}  # of the last step at the latest: nobody may take them for what they are now
         return self._stacked
 
     def _part(self) -> None:
-        """Give each sequence its own states again."""
-        for i, row in enumerate(self._rows):
-            if not row.removed:
-                row.states = row_of(self._stacked, i)
+        """Give each sequence its own states again: all of them, or none."""
+        own = [(row, row_of(self._stacked, i)) for i, row in enumerate(self._rows) if not row.removed]
+        for row, states in own:
+            row.states = states
         self._rows, self._stacked = [], {}
 
     def blocks(self) -> tuple[int, int, int]:
@@ -165,7 +167,7 @@ class _Ragged:
 
     Attributes:
         kv: its keys and values.
-        states: its own, while they are not stacked with those of others. Nobody changes them: the stack is a copy.
+        states: its own; empty while they are stacked with those of others. Nobody changes them: the stack is a copy.
         removed: it has ended.
     """
 
