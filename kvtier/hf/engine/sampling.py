@@ -7,7 +7,7 @@ import copy
 import difflib
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,50 +25,17 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.hf.engine.copies import copied
+from kvtier.hf.engine.settings import OTHER_WAYS
 from kvtier.hf.models.generation import device_of
 
 #: Processors that look at the scores of one row alone, so that rows with equal ones are processed together.
 _OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 #: Processors of Transformers' own that keep, or may keep, what they have seen of a sequence.
 _OF_SEQUENCES = (SynthIDTextWatermarkLogitsProcessor, PrefixConstrainedLogitsProcessor)
-#: Settings that ask for something other than one sequence, token by token.
-_OTHER_WAYS: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "penalty_alpha": (None, 0, 0.0),
-    "dola_layers": (None,),
-    "constraints": (None, []),
-    "force_words_ids": (None, []),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "guidance_scale": (None, 1, 1.0),
-    "token_healing": (None, False),
-    "use_mtp": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-}
 #: Those that torch takes.
 _LEAST_SEED, _LARGEST_SEED = -(1 << 63), (1 << 64) - 1
 #: Caches that give other tokens than a model's own.
 _LOSSY = ("quantized",)
-
-
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse what a `GenerationConfig` does not take. Another name is an argument of somebody who trusts it.
-
-    Raises:
-        ConfigError: says which, or why.
-    """
-    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    unknown = sorted(settings.keys() - known)
-    if unknown:
-        raise ConfigError(f"{unknown[0]!r:.80} is no setting of `generate`.")
-    try:
-        GenerationConfig(**settings)
-    except Exception as error:  # whatever it does with what it is handed
-        raise ConfigError(f"{type(error).__name__}: {error}.") from None
 
 
 def _checked(seed: Any) -> int | None:
@@ -142,7 +109,7 @@ class Sampling:
         allowed: Callable[[int, torch.Tensor], list[int]] | None = options.pop("prefix_allowed_tokens_fn", None)
         config, others = model._prepare_generation_config(generation_config, **options)
         others = {name: x for name, x in others.items() if x is not None and name not in ("use_cache",)}
-        for name, plain in _OTHER_WAYS.items():
+        for name, plain in OTHER_WAYS.items():
             value = others.get(name, getattr(config, name, None))
             if value not in plain:
                 raise UnsupportedError(f"{name}={value!r}: an engine decodes token by token. Use `model.generate`.")

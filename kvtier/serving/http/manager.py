@@ -215,8 +215,9 @@ class EngineManager(BaseGenerateManager):
         salt = self._keys.salt(caller, asked.cache_salt)
         session = asked.session or caller.session if len(prompts) == 1 else None
         # Without sampling all answers are the same, and Transformers refuses several of them.
-        samples = asked.settings.get("do_sample", bool(self.engine.model.generation_config.do_sample))
-        check_settings(asked.settings, samples, of.vocabulary_of(self.engine.model))
+        own = self.engine.model.generation_config
+        samples = asked.settings.get("do_sample", bool(own.do_sample))
+        check_settings(asked.settings, samples, of.vocabulary_of(self.engine.model), own)
         return _Terms(salt, session, caller.tenant, bool(samples))
 
     def _add(

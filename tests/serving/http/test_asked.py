@@ -18,6 +18,7 @@ from kvtier.serving.http.requests.messages import messages_of, prompts_of
 from kvtier.serving.http.requests.refusals import Refusal
 
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+BAD_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", '"1"', "1" + "0" * 400 + ".0")
 REFUSED: dict[str, list[Any]] = {
     "temperature": [10**400, -1, "hot", True, [], math.inf],
     "top_p": [0, 1.1, "x"],
@@ -47,6 +48,16 @@ REFUSED: dict[str, list[Any]] = {
         *({"priority": 10**6}, {"priority": "high"}, {"tenant": "b"}, {"salt": "x"}, {"logits_processor": ["x"]}),
         *({"generation_config": {}}, {"listener": 1}, {"_from_model_config": True}, {"pad_token_id": "x"}),
         {"do_sample": True, "temperature": 1e-38},
+        # No numbers, or not of the kind that a setting is.
+        *(f'{{"{name}": {x}}}' for name in ("top_p", "max_time", "min_length", "eos_token_id") for x in BAD_NUMBERS),
+        *(f'{{"sequence_bias": [[[5], {x}]]}}' for x in BAD_NUMBERS),
+        *({"do_sample": "no"}, {"do_sample": 1}, {"renormalize_logits": "yes"}, {"top_k": 1.5}, {"top_k": -1}),
+        *({"eos_token_id": x} for x in (1.5, "2", True, [[1]], [1.0], {"1": 2})),
+        *({"bad_words_ids": 5}, {"bad_words_ids": [["a"]]}, {"sequence_bias": [[[True], 1.0]]}),
+        *({"encoder_no_repeat_ngram_size": 10**9}, {"no_repeat_ngram_size": -1}, {"suppress_tokens": "x"}),
+        # What would change nothing here.
+        *({"diversity_penalty": 1.0}, {"cache_implementation": "static"}, {"low_memory": True}, {"num_beams": 4}),
+        *({"length_penalty": 2.0}, {"prefill_chunk_size": 8}, {"continuous_batching_config": {}}, {"use_cache": False}),
         # Deeper than Python reads, and more than a step should look at.
         *(DEEP, {"bad_words_ids": [[i, 1] for i in range(1025)]}, {"sequence_bias": [[[i], 1.0] for i in range(1025)]}),
     ],
@@ -163,6 +174,13 @@ def test_a_generation_config_as_transformers_writes_it_is_taken() -> None:
     assert "transformers_version" not in asked.settings
 
 
+def test_settings_that_say_what_is_the_case_are_taken() -> None:
+    plain = {"num_beams": 1, "use_cache": True, "low_memory": False, "length_penalty": 1.0, "guidance_scale": 1}
+    asked_of("chat", {"generation_config": plain})
+    own = {"bos_token_id": 1, "eos_token_id": [2, -1], "pad_token_id": 0, "exponential_decay_length_penalty": [3, 1.1]}
+    assert asked_of("chat", {"generation_config": own}).settings == own
+
+
 def test_a_session_is_named_by_the_most_telling_field() -> None:
     assert asked_of("chat", {"user": "u", "session_id": "s"}).session == "s"
     for kind in ("chat", "completions", "responses"):
@@ -238,7 +256,12 @@ def test_refusals_have_the_status_and_body_of_the_interface(running: Running) ->
     assert status == 400
     status, error = asked(logit_bias={"999999": 5})
     assert (status, error["param"]) == (400, "logit_bias")
-    for name, ids in (("bad_words_ids", [[5], [99999]]), ("suppress_tokens", [-1]), ("forced_bos_token_id", 10**9)):
+    for name, ids in (
+        ("bad_words_ids", [[5], [99999]]),
+        ("suppress_tokens", [-1]),
+        ("forced_bos_token_id", 10**9),
+        ("eos_token_id", [1, 10**9]),
+    ):
         status, error = asked(generation_config={name: ids})
         assert (status, error["param"]) == (400, name)
     status, error = asked(generation_config={"typical_p": 0.5})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.hf.engine.sampling import check_settings
+from kvtier.hf.engine.settings import check_settings
 from kvtier.serving.http.requests.refusals import invalid, shown
 
 #: Bounds of the interface.
@@ -281,22 +281,13 @@ def _generation_config(text: Any) -> dict[str, Any]:
         raise invalid("generation_config", f"temperature: give at least {_COLDEST:g}, or do_sample: false")
     try:
         check_settings(found)
-    except ConfigError as error:
+    except (ConfigError, RecursionError) as error:
         raise invalid("generation_config", str(error).removesuffix(".")) from None
     return found
 
 
-#: Settings of `generate` that have a field of their own, or that are about more than a sequence.
-_BARRED = frozenset(
-    (
-        "num_return_sequences",
-        "stop_strings",
-        "max_length",
-        "use_cache",
-        "cache_config",
-        "watermarking_config",
-    )
-)
+#: Settings of `generate` that have a field of their own.
+_BARRED = frozenset(("num_return_sequences", "stop_strings", "max_length"))
 
 
 def _bias(value: Any) -> dict[tuple[int, ...], float]:

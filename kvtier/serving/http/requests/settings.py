@@ -14,6 +14,7 @@ from kvtier.serving.http.requests.refusals import invalid
 _OF_TOKENS = (
     "bad_words_ids",
     "begin_suppress_tokens",
+    "eos_token_id",
     "forced_bos_token_id",
     "forced_eos_token_id",
     "sequence_bias",
@@ -31,12 +32,24 @@ _OF_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_settings(settings: Mapping[str, Any], samples: bool, vocabulary: int | None) -> None:
-    """Refuse what no step could do, or what would change nothing. Raises `Refusal`."""
+def check_settings(settings: Mapping[str, Any], samples: bool, vocabulary: int | None, own: Any) -> None:
+    """Refuse what no step could do, or what would change nothing.
+
+    Args:
+        settings: of a request.
+        samples: whether it does.
+        vocabulary: of the model; None: not known.
+        own: the model's generation config, which is no fault of the request's.
+
+    Raises:
+        Refusal: says which, and why.
+    """
     for name in _OF_TOKENS:
-        if vocabulary is None:
-            break
-        wrong = next((x for x in _ids_in(settings.get(name)) if not 0 <= x < vocabulary), None)
+        value = settings.get(name)
+        if vocabulary is None or value == getattr(own, name, None):
+            continue
+        least = -1 if name == "eos_token_id" else 0  # no token, by which no answer ends
+        wrong = next((x for x in _ids_in(value) if not least <= x < vocabulary), None)
         if wrong is not None:
             name = "logit_bias" if name == "sequence_bias" else name
             raise invalid(name, f"token ids are from 0 to {vocabulary - 1}, and {wrong} is none")
