@@ -429,6 +429,7 @@ class Engine:
 
         Raises:
             UnsupportedError: as of `add_request`. Whatever is raised, as by Ctrl-C, cancels them all.
+            ConfigError: a `request_id` for several prompts. Nothing was begun.
         """
         self._loop.check_outside()
         terms = RequestOptions(**{name: options.pop(name) for name in RequestOptions.names() & options.keys()})
@@ -436,6 +437,8 @@ class Engine:
         found: dict[str, RequestOutput] = {}
         added: list[Request] = []
         pending = list(enumerate(map(prompt_of, inputs)))
+        if terms.request_id is not None and len(pending) > 1:
+            raise ConfigError(f"request_id={terms.request_id!r:.80} cannot name {len(pending)} requests: leave it out.")
         own = options_of_each(options, len(pending))
         mine = next(own)
         try:
@@ -447,7 +450,7 @@ class Engine:
                     except QueueFullError:
                         break
                     except (BudgetError, ConfigError) as error:
-                        name = f"refused-{i}"
+                        name = f"refused-{i}" if terms.request_id is None else str(terms.request_id)
                         output = RequestOutput(name, ids, finish_reason="error", error=error)
                         found[name] = output
                     else:

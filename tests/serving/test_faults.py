@@ -585,3 +585,14 @@ def test_a_name_that_a_user_has_given_is_no_other_request_s() -> None:
         pass
     assert engine.output(ended) is output
     engine.close()
+
+
+def test_a_name_is_of_one_request_of_a_batch() -> None:
+    with Engine(tiny_model("llama"), host_budget="8MiB") as engine:
+        with pytest.raises(ConfigError, match="cannot name 2 requests"):
+            engine.generate_batch([[5, 6], [5, 7]], request_id="x", max_new_tokens=2)
+        assert not engine.load.running
+        assert not engine.load.waiting
+        for prompt, failed in (([5, 6], False), ([], True)):
+            (output,) = engine.generate_batch([prompt], request_id="x", max_new_tokens=2).values()
+            assert (output.request_id, output.error is not None) == ("x", failed)
