@@ -5,6 +5,7 @@ KVTIER_TEST_WORKLOADS=100 tries a hundred times as many.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -22,7 +23,7 @@ from families import tiny_model
 from workloads import _bytes_of_a_block, by_generate, model_of
 
 import kvtier
-from kvtier import BudgetError, ConfigError, Engine, QueueFullError
+from kvtier import BudgetError, ConfigError, Engine, QueueFullError, TieredMemory
 from kvtier.serving.requests import MAX_ENDED
 
 TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
@@ -307,6 +308,32 @@ def test_too_small_a_budget_for_the_trial_names_the_smallest_that_works(name: st
     for tier in given:
         with pytest.raises(BudgetError):
             Engine(tiny_model(name), block_size=4, **{**given, tier: given[tier] - 1})
+
+
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "falcon"])
+def test_a_trial_that_finds_no_room_says_nothing_of_the_model(name: str, kind: type[Exception]) -> None:
+    model, memory = tiny_model(name), TieredMemory(host_budget="8MiB")
+    before, forwards, at = model.config._attn_implementation, list[int](), -1
+
+    def fails(*_: Any) -> None:
+        forwards.append(1)
+        if len(forwards) == at:
+            raise kind("out of memory")
+
+    layers = model.transformer.h if name == "falcon" else model.model.layers
+    handle = layers[1].register_forward_pre_hook(fails)
+    with contextlib.closing(memory):
+        Engine(model, memory=memory).close()
+        last = len(forwards)
+        for number in (1, last // 2, last):
+            at = number
+            forwards.clear()
+            with pytest.raises(kind):
+                Engine(model, memory=memory)
+            assert model.config._attn_implementation == before
+            assert not memory.owners
+    handle.remove()
 
 
 def test_in_a_memory_of_others_too_small_a_budget_counts_what_they_hold() -> None:

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
@@ -49,6 +50,8 @@ def transformers_layers(config: PretrainedConfig | None) -> list[Any]:
             importlib.import_module(type(own_config(config)).__module__.replace(".configuration_", ".modeling_"))
             layers = DynamicCache(config=config).layers
         return layers + [copy.deepcopy(layers[i]) for i in looped(config)]
+    except (MemoryError, torch.OutOfMemoryError):  # which says nothing of the config
+        raise
     except Exception as error:
         reason = f"it knows no cache layer of type {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(

@@ -43,6 +43,9 @@ _ALONE, _AT_MOST, _TURNS = 3, 512.0, 4.0
 _Steps = tuple[tuple[int, int], ...]
 _Scores = tuple[list[torch.Tensor], list[torch.Tensor]]
 
+#: What says nothing of the model: others may have taken the room.
+_NO_ROOM = (BudgetError, MemoryError, torch.OutOfMemoryError)
+
 RUNNERS = ("auto", "packed", "ragged", "single")
 
 
@@ -59,6 +62,7 @@ def choose_runner(
     Raises:
         ConfigError: no such name.
         BudgetError: there is no room for the trial, of some forty tokens; names the smallest budget that has.
+        MemoryError, torch.OutOfMemoryError: there is no room outside of the budgets.
         UnsupportedError: "packed" or "ragged" was asked for, and the model cannot be run so; or it cannot be run
             by an engine at all.
     """
@@ -144,7 +148,7 @@ def _together(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[
         if of.knows_length(of.inner(model).config):
             enabled = enable_for(of.inner(model), "an Engine")
         problem = _differs(runner, wanted, steps, model)
-    except BudgetError:
+    except _NO_ROOM:
         if runner is not None:
             runner.close()
         if enabled is not None:
@@ -165,7 +169,7 @@ def _alone(model: Any, memory: TieredMemory, options: CacheOptions) -> SingleRun
     """A runner for one sequence at a time that gives the scores of `generate`.
 
     Raises:
-        BudgetError: there is no room for the trial.
+        BudgetError, MemoryError, torch.OutOfMemoryError: there is no room for the trial.
         UnsupportedError: no way of running it does.
     """
     prompts = [ids[:length] for ids, length in zip(_tokens(model), _PROMPTS, strict=True)]
@@ -175,6 +179,8 @@ def _alone(model: Any, memory: TieredMemory, options: CacheOptions) -> SingleRun
             [of.next_scores(model, ids + tokens[:n], None)[0] for n in range(_ALONE)]
             for ids, (tokens, _) in zip(prompts, wanted, strict=True)
         ]
+    except _NO_ROOM:
+        raise
     except Exception as error:
         raise UnsupportedError(f"{type(model).__name__} cannot be tried: {type(error).__name__}: {error}") from error
     problems = list[str]()
@@ -182,7 +188,7 @@ def _alone(model: Any, memory: TieredMemory, options: CacheOptions) -> SingleRun
         runner = SingleRunner(model, memory, options, cached=cached)
         try:
             problem = _differs_alone(runner, prompts, wanted, wholes, model)
-        except BudgetError:
+        except _NO_ROOM:
             runner.close()
             raise
         except Exception as error:  # whatever a model does with a cache that it does not know

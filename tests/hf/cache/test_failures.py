@@ -24,6 +24,7 @@ from kvtier import (
     MismatchError,
     TieredKVCache,
 )
+from kvtier.hf.models import layers
 
 BLOCK_SIZE = 4
 PROMPT = prompt_ids(rows=2, length=21)
@@ -420,3 +421,15 @@ def test_a_first_forward_that_does_not_fit_is_dropped_where_sliding_layers_hold_
         actual = model(ids[:, :10], past_key_values=cache).logits
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
+def test_a_cache_for_which_there_is_no_memory_says_nothing_of_the_config(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(**_: Any) -> None:
+        raise kind("out of memory")
+
+    monkeypatch.setattr(layers, "DynamicCache", fails)
+    with pytest.raises(kind, match=r"^out of memory$"):
+        TieredKVCache(tiny_model("llama").config)

@@ -82,10 +82,11 @@ OF_CHAT: dict[str, list[Any]] = {
         [{"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}],
         [{"role": "user", "content": [{"type": "image_url"}]}],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}]}],
     ],
 }
 OF_COMPLETIONS: dict[str, list[Any]] = {
-    "best_of": [5],
+    "best_of": [5, True, 1.0],
     "suffix": ["x"],
     "echo": ["x"],
     "logprobs": [-1, 21, True],
@@ -135,6 +136,23 @@ def _read(kind: str, body: dict[str, Any]) -> None:
         prompts_of(body)
     if kind == "responses":
         messages_from(body)
+
+
+@pytest.mark.parametrize("value", [1, 0, 1.0, "x", []])
+@pytest.mark.parametrize("name", ["include_usage", "continuous_usage_stats", "include_obfuscation"])
+def test_what_a_stream_is_to_tell_is_true_or_false(name: str, value: Any) -> None:
+    for taken in (False, None):
+        asked_of("chat", {"stream": True, "stream_options": {name: taken}})
+    with pytest.raises(Refusal, match="true or false"):
+        asked_of("chat", {"stream": True, "stream_options": {name: value}})
+
+
+def test_half_of_a_surrogate_pair_in_the_arguments_of_a_call_is_said_to_be_one() -> None:
+    calls = [{"function": {"name": "f", "arguments": '{"x": "\\ud83d\\ude00"}'}}]
+    messages_of({"messages": [{"role": "assistant", "tool_calls": calls}]})
+    calls[0]["function"]["arguments"] = '{"x": "\\ud83d"}'  # type: ignore[index]
+    with pytest.raises(Refusal, match="surrogate"):
+        messages_of({"messages": [{"role": "assistant", "tool_calls": calls}]})
 
 
 def test_null_is_not_given() -> None:

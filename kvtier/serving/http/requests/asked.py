@@ -321,7 +321,7 @@ def _usage(given: Mapping[str, Any], stream: bool) -> tuple[bool, bool]:
     known = ("include_usage", "continuous_usage_stats", "include_obfuscation")
     if not isinstance(options, dict) or options.keys() - set(known):
         raise invalid("stream_options", "give an object with include_usage, continuous_usage_stats")
-    if not all(options.get(name) in (None, False, True) for name in known):
+    if not all(isinstance(options.get(name), bool | None) for name in known):
         raise invalid("stream_options", "they are true or false")
     if options.get("include_obfuscation"):
         raise invalid("stream_options", "include_obfuscation is not supported")
@@ -383,8 +383,7 @@ def _refuse(given: Mapping[str, Any]) -> None:
 
 
 def _check_completion(given: Mapping[str, Any], found: Asked) -> None:
-    best = given.get("best_of", found.count)
-    if best != found.count:
+    if _Read(given).whole("best_of", 1) not in (None, found.count):
         raise invalid("best_of", "it is not supported: all n answers are given")
     if given.get("suffix"):
         raise invalid("suffix", "it is not supported: write the prompt as the model was trained to fill in")

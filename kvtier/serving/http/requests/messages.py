@@ -94,6 +94,9 @@ def _check_calls(where: str, calls: Any) -> None:
         arguments = function.get("arguments")
         try:
             parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+            json.dumps(parsed, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise invalid(where, "arguments of a function have half of a surrogate pair, which is no text") from None
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
