@@ -34,9 +34,6 @@ class Names(Protocol):
     def add(self, made: Conversation) -> None:
         """A conversation is that of its name, which is free."""
 
-    def turn(self, chat: Conversation) -> contextlib.AbstractContextManager[None]:
-        """This thread's call within is a turn of a conversation."""
-
     def changed(self, chat: Conversation, *, generated: bool = False) -> None:
         """A conversation went on, by this thread's last call or in another way."""
 
@@ -67,8 +64,8 @@ class Store(Protocol):
     def reuse(self) -> tuple[RowReuse, ...]:
         """What each row of this thread's last call began with."""
 
-    def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        """As `model.generate`."""
+    def generate_turn(self, turn_of: str | None, /, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """As `model.generate`, as a turn of the conversation of a name."""
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Nobody closes it within."""
@@ -173,8 +170,7 @@ class Conversation:
             )
         if (of.setting("num_return_sequences", self.store.model, kwargs) or 1) > 1:
             raise ConfigError("A conversation has one answer: use store.generate for several.")
-        with self.store.conversations.turn(self):
-            out = self.store.generate(inputs, salt=self.salt, **kwargs)
+        out = self.store.generate_turn(self.name, inputs, salt=self.salt, **kwargs)
         rows = out if isinstance(out, torch.Tensor) else out.sequences
         if rows.shape[0] != 1:
             return out, self.ids

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from kvtier.conversation.conversation import Conversation, Store
@@ -91,7 +90,7 @@ class Conversations:
             self._ranked = [name for name, ranked in names.items() if ranked]
         self.lock = threading.RLock()
         heed(self)
-        self._here = threading.local()  # of each thread: whose turn its call is, and what the model was in its last one
+        self._here = threading.local()  # of each thread: what the model was in its last call
         self._soon = Soon()
         # Of objects that ended. Nothing else may be done where an object ends, which is at any line of any thread.
         self._dropped: deque[weakref.ref[Conversation]] = deque()
@@ -183,20 +182,6 @@ class Conversations:
         return chat
 
     # Go on
-
-    @contextlib.contextmanager
-    def turn(self, chat: Conversation) -> Iterator[None]:
-        """This thread's call within is a turn of a conversation."""
-        self._here.name = chat.name
-        try:
-            yield
-        finally:
-            self._here.name = None
-
-    def take_turn(self) -> str | None:
-        """The name of the conversation that this thread's call is a turn of; None: of none. Asked once in each turn."""
-        name, self._here.name = getattr(self._here, "name", None), None
-        return name
 
     def generated(self, computed_as: Hashable) -> None:
         """This thread's call ends, and the model was this."""

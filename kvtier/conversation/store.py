@@ -175,9 +175,20 @@ class ConversationStore:
             BudgetError: as of `TieredKVCache`. Whatever else `model.generate` raises passes. What was kept before is
                 kept.
         """
+        return self.generate_turn(None, inputs, generation_config, salt=salt, **kwargs)
+
+    def generate_turn(
+        self,
+        turn_of: str | None,
+        /,
+        inputs: torch.Tensor | None = None,
+        generation_config: Any = None,
+        *,
+        salt: Hashable = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As `generate`, as a turn of the conversation of a name; None: of none."""
         self._under_way.check_open()
-        # Taken: what a streamer of this call generates is no turn of its conversation.
-        turn_of = self.conversations.take_turn()
         if generation_config is not None:
             kwargs["generation_config"] = generation_config
         check_salt(salt)

@@ -7,8 +7,10 @@ import contextlib
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -218,3 +220,42 @@ def test_an_interrupt_while_a_conversation_that_nobody_holds_is_found_leaves_a_s
                 store.find("a")
             cut, at = line.where is not None, at + 1
             send(store.open("a"), "a", toy)
+
+
+def test_a_call_of_a_store_behind_an_interrupted_turn_is_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever `with` was interrupted, and while somebody holds the error, as a notebook does."""
+    toy, turns, held = Toy(random.Random(3)), list[str | None](), list[BaseException]()
+    with ConversationStore(toy, host_budget=4000 * toy.token_bytes, block_size=4) as store:
+        chat, generate = store.open("a"), store._generating.generate
+
+        def noted(*args: Any) -> Any:
+            turns.append(args[-1])
+            return generate(*args)
+
+        monkeypatch.setattr(store._generating, "generate", noted)
+        entered, cut = 0, True
+        while cut:
+            left, cut = entered, False
+
+            def behind_enter(frame: FrameType, event: str, _: Any) -> Any:
+                nonlocal left, cut
+                if frame.f_code.co_name == "__enter__" and frame.f_code.co_filename == contextlib.__file__:
+                    left -= event == "return"
+                    if left < 0 and not cut:
+                        cut = True
+                        raise KeyboardInterrupt
+                return behind_enter
+
+            before = sys.gettrace()
+            sys.settrace(behind_enter)
+            try:
+                chat.generate(torch.tensor([[1, 2, 3, 4]]), **OPTIONS)
+            except KeyboardInterrupt as error:
+                held.append(error)
+            finally:
+                sys.settrace(before)
+            store.generate(torch.tensor([[6, 5, 4, 3]]), **OPTIONS)
+            assert turns.pop() is None
+            entered += 1
+        assert set(turns) == {"a"}
+        assert len(held) > 1

@@ -662,8 +662,6 @@ class World:
         woken = [
             x for x in store._waker._queue for row in rows if x._key == (key[0], salt) and _mostly(x._ids, packed(row))
         ]
-        mine = getattr(store.conversations._here, "name", None)
-        store.conversations._here.name = None  # within a turn of a conversation, this is a call of another thread
         try:
             out = run(store)
         except (KVTierError, Interrupted) as error:
@@ -674,7 +672,6 @@ class World:
                 self._still_refused(run)
             return False
         finally:
-            store.conversations._here.name = mine
             self.depth -= 1
             self.interruptible = before_this
             self.toy.computed = before
