@@ -221,3 +221,10 @@ def test_a_share_is_not_left_and_taken_again_for_what_its_own_room_takes() -> No
     policy = Adaptive(trial.calibrated(0.03))
     assert trial.run(policy, 200) <= 1.02 * trial.best_share(200)
     assert len(policy.decisions(1)) <= 12
+
+
+@pytest.mark.parametrize("seed", [522, 645, 757])
+def test_what_another_choice_shows_of_the_rates_is_no_change_of_the_machine(seed: int) -> None:
+    """Settings in which the host's rate depends on how much is fetched, so that it seems to jump with each choice."""
+    trial = Trial.drawn(seed)
+    assert trial.run(Adaptive(), 200) <= 1.05 * trial.best_share(200)

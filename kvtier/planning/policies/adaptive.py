@@ -126,6 +126,11 @@ class _Cache:
         """Whether a rate goes to and fro."""
         return len(self.jumps) == JUMPS and self.step - self.jumps[0] <= CALM
 
+    @property
+    def free(self) -> bool:
+        """Whether no choice is held on to: none is made yet, or what it was made for has changed."""
+        return not self.started or self.starting or self.jumped
+
 
 #: Of a cache's steps: the device, and whether they are of several tokens each, as those that verify drafts.
 _Kind = tuple[str, bool]
@@ -283,7 +288,7 @@ class Adaptive(FixedShare):
         known.spilled = spilled
         predict = functools.cache(functools.partial(self._predict, known, groups))
         attends = any([x.host_attention for x, _ in groups])
-        reason = "model"
+        reason, was_free = "model", known.free
         if known.probe_from is not None:
             best, reason = self._after_probe(known, predict)
         else:
@@ -303,7 +308,7 @@ class Adaptive(FixedShare):
             known.choice, known.chosen, known.started = best, known.step, True
             known.seen.pop(best, None)  # what it gives is measured again
             number = sum([each.step for each in self._of(state.cache, state.device)])
-            if reason in ("probe", "back"):
+            if reason in ("probe", "back") or (reason == "model" and not was_free):
                 known.moved_until = known.step + SETTLE + WINDOW
             known.decisions.append(Decision(number, reason, predict(best), before))
 
@@ -351,7 +356,7 @@ class Adaptive(FixedShare):
         return seconds * (1 + (ratio - 1) * 0.5 ** (abs(near - choice) / NEAR[0]))
 
     def _best(self, known: _Cache, predict: _Predict) -> int:
-        believed, free = self._believed(known), not known.started or known.starting or known.jumped
+        believed, free = self._believed(known), known.free
 
         def expected(choice: int) -> float:
             return self._corrected(predict(choice).seconds, choice, believed)
