@@ -21,7 +21,7 @@ from benchmarks.harness import Bench
 from benchmarks.records import size
 from benchmarks.scenarios.update import WARM_UP_STEPS, UpdateSession
 from benchmarks.turns import Start, synchronize
-from kvtier.calibration.measurements.copies import scattered, scattered_pools
+from kvtier.calibration.measurements.copies import check_mapped, scattered, scattered_pools
 from kvtier.transfer.copies import Copy, TensorCopy
 from kvtier.transfer.engine import Direction
 from kvtier.transfer.launches import SIZES, Batch, Launches
@@ -107,6 +107,7 @@ class ScatterSession:
         if way == "chosen":
             self.alone, self.together = self.launches.divide(copies, direction)
         elif way == "launch":
+            check_mapped(copies)
             self.together = [copies]
         else:
             self.alone += copies

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -443,6 +444,12 @@ class TieredMemory:
             for pool in self._host.pools.values():
                 pool.close()
         self._host = None
+
+    def __del__(self) -> None:
+        # Copies under way use what would be gone, and what is page-locked has to be said to CUDA. Nobody else has it.
+        if not sys.is_finalizing() and vars(self).get("closed") is False:
+            with contextlib.suppress(Exception):  # of a device that has failed, or that is not this process's
+                self.reset()
 
     def reset_if_unused(self) -> None:
         """Give everything back, as `reset` does, if no cache uses it. For an owner that makes caches one by one."""

@@ -13,7 +13,9 @@ from stream_model import StreamModel
 
 from kvtier.calibration.measurements import copies as measuring
 from kvtier.calibration.measurements.copies import decide
+from kvtier.errors import TransferError
 from kvtier.memory.storage.pool import BlockPool
+from kvtier.memory.storage.slabs import SlabAllocator
 from kvtier.transfer.engine import Direction
 from kvtier.transfer.launches import SIZES, valid
 
@@ -94,3 +96,11 @@ def test_a_measurement_runs_and_gives_all_memory_back(direction: Direction, monk
     assert model.launches
     assert len(made) == 2 * len(SIZES)
     assert not any(pool.allocator.budget.used for pool in made)
+
+
+def test_nothing_is_launched_on_memory_that_the_device_does_not_see(monkeypatch: Patch) -> None:
+    with StreamModel(0, monkeypatch) as model:
+        monkeypatch.setattr(SlabAllocator, "is_mapped", lambda slabs, slab: False)
+        with pytest.raises(TransferError, match="cannot be page-locked"):
+            measuring.measure(CPU, Direction.FETCH)
+    assert not model.launches

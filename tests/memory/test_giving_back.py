@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtier import BudgetError, TieredKVCache
+from kvtier import BudgetError, TieredKVCache, TieredMemory
 from kvtier.memory.storage.slabs import BACK_OFF_STEPS, SlabAllocator
+from kvtier.testing import held, with_doubles
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -96,6 +97,40 @@ def test_a_device_that_is_full_before_its_budget_is_used_up_does_with_less(
     assert stats.device.bytes <= has
     assert stats.device.bytes <= stats.device.budget
     cache.close()
+
+
+@pytest.mark.usefixtures("on_the_host")
+@pytest.mark.parametrize("private", [True, False])
+def test_what_is_dropped_under_a_copy_waits_for_it_and_leaves_nothing_page_locked(
+    private: bool, monkeypatch: pytest.MonkeyPatch, page_locking: Any
+) -> None:
+    make = SlabAllocator.__init__
+
+    def locking(slabs: SlabAllocator, device: torch.device, *args: Any, **kwargs: Any) -> None:
+        make(slabs, device, *args, **(kwargs | {"lock_for": torch.device("cuda", 0)}))
+
+    monkeypatch.setattr(SlabAllocator, "__init__", locking)
+    engines: list[Any] = []
+
+    def late(device: torch.device) -> Any:
+        engines.append(held(0, eagerness=0.0, late=True)(device))
+        return engines[-1]
+
+    if private:
+        cache = with_doubles(TieredKVCache(device_budget=8000, host_budget=10**6, block_size=4), late)
+    else:
+        memory = with_doubles(TieredMemory(device_budget=8000, host_budget=10**6), late)
+        cache = TieredKVCache(block_size=4, memory=memory)
+        del memory
+    for layer in range(2):
+        x = torch.randn(1, 2, 40, 8)
+        cache.update(x, x, layer)
+    assert page_locking.locked
+    assert any(engine.in_flight() for engine in engines)
+    del cache
+    gc.collect()
+    assert page_locking.locked == {}
+    assert not any(engine.in_flight() for engine in engines)
 
 
 # A cache gives its slabs back by reference counting alone: whoever waits for the garbage collector holds gigabytes.

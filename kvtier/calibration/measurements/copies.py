@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from kvtier.errors import TransferError
 from kvtier.memory.storage.layout import BlockLayout
 from kvtier.memory.storage.pool import BlockPool
 from kvtier.memory.storage.slabs import Budget, SlabAllocator
@@ -60,7 +61,7 @@ def measure(device: torch.device, direction: Direction) -> list[int]:
     budgets of caches.
 
     Raises:
-        BudgetError: there is no memory for it.
+        BudgetError: there is no memory for it. TransferError: host memory cannot be page-locked.
     """
     compute, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
@@ -83,6 +84,7 @@ def _times(
     launches = Launches(device)
     try:
         copies = scattered(*pools, count, direction)
+        check_mapped(copies)
 
         def alone() -> Sequence[Batch]:
             for copy in copies:
@@ -142,9 +144,16 @@ def scattered_pools(device: torch.device, nbytes: int, total: int) -> tuple[Bloc
 
 
 def scattered(near: BlockPool, far: BlockPool, count: int, direction: Direction, seed: int = 0) -> list[Copy]:
-    """Copies of `count` single slots between two pools of one slab each, in random order at both ends."""
+    """Copies of `count` single slots between two pools of one slab each, in random order at both ends. Before they are
+    launched, see `check_mapped`."""
     order = random.Random(seed)
     slots = [[p.slabs[0].base + i for i in order.sample(range(p.slots), count)] for p in (near, far)]
     ends = [(near, slots[0]), (far, slots[1])]
     (src, sources), (dst, targets) = reversed(ends) if direction is Direction.FETCH else ends
     return [Copy(src.span(a, 1), dst.span(b, 1)) for a, b in zip(sources, targets, strict=True)]
+
+
+def check_mapped(copies: Sequence[Copy]) -> None:
+    """Raise `TransferError` where a program on the device cannot use the addresses: CUDA would fail for good."""
+    if not all(copy.source.mapped and copy.target.mapped for copy in copies):
+        raise TransferError("Host memory cannot be page-locked here, so that no program on the device can copy it.")

@@ -23,8 +23,8 @@ _FOR_ALL_DEVICES = 1 | 2
 BACK_OFF_STEPS = 8
 #: A byte of what is NaN in fp32, bf16 and fp16 alike.
 POISON = 0xFF
-#: `cudaErrorMemoryAllocation`.
-_OUT_OF_MEMORY = 2
+#: `cudaErrorMemoryAllocation`, `cudaErrorHostMemoryAlreadyRegistered`.
+_OUT_OF_MEMORY, _REGISTERED = 2, 712
 
 
 class Budget:
@@ -303,8 +303,13 @@ class SlabAllocator:
         self._unsure = slab.data_ptr(), device
         # Within the device's own context: elsewhere it would make one, some hundred MiB on a device nobody uses.
         with torch.cuda.device(device):
-            code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), _FOR_ALL_DEVICES)
-            succeeded = _succeeded(code)
+            for _ in range(2):
+                code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), _FOR_ALL_DEVICES)
+                succeeded = _succeeded(code)
+                if int(code) != _REGISTERED:
+                    break
+                # Memory that was there before, and that nobody gave back: the addresses are this slab's now.
+                _succeeded(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
         if succeeded:
             self._locked[slab.data_ptr()] = _Locked(device, slab.numel())
         self._unsure = None
@@ -312,6 +317,8 @@ class SlabAllocator:
             return
         if int(code) == _OUT_OF_MEMORY:
             raise TransferError(f"CUDA could not page-lock {slab.numel()} bytes of it (see `ulimit -l`)")
+        if int(code) == _REGISTERED:
+            return  # it serves as it is; others may be locked
         self.lock_for = None
         warnings.warn(
             f"Host memory cannot be page-locked on this machine (CUDA error {int(code)}): it serves as it is, and "

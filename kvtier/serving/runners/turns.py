@@ -88,7 +88,7 @@ def _end(runs: Sequence[Any]) -> None:
 def _of_thread(device: torch.device) -> tuple[Any, ...]:
     """What torch keeps for a thread, as far as a forward may change it."""
     kind = device.type
-    stream = torch.cuda.current_stream().cuda_stream if kind == "cuda" else 0
+    stream = (torch.cuda.current_device(), torch.cuda.current_stream(device).cuda_stream) if kind == "cuda" else None
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

@@ -153,6 +153,34 @@ def test_where_nothing_can_be_locked_memory_serves_as_it_is_and_it_is_said_once(
     assert slabs.budget.used == 0
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_registration_that_nobody_gave_back_keeps_no_other_memory_from_being_locked(
+    page_locking: Any, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    real, refused = page_locking.cudaHostRegister, list[int]()
+
+    def register(address: int, nbytes: int, flags: int) -> int:
+        """The first addresses are taken, by a registration that goes with `cudaHostUnregister` or stays."""
+        if not refused:
+            page_locking.locked[address] = 1
+        if address in page_locking.locked or (stays and address in refused):
+            refused.append(address)
+            return 712
+        return int(real(address, nbytes, flags))
+
+    monkeypatch.setattr(page_locking, "cudaHostRegister", register)
+    slabs = SlabAllocator(CPU, Budget("host", 2**30), lock_for=torch.device("cuda", 0))
+    first, second = slabs.allocate(4096), slabs.allocate(4096)
+    assert first is not None
+    assert second is not None
+    assert slabs.is_mapped(first) is not stays
+    assert slabs.is_mapped(second)
+    assert len(refused) == 1 + stays
+    for slab in (first, second):
+        slabs.release(slab)
+    assert page_locking.locked == {}
+
+
 @pytest.mark.parametrize("how", ["refused", "raises"])
 def test_a_device_that_failed_for_good_keeps_nobody_from_giving_memory_back(
     page_locking: Any, monkeypatch: pytest.MonkeyPatch, how: str
