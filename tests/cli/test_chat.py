@@ -225,14 +225,14 @@ def test_a_damaged_file_of_a_model_is_a_sentence(talk: Talk, file: str, content:
 def test_what_fails_in_an_answer_is_said_and_the_next_one_comes(
     talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate, errors = ConversationStore.generate, [RuntimeError("out of luck"), KeyboardInterrupt()]
+    generate, errors = ConversationStore.generate_turn, [RuntimeError("out of luck"), KeyboardInterrupt()]
 
     def fails(*args: Any, **options: Any) -> Any:
         if errors:
             raise errors.pop(0)
         return generate(*args, **options)
 
-    monkeypatch.setattr(ConversationStore, "generate", fails)
+    monkeypatch.setattr(ConversationStore, "generate_turn", fails)
     assert len(talk("--store", str(tmp_path), "--max-new-tokens", "2", lines="x\ny\nz\n")) == 1
     assert "RuntimeError: out of luck" in talk.err
     assert "interrupted: the conversation is as it was" in talk.err
