@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.planning.fit import line_of
-from kvtier.planning.groups import Group, height_after, raised_to
+from kvtier.planning.groups import Groups, height_after, raised_to
 from kvtier.planning.linear import OF_EACH, LinearPart
 from kvtier.planning.rates import FASTEST, WINDOW, Median, Rates
 from kvtier.planning.step import StepRecord
@@ -148,7 +148,7 @@ class CostModel:
 
     def step(
         self,
-        groups: Sequence[Group],
+        groups: Groups,
         share: float,
         extra_bytes: float = 0.0,
         part: float = 1.0,
@@ -167,8 +167,9 @@ class CostModel:
         """
         rates = self.rates
         link = exposed = device = busy_bytes = 0.0
-        fetched = hosted = layers = 0
-        fetches = list[tuple[float, int, int]]()
+        fetched = hosted = layers = copies = 0
+        takes = list[float]()
+        longest = 0.0
         known = self.linear
         linear = (known or 0.0) * part / max(sum([count for _, count in groups]), 1)
         waits = []
@@ -189,8 +190,10 @@ class CostModel:
             if layer.host_attention:
                 take = min(int(spilled * share + 0.5) if share < 1 else spilled, room // nbytes)
             on_link = rates.copy_overhead + take * nbytes / rates.up if take else 0.0
+            takes.append(take)
             if take:
-                fetches.append((take, nbytes, count))
+                copies += count
+                longest = max(longest, take * nbytes)
                 link += count * on_link
                 fetched += int(count * take * nbytes)
             attended = (layer.resident + had - spilled + take + layer.sequences) * nbytes / rates.device
@@ -207,30 +210,31 @@ class CostModel:
                 exposed += count * max(rates.host_overhead + alone / (1 - rates.shared * busy) - attended, 0.0)
         base = 0.0 if known is None else linear * layers + device
         busy = busy_bytes / hosted if hosted else 0.0
-        copies, fetching = sum([count for _, _, count in fetches]), link
-        if fetches and AT_A_TIME * max([take * nbytes for take, nbytes, _ in fetches]) > room:
-            link, fetching, copies = self._short_of_room(fetches, fetched / copies, room)
+        fetching = link
+        if AT_A_TIME * longest > room:
+            link, fetching, copies = self._short_of_room(groups, takes, room)
         seconds = max(base + exposed, fetching)
         return Prediction(
             *(share, seconds, base, exposed, link, fetching, fetched, hosted, device, layers, copies, busy),
             *(tuple(waits), self._errors.value),
         )
 
-    def _short_of_room(
-        self, fetches: Sequence[tuple[float, int, int]], before: float, room: float
-    ) -> tuple[float, float, int]:
+    def _short_of_room(self, groups: Groups, takes: Sequence[float], room: float) -> tuple[float, float, int]:
         """Seconds in which the link is busy, seconds that fetches take one behind the other, and copies, where two
         layers' fetches do not fit into the room: a part of a layer's waits for the layer before it to be read, and is a
         copy of its own.
 
         Args:
-            fetches: blocks, bytes of a block, and how many layers fetch these.
-            before: bytes that the layer before fetches, on average.
+            groups: of the layers.
+            takes: blocks that a layer of each group fetches.
             room: bytes.
         """
         rates, link, fetching, copies = self.rates, 0.0, 0.0, 0
-        for take, nbytes, count in fetches:
-            late = take - max(room - before, 0.0) // nbytes
+        order = [i for i in groups.order if takes[i]]
+        # How often each kind of layer is behind each: the first one is behind the last one of the step before.
+        for (i, before), count in Counter(zip(order, [order[-1], *order[:-1]], strict=True)).items():
+            take, nbytes = takes[i], groups[i][0].block_bytes
+            late = take - max(room - takes[before] * groups[before][0].block_bytes, 0.0) // nbytes
             on_link, alone = rates.copy_overhead + take * nbytes / rates.up, 0.0
             copies += count
             if late > ROUNDED:

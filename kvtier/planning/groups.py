@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier.planning.step import LayerState
 
@@ -11,12 +11,32 @@ from kvtier.planning.step import LayerState
 Group = tuple[LayerState, int]
 
 
-def alike(layers: Sequence[LayerState]) -> list[Group]:
+class Groups(list[Group]):
+    """Groups of layers, in the order of their first ones.
+
+    Attributes:
+        order: the group of each layer, in the order of a forward.
+    """
+
+    def __init__(self, groups: Iterable[Group], order: Sequence[int]) -> None:
+        super().__init__(groups)
+        self.order = order
+
+
+def alike(layers: Sequence[LayerState]) -> Groups:
     """Layers with the same numbers, counted: a model has few kinds, so that a prediction does not grow with layers."""
-    found: dict[tuple[int, int, int, bool], list[LayerState]] = {}
+    numbers: dict[tuple[int, int, int, bool], int] = {}
+    first: list[LayerState] = []
+    counts: list[int] = []
+    order: list[int] = []
     for x in layers:
-        found.setdefault((x.block_bytes, x.resident, x.spilled, x.host_attention), []).append(x)
-    return [(some[0], len(some)) for some in found.values()]
+        number = numbers.setdefault((x.block_bytes, x.resident, x.spilled, x.host_attention), len(first))
+        if number == len(first):
+            first.append(x)
+            counts.append(0)
+        counts[number] += 1
+        order.append(number)
+    return Groups(zip(first, counts, strict=True), order)
 
 
 def height_after(heights: Sequence[tuple[float, int]], total: float) -> float:

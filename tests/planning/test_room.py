@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.planning.costs import CostModel
-from kvtier.planning.groups import alike, height_after, raised_to
+from kvtier.planning.groups import Groups, alike, height_after, raised_to
 from kvtier.planning.policies.adaptive import CAUTION, Adaptive
 from kvtier.planning.policies.shares import DEPTH, FixedShare, room_for
 from kvtier.planning.policy import fill, level
@@ -88,7 +88,7 @@ def test_no_step_waits_for_more_than_a_part_of_what_comes_back_and_the_first_for
 def test_layers_without_blocks_on_the_device_spill_nothing_for_the_room_of_fetches() -> None:
     empty = LayerState(0, 2**20, 0, 0, 0, 1, True)
     full = LayerState(1, 2**20, 100, 0, 100, 1, True)
-    more = CostModel(RATES).step([(empty, 8), (full, 8)], 1.0, 160 * 2**20)
+    more = CostModel(RATES).step(Groups([(empty, 8), (full, 8)], [0, 1] * 8), 1.0, 160 * 2**20)
     assert more.copies == 8
     assert more.fetched_bytes == 8 * 120 * 2**20
 
@@ -131,6 +131,17 @@ def test_layers_as_full_as_each_other_spill_for_the_room_whatever_each_keeps() -
             layers = [LayerState(i, 2**20, 50, 0, (100, others)[i % 2], 1, True) for i in range(8)]
             rooms.append(room_for(alike(layers), 1.0, 2**40, reserve))
         assert rooms[0] == rooms[1], "only the largest fetch needs the room, and all of them give it"
+
+
+@pytest.mark.parametrize("kept", [(1.0, 0.3), (1.0, 1.0, 0.3, 0.3), (0.3, 1.0, 0.3, 0.3)])
+def test_what_the_layer_before_fetches_says_in_how_many_copies_a_short_room_is_filled(kept: tuple[float, ...]) -> None:
+    load = replace(LOAD, layers=8, device_bytes=8 * 40 * 2**18, kept=kept)
+    trial = Simulation(FixedShare(1.0), Machine(RATES), load, traced=True)
+    trial.run(24)
+    state, room = trial._state(), trial.plans[-1].reserve
+    found = CostModel(RATES).step(alike(state.layers), 1.0, room=room)
+    seen = [x for x in trial.events if x.lane == "up" and 8 <= x.args["step"] < 24]
+    assert found.copies == pytest.approx(len(seen) / 16, abs=0.5)
 
 
 def test_where_room_for_fetches_is_short_the_host_attends_to_the_rest() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtier.planning.costs import CostModel, Decision, Prediction
-from kvtier.planning.groups import Group, alike
+from kvtier.planning.groups import Groups, alike
 from kvtier.planning.policies.shares import FixedShare, room_for
 from kvtier.planning.policy import WRITE_THROUGH, Policy
 from kvtier.planning.rates import WINDOW, Median, Rates
@@ -108,7 +108,7 @@ class _Cache:
     planned_layers: list[LayerState] = field(default_factory=list)
     layers: list[LayerState] | None = None
     layers_spilled: int = 0
-    groups: list[Group] = field(default_factory=list)
+    groups: Groups = field(default_factory=lambda: alike([]))
     probe_from: int | None = None
     probe_until: int = 0
     probe_limit: float = 0.0
@@ -328,7 +328,7 @@ class Adaptive(FixedShare):
                 return 0
         return next((x for x in range(best, 1, -1) if predict(x).fetched_bytes <= most), 1)
 
-    def _predict(self, known: _Cache, groups: Sequence[Group], choice: int) -> Prediction:
+    def _predict(self, known: _Cache, groups: Groups, choice: int) -> Prediction:
         share = choice / (CHOICES - 1)
         room = room_for(groups, share, known.device_bytes, known.reserve)
         return known.model.step(groups, share, room - known.reserve, known.part, room)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvtier.config import format_size
 from kvtier.planning.costs import CostModel, Prediction
-from kvtier.planning.groups import Group, alike
+from kvtier.planning.groups import Groups, alike
 from kvtier.planning.policies.shares import FixedShare, room_for, room_of
 from kvtier.planning.policy import Policy, fill
 from kvtier.planning.rates import Rates
@@ -159,7 +159,7 @@ class _Case:
 
     def __init__(self, state: StepState, policy: Policy, steps: Sequence[StepRecord], rates: Rates | None) -> None:
         self.state = state
-        self.groups: Sequence[Group] = alike(state.layers)
+        self.groups = alike(state.layers)
         self.part = len(state.layers) / max(state.model_layers, len(state.layers))
         learned = policy.model(state.cache, state.device)
         expected = policy.prediction(state.cache, state.device)
@@ -192,7 +192,7 @@ class _Case:
         """
         groups = alike(_with_room(self.state.layers, more_bytes)) if more_bytes else self.groups
         if hosted:
-            groups = [(replace(x, host_attention=True), n) for x, n in groups]
+            groups = Groups([(replace(x, host_attention=True), n) for x, n in groups], groups.order)
         model, found = copy.copy(self.model), list[Prediction]()  # others plan with theirs meanwhile
         model.rates = self.model.rates if rates is None else rates
         for share in (self.share,) if shares is None else shares:
