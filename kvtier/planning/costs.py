@@ -255,7 +255,7 @@ class CostModel:
         *,
         alike: bool = True,
         copies: int | None = None,
-    ) -> bool:
+    ) -> tuple[str, ...]:
         """Learn from a step.
 
         Args:
@@ -267,7 +267,8 @@ class CostModel:
             copies: in which the step fetched, on all devices; None: as predicted.
 
         Returns:
-            whether a rate that predictions depend on is no longer what it was: what was seen before says little then.
+            which of the link's rate ("up"), the host's and the linear part are no longer what they were: what was seen
+            before says little then.
         """
         rates, changed = self.rates, dict[str, float]()
         if copies is None:
@@ -282,7 +283,7 @@ class CostModel:
                 changed[name] = median.value
         if alike and record.host_bytes and record.host_seconds > 0 and record.seconds > 0:
             changed |= self._host_rates(record, prediction, part)
-        jumped = False
+        jumped: tuple[str, ...] = ()
         if copies and record.bytes_up and record.seconds_up > 0 and not rates.measured:
             self._copies.append((record.seconds_up / copies, record.bytes_up / copies))
             self._copied += 1
@@ -290,10 +291,10 @@ class CostModel:
                 changed |= self._copy_overhead(rates.copy_overhead)
         if changed:
             # Of rates that steps are predicted with.
-            jumped = any(
-                abs(changed[name] - getattr(rates, name)) > JUMP * getattr(rates, name)
+            jumped = tuple(
+                name
                 for name in ("up", "host")
-                if name in changed
+                if name in changed and abs(changed[name] - getattr(rates, name)) > JUMP * getattr(rates, name)
             )
             self.rates = replace(rates, **changed)  # type: ignore[arg-type]
         if prediction is not None and record.seconds > 0 and part > 0 and not self._moving(record, prediction, part):
@@ -301,7 +302,8 @@ class CostModel:
                 self._errors.add(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
             waited = self._waited(record, prediction) + prediction.device
             rest = record.seconds - record.stall_seconds - waited / part
-            jumped = self._learn_linear(rest, prediction, part, self._is_late(record, prediction)) or jumped
+            if self._learn_linear(rest, prediction, part, self._is_late(record, prediction)):
+                jumped = (*jumped, "linear")
             self._fit_overheads(prediction, part)
         return jumped
 

@@ -234,7 +234,7 @@ def test_a_share_is_not_left_and_taken_again_for_what_its_own_room_takes() -> No
     assert len(policy.decisions(1)) <= 12
 
 
-@pytest.mark.parametrize("seed", [522, 645, 757])
+@pytest.mark.parametrize("seed", [522, 645])
 def test_what_another_choice_shows_of_the_rates_is_no_change_of_the_machine(seed: int) -> None:
     """Settings in which the host's rate depends on how much is fetched, so that it seems to jump with each choice."""
     trial = Trial.drawn(seed)

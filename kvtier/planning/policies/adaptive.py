@@ -115,6 +115,7 @@ class _Cache:
     probe_bad: int = 0
     probed: int = 0
     tried: int = -1
+    tried_until: int = -1
     moved_until: int = -1
     next_probe: int = PROBE
     interval: int = PROBE
@@ -215,8 +216,8 @@ class Adaptive(FixedShare):
         jumped = known.model.observe(record, prediction, known.part, alike=told.alike, copies=told.copies)
         if jumped and at > LEARNED:
             known.jumps.append(at)
-        new = jumped and not known.restless
-        if new and at <= known.moved_until:
+        new = bool(jumped) and not known.restless
+        if new and (at <= known.tried_until or (at <= known.moved_until and "up" not in jumped)):
             # It is the change of the choice that shows other rates: what others gave is what it was.
             self._rescale(known, rates)
         elif new:
@@ -308,8 +309,11 @@ class Adaptive(FixedShare):
             known.choice, known.chosen, known.started = best, known.step, True
             known.seen.pop(best, None)  # what it gives is measured again
             number = sum([each.step for each in self._of(state.cache, state.device)])
-            if reason in ("probe", "back") or (reason == "model" and not was_free):
-                known.moved_until = known.step + SETTLE + WINDOW
+            shown = known.step + SETTLE + WINDOW
+            if reason in ("probe", "back"):
+                known.tried_until = shown
+            elif reason == "model" and not was_free:
+                known.moved_until = shown
             known.decisions.append(Decision(number, reason, predict(best), before))
 
     def _is_young(self, known: _Cache) -> bool:
