@@ -60,6 +60,7 @@ REFUSED: dict[str, list[Any]] = {
         *({"length_penalty": 2.0}, {"prefill_chunk_size": 8}, {"continuous_batching_config": {}}, {"use_cache": False}),
         # Deeper than Python reads, and more than a step should look at.
         *(DEEP, {"bad_words_ids": [[i, 1] for i in range(1025)]}, {"sequence_bias": [[[i], 1.0] for i in range(1025)]}),
+        *({"bad_words_ids": [[5] * 4097, [6] * 4097]}, {"sequence_bias": [[[5] * 8193, 1.0]]}),
     ],
     "no_such_field": [1],
 }
@@ -197,6 +198,19 @@ def test_settings_that_say_what_is_the_case_are_taken() -> None:
     asked_of("chat", {"generation_config": plain})
     own = {"bos_token_id": 1, "eos_token_id": [2, -1], "pad_token_id": 0, "exponential_decay_length_penalty": [3, 1.1]}
     assert asked_of("chat", {"generation_config": own}).settings == own
+
+
+@pytest.mark.parametrize("name", ["begin_suppress_tokens", "eos_token_id", "suppress_tokens"])
+def test_a_token_of_a_set_counts_once(name: str) -> None:
+    assert asked_of("chat", {"generation_config": {name: [7, 5] * 5000}}).settings == {name: [7, 5]}
+
+
+def test_sequences_of_tokens_have_so_many_ids_in_all() -> None:
+    asked_of("chat", {"generation_config": {"bad_words_ids": [[5] * 4096, [6] * 4096]}})
+    asked_of("chat", {"generation_config": {"sequence_bias": [[[5] * 8192, 1.0]]}})
+    asked_of("chat", {"generation_config": {"sequence_bias": [[[i] * 8, 1.0] for i in range(1024)]}})
+    with pytest.raises(Refusal, match=r"bad_words_ids: at most 1024 sequences .* 8192 .*, and it has 1, with 9000\.$"):
+        asked_of("chat", {"generation_config": {"bad_words_ids": [[5] * 9000]}})
 
 
 def test_a_session_is_named_by_the_most_telling_field() -> None:

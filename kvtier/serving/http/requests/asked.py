@@ -15,8 +15,10 @@ from kvtier.serving.http.requests.refusals import invalid, shown
 #: Bounds of the interface.
 MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOGPROBS = 128, 16, 20
 _LONGEST_STOP, _LONGEST_NAME = 1024, 256
-#: Digits of a token id, and sequences of tokens that a setting has: each is looked at for each token of an answer.
-_LONGEST_ID, _MAX_SEQUENCES = 18, 1024
+#: Digits of a token id.
+_LONGEST_ID = 18
+#: Sequences of tokens that a setting has, and token ids in all of them: each is looked at for each token of an answer.
+_MAX_SEQUENCES, _MAX_IDS = 1024, 8192
 #: The largest number that a field may be, and the temperature below which the likeliest token is taken: scores divided
 #: by less are no numbers any more.
 _LARGEST, _COLDEST = 1e300, 1e-5
@@ -274,8 +276,7 @@ def _generation_config(text: Any) -> dict[str, Any]:
     if barred:
         raise invalid("generation_config", f"{barred[0]} cannot be set: there are n, stop and max_tokens")
     for name in ("bad_words_ids", "sequence_bias"):
-        if isinstance(found.get(name), (list, dict)) and len(found[name]) > _MAX_SEQUENCES:
-            raise invalid("generation_config", f"{name}: at most {_MAX_SEQUENCES} sequences of tokens")
+        _check_sequences(name, found.get(name))
     cold = found.get("temperature")
     if isinstance(cold, (int, float)) and not isinstance(cold, bool) and 0 < cold < _COLDEST:
         raise invalid("generation_config", f"temperature: give at least {_COLDEST:g}, or do_sample: false")
@@ -283,7 +284,32 @@ def _generation_config(text: Any) -> dict[str, Any]:
         check_settings(found)
     except (ConfigError, RecursionError) as error:
         raise invalid("generation_config", str(error).removesuffix(".")) from None
-    return found
+    # A token counts once, so that no list is longer than the vocabulary: each token of an answer is compared with it.
+    return {
+        name: list(dict.fromkeys(value)) if name in _SETS and isinstance(value, list) else value
+        for name, value in found.items()
+    }
+
+
+def _check_sequences(name: str, value: Any) -> None:
+    """Refuse more sequences of tokens, or longer ones, than a step should look at. What they are is looked at later."""
+    if not isinstance(value, (list, dict)):
+        return
+    ids = sum(_ids(each) for each in value)
+    if len(value) > _MAX_SEQUENCES or ids > _MAX_IDS:
+        most = f"at most {_MAX_SEQUENCES} sequences of tokens, with at most {_MAX_IDS} token ids in all"
+        raise invalid("generation_config", f"{name}: {most}, and it has {len(value)}, with {ids}")
+
+
+def _ids(sequence: Any) -> int:
+    """Token ids in a sequence of them, which may be in a pair with what it is worth."""
+    if not isinstance(sequence, list):
+        return 0
+    return sum(len(x) for x in sequence if isinstance(x, list)) or len(sequence)
+
+
+#: Settings that are sets of token ids.
+_SETS = frozenset(("begin_suppress_tokens", "eos_token_id", "suppress_tokens"))
 
 
 #: Settings of `generate` that have a field of their own.
