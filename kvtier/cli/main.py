@@ -43,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except BrokenPipeError as error:
         if not _reader_is_gone():
-            print(f"kvtier: {error}", file=sys.stderr)
+            print(f"kvtier: {store.plain(str(error), lines=True)}", file=sys.stderr)
             return 2
         return 141
     except (KVTierError, OSError) as error:
-        print(f"kvtier: {error}", file=sys.stderr)
+        print(f"kvtier: {store.plain(str(error), lines=True)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kvtier: interrupted", file=sys.stderr)

@@ -80,10 +80,11 @@ class Loop:
             say("\ninterrupted: the conversation is as it was")
         except KVTierError as error:
             self.failed += 1
-            say(f"kvtier: {error}")
+            say(f"kvtier: {plain(str(error), lines=True)}")
         except Exception as error:  # of the model, the template, the device: others may work, and nothing is lost
             self.failed += 1
-            say(f"kvtier: no answer, {type(error).__name__}: {error}. The conversation is as it was.")
+            what = f"{type(error).__name__}: {plain(str(error), lines=True)}"
+            say(f"kvtier: no answer, {what}. The conversation is as it was.")
 
     def _command(self, line: str) -> None:
         word, _, rest = line.partition(" ")

@@ -93,6 +93,37 @@ def test_only_data_is_read_of_the_events_of_an_answer(monkeypatch: pytest.Monkey
     assert list(Connection("http://127.0.0.1:1").stream({})) == [{"a": 1}, {"a": 2}]
 
 
+@pytest.mark.parametrize(
+    ("path", "lines"), [("/models", ""), ("/chat/completions", "import os\n")], ids=["models", "error"]
+)
+def test_what_a_server_says_does_not_move_the_cursor(
+    path: str, lines: str, running: Running, talk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    escape = "\\u001b]0;title\\u0007\\u001b[2J"  # as JSON
+    sent = {
+        "/models": f'{{"data": [{{"id": "m{escape}"}}]}}',
+        "/chat/completions": f'data: {{"error": {{"message": "no{escape}"}}}}\n\n',
+    }
+    real = Connection._answer
+
+    def answer(self: Connection, connection: Any, method: str, at: str, body: Any = None) -> Any:
+        return io.BytesIO(sent[at].encode()) if at == path else real(self, connection, method, at, body)
+
+    monkeypatch.setattr(Connection, "_answer", answer)
+    status, _, err = talk("--url", running.url, *(() if lines else ("other",)), lines=lines)
+    assert (status, "\x1b" in err, "\x07" in err) == (2, False, False)
+    assert "\\x1b]0;title\\x07\\x1b[2J" in err
+
+
+def test_an_error_of_the_system_does_not_move_the_cursor(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def models(self: Connection) -> Any:
+        raise OSError("\x1b[2J")
+
+    monkeypatch.setattr(Connection, "models", models)
+    status, _, err = talk("--url", "http://127.0.0.1:1")
+    assert (status, err) == (2, "kvtier: \\x1b[2J\n")
+
+
 class Scripted:
     """A server whose answers are given, each part with when it comes."""
 
