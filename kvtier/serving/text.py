@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +31,7 @@ class TextStream:
         self._silent = _silent(tokenizer) if skip_special_tokens else frozenset()
         self._tokens: list[int] = []  # the last of those that were said, and those that were not
         self._said = 0
+        self._early = 0  # characters of the others that were said, for only the last one has not come whole
 
     def put(self, token: int) -> str:
         """What text a token adds; "" while a character has not come whole."""
@@ -44,12 +47,17 @@ class TextStream:
     def _new(self, *, last: bool) -> str:
         """Decoding begins one step back, for tokens may begin with a space only behind others."""
         said, text = self._decoded(self._tokens[: self._said]), self._decoded(self._tokens)
-        waits = len(self._tokens) - self._said < _LONGEST_CHARACTER
-        if len(text) <= len(said) or (text.endswith(_BROKEN) and waits and not last):
-            return ""
-        del self._tokens[: self._said]
-        self._said = len(self._tokens)
-        return text[len(said) :]
+        waits = len(self._tokens) - self._said < _LONGEST_CHARACTER and not last
+        whole = text.rstrip(_BROKEN) if waits else text
+        new = whole[len(said) + self._early :]
+        if len(whole) < len(text):
+            self._early += len(new)
+        elif len(text) > len(said):
+            del self._tokens[: self._said]
+            self._said, self._early = len(self._tokens), 0
+        elif not waits:
+            del self._tokens[self._said :]  # they have no text, and are not decoded again with each that follows
+        return new
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
@@ -58,6 +66,8 @@ class TextStream:
 
 class StopCutter:
     """Text up to where the first of some strings begins.
+
+    What it does for a character does not grow with the strings' lengths.
 
     Args:
         strings: none of them empty.
@@ -68,6 +78,8 @@ class StopCutter:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
+        self._borders = [_borders(each) for each in self._strings]
+        self._alike = [0] * len(self._strings)  # characters of each that the text ends with, and the string begins with
         self._held = ""
         self.found: str | None = None
 
@@ -79,17 +91,30 @@ class StopCutter:
         """
         if self.found is not None:
             return ""
-        known = len(self._held)  # no string counts that ends there
+        found = [(place, -len(self._strings[i]), i) for i in range(len(self._strings)) for place in self._read(i, text)]
         self._held += text
-        found = [(self._held.find(s, max(0, known - len(s) + 1)), -len(s), s) for s in self._strings if ends]
-        at = [each for each in found if each[0] >= 0]
-        if at:
-            start, _, self.found = min(at)
+        if found and ends:
+            start, _, number = min(found)
             said, self._held = self._held[:start], ""
+            self.found = self._strings[number]
             return said
-        keep = max((_overlap(self._held, s) for s in self._strings), default=0)
-        said, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        keep = len(self._held) - max(self._alike, default=0)
+        said, self._held = self._held[:keep], self._held[keep:]
         return said
+
+    def _read(self, number: int, text: str) -> list[int]:
+        """Go on with a string; where in what is held it begins, as often as it ends in the text."""
+        string, borders, alike = self._strings[number], self._borders[number], self._alike[number]
+        found = list[int]()
+        for place, character in enumerate(text, len(self._held) + 1):
+            while alike and string[alike] != character:
+                alike = borders[alike]
+            alike += string[alike] == character
+            if alike == len(string):
+                found.append(place - alike)
+                alike = borders[alike]
+        self._alike[number] = alike
+        return found
 
     def end(self) -> str:
         """What was held back, and is no stop string."""
@@ -98,11 +123,10 @@ class StopCutter:
 
 
 class StopsInAnswer:
-    """A stopping criterion: whether one of some strings is in the text of an answer. What the prompt ends with is no
-    part of that, unlike for `stop_strings` of `generate`.
+    """A stopping criterion: whether one of some strings is in the text of an answer, as its client reads it. What the
+    prompt ends with is no part of that, unlike for `stop_strings` of `generate`.
 
-    It decodes the last tokens, and so needs no table of a vocabulary, whose size grows with the strings. A string that
-    many tokens without any text interrupt is left to the `StopCutter` that reads the whole answer.
+    It reads each token once, and so needs no table of a vocabulary, whose size grows with the strings.
 
     Args:
         tokenizer: of Transformers.
@@ -120,29 +144,27 @@ class StopsInAnswer:
         self._prompt = prompt
         self._least = least
         self._skip = skip_special_tokens
-        self._silent = _silent(tokenizer) if skip_special_tokens else frozenset()
-        # A token has at least a byte; a few more are behind the string, or begin with half of a character.
-        self._last = max(len(x.encode()) for x in self._strings) + _LONGEST_CHARACTER
+        self._begin()
+
+    def _begin(self) -> None:
+        self._text = TextStream(self._tokenizer, skip_special_tokens=self._skip)
+        self._cutter = StopCutter(self._strings)
+        self._read = self._prompt
 
     def __deepcopy__(self, memo: Any) -> StopsInAnswer:
-        """Itself: it keeps nothing of a sequence."""
-        return self
+        """One for another sequence behind the prompt, with the same tokenizer."""
+        made = copy.copy(self)
+        made._begin()
+        return made
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> bool:
-        """Whether a sequence `[1, tokens]` ends."""
-        count = input_ids.shape[1]
-        start, free = max(self._prompt, count - self._last), self._prompt + self._least
-        if count <= free:
-            return False
-        # Without what is half of a character there, for the whole text has one in its place.
-        known = len(self._decoded(input_ids[0, start:free]).rstrip(_BROKEN)) if start < free else 0
-        text = self._decoded(input_ids[0, start:])
-        return any(text.find(string, max(0, known - len(string) + 1)) >= 0 for string in self._strings)
-
-    def _decoded(self, ids: Any) -> str:
-        tokens = [token for token in ids.tolist() if token not in self._silent]
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
-        return text
+        """Whether a sequence `[1, tokens]` ends: the one of the last call, with more tokens, or from fewer on."""
+        if input_ids.shape[1] < self._read:
+            self._begin()
+        for token in input_ids[0, self._read :].tolist():
+            self._read += 1
+            self._cutter.put(self._text.put(token), ends=self._read > self._prompt + self._least)
+        return self._cutter.found is not None
 
 
 def bytes_of(tokenizer: Any, token: int, text: str) -> bytes | None:
@@ -169,9 +191,14 @@ def _silent(tokenizer: Any) -> frozenset[int]:
     return frozenset(getattr(tokenizer, "all_special_ids", ()))
 
 
-def _overlap(text: str, string: str) -> int:
-    """Characters at the end of a text that a string begins with."""
-    for length in range(min(len(text), len(string) - 1), 0, -1):
-        if text.endswith(string[:length]):
-            return length
-    return 0
+@functools.lru_cache(maxsize=64)  # answers to one prompt have the same strings
+def _borders(string: str) -> tuple[int, ...]:
+    """For each number of its first characters, how many of them, but not all, are both their beginning and their end
+    (Knuth, Morris and Pratt)."""
+    found, alike = [0, 0], 0
+    for character in string[1:]:
+        while alike and string[alike] != character:
+            alike = found[alike]
+        alike += string[alike] == character
+        found.append(alike)
+    return tuple(found)

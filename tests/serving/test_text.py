@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
-from kvtier.serving.text import StopCutter, TextStream
+from kvtier.serving.text import StopCutter, StopsInAnswer, TextStream
 
 TEXTS = (
     "def f(x):\n    return x\n",
@@ -63,3 +66,71 @@ def test_text_in_any_parts_ends_before_the_first_stop_string(seed: int) -> None:
         said += cutter.end()
     assert said == (text if ends < 0 else text[:ends])
     assert (cutter.found is not None) == (ends >= 0)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_string_that_ends_where_none_counts_does_not_end_the_text(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choice("ab") for _ in range(rng.randrange(40)))
+    strings = ["".join(rng.choice("ab") for _ in range(rng.randrange(1, 6))) for _ in range(rng.randrange(1, 3))]
+    least = rng.randrange(10)
+    found = [stop for stop in range(least + 1, len(text) + 1) if text[:stop].endswith(tuple(strings))]
+    ends = min((text[: found[0]].rfind(s) for s in strings if text[: found[0]].endswith(s)), default=0) if found else -1
+    cutter = StopCutter(strings)
+    said = "".join(cutter.put(x, ends=at >= least) for at, x in enumerate(text))
+    said += "" if found else cutter.end()
+    assert said == (text[:ends] if found else text)
+    assert (cutter.found is not None) == bool(found)
+
+
+class Bytes:
+    """A tokenizer whose tokens are given bytes. It counts the tokens that it decodes."""
+
+    def __init__(self, *tokens: bytes) -> None:
+        self._tokens = tokens
+        self.decoded = 0
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        self.decoded += len(tokens)
+        return b"".join(self._tokens[token] for token in tokens).decode(errors="replace")
+
+
+def test_what_is_whole_is_said_before_half_of_a_character() -> None:
+    stream = TextStream(Bytes(b"a\xe6", b"\x97", b"\xa5b", b"\xff"))
+    assert [stream.put(token) for token in (0, 1, 2, 3, 0, 1, 2)] == ["a", "", "日b", "", "\ufffda", "", "日b"]
+    assert (stream.put(0), stream.end(), stream.end()) == ("a", "\ufffd", "")
+
+
+@pytest.mark.parametrize("nothing", [b"", b"\x97"])
+def test_tokens_without_text_are_not_decoded_again_with_each_that_follows(nothing: bytes) -> None:
+    tokenizer = Bytes(b"a", nothing)
+    stream = TextStream(tokenizer)
+    said = "".join(stream.put(token) for token in [0, *[1] * 2000, 0])
+    assert said + stream.end() == b"".join((b"a", nothing * 2000, b"a")).decode(errors="replace")
+    assert tokenizer.decoded < 2000 * 64
+
+
+@pytest.mark.parametrize("stop", ["x", "🙂" * 1024, "a" * 1023 + "b"])
+def test_what_a_token_costs_does_not_grow_with_a_stop_string(stop: str) -> None:
+    tokenizer = Bytes(b"a")
+    ends, ids = StopsInAnswer(tokenizer, [stop], 1), torch.zeros(1, 1500, dtype=torch.long)
+    assert not any(ends(ids[:, :count], None) for count in range(1, 1501))
+    assert tokenizer.decoded < 1500 * 64
+
+
+def test_half_of_a_character_is_not_the_one_that_stands_for_it(tokenizer: Any) -> None:
+    for text, whole in (("日本 🙂", False), ("日本 \ufffd.", True)):
+        ids = tokenizer(text)["input_ids"]
+        ends = StopsInAnswer(tokenizer, ["\ufffd"], 0)
+        assert any(ends(torch.tensor([ids[:count]]), None) for count in range(1, len(ids) + 1)) is whole
+
+
+def test_each_sequence_has_a_text_of_its_own() -> None:
+    ends = StopsInAnswer(Bytes(b"a", b"b"), ["ab"], 1)
+    assert not ends(torch.tensor([[1, 1, 0]]), None)
+    other = copy.deepcopy(ends)
+    assert not other(torch.tensor([[1, 1]]), None)
+    assert ends(torch.tensor([[1, 1, 0, 1]]), None)
+    assert not other(torch.tensor([[1, 1, 1]]), None)
+    assert not ends(torch.tensor([[1, 1]]), None), "fewer tokens are another text"
+    assert ends(torch.tensor([[1, 0, 0, 1]]), None)

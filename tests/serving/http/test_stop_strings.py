@@ -45,6 +45,18 @@ def test_only_generated_text_stops_the_answer_to_a_client(
     assert "".join(part.choices[0].text for part in parts if not part.choices[0].index) == whole
 
 
+def test_each_of_several_samples_ends_at_a_string_of_its_own_text(running: Running) -> None:
+    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 24, "temperature": 1.5, "seed": 5, "n": 6}
+    whole = [x.text for x in running.client().completions.create(**asked).choices]
+    stop = ["\n", "e"]
+    done = running.client().completions.create(**asked, stop=stop)
+    cut = [min((text.index(s) for s in stop if s in text), default=len(text)) for text in whole]
+    assert len(set(cut)) > 2
+    assert [x.text for x in done.choices] == [text[:at] for text, at in zip(whole, cut, strict=True)]
+    assert done.usage is not None
+    assert done.usage.completion_tokens < 24 * 6
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_string_ends_an_answer_before_it_has_its_least_tokens(
     running: Running, trained: tuple[Any, Any], stream: bool
