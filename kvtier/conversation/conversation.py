@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
@@ -454,8 +455,16 @@ class Conversation:
     def again(cls, says: Mapping[str, Any]) -> Conversation:
         """A conversation with the attributes of one that nobody holds any more."""
         made = cls.__new__(cls)
-        vars(made).update(says)
+        ids = says["ids"]
+        vars(made).update(says, ids=ids.tolist() if isinstance(ids, array) else ids)
         return made
+
+    @staticmethod
+    def pack(says: dict[str, Any]) -> None:
+        """Let the attributes of one that nobody holds take less room; what are no token ids stay as they are."""
+        if type(says["ids"]) is list:
+            with contextlib.suppress(TypeError, OverflowError):
+                says["ids"] = array("q", says["ids"])
 
     def _ends_in(self, said: Sequence[int], tokenizer: Any, messages: Sequence[Message]) -> dict[int, int]:
         """What numbers of messages came to in what was said now. A template may change what came before, and an answer

@@ -62,7 +62,8 @@ class Conversations:
     As long as somebody holds a conversation, whoever opens it gets the same object. Of one that nobody holds, what it
     says stays. When more than `MOST_IDLE` are like that, the one that was dropped first is put away: it is saved, and
     of it the name stays in memory; where it is blank and was never saved, nothing does. One that cannot be saved stays
-    in memory: without a folder, under a salt that is not saved, or as long as the disk fails.
+    in memory: without a folder, under a salt that is not saved, or as long as the disk fails. Where it could
+    never be saved, its token ids are packed there.
 
     Args:
         store: of them, which is not kept alive.
@@ -302,6 +303,7 @@ class Conversations:
         is_new = chat.is_blank and chat.written.digest is None
         if not is_new:
             if self._disk is None or not chat.saved:
+                Conversation.pack(known.says)
                 return True
             if not self._disk.save_conversation(name, chat.state(), chat.written):
                 return False

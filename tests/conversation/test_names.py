@@ -147,6 +147,36 @@ def test_without_a_folder_what_was_said_stays_though_nobody_holds_it() -> None:
         store.check_integrity()
 
 
+def test_ids_of_what_stays_in_memory_and_nobody_holds_take_eight_bytes_each() -> None:
+    count, ids = 4 * MOST_IDLE, list(range(100_000, 101_000))
+    with store_of(tiny_model("llama")) as store:
+        tracemalloc.start()
+        taken, _ = tracemalloc.get_traced_memory()
+        for n in range(count):
+            store.open(f"{n}").went_on([*map(int, map(str, ids)), n])
+        others(store)
+        now, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert now - taken < 14 * len(ids) * count
+        for n in range(count):
+            chat = store.open(f"{n}")
+            assert chat.ids == [*ids, n]
+            chat.ids.append(5)
+            del chat
+            others(store, 1)
+            assert store.open(f"{n}").ids == [*ids, n, 5]
+        store.check_integrity()
+
+
+@pytest.mark.parametrize("ids", [[1.5], ["a"], [1 << 80], (1, 2)])
+def test_what_are_no_token_ids_stay_what_they_are(ids: Any) -> None:
+    with store_of(tiny_model("llama")) as store:
+        store.open("a").ids = ids
+        others(store)
+        others(store)
+        assert store.open("a").ids == ids
+
+
 def test_what_a_user_has_changed_is_saved_though_nobody_holds_it(tmp_path: Path) -> None:
     with store_of(tiny_model("llama"), directory=tmp_path) as store:
         store.open("a").went_on([1, 2, 3])
