@@ -18,6 +18,8 @@ from kvtier.serving.http.requests.refusals import Refusal
 #: In the store's folder: what salts are derived from, so that a restart finds what was saved.
 SECRET = "server.secret"
 _SECRET_BYTES = 32
+#: That of bytes in a file of text.
+_MARK = "\ufeff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,17 @@ class Keys:
         """From a file of lines `NAME KEY`; those that begin with # say nothing.
 
         Raises:
-            ConfigError: no text, a line that is none, or a name or a key that comes twice; OSError.
+            ConfigError: no text, a line that is none, a byte order mark behind the beginning, or a name or a key that
+                comes twice; OSError.
         """
         names: dict[str, str] = {}
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")  # editors may put a byte order mark first
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is no text: {error}. Write it in UTF-8, with lines `NAME KEY`.") from error
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
+            if _MARK in line:  # it is not seen, and what begins with it is no comment
+                raise ConfigError(f"{path}:{number}: a byte order mark is within the file. Remove it there.")
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
