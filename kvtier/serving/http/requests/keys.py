@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtier.conversation.disk.files.folder import sync_names
 from kvtier.errors import ConfigError
 from kvtier.serving.http.requests.refusals import Refusal
 
@@ -140,13 +141,34 @@ def secret_of(directory: str | Path | None) -> bytes:
         return secrets.token_bytes(_SECRET_BYTES)
     path = Path(directory) / SECRET
     try:
-        found = path.read_bytes()
+        found = _read_secret(path)
     except FileNotFoundError:
         found = secrets.token_bytes(_SECRET_BYTES)
-        made = path.with_name(f"{SECRET}.{os.getpid()}")
-        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(found)
-        made.replace(path)
+        _write_secret(path, found)
     if len(found) != _SECRET_BYTES:
         raise ConfigError(f"{path} is damaged. Remove it: what was saved under its keys is then not found any more.")
     return found
+
+
+def _read_secret(path: Path) -> bytes:
+    """At most one byte too many. No link is followed, and nobody is waited for where something else has the name."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link. Give the file itself, which says who finds what is saved.") from error
+        raise
+    with open(handle, "rb") as file:
+        return file.read(_SECRET_BYTES + 1)
+
+
+def _write_secret(path: Path, secret: bytes) -> None:
+    """The file has its name once it is whole and on the disk: what is saved later is found by it after a crash."""
+    made = path.with_name(f"{SECRET}.new")
+    made.unlink(missing_ok=True)  # a start was cut short
+    with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # which follows no link
+        file.write(secret)
+        file.flush()
+        os.fsync(file.fileno())
+    made.replace(path)
+    sync_names(path.parent)
