@@ -18,13 +18,18 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-#: What needs a key, where there are keys. The rest says nothing of anybody's requests.
+#: What needs a key, where there are keys. The rest says nothing of anybody's requests, and reads no body.
 _GUARDED = ("/v1/", "/load_model")
 _SESSION = b"x-session-id"
 _LONGEST_SESSION = 256
-#: Of a body that is too large, so many times the limit is read before it is refused.
+#: Of a body that is too large, or of no use, so many times the limit is read before it is answered.
 _DISCARDED = 4
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+#: Half of a pair of surrogates, as JSON escapes it; or what looks so behind an escaped backslash.
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+#: Where each such half has its other one. No part is tried in two ways: the time is in the length of a body.
+_WHOLE = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+"
+)
 
 
 class Door:
@@ -61,20 +66,20 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        end = asyncio.get_running_loop().time() + self._timeout
+        end, sent = asyncio.get_running_loop().time() + self._timeout, _Sent(receive)
         try:
             visit = Visit(self._caller(scope))
             if scope["method"] == "POST" and self._draining():
                 raise shutting_down()
             async with asyncio.timeout_at(end):
-                body = await self._body(scope, receive)
+                body = await self._body(scope, sent)
             visit.size = len(body)
             _check_text(body)
         except Refusal as error:
             if error.status == 413:
-                with contextlib.suppress(TimeoutError):  # of which a client that stalls hears, too
+                with contextlib.suppress(TimeoutError, ConnectionError):  # a client that stalls hears of it, too
                     async with asyncio.timeout_at(end):
-                        await self._discard(receive)
+                        await self._discard(sent)
             await self._refuse(error, send)
             return
         except TimeoutError:
@@ -118,31 +123,27 @@ class Door:
         given = key.strip() if kind.lower() == "bearer" else headers.get(b"x-api-key", b"").decode("latin-1")
         return self._keys.caller(given or None, session)
 
-    async def _body(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes:
-        """The whole of it. ConnectionError: the client has left."""
+    async def _body(self, scope: MutableMapping[str, Any], sent: _Sent) -> bytes:
+        """The whole of it, where something may read it. ConnectionError: the client has left."""
+        if not scope["path"].startswith(_GUARDED):
+            await self._discard(sent)
+            return b""
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_body:
             raise self._too_large()
-        parts, total, more = list[bytes](), 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ConnectionError
-            parts.append(message.get("body", b""))
+        parts, total = list[bytes](), 0
+        while sent.more:
+            parts.append(await sent.part())
             total += len(parts[-1])
             if total > self._max_body:
                 raise self._too_large()
-            more = message.get("more_body", False)
         return b"".join(parts)
 
-    async def _discard(self, receive: Receive) -> None:
-        """Take some more of a body, for a client that still sends does not read that it is too large."""
+    async def _discard(self, sent: _Sent) -> None:
+        """Take some more of a body, for a client that still sends does not read its answer."""
         left = _DISCARDED * self._max_body
-        while left > 0:
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                return
+        while sent.more and left > 0:
+            left -= len(await sent.part())
 
     def _too_large(self) -> Refusal:
         return Refusal(413, f"A request has at most {self._max_body} bytes here.", code="request_too_large")
@@ -163,15 +164,40 @@ def _check_text(body: bytes) -> None:
     read from UTF-8, UTF-16 and UTF-32, and Python takes such halves from all of these, escaped or not."""
     with contextlib.suppress(UnicodeDecodeError):
         body.decode()
-        if b"\0" not in body and not _SURROGATE.search(body):
+        if b"\0" not in body and not _HALF.search(body):
             return
     with contextlib.suppress(ValueError, RecursionError):  # no JSON: the app says so
-        found = json.dumps(json.loads(body), ensure_ascii=False)
-        try:
-            found.encode()
-        except UnicodeEncodeError:
+        if not _is_text(body.decode(json.detect_encoding(body), "surrogatepass")):
+            json.loads(body)
             text = "A string in the body has one half of a surrogate pair without the other: it is no text."
-            raise Refusal(400, text, code="invalid_json") from None
+            raise Refusal(400, text, code="invalid_json")
+
+
+def _is_text(text: str) -> bool:
+    try:
+        return _WHOLE.fullmatch(text.encode()) is not None
+    except UnicodeEncodeError:
+        return False
+
+
+class _Sent:
+    """What a client sends, in parts.
+
+    Attributes:
+        more: whether there is more of it.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.more = True
+
+    async def part(self) -> bytes:
+        """The next one. ConnectionError: the client has left."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionError
+        self.more = message.get("more_body", False)
+        return bytes(message.get("body", b""))
 
 
 class _Exchange:
