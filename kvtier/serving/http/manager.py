@@ -261,7 +261,7 @@ class EngineManager(BaseGenerateManager):
                 salt=terms.salt,
                 tenant=terms.tenant,
                 conversation=session,
-                listener=functools.partial(self._listen, loop, answers, numbers),
+                listener=functools.partial(self._listen, loop, answers, numbers, session),
                 **options,
             )
         except Exception:
@@ -272,9 +272,22 @@ class EngineManager(BaseGenerateManager):
             sessions.use(session)
 
     def _listen(
-        self, loop: asyncio.AbstractEventLoop, answers: Answers, numbers: dict[str, int], output: RequestOutput
+        self,
+        loop: asyncio.AbstractEventLoop,
+        answers: Answers,
+        numbers: dict[str, int],
+        session: str | None,
+        output: RequestOutput,
     ) -> None:
-        """The engine's thread has something new. All of a step wake the event loop once."""
+        """The engine's thread has something new. All of a step wake the event loop once.
+
+        Args:
+            numbers: of the answers, by the name of the sequence; the first one is a turn of the session.
+        """
+        ended = output.is_finished() and output.request_id == next(iter(numbers))
+        if ended and session is not None and self._sessions is not None:
+            with contextlib.suppress(RuntimeError):  # all threads have ended
+                self._adder.submit(self._sessions.ended, session)
         with self._lock:
             first = not self._news
             self._news[answers, numbers[output.request_id]] = output

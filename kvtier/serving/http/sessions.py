@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import urllib.parse
@@ -14,7 +15,8 @@ SESSIONS = "serve/"
 
 
 class Sessions:
-    """Sessions that are known: those that the store has, too. One thread at a time.
+    """Sessions that are known: those that the store has, too. One whose request waits or runs is not forgotten, but for
+    another salt. One thread at a time.
 
     Args:
         store: that they are conversations of.
@@ -27,6 +29,8 @@ class Sessions:
         self._ttl = ttl
         self._most = most
         self._now = time.monotonic
+        # Requests of each that have not ended.
+        self._running: dict[str, int] = {}
         tier, there, now = store.disk_tier, time.time(), self._now()
         saved = {} if tier is None else tier.disk.used()
         used = {x: now - max(0.0, there - saved.get(x, there)) for x in store.names if x.startswith(SESSIONS)}
@@ -50,6 +54,19 @@ class Sessions:
         return name
 
     def use(self, name: str) -> None:
+        """A request of a session is taken: until it has `ended`, the session is used."""
+        self._running[name] = self._running.get(name, 0) + 1
+        self._touch(name)
+
+    def ended(self, name: str) -> None:
+        """A request of a session has ended."""
+        left = self._running.pop(name, 1) - 1
+        if left:
+            self._running[name] = left
+        if name in self._used:
+            self._touch(name)
+
+    def _touch(self, name: str) -> None:
         """A session is used now; that which was not for longest makes room."""
         self._used.pop(name, None)
         self._used[name] = self._now()
@@ -64,12 +81,14 @@ class Sessions:
         """Forget sessions that were not used for as long as they live."""
         now = self._now()
         for name, used in list(self._used.items()):
-            if now - used > self._ttl:
+            if now - used > self._ttl and name not in self._running:
                 self._forget(name)
 
     def _make_room(self) -> None:
-        while len(self._used) > self._most:
-            self._forget(next(iter(self._used)))
+        more = len(self._used) - self._most
+        if more > 0:
+            for name in [*itertools.islice((x for x in self._used if x not in self._running), more)]:
+                self._forget(name)
 
     def _forget(self, name: str) -> None:
         self._used.pop(name, None)
