@@ -246,6 +246,23 @@ def test_a_forward_that_raises_fails_its_requests_and_no_later_one(
         assert idle(running)
 
 
+def test_a_fault_of_the_server_itself_is_named_to_clients_and_told_in_the_log_only(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start() as running:
+
+        def breaks(*_: Any) -> Any:
+            raise OSError(5, "Input/output error", "/home/somebody/sessions")
+
+        monkeypatch.setattr(running.server.manager, "text_of_metrics", breaks)
+        with pytest.raises(urllib.error.HTTPError) as found:
+            urllib.request.urlopen(f"http://127.0.0.1:{running.port}/metrics", timeout=120)
+        error = json.load(found.value)["error"]
+        assert (found.value.code, error["code"]) == (500, "internal_error")
+        assert error["message"] == "OSError: the log of the server has the rest."
+        assert any("somebody" in str(x.exc_info and x.exc_info[1]) for x in caplog.records), "whoever runs it sees it"
+
+
 def test_health_says_that_the_engine_has_ended_and_requests_are_refused(start: Start) -> None:
     with start() as running:
         health = f"http://127.0.0.1:{running.port}/health"
