@@ -395,8 +395,7 @@ class Conversation:
         return wake
 
     def close(self) -> None:
-        """Forget the name. What is kept of its tokens stays as long as there is room; where its time to live has ended,
-        what it alone has goes first still, and from the disk at once.
+        """Forget the name. What is kept of its tokens stays as long as there is room.
 
         Raises:
             ClosedError: it is saved, and its store was closed. It is saved still.

@@ -448,8 +448,10 @@ class TieredMemory:
     def __del__(self) -> None:
         # Copies under way use what would be gone, and what is page-locked has to be said to CUDA. Nobody else has it.
         if not sys.is_finalizing() and vars(self).get("closed") is False:
-            with contextlib.suppress(Exception):  # of a device that has failed, or that is not this process's
-                self.reset()
+            pools = () if self._host is None else self._host.pools.values()
+            for each in (*self._devices.values(), *pools):
+                with contextlib.suppress(Exception):  # of a device that has failed, or that is not this process's
+                    each.close()
 
     def reset_if_unused(self) -> None:
         """Give everything back, as `reset` does, if no cache uses it. For an owner that makes caches one by one."""

@@ -406,16 +406,12 @@ class Disk:
         return is_saved
 
     def drop_conversation(self, name: str) -> None:
-        """Forget a conversation: now, or when another one is forgotten, or at the end. What it alone has goes with it
-        where it has not been used for its time to live."""
+        """Forget a conversation: now, or when another one is forgotten, or at the end."""
         with self._lock:
             self._check_open()
-            why = "" if self._left_alone else self.room.let_go(self._order.expired_with(name, self.clock))
-            self.problem = why or self.problem
             self._order.rank(name, None)
             self._forgotten.add(name)
             self._drop_forgotten()
-        self._sweep()
 
     def _drop_forgotten(self) -> None:
         if self._folder.is_inherited:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from kvtier.conversation.disk.chunks import Chunk, Chunks
-from kvtier.conversation.index import WIDTH
 from kvtier.eviction.rank import Rank
 
 #: Of what does not go, of what has expired, and of what nobody has ranked.
@@ -134,21 +133,6 @@ class Order:
             for chunk in going(lambda: self._chunks, level_of):
                 if level_of.get(chunk.number) != EXPIRED:
                     break
-                gone.append(chunk)
-        return gone
-
-    def expired_with(self, name: str, clock: Callable[[], float]) -> list[Chunk]:
-        """What one conversation alone has, if it has not been used for its time to live, but for what others continue:
-        what continues a chunk before it."""
-        mine, gone = self._ranked.get(name), list[Chunk]()
-        if mine is None or mine.level(clock()) != EXPIRED:
-            return gone
-        found = filter(None, map(self._chunks.get, self._numbers(mine)))
-        for chunk in sorted(found, key=lambda x: x.start, reverse=True):
-            shared = mine.ids[: (chunk.start + 1) * WIDTH]
-            if not any(x not in gone for x in chunk.below) and not any(
-                other != name and x.salt == mine.salt and x.ids.startswith(shared) for other, x in self._ranked.items()
-            ):
                 gone.append(chunk)
         return gone
 

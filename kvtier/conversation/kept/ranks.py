@@ -121,7 +121,7 @@ class Ranks:
             refused = self._parked.claim()
             if refused is not None:
                 if before is None:
-                    self._unrank(name)
+                    self.forget(name)
                 else:
                     self.follow(name, before.key, before.ids, before.rank)
                 raise refused
@@ -133,7 +133,7 @@ class Ranks:
             rank = DEFAULT if before is None else before.rank
         if rank == DEFAULT:
             if before is not None:
-                self._unrank(name)
+                self.forget(name)
             return
         if before is not None:
             self._leave(name, before)
@@ -142,14 +142,10 @@ class Ranks:
         self.refresh()
 
     def forget(self, name: str) -> None:
-        """Its tokens have the rank of all others. What it alone has, and has expired, goes first until it is used."""
-        self.refresh()
-        self._unrank(name, forgotten=True)
-
-    def _unrank(self, name: str, *, forgotten: bool = False) -> None:
+        """Its tokens have the rank of all others."""
         found = self._ranked.pop(name, None)
         if found is not None:
-            self._leave(name, found, forgotten=forgotten)
+            self._leave(name, found)
             self._stale.pop(name, None)
             self._claim()
 
@@ -200,13 +196,13 @@ class Ranks:
                     self._frontiers.add(key, frontier, (name, key))
         self._claim()
 
-    def _leave(self, name: str, found: _Ranked, *, forgotten: bool = False) -> None:
+    def _leave(self, name: str, found: _Ranked) -> None:
         """Its tokens are not looked for where they were."""
         for key in self._forms(found.key):
             self._frontiers.remove((name, key))
         sequences, found.has = found.has, {}
         for sequence in sequences:
-            self._retention.unrank((name, sequence), forgotten=forgotten)
+            self._retention.unrank((name, sequence))
             del self._on[sequence][name]
             if not self._on[sequence]:
                 del self._on[sequence]

@@ -24,8 +24,6 @@ T = TypeVar("T", bound=Hashable)
 TOKENS = 256
 #: The tree's capacity is what was kept when the memory was full last; it is changed when that differs by this share.
 _CHANGE = 0.05
-#: Of what was forgotten when its time to live had ended.
-_FORGOTTEN = Rank(ttl=0.0)
 
 
 class _Path:
@@ -70,8 +68,6 @@ class Retention(Generic[T]):
         self._ranks: dict[bytes, dict[Hashable, Rank]] = {}
         self._ranked: dict[Hashable, list[bytes]] = {}
         self._pinned: set[bytes] = set()
-        # Blocks that have expired, and whose users are all forgotten: they go first until somebody uses them.
-        self._forgotten: set[bytes] = set()
 
     def clear(self) -> None:
         """Nothing is kept, and a new policy has heard of nothing: a change was cut short, at any line."""
@@ -98,7 +94,6 @@ class Retention(Generic[T]):
         for name, end in zip(path.names, path.ends, strict=True):
             if name not in self._tree:
                 self._tree.insert(name, before, now, size=end - start)
-            self._recall(name)
             self._refs[name] = self._refs.get(name, 0) + 1
             before, start = name, end
         if before is not None:
@@ -116,7 +111,6 @@ class Retention(Generic[T]):
         )
         for name in names:
             self._tree.reuse(name, now)
-            self._recall(name)
             if name in self._ranks:
                 self._apply(name)  # its time to live begins again
 
@@ -156,7 +150,6 @@ class Retention(Generic[T]):
                 for user in self._ranks.pop(name, ()):
                     self._ranked[user].remove(name)
                 self._pinned.discard(name)
-                self._forgotten.discard(name)
                 if name in self._tree:  # else the policy has evicted it
                     self._tree.remove(name)
         if not tokens:
@@ -177,36 +170,20 @@ class Retention(Generic[T]):
         self._ranked[user] = path.names[:count]
         for name in path.names[:count]:
             self._ranks.setdefault(name, {})[user] = rank
-            self._forgotten.discard(name)
             self._apply(name)
 
-    def unrank(self, user: Hashable, *, forgotten: bool = False) -> None:
-        """What this user has ranked has the rank of all others.
-
-        Args:
-            forgotten: what has expired goes first still, until it is used, kept or ranked again.
-        """
-        now = self._clock()
+    def unrank(self, user: Hashable) -> None:
+        """What this user has ranked has the rank of all others."""
         for name in self._ranked.pop(user, ()):
             del self._ranks[name][user]
             if not self._ranks[name]:
                 del self._ranks[name]
-                if forgotten and name in self._tree and self._tree.node(name).expires <= now:
-                    self._forgotten.add(name)
             self._apply(name)
-
-    def _recall(self, name: bytes) -> None:
-        if name in self._forgotten:
-            self._forgotten.remove(name)
-            self._apply(name)
-
-    def _rank_of(self, name: bytes) -> Rank:
-        return _FORGOTTEN if name in self._forgotten else highest(self._ranks.get(name, {}).values())
 
     def _apply(self, name: bytes) -> None:
         if name not in self._tree:
             return  # it was evicted, and its sequences are about to be shortened
-        rank, node = self._rank_of(name), self._tree.node(name)
+        rank, node = highest(self._ranks.get(name, {}).values()), self._tree.node(name)
         if rank.pinned and name not in self._pinned:
             self._pinned.add(name)
             self._tree.pin(name)
@@ -256,9 +233,8 @@ class Retention(Generic[T]):
         assert ends == {(name, sequence) for name, those in self._ends.items() for sequence in those}, "ends"
         ranked = {(name, user) for user, names in self._ranked.items() for name in names}
         assert ranked == {(name, user) for name, those in self._ranks.items() for user in those}, "ranks"
-        assert self._forgotten <= self._refs.keys() - self._ranks.keys(), "a block that is not forgotten"
         for name in self._refs:
-            node, rank = self._tree.node(name), self._rank_of(name)
+            node, rank = self._tree.node(name), highest(self._ranks.get(name, {}).values())
             assert (node.pins > 0, node.priority) == (rank.pinned, rank.priority), "a block of another rank"
             assert node.expires == node.time + rank.ttl, "another time to live"
 

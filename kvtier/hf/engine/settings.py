@@ -32,8 +32,9 @@ _PLAIN = OTHER_WAYS | {"diversity_penalty": (0.0,), "length_penalty": (1.0,), "u
 
 #: The largest number that a setting may be, and lists within each other.
 _LARGEST, _DEEPEST = 1e300, 3
-#: The longest n-gram of a prompt: Transformers makes a list for each of its tokens, whatever the prompt has.
-_LONGEST = 1 << 16
+#: The longest n-gram: Transformers copies a sequence once for each of its tokens, and where it is of an answer in every
+#: step.
+_LONGEST = 256
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -94,8 +95,8 @@ _LISTS: _Kind = (_are_numbers, "lists of finite numbers")
 #: What each of the settings that an engine honours may be.
 _HONOURED: dict[str, _Kind] = {
     **dict.fromkeys(("do_sample", "remove_invalid_values", "renormalize_logits"), _FLAG),
-    **dict.fromkeys(("max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size", "top_k"), _COUNT),
-    "encoder_no_repeat_ngram_size": _LENGTH,
+    **dict.fromkeys(("max_new_tokens", "min_length", "min_new_tokens", "top_k"), _COUNT),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size"), _LENGTH),
     **dict.fromkeys(("encoder_repetition_penalty", "max_time", "repetition_penalty", "temperature"), _NUMBER),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "top_p", "typical_p"), _NUMBER),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens"), _TOKENS),

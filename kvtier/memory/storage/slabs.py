@@ -317,12 +317,12 @@ class SlabAllocator:
             return
         if int(code) == _OUT_OF_MEMORY:
             raise TransferError(f"CUDA could not page-lock {slab.numel()} bytes of it (see `ulimit -l`)")
-        if int(code) == _REGISTERED:
-            return  # it serves as it is; others may be locked
-        self.lock_for = None
+        what = f"{slab.numel()} bytes of host memory cannot be page-locked: a part of them is by somebody else"
+        if int(code) != _REGISTERED:  # else others may be locked
+            self.lock_for = None
+            what = "Host memory cannot be page-locked on this machine"
         warnings.warn(
-            f"Host memory cannot be page-locked on this machine (CUDA error {int(code)}): it serves as it is, and "
-            "copies wait for each other.",
+            f"{what} (CUDA error {int(code)}): it serves as it is, and copies wait for each other.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -18,7 +18,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-#: What needs a key, where there are keys. The rest says nothing of anybody's requests, and reads no body.
+#: What needs a key, where there are keys. The rest says nothing of anybody's requests, and holds no body.
 _GUARDED = ("/v1/", "/load_model")
 _SESSION = b"x-session-id"
 _LONGEST_SESSION = 256

@@ -555,60 +555,6 @@ def test_a_clock_that_was_set_back_begins_a_time_to_live_again(tmp_path: Path) -
     disk.close()
 
 
-def test_what_is_forgotten_goes_first_if_it_had_expired() -> None:
-    model, now = tiny_model("llama"), [1000.0]
-    with store_of(model, host_budget="56KiB", eviction="lru") as store:
-        store.kept.retention._clock = lambda: now[0]
-        store.generate(**ones(some_ids(24, seed=5)), **GREEDY)
-        now[0] += 1.0
-        old, lives = store.open("old", ttl=10), store.open("lives", ttl=10)
-        turn(old, some_ids(24, seed=6))
-        now[0] += 60.0
-        turn(lives, some_ids(24, seed=7))
-        store.forget("old")
-        store.check_integrity()
-        seed = 100
-        while not store.stats.dropped:
-            store.generate(**ones(some_ids(8, seed=seed)), **GREEDY)
-            seed += 1
-        [key] = store._keys(None)
-        kept = [store.kept.find(key, packed(some_ids(24, seed=i)[0].tolist()))[0] for i in (5, 6, 7)]
-        assert (kept[0], kept[2]) == (24, 24), "it is older, or had not expired"
-        assert kept[1] < 24
-
-
-def test_what_is_forgotten_goes_from_the_disk_if_it_had_expired_and_nobody_else_has_it(tmp_path: Path) -> None:
-    now = [1000.0]
-    disk = disk_of(tmp_path)
-    disk.clock = lambda: now[0]  # type: ignore[method-assign,assignment]
-    for ids in ([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7], [8, 9], [8, 9, 10]):
-        assert save(disk, ids, KEY)
-    assert disk.chunks == 5
-    rank = Rank(ttl=10)
-    for name, ids, used in (
-        ("a", [1, 2, 3, 4, 5, 6, 7], 1000.0),
-        ("shares", [1, 2, 3, 4], 1050.0),
-        ("continued", [8, 9], 1000.0),
-        ("lives", [8, 9], 1050.0),
-    ):
-        disk.rank(name, None, packed(ids), rank, used)
-        assert disk.save_conversation(name, {})
-    now[0] = 1055.0
-    disk.drop_conversation("lives")
-    assert disk.chunks == 5, "it had not expired"
-    disk.drop_conversation("a")
-    assert [load(disk, ids, KEY) for ids in ([1, 2, 3, 4, 5, 6, 7], [8, 9, 10])] == [5, 3]
-    disk.drop_conversation("continued")
-    assert load(disk, [8, 9, 10], KEY) == 3, "others go on from it"
-    assert len(list(tmp_path.glob("*.safetensors"))) == disk.chunks == 4
-    disk.check_integrity()
-    disk.close()
-    disk = disk_of(tmp_path)
-    assert disk.damaged == 0
-    assert load(disk, [1, 2, 3, 4, 5, 6, 7], KEY) == 5
-    disk.close()
-
-
 def test_what_is_pinned_or_has_a_priority_is_so_in_a_later_process(tmp_path: Path) -> None:
     model = tiny_model("llama")
     with store_of(model, directory=tmp_path) as store:

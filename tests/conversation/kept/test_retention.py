@@ -117,7 +117,7 @@ def test_the_policy_knows_what_is_kept_and_its_victims_are_ends(name: str, seed:
                 order.rank(user, some, tokens, rank)
             else:
                 model.ranks.pop(user, None)
-                order.unrank(user, forgotten=draw.random() < 0.5)
+                order.unrank(user)
         elif some is not None and what == "hold":
             model.held.add(some)
             order.hold(some)
@@ -250,36 +250,6 @@ def test_what_a_longer_sequence_replaces_leaves_the_shadows() -> None:
         assert len(shadow.tree) == 30 * -(-60 // 8)
         shadow.tree.check_integrity()
         assert shadow.tree.used == 30 * 60
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_what_has_expired_goes_first_when_it_is_forgotten_too(name: str) -> None:
-    now = [0.0]
-    order: Retention[str] = Retention(POLICIES[name](), 1024, lambda: now[0])
-
-    def keep(sequence: str, first: int, user: str | None = None) -> None:
-        now[0] += 1.0
-        order.keep(sequence, "key", packed([0] * 8 + [first] * 8))
-        if user is not None:
-            order.rank(user, sequence, 16, Rank(ttl=10.0))
-
-    keep("other", 1)
-    for i, sequence in enumerate(("forgotten", "used", "shared", "lives", "kept")):
-        keep(sequence, 2 + i, sequence)
-    keep("again", 6)  # as "kept"
-    now[0] += 100.0
-    order.rank("lives", "lives", 16, Rank(ttl=1000.0))
-    order.rank("somebody", "shared", 16, Rank(ttl=1000.0))
-    for sequence in ("forgotten", "used", "shared", "lives", "kept"):
-        order.unrank(sequence, forgotten=True)
-    order.check_integrity(("other", "forgotten", "used", "shared", "lives", "kept", "again"))
-    order.use(["used"], 16)
-    order.shortened("kept", 0)
-    order.keep("kept", "key", packed([0] * 8 + [6] * 8))
-    order.check_integrity(("other", "forgotten", "used", "shared", "lives", "kept", "again"))
-    assert order.evict() == [("forgotten", 8)]
-    order.shortened("forgotten", 8)
-    assert order._forgotten == set(), "what others have is as all else"
 
 
 # In a store

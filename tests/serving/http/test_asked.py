@@ -54,7 +54,12 @@ REFUSED: dict[str, list[Any]] = {
         *({"do_sample": "no"}, {"do_sample": 1}, {"renormalize_logits": "yes"}, {"top_k": 1.5}, {"top_k": -1}),
         *({"eos_token_id": x} for x in (1.5, "2", True, [[1]], [1.0], {"1": 2})),
         *({"bad_words_ids": 5}, {"bad_words_ids": [["a"]]}, {"sequence_bias": [[[True], 1.0]]}),
-        *({"encoder_no_repeat_ngram_size": 10**9}, {"no_repeat_ngram_size": -1}, {"suppress_tokens": "x"}),
+        *(
+            {"encoder_no_repeat_ngram_size": 257},
+            {"no_repeat_ngram_size": -1},
+            {"no_repeat_ngram_size": 257},
+            {"suppress_tokens": "x"},
+        ),
         # What would change nothing here.
         *({"diversity_penalty": 1.0}, {"cache_implementation": "static"}, {"low_memory": True}, {"num_beams": 4}),
         *({"length_penalty": 2.0}, {"prefill_chunk_size": 8}, {"continuous_batching_config": {}}, {"use_cache": False}),

@@ -75,5 +75,5 @@ def test_no_link_is_followed_from_the_file_that_becomes_a_secret(tmp_path: Path)
 
 def test_what_is_no_file_in_place_of_a_secret_holds_up_no_start(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / SECRET)
-    with pytest.raises(ConfigError, match="damaged"):
+    with pytest.raises(ConfigError, match="is no file"):
         secret_of(tmp_path)

@@ -1,19 +1,14 @@
-"""Sessions that end: when they are forgotten, and what becomes of their keys and values."""
+"""Sessions that end: when they are forgotten."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import pytest
 from servers import NAME, Running, Start
 from test_server_faults import PROMPT, held, until
-
-from kvtier.conversation.index import packed
-from kvtier.conversation.kept import retention
 
 
 def ask(running: Running, session: str | None, prompt: str = PROMPT, **options: Any) -> str:
@@ -76,36 +71,3 @@ def test_a_session_whose_request_is_cancelled_ends_too(start: Start) -> None:
         assert until(lambda: not running.server.manager._sessions._running)
         passes(150.0)
         assert running.server.manager._store.names == []
-
-
-def test_what_is_kept_of_a_session_goes_first_when_it_is_forgotten_and_from_the_disk_at_once(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retention, "TOKENS", 16)
-    with start(ttl=100.0, directory=str(tmp_path)) as running:
-        manager, passes = running.server.manager, clock(running)
-        store, order = manager._store, manager._store.kept.retention
-        disk = store.disk_tier.disk
-        late = [0.0]
-        order._clock = lambda: time.monotonic() + late[0]
-        disk.clock = lambda: time.time() + late[0]
-        ask(running, None, "# of nobody\n" + PROMPT * 3)
-        store.flush()
-        others = disk.chunks
-        ask(running, "old", "# of old\n" + PROMPT * 3)
-        store.flush()
-        assert disk.chunks > others
-        late[0] += 150.0
-        passes(150.0)
-        assert store.names == []
-        assert disk.chunks == others == len(list(tmp_path.glob("*.safetensors")))
-        with store.memory.lock, store.memory.change:
-            for sequence, length in order.evict():
-                assert manager.tokenizer.decode(_ids(store.kept.entries[sequence].ids)).startswith("# of old")
-                store.kept.parked.shorten(sequence, length)
-        store.check_integrity()
-
-
-def _ids(ids: bytes) -> list[int]:
-    width = len(packed([0]))
-    return [int.from_bytes(ids[i : i + width], "little") for i in range(0, len(ids), width)]

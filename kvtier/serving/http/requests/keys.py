@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,6 +160,10 @@ def _read_secret(path: Path) -> bytes:
             raise ConfigError(f"{path} is a link. Give the file itself, which says who finds what is saved.") from error
         raise
     with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ConfigError(
+                f"{path} is no file. Remove it: what was saved under its keys is then not found any more."
+            )
         return file.read(_SECRET_BYTES + 1)
 
 
