@@ -74,7 +74,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _are_tokens(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, list) and all(map(_is_whole, value)))
+    return isinstance(value, list) and all(map(_is_whole, value))
 
 
 def _are_numbers(value: Any, depth: int = _DEEPEST) -> bool:
@@ -89,7 +89,8 @@ _FLAG: _Kind = (lambda value: isinstance(value, bool), "true or false")
 _COUNT: _Kind = (_is_count, "a whole number from 0 on")
 _LENGTH: _Kind = (lambda value: _is_count(value) and value <= _LONGEST, f"a whole number from 0 to {_LONGEST}")
 _NUMBER: _Kind = (_is_number, "a finite number")
-_TOKENS: _Kind = (_are_tokens, "a token id, or a list of them")
+_TOKEN: _Kind = (lambda value: _is_whole(value) or _are_tokens(value), "a token id, or a list of them")
+_TOKENS: _Kind = (_are_tokens, "a list of token ids")
 _LISTS: _Kind = (_are_numbers, "lists of finite numbers")
 
 #: What each of the settings that an engine honours may be.
@@ -99,7 +100,8 @@ _HONOURED: dict[str, _Kind] = {
     **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size"), _LENGTH),
     **dict.fromkeys(("encoder_repetition_penalty", "max_time", "repetition_penalty", "temperature"), _NUMBER),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "top_p", "typical_p"), _NUMBER),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens"), _TOKENS),
-    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"), _TOKENS),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKEN),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), _TOKEN),
+    **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens"), _TOKENS),
     **dict.fromkeys(("bad_words_ids", "exponential_decay_length_penalty", "sequence_bias"), _LISTS),
 }

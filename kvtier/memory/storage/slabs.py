@@ -317,7 +317,7 @@ class SlabAllocator:
             return
         if int(code) == _OUT_OF_MEMORY:
             raise TransferError(f"CUDA could not page-lock {slab.numel()} bytes of it (see `ulimit -l`)")
-        what = f"{slab.numel()} bytes of host memory cannot be page-locked: a part of them is by somebody else"
+        what = f"{slab.numel()} bytes of host memory cannot be page-locked, for a part of them is already"
         if int(code) != _REGISTERED:  # else others may be locked
             self.lock_for = None
             what = "Host memory cannot be page-locked on this machine"

@@ -59,6 +59,7 @@ REFUSED: dict[str, list[Any]] = {
             {"no_repeat_ngram_size": -1},
             {"no_repeat_ngram_size": 257},
             {"suppress_tokens": "x"},
+            {"suppress_tokens": 5},
         ),
         # What would change nothing here.
         *({"diversity_penalty": 1.0}, {"cache_implementation": "static"}, {"low_memory": True}, {"num_beams": 4}),
