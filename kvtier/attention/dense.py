@@ -55,7 +55,7 @@ class DensePlan(NamedTuple):
         table: all of it, where the device has a kernel that gathers it in one launch.
     """
 
-    key: tuple[int, ...]
+    key: tuple[object, ...]
     copies: list[tuple[torch.Tensor, torch.Tensor]]
     table: AddressTable | None
 
@@ -65,7 +65,9 @@ def _gather_all(reader: LayerReader, count: int, data: torch.Tensor) -> None:
     layer = reader.layer
     with reader.memory.lock:
         reader.memory.mend()
-        key = (layer.blocks.version, layer.shape_version, reader.workspace.version, count)
+        # What is made of it on the device is of the stream on which it is used.
+        stream = reader.device.engine.stream
+        key = (layer.blocks.version, layer.shape_version, reader.workspace.version, count, stream)
         plan = reader.workspace.plans.get(layer.index)
         reading, hits = None, 0
         if isinstance(plan, DensePlan) and plan.key == key:
@@ -196,7 +198,7 @@ def _keys_and_values(dense: Sequence[Dense]) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _gather(
-    reader: LayerReader, dense: Sequence[Dense], first: int, last: int, key: tuple[int, ...] = ()
+    reader: LayerReader, dense: Sequence[Dense], first: int, last: int, key: tuple[object, ...] = ()
 ) -> DensePlan | None:
     """Write the blocks `[first, last)` of every row to where they belong, counted from `first`.
 

@@ -211,6 +211,7 @@ def _count_host(reader: LayerReader, part: Part, began: float, seconds: float) -
 def arrive(reader: LayerReader, partition: Partition) -> None:
     """Let the compute stream wait for what is arriving."""
     with reader.memory.lock:
+        reader.device.engine.follow()  # for what it has arrived meanwhile, another thread's stream has waited
         for run in partition.incoming:
             for part in run.leaves():
                 residency.arrive(part)

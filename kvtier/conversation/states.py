@@ -59,6 +59,9 @@ def _copy(layer: Any, row: int | None = None) -> Any:
             id(x): x if row is None or not _batched(x) else x.narrow(_ROWS_IN.get(name, 0), row, 1)
             for name, x in _tensors(layer)
         }
+        for part in parts.values():
+            if part.is_cuda:  # made on another stream, perhaps, to which its memory returns when it is dropped
+                part.record_stream(torch.cuda.current_stream(part.device))
         return copy.deepcopy(layer, {key: part.detach().clone() for key, part in parts.items()})
 
 

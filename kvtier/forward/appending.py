@@ -94,6 +94,7 @@ class AppendingForward(PlannedForward):
             keys, values = in_one_dtype(keys, values)
         memory = self.memory
         with memory.lock:
+            memory.follow()
             if memory.has_garbage:
                 memory.collect()
             begins = self._step != self.steps.count
@@ -163,6 +164,7 @@ class AppendingForward(PlannedForward):
         keys, values = in_one_dtype(keys.detach(), values.detach())
         memory, owner = self.memory, self._held.owner
         with memory.lock:
+            memory.follow()
             if memory.has_garbage:
                 memory.collect()
             old, claims, rooms = self.readers.get(index), dict(owner.claims), dict(self._rooms)
@@ -332,6 +334,7 @@ class AppendingForward(PlannedForward):
         """
         tokens = keys.shape[2]
         with self.memory.lock:
+            self.memory.follow()
             if self.memory.has_garbage:
                 self.memory.collect()
             self._begin_step(tokens)

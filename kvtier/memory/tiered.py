@@ -106,7 +106,7 @@ class TieredMemory:
         self.policy = policy
         self.lock = new_lock()
         #: Around a change that no `Guard` is around, within the lock; it collects first.
-        self.change = Change(self)
+        self.change = Change(self, self.follow)
         self.readers = Readers(self.lock)
         #: Compares blocks in host memory with what was written; None: nobody does.
         self.audit = Audit(options.audit) if options.audit else None
@@ -246,9 +246,16 @@ class TieredMemory:
     def mend(self) -> None:
         """As `collect` after an interrupt, for those who are about to read, or to change blocks of their own; not while
         they read, for it would free what they read. The caller holds the lock."""
+        self.follow()
         if self.interrupted and not self.readers.mine():
             with self.change:
                 pass  # it collects first
+
+    def follow(self) -> None:
+        """Let what this thread does on devices come behind all that was done there for this memory, on whatever stream.
+        Whoever reads or changes blocks calls this first. The caller holds the lock."""
+        for device in self._devices.values():
+            device.engine.follow()
 
     def cut_short(self) -> None:
         """A change of a cache was cut short by what is not an `Exception`, in this thread."""

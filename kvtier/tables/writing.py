@@ -236,19 +236,20 @@ class TailWriter:
 
     Attributes:
         version: of the set, when this was made.
+        stream: of the device, on which it writes.
         last: writes tokens like the last ones, as quickly as can be; None: there is nothing that does.
     """
 
     __slots__ = (
         *("_addresses", "_blocks", "_keys", "_layout", "_native", "_prepared", "_slots", "_values"),
-        *("last", "version"),
+        *("last", "stream", "version"),
     )
 
     def __init__(
         self, device: ComputeDevice, blocks: BlockSet, runs: Sequence[Run], prepared: copies.PreparedAppend
     ) -> None:
         pool = blocks.pools.home
-        self.version = blocks.version
+        self.version, self.stream = blocks.version, device.engine.stream
         self._layout: BlockLayout = pool.layout
         self._slots: torch.Tensor | None = None
         self._addresses: torch.Tensor | None = None

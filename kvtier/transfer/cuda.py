@@ -12,6 +12,7 @@ import torch
 
 from kvtier import tracing
 from kvtier.errors import TransferError
+from kvtier.kernels import launch
 from kvtier.stats import Counters
 from kvtier.transfer.engine import Direction, Event, Transfer, TransferEngine
 from kvtier.transfer.launches import Batch, Launches
@@ -105,8 +106,13 @@ class CudaTransfers(TransferEngine):
     Ordering, both ways: copies begin behind events of the compute stream (`behind`: the last readers of what they
     write; else all its work so far), so that they see what was written and do not overwrite what is still being read;
     whoever reads the copy makes the compute stream wait for the copy's event. The fetch stream has the higher priority:
-    what a layer needs soon goes before what is written back for later (Pensieve, section 5.1). Events, streams and the
-    memory of addresses are made once and re-used; nothing here blocks the CPU but `synchronize` and `drain`.
+    what a layer needs soon goes before what is written back for later (Pensieve, section 5.1).
+
+    The compute stream is the one that is current for the thread that calls. Where that is another one than at the last
+    call, it waits for that one first (`follow`): so an event of it is behind all that was done before, on any stream.
+
+    Events, streams and the memory of addresses are made once and re-used; nothing here blocks the CPU but
+    `synchronize` and `drain`.
 
     Seconds are those of the device: timed events around each transfer and around each wait of the compute stream, read
     when a later `poll` finds them passed.
@@ -132,11 +138,32 @@ class CudaTransfers(TransferEngine):
         self._launches = Launches(device)
         self._clock: Clock | None = None
         self._idle: torch.cuda.Stream | None = None
+        self.stream: torch.cuda.Stream | None = None
+
+    def follow(self) -> None:
+        """See `TransferEngine`. A CUDA graph that is captured depends on nothing outside of it: it changes nothing."""
+        stream, last = torch.cuda.current_stream(self.device), self.stream
+        if stream == last or launch.capturing(self.device):
+            return
+        if last is not None:
+            stream.wait_event(self._recorded(last).recorded)
+        self.stream = stream
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """See `TransferEngine`."""
+        self.follow()
+        if memory.is_cuda and self.stream is not None:
+            memory.record_stream(self.stream)
 
     def mark(self) -> Mark:
         """The end of the compute stream's work so far."""
+        self.follow()
+        return self._recorded(torch.cuda.current_stream(self.device))
+
+    def _recorded(self, stream: torch.cuda.Stream) -> Mark:
+        """The end of a stream's work so far."""
         event = self._spare_marks.pop() if self._spare_marks else torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(stream)
         return Mark(event, self._spare_marks)
 
     def stamp(self) -> Stamp:

@@ -209,10 +209,12 @@ class TransferEngine(ABC):
         device: where attention runs.
         asynchronous: whether work goes on behind the CPU's back, so that `mark` has something to say.
         has_own_clock: whether `stamp` gives points of the device's work; else the CPU's time serves.
+        stream: the compute stream that was used last, see `follow`; None where everything runs at once, or none was.
     """
 
     asynchronous = False
     has_own_clock = False
+    stream: object = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -254,6 +256,13 @@ class TransferEngine(ABC):
             counters.attention_bytes += transfer.nbytes
         self._start(transfer, behind)
         return transfer
+
+    def follow(self) -> None:  # noqa: B027 - engines without a background have no streams
+        """Let the caller's compute stream go on behind the one that was used last, where that is another one: so all
+        that is done for a device is one sequence, whatever streams threads set."""
+
+    def give_back(self, memory: torch.Tensor) -> None:  # noqa: B027 - likewise
+        """Memory of the device goes back to torch, which hands it on in the order of the stream it was taken on."""
 
     def mark(self) -> Event | None:
         """The end of the compute stream's work so far; None where everything runs at once."""

@@ -13,7 +13,7 @@ import torch
 from stream_model import StreamModel
 from torch.nn import functional as F
 
-from kvtier import BudgetError, TieredKVCache
+from kvtier import BudgetError, TieredKVCache, TieredMemory
 from kvtier.cpu import native
 from kvtier.kernels import launch
 from kvtier.memory.tiers import fetching
@@ -38,22 +38,34 @@ class Conversation:
         seed: of what is done.
         host_attention: host threads attend to what is not on the device; else it is fetched.
         poison: whatever becomes free is written over at once.
+        memory: that others use, too; None: one of its own.
     """
 
-    def __init__(self, model: StreamModel, seed: int, *, host_attention: bool, poison: bool = False) -> None:
+    def __init__(
+        self,
+        model: StreamModel,
+        seed: int,
+        *,
+        host_attention: bool,
+        poison: bool = False,
+        memory: TieredMemory | None = None,
+    ) -> None:
         self.model = model
         self.random = random.Random(seed)
         torch.manual_seed(seed)
         # Whoever fetches needs room for one layer as one tensor: 2 rows of up to 25 blocks.
         slots = self.random.choice((16, 24, 40) if host_attention and native.available() else (60, 70, 90))
-        cache = TieredKVCache(
-            device_budget=slots * SLOT,
-            host_budget=160 * SLOT,  # little more than all of it: host slots are soon used again
-            block_size=BLOCK,
-            host_attention=host_attention,
-            policy=Policy(write_through=self.random.choice((0.0, 0.5, 1.0)), ahead=self.random.choice((1, 2, 4))),
-        )
-        self.cache = with_doubles(cache, model.engine, poison=poison)
+        if memory is None:
+            cache = TieredKVCache(
+                device_budget=slots * SLOT,
+                host_budget=160 * SLOT,  # little more than all of it: host slots are soon used again
+                block_size=BLOCK,
+                host_attention=host_attention,
+                policy=Policy(write_through=self.random.choice((0.0, 0.5, 1.0)), ahead=self.random.choice((1, 2, 4))),
+            )
+            self.cache = with_doubles(cache, model.engine, poison=poison)
+        else:
+            self.cache = TieredKVCache(memory=memory, block_size=BLOCK, host_attention=host_attention)
         self._queries: dict[int, torch.Tensor] = {}
 
     @property

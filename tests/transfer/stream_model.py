@@ -15,6 +15,9 @@ writes; the native kernel and launches that copy blocks are patched to tell; giv
 of it. Operations belong to the current stream, those on host memory outside a stream to the CPU. All memory that is not
 a host slab, an I/O buffer or addresses of a launch is the device's, temporaries included: the allocator hands them out
 again like CUDA's caching allocator, in the order of the compute stream.
+
+A thread may set another compute stream: `with model.using(model.stream("other")):`. Then a model that is made with
+`streams=True` hands no memory of temporaries out again, as CUDA's allocator hands it to none but the stream it was on.
 """
 
 from __future__ import annotations
@@ -136,6 +139,7 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
         patch: puts the model in the place of CUDA.
         eagerness: probability that an event that may have ended has.
         strict: raise at the first race; else collect them.
+        streams: whether there are several compute streams.
 
     Attributes:
         races: all of them.
@@ -143,7 +147,15 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
         launches: of `copy_blocks`, how many were seen.
     """
 
-    def __init__(self, seed: int, patch: pytest.MonkeyPatch, *, eagerness: float = 0.3, strict: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        patch: pytest.MonkeyPatch,
+        *,
+        eagerness: float = 0.3,
+        strict: bool = True,
+        streams: bool = False,
+    ) -> None:
         self.random = random.Random(seed)
         self.eagerness = eagerness
         self.strict = strict
@@ -159,6 +171,9 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
         self._pages: dict[int, list[tuple[int, int, Access]]] = {}
         self._regions: list[tuple[int, int, str]] = []  # what is named, by address
         self._kept: list[torch.Tensor] = []  # no named memory is used again under another name
+        self._several: dict[int, torch.Tensor] | None = {} if streams else None
+        self._taken: dict[int, Stream] = {}  # by address, on which stream a slab of a device was taken
+        self._recorded: dict[int, Stream] = {}  # and on which it is used, as torch was told
         self._mode = Observer(self.saw)
         self._within = contextlib.ExitStack()
         self._patch(patch)
@@ -178,6 +193,19 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
         for direction, stream in made._streams.items():
             stream.name = direction.value  # type: ignore[attr-defined]
         return made
+
+    def stream(self, name: str) -> Stream:
+        """Another compute stream."""
+        return Stream(self, name)
+
+    @contextlib.contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        """As `torch.cuda.stream`, of whoever uses a cache."""
+        before, self.compute = self.compute, stream
+        try:
+            yield
+        finally:
+            self.compute = before
 
     @property
     def pairs(self) -> set[tuple[str, str]]:
@@ -237,6 +265,8 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
         """An operation: whose it is follows from where it runs and what it touches."""
         if self._launching:
             return
+        if self._several is not None:
+            self._several |= {x.untyped_storage().data_ptr(): x for x in (*writes, *reads)}
         done = [(True, x, spans_of(x)) for x in writes] + [(False, x, spans_of(x)) for x in reads]
         if self._current is None:
             named = {self._is_host(s[0][0]) for _, _, s in done if s and self._name(s[0][0]) != "device memory"}
@@ -260,12 +290,18 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
         bisect.insort(self._regions, (*span, name))
 
     def gave_back(self, tensor: torch.Tensor) -> None:
-        """Memory is given back: nobody may be using it. Host memory is gone at once, device memory by the stream."""
-        spans = spans_of(tensor)
+        """Memory is given back: nobody may be using it. Host memory is gone at once, that of a device by the stream it
+        was taken on, once those have come by that torch was told of."""
+        spans, address = spans_of(tensor), tensor.data_ptr()
         if self._is_host(spans[0][0]):
             self.on_host(True, spans, "the memory is given back")
-        else:
-            self.on_stream(self.compute, True, spans, "the memory is given back")
+            return
+        stream = self._taken.pop(address, self.compute)
+        clock = dict(stream.enqueue())
+        if (recorded := self._recorded.pop(address, None)) is not None:
+            _join(clock, recorded.enqueue())
+        clock[stream.name] = stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
+        self.access(stream.name, clock, True, spans, "the memory is given back")
 
     def _forget(self, span: Span) -> None:
         for page in range(span[0] // _PAGE, (span[1] - 1) // _PAGE + 1):
@@ -307,6 +343,7 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
 
     def _patch_memory(self, patch: pytest.MonkeyPatch) -> None:
         allocate, release, buffer = SlabAllocator.allocate, SlabAllocator.release, IoBuffer.__init__
+        give_back = CudaTransfers.give_back
 
         def allocated(slabs: SlabAllocator, nbytes: int, **options: bool) -> torch.Tensor | None:
             slab = allocate(slabs, nbytes, **options)
@@ -314,17 +351,23 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
                 self.watch(slab, f"{slabs.budget.tier} slab")
                 if slabs.budget.tier == "device":
                     # It may be what kernels in flight still use: safe for this stream, and for who waits for it.
+                    self._taken[slab.data_ptr()] = self.compute
                     self.on_stream(self.compute, True, spans_of(slab), "the memory is handed out")
             return slab
 
         def released(slabs: SlabAllocator, slab: torch.Tensor) -> None:
-            self.gave_back(slab)
             release(slabs, slab)
+            self.gave_back(slab)
 
         def made(io: IoBuffer, data: torch.Tensor, *args: Any, **options: Any) -> None:
             buffer(io, data, *args, **options)
             self.watch(data, "host I/O buffer")
 
+        def given(engine: CudaTransfers, memory: torch.Tensor) -> None:
+            give_back(engine, memory)
+            self._recorded[memory.data_ptr()] = engine.stream  # type: ignore[assignment]
+
+        patch.setattr(CudaTransfers, "give_back", given)
         patch.setattr(SlabAllocator, "allocate", allocated)
         patch.setattr(SlabAllocator, "release", released)
         patch.setattr(SlabAllocator, "is_mapped", lambda slabs, slab: True)  # page-locked

@@ -99,12 +99,17 @@ class Change:
     An interrupt may come between any two lines. So the lock is one of C, which is held or not whatever comes, and a
     change is marked before it begins: who is listed as inside and comes again was cut short. Each thread has a mark of
     its own, for who waits in the midst of a change lets go of the lock.
+
+    Args:
+        changed: what is changed.
+        begins: called first, within the lock.
     """
 
-    __slots__ = ("_changed", "_inside")
+    __slots__ = ("_begins", "_changed", "_inside")
 
-    def __init__(self, changed: Repairable) -> None:
+    def __init__(self, changed: Repairable, begins: Callable[[], None] | None = None) -> None:
         self._changed = changed
+        self._begins = begins
         self._inside: dict[int, None] = {}
 
     def forked(self) -> bool:
@@ -116,6 +121,8 @@ class Change:
 
     def __enter__(self) -> None:
         changed, me = self._changed, threading.get_ident()
+        if self._begins is not None:
+            self._begins()
         if me in self._inside:
             lock = getattr(changed, "lock", None)
             if lock is not None and held_twice(lock):

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import mmap
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +86,7 @@ class SlabAllocator:
         elastic: what the budget allows but the machine does not have is treated as what the budget does not allow, and
             the budget shrinks: for a tier with another one below.
         poison: fill what is given back with NaN (tests: nobody may read it any more).
+        gives_back: called with a slab of a device before it is given back.
 
     Attributes:
         divisible: whether a part of a slab can be given back, see `cut`.
@@ -100,12 +101,14 @@ class SlabAllocator:
         lock_for: torch.device | None = None,
         elastic: bool = False,
         poison: bool = False,
+        gives_back: Callable[[torch.Tensor], None] = lambda slab: None,
     ) -> None:
         self.device = device
         self.budget = budget
         self.lock_for = lock_for
         self.elastic = elastic
         self.poison = poison
+        self._gives_back = gives_back
         self._given = budget.limit
         self._back_off = 0
         self._warned = False
@@ -167,6 +170,7 @@ class SlabAllocator:
 
     def release(self, slab: torch.Tensor) -> None:
         """Give a slab back. The caller drops its own references to it."""
+        self._gives_back(slab)
         if self.poison:
             slab.fill_(POISON)
         self._unlock(slab.data_ptr())
@@ -206,6 +210,7 @@ class SlabAllocator:
             if address in mine:
                 self._live[address] = live._replace(slab=mine[address])
                 continue
+            self._gives_back(live.slab)
             if self.poison:
                 live.slab.fill_(POISON)
             self._unlock(address)

@@ -57,9 +57,10 @@ class DeviceTier:
         self.readers = readers
         self.audit = audit
         self.poison = poison
-        self.slabs = (
-            None if limit is None else SlabAllocator(device, Budget("device", limit), elastic=True, poison=poison)
-        )
+        self.slabs: SlabAllocator | None = None
+        if limit is not None:
+            budget = Budget("device", limit)
+            self.slabs = SlabAllocator(device, budget, elastic=True, poison=poison, gives_back=engine.give_back)
         self.sets: list[BlockSet] = []
         self.reclaimable: list[Reclaimable] = []
         self._pools: dict[BlockLayout, Pools] = {}
