@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 import weakref
@@ -15,6 +16,7 @@ from kvtier.errors import BudgetError, ConcurrentUseError, ConfigError, QueueFul
 from kvtier.hf.engine.copies import options_of_each
 from kvtier.hf.engine.sampling import Sampling
 from kvtier.hf.models import generation as of
+from kvtier.kernels import launch
 from kvtier.memory import measured
 from kvtier.memory.tiered import TieredMemory
 from kvtier.scheduling.names import scheduler_of
@@ -141,7 +143,8 @@ class Engine:
         self._closed = False
         self._costs = costs = Costs(max_batch_tokens, measured.hardware(of.device_of(model)).rates())
         try:
-            self._runner, self._enabled = choose_runner(model, memory, options, runner)
+            with launch.on(of.device_of(model)):
+                self._runner, self._enabled = choose_runner(model, memory, options, runner)
             if self._enabled is not None:
                 # What is left when all that may run a step is garbage, also the thread of an engine that is not closed.
                 self._enabled.end_with(self._runner)
@@ -172,7 +175,9 @@ class Engine:
             clock=clock,
             copied=memory.totals,
         )
-        self._loop = Loop(self._requests, self._steps, memory, weakref.ref(self))
+        self._loop = Loop(
+            self._requests, self._steps, memory, functools.partial(of.device_of, model), weakref.ref(self)
+        )
 
     def _allow(self, sub_batches: object) -> None:
         """Let forwards take turns, or say why they do not."""
@@ -321,6 +326,8 @@ class Engine:
         samplings = sampling.each()
         # Held until it is the request's: it is read here, if it is on the disk, and steps do not wait for that.
         chat = None if terms.conversation is None or self._store is None else self._store.find(terms.conversation)
+        with self.memory.lock:
+            self.memory.follow()  # what steps read of the request, such as a processor's tensors, may be being made
         with requests.lock, requests.change:
             requests.check_open()
             self._check_fits(prompt, sampling)

@@ -6,11 +6,15 @@ import logging
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
+
 from kvtier.errors import ConcurrentUseError
 from kvtier.forks import heed, inherited
+from kvtier.kernels import launch
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.requests import Requests
 from kvtier.serving.step import StepRunner
@@ -32,14 +36,23 @@ class Loop:
         requests: that there are.
         steps: which computes them.
         memory: that they are computed in.
+        device: says where the model takes its inputs.
         user: who adds requests; when it is garbage, the thread ends once there is nothing to do.
 
     Attributes:
         stepping: held during a step.
     """
 
-    def __init__(self, requests: Requests, steps: StepRunner, memory: TieredMemory, user: weakref.ref[Any]) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        steps: StepRunner,
+        memory: TieredMemory,
+        device: Callable[[], torch.device],
+        user: weakref.ref[Any],
+    ) -> None:
         self._requests = requests
+        self._device = device
         self._user = user
         self._steps = steps
         self._memory = memory
@@ -70,12 +83,21 @@ class Loop:
         if not self.stepping.acquire(blocking=False):
             raise ConcurrentUseError("Another thread runs this engine's steps.")
         try:
-            return self._steps.step()
+            return self._step()
         except BaseException as error:
             self._cut_short(error)
             raise
         finally:
             self.stepping.release()
+
+    def _step(self) -> bool:
+        """Compute one step, in a thread whose current device need not be the model's, nor its stream that of whoever
+        has added the requests: what a model launches by itself, as kernels of other packages, goes to the current one,
+        and reads what is being made on that stream."""
+        with launch.on(self._device()):
+            with self._memory.lock:
+                self._memory.follow()
+            return self._steps.step()
 
     def start(self) -> None:
         """Run steps in a thread whenever there is something to do. Nothing, if it runs."""
@@ -128,7 +150,7 @@ class Loop:
                     return
             with self.stepping:
                 try:
-                    self._steps.step()
+                    self._step()
                 except Exception as error:
                     # A fault of the engine's own: whoever waits is told, and the loop goes on with whatever comes.
                     _LOG.exception("A step failed.")

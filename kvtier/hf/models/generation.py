@@ -532,7 +532,7 @@ def _greedily(model: Any, ids: Sequence[int], count: int, **given: Any) -> Any:
 
 
 def synchronize(model: Any) -> None:
-    """Return when the model's device has done what it was given."""
-    device = device_of(model)
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    """Return when the devices that a model is on have done what they were given."""
+    for device in {device_of(model), *(weight.device for weight in model.parameters())}:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)

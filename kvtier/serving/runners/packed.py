@@ -16,6 +16,7 @@ from kvtier.forward.sub_batch import PackedSequence, SubBatch
 from kvtier.hf.attention.packed import packing
 from kvtier.hf.engine.packed import PackedCache
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.devices import devices_of
 from kvtier.hf.models.names import CACHE
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.runners.runner import Runner, Tiers, Work
@@ -61,6 +62,8 @@ class PackedRunner(OnPackedForward):
         self._model = of.inner(model)
         self._config = self._model.config.get_text_config(decoder=True)
         self._keeps = of.takes_logits_to_keep(self._model)
+        where = devices_of(self._model)
+        self._split = any(device != where.model for device in where.layers.values())
         self.forward = PackedForward(memory, options, int(self._config.num_hidden_layers))
         self.sub_batches: SubBatches | None = None
 
@@ -146,7 +149,9 @@ class PackedRunner(OnPackedForward):
             if each.scored:
                 wanting.append(each)
                 last.append(segment.stop - 1)
-        index = torch.tensor(last or [len(ids) - 1], device=device)
+        last = last or [len(ids) - 1]
+        # Accelerate brings a tensor to where the model takes its inputs, and the last layer may be elsewhere.
+        index: Any = last if self._split else torch.tensor(last, device=device)
         with packing(batch):
             out = self._model(
                 input_ids=torch.tensor([ids], device=device),
