@@ -453,7 +453,22 @@ class _HostPart:
             self._params = replace(params, **others) if others else params
             copies = [TensorCopy(query, self._buffer.query)]
             copies += [TensorCopy(self.on_device[name], x) for name, x in others.items()]
-            self._down = self._buffer.last = engine.submit(copies, Direction.QUERY, reader.counters)
+            blocks = self._buffers.blocks(self._buffer)
+            if not blocks:
+                self._down = self._buffer.last = engine.submit(copies, Direction.QUERY, reader.counters)
+        if blocks:
+            self._come_by()
+            with reader.memory.lock:
+                self._down = self._buffer.last = engine.submit(copies, Direction.QUERY, reader.counters)
+
+    def _come_by(self) -> None:
+        """Before copies that block the CPU until the device has come by: wait for that without the lock, so that others
+        go on."""
+        reader = self._of.reader
+        with reader.memory.lock:
+            event = reader.device.engine.mark()
+        if event is not None:
+            event.settle()
 
     def _receive(self) -> None:
         """Wait for the query. Others go on meanwhile."""
@@ -526,6 +541,8 @@ class _HostPart:
         reader, buffer = self._of.reader, self._buffer
         up = [torch.empty_like(x, device=self._of.query.device) for x in (buffer.out, buffer.lse)]
         copies = [TensorCopy(buffer.out, up[0]), TensorCopy(buffer.lse, up[1])]
+        if self._buffers.blocks(buffer):
+            self._come_by()
         with reader.memory.lock:
             back = buffer.last = reader.device.engine.submit(copies, Direction.RESULT, reader.counters)
             back.wait()

@@ -14,8 +14,8 @@ from kvtier.memory.storage.buffers import IoBuffers, Workspace, bytes_of
 from kvtier.memory.storage.slabs import Budget, SlabAllocator
 from kvtier.memory.tiered import default_engine
 from kvtier.planning.step import StepPlan, StepState
-from kvtier.testing import held, with_doubles
-from kvtier.transfer.engine import Direction, Transfer
+from kvtier.testing import HeldTransfers, held, with_doubles
+from kvtier.transfer.engine import Direction, Event, Transfer
 
 HEADS, DIM, SIZE = 2, 8, 4
 SLOT = 2 * HEADS * DIM * SIZE * 4
@@ -371,3 +371,48 @@ def test_an_io_buffer_is_kept_for_smaller_calls_and_what_was_prepared_over_anoth
     assert not large.calls
     assert large.query.shape == (1, 4, 1, 8)
     assert buffers.misses == 0
+
+
+@pytest.mark.parametrize("misses", [False, True])
+def test_nobody_waits_behind_a_lock_for_copies_that_are_not_page_locked(
+    misses: bool, monkeypatch: pytest.MonkeyPatch, page_locking: Any
+) -> None:
+    """Such copies block the CPU until the device comes to them."""
+    make = SlabAllocator.__init__
+    locked = {"lock_for": torch.device("cuda", 0)}
+    monkeypatch.setattr(SlabAllocator, "__init__", lambda self, *args, **kwargs: make(self, *args, **(kwargs | locked)))
+    seen = list[str]()
+
+    class Marked(HeldTransfers):
+        def mark(self) -> Any:
+            return Come()
+
+        def submit(self, copies: Any, direction: Direction, counters: Any, **options: Any) -> Transfer:
+            if direction in (Direction.QUERY, Direction.RESULT):
+                seen.append(direction)
+            return super().submit(copies, direction, counters, **options)
+
+    class Come(Event):
+        def passed(self) -> bool:
+            return True
+
+        def settle(self) -> None:
+            assert not cache._forward.memory.lock._is_owned()
+            seen.append("settled")
+
+    cache = TieredKVCache(device_budget=8 * SLOT, host_budget=10**6, block_size=SIZE)
+    with_doubles(cache, Marked, poison=False)
+    x = torch.randn(1, HEADS, 64, DIM)
+    cache.update(x, x, 0)
+    budget = cache._forward.memory.host.slabs.budget
+    others = budget.free - needed(1) + 1 if misses else 0
+    assert budget.reserve(others)
+    query = torch.randn(1, 2 * HEADS, 1, DIM)
+    keys, values = cache.update(x[:, :, :1], x[:, :, :1], 0)
+    seen.clear()
+    F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+    waits = ["settled"] if misses else []
+    assert seen == [*waits, Direction.QUERY, *waits, Direction.RESULT]
+    assert cache.stats.io_buffer_misses == misses
+    budget.release(others)
+    cache.close()
