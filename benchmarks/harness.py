@@ -19,7 +19,7 @@ from benchmarks.cores import limited_to
 from benchmarks.models import Geometry
 from benchmarks.records import ROOT, Recorder, number, short, size, table, versions
 from benchmarks.trees import Process, Tree
-from benchmarks.turns import Outcome, Spread, Start, TrialEnded, compare, release_memory
+from benchmarks.turns import Outcome, Spread, Start, TrialEnded, broken, compare, release_memory
 from kvtier.cpu import native
 from kvtier.kernels import launch
 from kvtier.memory.storage.system import free_host_memory
@@ -304,6 +304,31 @@ class Bench:
     def record(self, scenario: str, **fields: Any) -> None:
         """Append a record that is no turn's: what was found over several comparisons."""
         self._recorder.add(scenario, status="ok", **fields)
+
+    def fail(self, scenario: str, contender: str, error: Exception, *, unit: str, workload: Mapping[str, Any]) -> None:
+        """Record that one of several did not end well: the next ones are measured all the same.
+
+        Raises:
+            Exception: the error, where the device answers no more.
+        """
+        outcome = Outcome()
+        outcome.end(error)
+        print(f"{scenario} · {contender}: {outcome.status}: {outcome.reason}", flush=True)
+        self._recorder.add(
+            scenario,
+            contender=contender,
+            status=outcome.status,
+            reason=outcome.reason,
+            unit=unit,
+            n=0,
+            ratio=None,
+            workload=dict(workload),
+            facts={},
+        )
+        self.failed += outcome.status == "failed"
+        if broken():
+            raise error
+        release_memory()
 
     def _keep_turns(self, scenario: str, unit: str, workload: Mapping[str, Any]) -> Callable[[str, int, Outcome], None]:
         """What keeps each turn as soon as it is made. Once all have their record, `_record` drops them."""

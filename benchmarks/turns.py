@@ -171,7 +171,7 @@ def compare(
                 except Exception as error:
                     outcome.end(error)
                     outcome.values.clear()
-                    if _broken():
+                    if broken():
                         return outcomes  # no contender can go on; earlier values stay
                 if outcome.status != "ok" or not together:
                     end(name)
@@ -182,7 +182,7 @@ def compare(
     return outcomes
 
 
-def _broken() -> bool:
+def broken() -> bool:
     """Whether the device answers no more: after an error in a kernel, CUDA refuses a process everything."""
     try:
         if torch.cuda.is_initialized():

@@ -23,7 +23,7 @@ from benchmarks.contenders import STATS, Case, contender, tier_facts
 from benchmarks.models import SHAPES, Geometry, config_of
 from benchmarks.neighbour import Neighbour
 from benchmarks.records import RESULTS, Recorder, read, turns_of
-from benchmarks.scenarios import decode, hotpath, planner
+from benchmarks.scenarios import decode, hotpath, overlap, planner, predictions
 from benchmarks.scenarios.decode import fit
 from benchmarks.turns import Outcome, compare
 
@@ -204,6 +204,38 @@ def test_what_hides_is_read_from_a_trace_and_explain_compared_with_the_clock(
     assert fetching["link_seconds_per_step"] > 0 < fetching["compute_seconds_per_step"]
     assert adaptive["clock_ms"] > 0 < adaptive["seen_ms"]
     assert any("of the longer of copies" in r.get("target", "") for r in found)
+
+
+def test_where_one_contender_cannot_be_traced_the_others_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    observe, seen = overlap.observe, list[Any]()
+
+    def some(session: Any, **options: int) -> Any:
+        seen.append(session)
+        if len(seen) == 1:
+            raise RuntimeError("an error of a kernel")
+        return observe(session, **options)
+
+    for name, value in {"LEARN": 2, "SETTLE": 1, "LINEAR": 2e-3, "BLOCK": 16}.items():
+        monkeypatch.setattr(planner, name, value)
+    monkeypatch.setattr(overlap, "observe", some)
+    options = ("overlap", "--model=llama-6x32", "--device=cpu", "--quick", "--contexts=256", "--new-tokens=6")
+    assert main([*options, "--contenders=adaptive@40%", f"--out={tmp_path / 'r.jsonl'}"]) == 1
+    found = [r for r in read(tmp_path / "r.jsonl") if "contender" in r]
+    assert [(r["contender"], r["status"]) for r in found] == [("default@100%", "failed"), ("adaptive@40%", "ok")]
+    assert found[0]["reason"] == "RuntimeError: an error of a kernel"
+
+
+def test_where_one_kind_cannot_be_measured_the_others_are_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("the link is gone")
+
+    monkeypatch.setattr(predictions.link, "measure", gone)
+    options = ("predictions", "--device=cpu", "--quick", "--cases=copies,prefill", "--threads=1")
+    assert main([*options, f"--out={tmp_path / 'r.jsonl'}"]) == 1
+    found = read(tmp_path / "r.jsonl")
+    assert [(r["contender"], r["status"]) for r in found] == [("copies", "failed"), ("prefill", "ok")]
 
 
 def test_steps_until_a_limit_are_counted_by_medians() -> None:

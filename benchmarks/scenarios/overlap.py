@@ -9,6 +9,7 @@ copies of the trace do not exceed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import tempfile
@@ -85,13 +86,15 @@ def measure(bench: Bench, model: str, case: Case) -> None:
     """Each contender in turn; print and record the figures."""
     rows, targets, copies = [], list[Target](), dict[str, float]()
     resident: float | None = None
+    workload = {"model": label(model), "context": case.context, "kv_bytes": case.kv_bytes, "batch": case.batch}
     for name in (RESIDENT, *(bench.settings.contenders or CONTENDERS)):
         bench.progress(f"overlap: {name} at {case.context:,} tokens")
-        session = start(bench, model, case, name)
         try:
-            found = observe(session, learn=4 if bench.settings.quick else LEARN, steps=bench.tokens(STEPS))
-        finally:
-            session.close()
+            with contextlib.closing(start(bench, model, case, name)) as session:
+                found = observe(session, learn=4 if bench.settings.quick else LEARN, steps=bench.tokens(STEPS))
+        except Exception as error:
+            bench.fail("overlap", name, error, unit="ms/step", workload=workload)
+            continue
         if name == RESIDENT:
             resident = found["clock_ms"]
         rate = LINK if case.device.type == "cpu" else found["link_rate"]
@@ -103,7 +106,7 @@ def measure(bench: Bench, model: str, case: Case) -> None:
         bench.record(
             "overlap",
             contender=name,
-            workload={"model": label(model), "context": case.context, "kv_bytes": case.kv_bytes, "batch": case.batch},
+            workload=workload,
             unit="ms/step",
             median=found["clock_ms"],
             n=found["steps"],

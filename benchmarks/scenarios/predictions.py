@@ -52,12 +52,12 @@ Fit = Callable[[Sequence[tuple[Any, float]]], Callable[[Any], float]]
 def run(bench: Bench) -> None:
     """Run the scenario."""
     rows: list[list[str]] = []
-    if bench.selected("copies"):
-        rows += run_copies(bench)
-    if bench.selected("host"):
-        rows += run_host(bench)
-    if bench.selected("prefill"):
-        rows += run_prefill(bench)
+    for name, case in {"copies": run_copies, "host": run_host, "prefill": run_prefill}.items():
+        if bench.selected(name):
+            try:
+                rows += case(bench)
+            except Exception as error:
+                bench.fail("predictions", name, error, unit="relative error", workload={"model": name})
     print("predictions · seconds of sizes that were left out of the fit")
     print(table(["", "sizes", "mean error", "largest", "target", "", "measured again"], rows))
     print(flush=True)
