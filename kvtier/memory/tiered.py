@@ -141,6 +141,8 @@ class TieredMemory:
         """As of `Inherited`: a thread that is not here may be at a change."""
         before, self.lock = self.lock, inherited(self.lock, new_lock)
         self.readers.forked(self.lock)
+        for device in self._devices.values():
+            device.engine.forked()
         if self.change.forked() or self.lock is not before:
             self.interrupted = True
 

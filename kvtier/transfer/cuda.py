@@ -139,9 +139,16 @@ class CudaTransfers(TransferEngine):
         self._clock: Clock | None = None
         self._idle: torch.cuda.Stream | None = None
         self.stream: torch.cuda.Stream | None = None
+        self._inherited = False
+
+    def forked(self) -> None:
+        """See `TransferEngine`."""
+        self._inherited = True
 
     def follow(self) -> None:
         """See `TransferEngine`. A CUDA graph that is captured depends on nothing outside of it: it changes nothing."""
+        if self._inherited:
+            return
         stream, last = torch.cuda.current_stream(self.device), self.stream
         if stream == last or launch.capturing(self.device):
             return
@@ -152,7 +159,7 @@ class CudaTransfers(TransferEngine):
     def give_back(self, memory: torch.Tensor) -> None:
         """See `TransferEngine`."""
         self.follow()
-        if memory.is_cuda and self.stream is not None:
+        if memory.is_cuda and self.stream is not None and not self._inherited:
             memory.record_stream(self.stream)
 
     def mark(self) -> Mark:

@@ -261,6 +261,9 @@ class TransferEngine(ABC):
         """Let the caller's compute stream go on behind the one that was used last, where that is another one: so all
         that is done for a device is one sequence, whatever streams threads set."""
 
+    def forked(self) -> None:  # noqa: B027 - likewise
+        """As of `Inherited`: in this process no device answers, and none is asked."""
+
     def give_back(self, memory: torch.Tensor) -> None:  # noqa: B027 - likewise
         """Memory of the device goes back to torch, which hands it on in the order of the stream it was taken on."""
 

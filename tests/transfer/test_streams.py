@@ -4,13 +4,18 @@ on a device is one sequence all the same."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from conversations import SLOT, Conversation, Patch, edit, through_tables
 from stream_model import COMPUTE, StreamModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvtier import Policy, TieredMemory
+from kvtier import ConversationStore, Engine, Policy, TieredMemory
+from kvtier.conversation.saved.archive import Archive
+from kvtier.conversation.saved.tail import Tail
+from kvtier.conversation.saved.wake import Waker
 from kvtier.cpu import native
 from kvtier.memory.tiered import TieredMemory as Memory
 from kvtier.memory.tiers.tier import DeviceTier
@@ -157,3 +162,77 @@ def test_the_buffer_of_queries_is_written_when_the_last_result_is_read(lost: boo
         if ("result reads", "query writes") in pairs:
             break
     assert (("result reads", "query writes") in pairs) == lost
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@torch.no_grad()
+def test_requests_steps_calls_and_saves_may_be_on_streams_of_their_own(
+    lost: bool, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    """As threads of a store, an engine and their user are, of whom one sets a stream."""
+    if lost:
+        LOST["the wait for the last stream"](monkeypatch)
+    for each in (Archive, Tail, Waker):
+        monkeypatch.setattr(each, "background", False)
+    through_tables(monkeypatch)
+    options = {"do_sample": False, "max_new_tokens": 4}
+    with StreamModel(0, monkeypatch, eagerness=0.05, strict=False, streams=True) as model:
+        user, saver = model.stream(OTHER), model.stream("saver")
+        memory = TieredMemory(device_budget="48KiB", host_budget="4MiB", policy=Policy(write_through=0.5))
+        with_doubles(memory, model.engine, poison=False)
+        store = ConversationStore(llama(), memory=memory, directory=tmp_path, block_size=4)
+        engine = Engine(store.model, store=store, max_batch_tokens=16)
+        names, shared = list[str](), [7 * i % 60 + 1 for i in range(9)]
+        for turn in range(4):
+            with model.using(user):
+                names.append(engine.add_request([*shared, *[turn + 1] * turn], **options))
+            for _ in range(3):
+                engine.step()
+            with model.using(saver):
+                store.flush()
+            with model.using(user):
+                store.generate(torch.tensor([[*shared, turn + 10]]), pad_token_id=0, **options)
+            if model.races:
+                break
+        while not lost and engine.step():
+            pass
+        errors = [engine.output(name).error for name in names]
+        for each in (engine, store, memory):
+            each.close()
+    assert bool(model.races) == lost
+    assert lost or errors == [None] * 4
+    assert model.accesses.keys() >= {"compute writes", "saver reads"}
+    assert lost or model.accesses.keys() >= {"other reads", "other writes"}
+
+
+@torch.no_grad()
+def test_in_a_process_that_was_forked_no_device_is_asked_for_its_stream(monkeypatch: Patch) -> None:
+    """CUDA refuses that there. What needs no device, such as statistics, is there all the same."""
+    with StreamModel(0, monkeypatch, streams=True) as model:
+        talk = Conversation(model, 0, host_attention=False)
+        talk.forward(8)
+        memory, blocks = talk.cache._forward.memory, talk.cache.stats.device.used_blocks
+        with Patch.context() as patch:
+            patch.setattr(torch.cuda, "current_stream", lambda device: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                assert talk.cache.stats
+            memory.forked()
+            assert talk.cache.stats.device.used_blocks == blocks
+        talk.cache.close()
