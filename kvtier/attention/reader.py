@@ -99,7 +99,7 @@ class LayerReader:
         key = (layer.blocks.version, layer.shape_version, counts, self.device.engine.stream)
         if self._partition is None or self._partition_of != key:
             before, self._partition = self._partition, None
-            if before is not None and self._partition_of[3] != key[3]:
+            if before is not None and self._partition_of[3:] != key[3:]:
                 before = None  # its tables are of another stream: torch hands their memory on in the order of that
             each = [counts] * layer.batch if isinstance(counts, int) else counts
             partition = Partition(layer.blocks.pools, layer.rows, each)

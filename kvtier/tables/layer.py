@@ -169,7 +169,8 @@ class LayerKV:
         tails = self._tails
         if tails is None or not offset:
             return False
-        if tails.version != self.blocks.version or tails.stream != self.device.engine.stream:
+        # As pairs, which ask whether streams are equal: asked whether they differ, one of torch's says no to None.
+        if (tails.version, tails.stream) != (self.blocks.version, self.device.engine.stream):
             tails = self._tails = writing.TailWriter.of(self.device, self.blocks, self.tables, self._prepared)
             if tails is None:
                 return False
