@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -47,3 +48,17 @@ def test_what_a_seed_draws_does_not_depend_on_the_batch(llama: Any, prompts: lis
         together = [x.generated_tokens for x in engine.generate_batch(prompts, **options).values()]
         alone = [next(iter(engine.generate_batch([x], **options).values())).generated_tokens for x in prompts]
     assert together == alone
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_that_is_not_on_the_current_device_gets_the_tokens_of_generate(
+    llama: Any, prompts: list[list[int]]
+) -> None:
+    model = copy.deepcopy(llama).to("cuda:1")
+    options = {"max_new_tokens": 16, "do_sample": False}
+    with Engine(model, device_budget="2MB", host_budget="64MiB", block_size=16) as engine:
+        found = [x.generated_tokens for x in engine.generate_batch(prompts, **options).values()]
+    assert torch.cuda.current_device() == 0
+    for prompt, tokens in zip(prompts, found, strict=True):
+        alone = model.generate(torch.tensor([prompt], device="cuda:1"), **options)
+        assert tokens == alone[0, len(prompt) :].tolist()

@@ -6,6 +6,7 @@ emulated, and transfers come as late as they may.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,9 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvtier import BudgetError, Policy, TieredKVCache
+from kvtier import BudgetError, Policy, TieredKVCache, TieredMemory
 from kvtier.cpu import native
-from kvtier.memory.tiered import default_engine
+from kvtier.memory.tiered import EngineFactory, default_engine
 from kvtier.testing import held, with_doubles
 from kvtier.transfer.cuda import CudaTransfers
 from kvtier.transfer.engine import Direction, Transfer
@@ -37,6 +38,11 @@ def _tiny(one_thread: None) -> Iterator[None]:
         yield
 
 
+def engine_of(device: str, seed: int) -> EngineFactory:
+    """What moves blocks."""
+    return default_engine if device == "cuda" else held(seed, eagerness=0.2, late=True)
+
+
 class Conversation:
     """A cache under pressure beside the plain tensors that it should hold.
 
@@ -48,6 +54,7 @@ class Conversation:
         seed: of what is done.
         slow: a stream of the engine that is always behind; None: now this one, now that one.
         poison: whether what nobody owns is NaN.
+        memory: that others use, too; None: one of its own.
 
     Attributes:
         compared: attentions that were compared with those over plain tensors.
@@ -64,20 +71,23 @@ class Conversation:
         seed: int,
         slow: Direction | None = None,
         poison: bool = True,
+        memory: TieredMemory | None = None,
     ) -> None:
         self.random, self.delays = random.Random(seed), random.Random(seed)  # the same is done on every device
         self.generator = torch.Generator().manual_seed(seed)
         self.device, self.dtype, self.slow = torch.device(device), dtype, slow
-        cache = TieredKVCache(
-            device_budget=budget,
-            host_budget=8 * budget,
-            block_size=BLOCK,
-            host_attention=host_attention,
-            policy=Policy(write_through=0.0),
-        )
-        engine = default_engine if device == "cuda" else held(seed, eagerness=0.2, late=True)
-        # Poison orders every fetch behind the compute stream: without it fetches begin behind their events alone.
-        self.cache = with_doubles(cache, engine, poison=poison)
+        if memory is None:
+            cache = TieredKVCache(
+                device_budget=budget,
+                host_budget=8 * budget,
+                block_size=BLOCK,
+                host_attention=host_attention,
+                policy=Policy(write_through=0.0),
+            )
+            # Poison orders every fetch behind the compute stream: without it fetches begin behind their events alone.
+            self.cache = with_doubles(cache, engine_of(device, seed), poison=poison)
+        else:
+            self.cache = TieredKVCache(memory=memory, block_size=BLOCK, host_attention=host_attention)
         self.plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Whoever fetches needs room for one layer as one tensor, open blocks and some to spare.
         row = 2 * HEADS * DIM * dtype.itemsize * ROWS
@@ -223,6 +233,31 @@ def test_every_attention_is_that_over_plain_tensors(
     assert stats.host_attended + stats.host_blocks > 0 if host_attention else stats.block_fetches > 0
     assert stats.device.peak_bytes <= budget
     talk.cache.close()
+
+
+@pytest.mark.parametrize("host_attention", [True, False], ids=["attended", "fetched"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_caches_of_one_memory_may_be_on_streams_of_their_own(device: str, host_attention: bool) -> None:
+    """Each takes room from the other, whose kernels may not have come by yet."""
+    if host_attention and not native.available():
+        pytest.skip("the native library is not compiled")
+    budget = (3 if host_attention else 4) * MIB
+    memory = TieredMemory(device_budget=budget, host_budget=48 * MIB, policy=Policy(write_through=0.0))
+    with_doubles(memory, engine_of(device, 0), poison=False)
+    talks = [
+        Conversation(device, 2 * MIB, host_attention=host_attention, dtype=torch.float32, seed=i, memory=memory)
+        for i in range(2)
+    ]
+    streams = [torch.cuda.Stream() if device == "cuda" else contextlib.nullcontext() for _ in talks]
+    for _ in range(STEPS[device]):
+        for talk, stream in zip(talks, streams, strict=True):
+            with torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else stream:
+                talk.step()
+    for talk in talks:
+        assert talk.compared > 2 * LAYERS * STEPS[device] // 5
+        talk.cache.close()
+    assert memory.stats.evictions > 0
+    memory.close()
 
 
 #: Whether the host attends, and which calls wait for copies of which direction. `block` comes before `synchronize`.
