@@ -38,6 +38,10 @@ def table_of(records: Sequence[dict[str, Any]]) -> str:
         group = (" ".join(names).strip(), _context(workload))
         shown = ["", ""] if group == before else list(group)
         before = group
+        if "target" in record:  # of a scenario that holds its own figures against some
+            figure = "-" if record["figure"] is None else number(record["figure"])
+            rows.append([*shown, record["target"], figure, record["limit"], "", record["verdict"]])
+            continue
         first = [*shown, record.get("contender", "")]
         if record.get("median") is None:
             note = short(": ".join(filter(None, (record["status"], record.get("reason")))))

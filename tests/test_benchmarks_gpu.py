@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -250,6 +251,14 @@ def test_a_comparison_that_was_cut_off_is_in_the_table_with_its_turns() -> None:
     assert "refused: too small" in text
     assert "build" not in text
     assert table_of([]) == "nothing was measured"
+
+
+def test_targets_of_a_scenario_are_in_the_table_by_their_names() -> None:
+    made = [Target("speed, of the longer of two", figure, ">=", 0.95).fields() for figure in (0.97, None)]
+    records = [{"scenario": "overlap", "status": "ok", "workload": {"model": LLAMA, "context": 16}} | x for x in made]
+    first, second = table_of(records).splitlines()[1:]
+    assert re.search(r"speed, of the longer of two +0\.970? +>= 0\.95 +met", first)
+    assert re.search(r"speed, of the longer of two +- +>= 0\.95 +no figure", second)
 
 
 def test_what_every_scenario_of_the_plan_records_fits_the_tables() -> None:
