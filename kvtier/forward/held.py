@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvtier.attention import split
+from kvtier.attention.call import release_threads
 from kvtier.attention.reader import LayerReader
 from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
 from kvtier.forward import admission
@@ -82,7 +82,7 @@ class Held:
 
     def release(self) -> None:
         """Give everything back. The caller holds the lock."""
-        split.release_threads(self.owner)
+        release_threads(self.owner)
         for reader in self.readers.values():
             reader.layer.forget()
         self.readers.clear()

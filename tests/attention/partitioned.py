@@ -16,6 +16,7 @@ from paged_problems import excess, small_spec
 from problems import Case, Exact, Packed, Spec
 
 from kvtier.attention import split
+from kvtier.attention.call import release_threads
 from kvtier.attention.reader import LayerReader
 from kvtier.config import MemoryOptions
 from kvtier.kernels.params import AttentionParams
@@ -243,7 +244,7 @@ class Sequences:
         with self.memory.lock:
             for table in self.tables:
                 table.clear(self.device.free)
-            split.release_threads(self.owner)
+            release_threads(self.owner)
             self.memory.drop_set(self.owner, self.device, self.blocks)
             self.memory.leave(self.owner)
         self.memory.close()

@@ -27,6 +27,8 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from walk import ENGINES, Walk
 
 from kvtier.attention import dense, dispatch, split, streaming
+from kvtier.attention.call import AttentionCall
+from kvtier.attention.host_part import HostPart
 from kvtier.attention.reader import LayerReader
 from kvtier.forward import admission
 from kvtier.forward.appending import AppendingForward
@@ -298,7 +300,7 @@ PARKED: dict[str, Mutation] = {
 #: Where the lock is taken, and under which names.
 TAKERS: tuple[type | ModuleType, ...] = (
     *(TieredMemory, Forward, AppendingForward, PlannedForward, NextToken, LayerReader),
-    *(split, split._Call, split._HostPart, dense),
+    *(split, AttentionCall, HostPart, dense),
 )
 NAMES = (
     *("lock", "memory.lock", "self.lock", "self.memory.lock", "reader.memory.lock", "self.reader.memory.lock"),

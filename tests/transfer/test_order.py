@@ -33,7 +33,7 @@ from stream_model import COMPUTE, Race, StreamModel
 from torch.nn import functional as F
 
 from kvtier import TieredKVCache
-from kvtier.attention import split
+from kvtier.attention.host_part import HostPart
 from kvtier.attention.reader import LayerReader
 from kvtier.cpu import native
 from kvtier.memory.blocks import residency
@@ -186,7 +186,7 @@ EDGES: dict[str, Lost] = {
     "query: its end before threads read it": Lost(
         (
             edit(
-                split._HostPart,
+                HostPart,
                 "_receive",
                 QUERY_WAIT,
                 QUERY_WAIT.replace("self._down.block()", "self._down.wait()").replace(
@@ -199,25 +199,25 @@ EDGES: dict[str, Lost] = {
     ),
     "query: the job's end before the next one": Lost(
         (
-            edit(split._HostPart, "wait", "self._future.wait()", "self._future.done()"),
-            edit(split._HostPart, "end", "self._future.wait()", "self._future.done()"),
+            edit(HostPart, "wait", "self._future.wait()", "self._future.done()"),
+            edit(HostPart, "end", "self._future.wait()", "self._future.done()"),
         ),
         ("host threads reads", "query writes"),
         True,
     ),
     "result: the job's end": Lost(
         (
-            edit(split._HostPart, "wait", "self._future.wait()", "self._future.done()"),
-            edit(split._HostPart, "end", "self._future.wait()", "self._future.done()"),
+            edit(HostPart, "wait", "self._future.wait()", "self._future.done()"),
+            edit(HostPart, "end", "self._future.wait()", "self._future.done()"),
         ),
         ("host threads writes", "result reads"),
         True,
     ),
     "result: its end before it is read": Lost(
-        (edit(split._HostPart, "result", "back.wait()", "pass"),), ("result writes", "compute reads"), True
+        (edit(HostPart, "result", "back.wait()", "pass"),), ("result writes", "compute reads"), True
     ),
     "result: its end before the next one is written": Lost(
-        (edit(split._HostPart, "_receive", QUERY_WAIT, "pass"),),
+        (edit(HostPart, "_receive", QUERY_WAIT, "pass"),),
         ("result reads", "host threads writes"),
         True,
     ),
@@ -609,7 +609,7 @@ def test_memory_is_not_given_back_under_a_copy(launches: bool, monkeypatch: Patc
 def test_results_that_were_read_do_not_pile_up(polls: bool, monkeypatch: Patch) -> None:
     """A transfer that has ended holds on to its tensors until somebody asks; a block may take long to fill."""
     if not polls:
-        edit(split._HostPart, "begin", "reader.device.engine.poll()", "pass")(monkeypatch)
+        edit(HostPart, "begin", "reader.device.engine.poll()", "pass")(monkeypatch)
     with StreamModel(0, monkeypatch, eagerness=1.0) as model:
         cache = TieredKVCache(device_budget=40_000, host_budget=10**6, block_size=64, host_attention=True)
         with_doubles(cache, model.engine)
