@@ -303,7 +303,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         picked = row_indices("reorder_cache", beam_idx, self._batch(), mask=False)
         if self._parted is None and self._counts_tokens and picked.tolist() != list(range(len(picked))):
             self._parted = self.get_seq_length()
-        self._changes.call("reorder_cache", picked)
+        self._changes.pick("reorder_cache", picked)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; the copies share their blocks until they part.
@@ -327,7 +327,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         self._check_whole()
         picked = row_indices("batch_select_indices", indices, self._batch(), mask=True)
         check_rows(self.layers, "batch_select_indices")
-        self._changes.call("batch_select_indices", picked)
+        self._changes.pick("batch_select_indices", picked)
 
     @property
     def _counts_tokens(self) -> bool:

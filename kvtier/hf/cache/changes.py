@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from kvtier.forward.forward import Forward
 from kvtier.hf.cache.layer import TieredLayer
 from kvtier.hf.cache.resident import ResidentLayers, check_crop, takes_crop_0
@@ -50,11 +52,24 @@ class Changes:
         self._end_step()
 
     def call(self, method: str, argument: Any) -> None:
-        """Call a method of every layer, all or none: those of Transformers first, which refuse before they change."""
+        """Call a method of every layer, all or none."""
+        self._each(lambda layer: getattr(layer, method)(argument))
+
+    def pick(self, method: str, rows: torch.Tensor) -> None:
+        """Let row `i` continue what row `rows[i]` held, in every layer or none; of Transformers' layers by `method`.
+
+        Args:
+            rows: checked, on the host; see `row_indices`.
+        """
+        picked = rows.tolist()  # once, not once for each layer
+        self._each(lambda layer: layer.pick(picked) if isinstance(layer, TieredLayer) else getattr(layer, method)(rows))
+
+    def _each(self, change: Callable[[Any], object]) -> None:
+        """Change all layers or none: those of Transformers first, which refuse before they change."""
         changed = False
         for layer in sorted(self._layers, key=lambda layer: isinstance(layer, TieredLayer)):
             try:
-                getattr(layer, method)(argument)
+                change(layer)
             except Exception:
                 if changed:
                     self._forward.steps.break_off()

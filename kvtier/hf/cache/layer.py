@@ -353,24 +353,25 @@ class TieredLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row `i` continue what row `beam_idx[i]` held."""
-        self._pick(row_indices("reorder_cache", beam_idx, self.batch or None, mask=False))
+        self.pick(row_indices("reorder_cache", beam_idx, self.batch or None, mask=False).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times. Copies nothing."""
-        self._pick(torch.arange(self.batch, device="cpu").repeat_interleave(rows.repeats(repeats)))
+        times = rows.repeats(repeats)
+        self.pick([row for row in range(self.batch) for _ in range(times)])
 
     def batch_select_indices(self, indices: torch.Tensor | list[int]) -> None:
         """Keep the rows `indices` (or those where a boolean mask is true)."""
-        self._pick(row_indices("batch_select_indices", indices, self.batch or None, mask=True))
+        self.pick(row_indices("batch_select_indices", indices, self.batch or None, mask=True).tolist())
 
-    def _pick(self, indices: torch.Tensor) -> None:
+    def pick(self, picked: list[int]) -> None:
+        """Let row `i` continue what row `picked[i]` held, in `[0, batch)`."""
         kv = self._kv
         self._check_assigned()
-        if kv is None or kv.length == 0:
+        if kv is None or not kv.length or picked == list(range(kv.batch)):
             return
-        picked = indices.tolist()
-        if picked == list(range(kv.batch)):
-            return
+        if picked and max(picked) >= kv.batch:
+            raise MismatchError(f"Row {max(picked)} of {kv.batch} of layer {self.index}, which has fewer than others.")
         with self._forward.steps.changing():
             self._forward.pick_rows(self.index, picked)
 
