@@ -218,8 +218,8 @@ def test_requests_steps_calls_and_saves_may_be_on_streams_of_their_own(
             each.close()
     assert bool(model.races) == lost
     assert lost or errors == [None] * 4
-    assert model.accesses.keys() >= {"compute writes", "saver reads"}
-    assert lost or model.accesses.keys() >= {"other reads", "other writes"}
+    # A first race may come before anything is saved.
+    assert lost or model.accesses.keys() >= {"compute writes", "saver reads", "other reads", "other writes"}
 
 
 @torch.no_grad()
