@@ -211,11 +211,14 @@ class CacheStats(Counters):
         host: its host tier.
         resident_bytes: bytes in layers that stay in Transformers' own layer classes (sliding windows, linear
             attention, indexers); outside the budgets.
+        native_missing: why attention on the host runs on torch, several times slower than by the native kernel, and
+            what to do about it; "" where it does not, and where `KVTIER_CPU=none` asks for that.
     """
 
     device: TierStats = NO_TIER
     host: TierStats = NO_TIER
     resident_bytes: int = 0
+    native_missing: str = ""
 
     def summary(self) -> str:
         """Where attention ran, what moved, what it cost, and what looks wrong, in a line."""
@@ -255,6 +258,8 @@ class CacheStats(Counters):
 
     def _wrong(self) -> str:
         found = []
+        if self.native_missing and self.views_attended and (self.host_attended or not self.device.budget):
+            found.append(f"no native kernel ({self.native_missing.rstrip('.')})")
         if self.dense_fallbacks:
             ops = ", ".join(sorted(self.dense_fallback_ops)[:3])
             found.append(f"{_count(self.dense_fallbacks, 'dense fallback')} ({ops}; see kvtier.enable)")

@@ -68,6 +68,12 @@ def test_all_that_is_not_0_is_shown_and_nothing_else() -> None:
         (of(dense_fallbacks=2, dense_fallback_ops={"add": 2}), "look at: 2 dense fallbacks (add; see kvtier.enable)"),
         (of(failed_transfers=2), "look at: 2 failed copies."),
         (of(corrupt_blocks=1), "look at: 1 corrupt block."),
+        (
+            of(views_attended=8, native_missing="it is not there. Do this."),
+            "look at: no native kernel (it is not there. Do",
+        ),
+        (of(views_attended=8, native_missing="x", device=DEVICE), "nothing looks wrong"),
+        (of(views_attended=8, host_attended=1, native_missing="x", device=DEVICE), "look at: no native kernel (x)."),
         (of(io_buffer_misses=1), "look at: 1 call without room"),
         (of(block_fetches=9, prefetched=4, stall_seconds=1.0), "look at: 5 of 9 fetches were late"),
         (of(block_fetches=9, prefetched=5, stall_seconds=1.0), "nothing looks wrong"),

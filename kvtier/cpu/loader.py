@@ -46,6 +46,13 @@ def check_environment() -> None:
         _load()
 
 
+def missing() -> str:
+    """Why this process does not use the native library, and what to do about it, in sentences; "" where it does, where
+    nothing has asked for it yet, and where torch was asked for instead. Loads nothing."""
+    tried, asked_for = _load.cache_info().currsize > 0, os.environ.get(VARIABLE) == "none"
+    return _found(build.TARGET)[1] if tried and not asked_for and not available() else ""
+
+
 def library() -> ctypes.CDLL:
     """The loaded library; only where `available()`. A call of its functions releases the GIL."""
     found = _load()
@@ -86,27 +93,13 @@ def _load() -> ctypes.CDLL | None:
     forced = os.environ.get(VARIABLE, "")
     if forced == "none":
         return None
-    why = None
-    # An installed package has no sources that its library could be older than, nor could it be compiled there.
-    in_tree = build.SOURCE.is_dir()
-    if not build.TARGET.exists():
-        why = "it was not compiled"
-    else:
-        try:
-            library = build.load(build.TARGET)
-        except OSError as error:
-            why = f"it cannot be loaded ({error})"
-        else:
-            library.kvtier_source.restype = ctypes.c_char_p
-            if in_tree and library.kvtier_source().decode() != build.digest():
-                why = "it was compiled from other sources"
-    if why is not None:
-        cure = "`python -m kvtier.cpu.build` compiles it." if in_tree else "Install a C++ compiler, then kvtier again."
+    library, why = _found(build.TARGET)
+    if library is None:
         if forced:
-            raise ConfigError(f"{VARIABLE}={forced} asks for the native kernel, but {why}. {cure}")
+            raise ConfigError(f"{VARIABLE}={forced} asks for the native kernel, but {why}")
         warnings.warn(
-            f"kvtier's native kernel is not used: {why}. Attention on the host runs on torch, several times slower. "
-            f"{cure} {VARIABLE}=none asks for that, without a warning.",
+            f"kvtier's native kernel is not used: {why} Until then attention on the host runs on torch, several times "
+            f"slower. {VARIABLE}=none asks for that, without a warning.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -129,6 +122,27 @@ def _load() -> ctypes.CDLL | None:
     # Before the interpreter frees what jobs in flight read: modules are cleared in an order that no one controls.
     atexit.register(library.kvtier_drain)
     return library
+
+
+@functools.cache
+def _found(target: Path) -> tuple[ctypes.CDLL | None, str]:
+    """The library in a file, or why it cannot be used, and what to do about it."""
+    # An installed package has no sources that its library could be older than, nor could it be compiled there.
+    in_tree = build.SOURCE.is_dir()
+    if not target.exists():
+        why = "it was not compiled"
+    else:
+        try:
+            library = build.load(target)
+        except OSError as error:
+            why = f"it cannot be loaded ({error})"
+        else:
+            library.kvtier_source.restype = ctypes.c_char_p
+            if not in_tree or library.kvtier_source().decode() == build.digest():
+                return library, ""
+            why = "it was compiled from other sources"
+    cure = "`python -m kvtier.cpu.build` compiles it." if in_tree else "Install a C++ compiler, then kvtier again."
+    return None, f"{why}. {cure}"
 
 
 def torch_team() -> int | None:

@@ -16,6 +16,7 @@ import torch
 
 from kvtier import profile
 from kvtier.config import MemoryOptions, Size, checks_names, format_size
+from kvtier.cpu import loader
 from kvtier.errors import ClosedError, ConfigError, MemoryInUseError
 from kvtier.forks import heed, inherited
 from kvtier.memory import integrity, limits, measured, recovery, usage
@@ -542,6 +543,7 @@ class TieredMemory:
         stats.add(counters)
         tiers = self._tiers()
         stats.device, stats.host, stats.resident_bytes = tiers["device"], tiers["host"], resident_bytes
+        stats.native_missing = loader.missing()
         return stats
 
     def _tiers(self) -> dict[str, TierStats]:

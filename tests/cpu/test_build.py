@@ -63,6 +63,20 @@ def test_a_missing_library_is_warned_about_once_and_not_used(load: Callable[...,
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not native.available()
+    assert loader.missing() == "it was not compiled. `python -m kvtier.cpu.build` compiles it."
+
+
+def test_nothing_is_missing_where_it_was_not_asked_for(load: Callable[..., bool]) -> None:
+    assert not load("none")
+    assert loader.missing() == ""
+    loader._load.cache_clear()
+    assert loader.missing() == ""
+    assert loader._load.cache_info().currsize == 0
+
+
+def test_nothing_is_missing_where_it_is_used(kernel: None, load: Callable[..., bool]) -> None:
+    assert load(target=REAL)
+    assert loader.missing() == ""
 
 
 @pytest.mark.parametrize("content", [b"", b"no library at all\n"])

@@ -73,6 +73,7 @@ def explanation(forward: Forward, layers: Sequence[Any], stats: CacheStats) -> E
         decisions[-1] if decisions else None,
         analysis,
         history,
+        stats.native_missing,
     )
 
 

@@ -116,7 +116,10 @@ class Tiered:
         """
         with lock:
             self._settle()
-            total, now = CacheStats(), None if self._memory is None else self._memory.stats
+            total, now = (
+                CacheStats(native_missing=loader.missing()),
+                None if self._memory is None else self._memory.stats,
+            )
             total.add(self._ended)
             for call in self._running:
                 for cache in call.caches:
@@ -278,7 +281,7 @@ class Tiered:
             call = self._over.popleft()
             found = None
             if any(x.steps for x in call.counters):
-                found = CacheStats()
+                found = CacheStats(native_missing=loader.missing())
                 for counters in call.counters:
                     found.add(counters)
                 if self._memory is not None:

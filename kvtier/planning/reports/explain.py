@@ -54,6 +54,7 @@ class Explanation:
         analysis: of a decode step, for each device with a tier.
         steps: the last steps that decoded and in which anything was spilled, the latest last, each with the seconds
             that the policy predicted of it, where it did: of one token, or of some, whichever there are more of.
+        native_missing: as in `CacheStats`.
     """
 
     condition: str
@@ -65,6 +66,7 @@ class Explanation:
     decision: Decision | None
     analysis: tuple[Analysis, ...]
     steps: tuple[tuple[StepRecord, float | None], ...]
+    native_missing: str = ""
 
     @property
     def seen(self) -> float | None:
@@ -98,6 +100,7 @@ class Explanation:
             lines.append(("where", f"no tokens yet; {self._tiers(budgets=True)}"))
             lines.append(("policy", f"{self._policy}; nothing to decide yet"))
             return _text(lines)
+        tiered = any(x.kind == "tiered" for x in self.layers)
         lines.append(("where", self._tiers()))
         lines += [("", x) for x in _placed(self.layers)]
         both = sum(x.both_blocks for x in self.layers)
@@ -107,7 +110,7 @@ class Explanation:
             )
         if self.condition == "one tier":
             why = "there is no device tier: all blocks begin and stay on the host, attended to there."
-            if not any(x.kind == "tiered" for x in self.layers):
+            if not tiered:
                 why = "no layer is tiered: windows and recurrent states are bounded, and stay with the model."
                 if any(x.grows for x in self.layers):
                     why = "no layer is tiered: what they keep stays with the model, outside every budget."
@@ -119,6 +122,10 @@ class Explanation:
             lines.append(("steps", self._steps()))
             for analysis in self.analysis:
                 lines += _analysed(analysis, named=len(self.analysis) > 1)
+        if self.native_missing and tiered and self.condition in ("one tier", "spilled"):
+            head = "" if any(x == "if" for x, _ in lines) else "if"
+            text = "the native kernel instead of torch: attention on the host several times as fast; "
+            lines.append((head, text + self.native_missing))
         return _text(lines)
 
     @property

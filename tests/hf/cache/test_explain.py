@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 import warnings
 from dataclasses import replace
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, FalconH1Config, LlamaConfig, Mamb
 import kvtier
 from kvtier import Explanation, Policy, TieredKVCache
 from kvtier.config import format_size
+from kvtier.cpu import build, loader
 from kvtier.memory import measured
 from kvtier.planning.costs import CostModel, Decision, Prediction
 from kvtier.planning.policies.adaptive import Adaptive
@@ -388,3 +390,22 @@ def test_what_the_device_would_have_room_for_is_not_said_to_lack_it() -> None:
     free = found.device.budget - (found.device.used_blocks * BLOCK_BYTES)
     assert 0 < found.analysis[0].spilled_bytes < free
     assert "are on the host only; " in " ".join(str(found).split())
+
+
+@pytest.mark.parametrize("device_budget", [None, "40KiB"])
+@pytest.mark.filterwarnings("ignore:kvtier's native kernel")
+def test_that_the_native_kernel_is_missing_is_said_with_what_to_do(
+    device_budget: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loader, "_load", functools.cache(loader._load.__wrapped__))
+    monkeypatch.setattr(build, "TARGET", tmp_path / "missing.so")
+    monkeypatch.delenv(loader.VARIABLE, raising=False)
+    cache = TieredKVCache(CONFIG, device_budget=device_budget, host_budget="1MiB", block_size=BLOCK)
+    assert "native kernel" not in f"{cache.explain()} {cache.stats}"
+    decode(cache, 1, 200)
+    decode(cache, 3)
+    for text in (str(cache.explain()), cache.stats.summary()):
+        flat = " ".join(text.split())
+        assert "native kernel" in flat
+        assert "not compiled. `python -m kvtier.cpu.build` compiles it" in flat
+    assert len([line for line in str(cache.explain()).splitlines() if line.startswith("if ")]) == 1
