@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
     from kvtier.scheduling.scheduler import Scheduler
     from kvtier.serving.engine import Engine
-    from kvtier.serving.request import RequestOutput
+    from kvtier.serving.request import EngineLoad, RequestOutput
     from kvtier.stats import CacheStats, LayerResidency, Progress, Residency, Tier, TierStats
     from kvtier.tracing import trace
 
@@ -63,6 +63,7 @@ _HOME = {
     "CorruptionError": "errors",
     "Enabled": "hf.attention.enable",
     "Engine": "serving.engine",
+    "EngineLoad": "serving.request",
     "EvictionPolicy": "eviction.policy",
     "Explanation": "planning.reports.explain",
     "HardwareProfile": "planning.hardware.profile",
@@ -119,6 +120,7 @@ __all__ = [
     "CorruptionError",
     "Enabled",
     "Engine",
+    "EngineLoad",
     "EvictionPolicy",
     "Explanation",
     "HardwareProfile",
@@ -174,4 +176,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*_HOME, "__version__"})

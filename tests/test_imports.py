@@ -493,6 +493,10 @@ def test_a_public_name_resolves_and_is_documented(name: str) -> None:
         assert (value.__doc__ or "").strip()
 
 
+def test_a_completion_offers_what_is_public_and_nothing_else() -> None:
+    assert dir(kvtier) == sorted([*kvtier.__all__, "__version__"])
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         kvtier.no_such_name  # noqa: B018
