@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -53,7 +53,8 @@ def _ids(name: str, value: Any) -> torch.Tensor:
     try:
         ids = torch.as_tensor(value).to("cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"keep_prefix: {name} are not token ids: {error}.") from error
+        hint = " Give its `.input_ids`." if isinstance(value, Mapping) and "input_ids" in value else ""
+        raise ConfigError(f"keep_prefix: {name} are not token ids: {error}.{hint}") from error
     if ids.is_floating_point() and not ids.numel():
         ids = ids.long()  # of an empty list
     if ids.dtype is torch.bool or ids.is_floating_point() or ids.is_complex() or ids.dim() not in (1, 2):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from families import build_model, dynamic_cache, prompt_ids, tiny_model
 from placements import ON_HOST
+from transformers import BatchEncoding
 
 import kvtier
 from kvtier import BudgetError, ConfigError, MismatchError, TieredKVCache
@@ -223,4 +224,7 @@ def test_ids_that_are_not_of_this_cache_are_refused_and_nothing_changes() -> Non
         ):
             with pytest.raises(error):
                 cache.keep_prefix(new, held)
+        for inputs in (BatchEncoding({"input_ids": out}), {"input_ids": out}):
+            with pytest.raises(ConfigError, match=r"new_ids are not token ids.*Give its `.input_ids`"):
+                cache.keep_prefix(inputs, out)
         assert cache.get_seq_length() == 25
