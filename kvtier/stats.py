@@ -220,6 +220,11 @@ class CacheStats(Counters):
     resident_bytes: int = 0
     native_missing: str = ""
 
+    def tiers(self) -> list[str]:
+        """What is in use of each tier, in words."""
+        each = (("device", self.device), ("host", self.host))
+        return [f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}" for name, tier in each if tier.budget]
+
     def summary(self) -> str:
         """Where attention ran, what moved, what it cost, and what looks wrong, in a line."""
         return f"{_count(self.steps, 'forward')}: {self._where()}; {self._moved()}; {self._cost()}; {self._wrong()}."

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtier import tracing
 from kvtier.attention.reader import LayerReader
-from kvtier.config import CacheOptions, format_size
+from kvtier.config import CacheOptions
 from kvtier.forward.held import Held
 from kvtier.forward.schedule import Schedule
 from kvtier.memory.access.change import ask
@@ -76,8 +76,8 @@ class PlannedForward:
         self.history: deque[tuple[StepRecord, float | None]] = deque(maxlen=HISTORY)
         #: The totals when the step under way began, from the first step on that a policy has planned.
         self._before: tuple[float, ...] | None = None
-        #: Plans that the log has not been told of.
-        self._planned: list[tuple[int, str, int, Any]] = []
+        #: Plans that the log has not been told of, by step and device: of those that were made again, the last.
+        self._planned: dict[tuple[int, str], tuple[int, Any]] = {}
 
     @property
     def counters(self) -> Counters:
@@ -108,8 +108,8 @@ class PlannedForward:
 
     def _log(self, until: str) -> None:
         """Tell the log of the last step. Nothing is locked: handlers have locks of their own, and may ask for this."""
-        planned, self._planned = self._planned, []
-        for step, device, tokens, said in planned:
+        planned, self._planned = self._planned, {}
+        for (step, device), (tokens, said) in planned.items():
             what = ", ".join(f"{name} {value}" for name, value in said)
             log.debug("cache %d, step %d on %s, %d new tokens: %s", self.number, step, device, tokens, what)
         tokens = self._record.tokens
@@ -117,14 +117,17 @@ class PlannedForward:
             return
         seconds, stats = time.perf_counter() - self._began, self.stats(0)
         total = max((reader.layer.length for reader in self.readers.values()), default=tokens)
-        tiers = ", ".join(
-            f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
-            for name, tier in (("device", stats.device), ("host", stats.host))
-            if tier.budget
-        )
         log.info(
             "cache %d: %d tokens behind %d, %.3g s until %s; %s; waited %.3g s for copies so far",
-            *(self.number, tokens, max(total - tokens, 0), seconds, until, tiers, stats.stall_seconds),
+            *(
+                self.number,
+                tokens,
+                max(total - tokens, 0),
+                seconds,
+                until,
+                ", ".join(stats.tiers()),
+                stats.stall_seconds,
+            ),
         )
 
     def _begin_record(self, tokens: int) -> None:
@@ -194,7 +197,7 @@ class PlannedForward:
             tracing.active.plan(self.counters, plan_args(plan, policy, state.cache, state.device))
         if log.isEnabledFor(logging.DEBUG):
             said = plan_args(plan, policy, state.cache, state.device).items()
-            self._planned.append((self.counters.steps, state.device, tokens, said))
+            self._planned[self.counters.steps, state.device] = tokens, said
         schedule.begin(plan)
 
     def _readers_on(self, device: ComputeDevice) -> list[LayerReader]:

@@ -76,6 +76,15 @@ def test_plans_are_in_the_log_once_for_each_step_with_spilled_blocks(caplog: pyt
     assert "fetch_blocks" in told[-1]
 
 
+def test_a_plan_that_is_made_again_within_a_prompt_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "kvtier")
+    with TieredKVCache(tiny_model("llama").config, device_budget="20KiB", host_budget="1MiB", block_size=4) as cache:
+        run(cache, 90)
+    told = [x.split(" new tokens")[0] for x in lines(caplog, logging.DEBUG)]
+    assert "cache 0, step 1 on cpu, 90" in told
+    assert len(told) == len(set(told))
+
+
 def test_calls_within_tiered_are_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "kvtier")
     with kvtier.tiered(tiny_model("llama")):

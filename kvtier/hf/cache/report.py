@@ -88,12 +88,8 @@ def summary(forward: Forward, layers: Sequence[Any], stats: CacheStats) -> str:
     if first is None:
         others = f"{tiered} tiered, {format_size(stats.resident_bytes)} in layers that are not"
         return f"{len(layers) or 'any number of'} layers, {others if stats.resident_bytes else 'empty'}"
-    tiers = [
-        f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
-        for name, tier in (("device", stats.device), ("host", stats.host))
-        if tier.budget
-    ]
-    return f"{len(layers)} layers, {tiered} tiered, {first.batch} x {first.length} tokens, {', '.join(tiers)}"
+    held = f"{tiered} tiered, {first.batch} x {first.length} tokens"
+    return ", ".join([f"{len(layers)} layers", held, *stats.tiers()])
 
 
 def _has_state(layer: Any) -> bool:
