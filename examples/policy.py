@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -86,7 +87,7 @@ def main() -> None:
         f"{LAYERS} layers, {len(right)} tokens, a device budget for six tenths of them. Blocks in all decode steps:\n"
     )
     print(f"  {'policy':<18}{'fetched':>10}{'on the host':>14}{'evicted':>10}   tokens")
-    policies: tuple[kvtier.Policy | str, ...] = (FirstLayersStay(), "default", "all-fetch", "pie", "neo")
+    policies: tuple[Any, ...] = (FirstLayersStay(), "default", "all-fetch", "pie", "neo")
     for policy in policies:
         name = policy if isinstance(policy, str) else type(policy).__name__
         with kvtier.TieredKVCache(CONFIG, device_budget=budget, block_size=BLOCK_SIZE, policy=policy) as cache:

@@ -104,12 +104,15 @@ def parse_size(name: str, value: Any) -> int | float | str:
     raise ConfigError(f"{name}={value!r} is not a size: {_HOW}.")
 
 
-def parse_bytes(name: str, value: Any) -> int:
-    """Read a size where there is nothing to take a share of: the same rule, but for shares and `"auto"`.
+def parse_bytes(name: str, value: Any, *, zero: bool = False) -> int:
+    """Read a size where there is nothing to take a share of: the same rule, but for shares and `"auto"`; `zero`: 0 is
+    one, too.
 
     Raises:
         ConfigError: anything else.
     """
+    if zero and isinstance(value, (Integral, str)) and str(value) == "0":  # no truth value, which has a name
+        return 0
     try:
         size = parse_size(name, value)
     except ConfigError:

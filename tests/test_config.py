@@ -6,6 +6,7 @@ import inspect
 import warnings
 from functools import partial
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -15,7 +16,14 @@ import kvtier
 from kvtier import ConfigError, TieredKVCache
 from kvtier.config import MemoryOptions, format_size, parse_bytes, parse_size, resolve_size
 from kvtier.cpu import loader
+from kvtier.eviction.policies import names as eviction
+from kvtier.eviction.policies.names import EvictionName
 from kvtier.memory.storage import system
+from kvtier.planning.policies import names as planning
+from kvtier.planning.policies.names import PolicyName
+from kvtier.scheduling.names import SCHEDULERS, SchedulerName
+from kvtier.serving.engine import PREEMPTION
+from kvtier.serving.runners.choice import RUNNERS
 
 GIB = 2**30
 
@@ -75,7 +83,8 @@ def test_what_is_not_a_size_is_refused_by_name(given: object) -> None:
 
 @pytest.mark.parametrize("given", ["0.25", "50%", 0.5, "auto", "4 parsecs", 0, None, -1])
 def test_where_there_is_nothing_to_take_a_share_of_bytes_are_asked_for_by_the_same_rule(given: object) -> None:
-    assert parse_bytes("x", "4G") == parse_size("x", "4G") == 4 * GIB
+    assert parse_bytes("x", "4G") == parse_bytes("x", "4G", zero=True) == parse_size("x", "4G") == 4 * GIB
+    assert [parse_bytes("x", zero, zero=True) for zero in (0, "0", np.int64(0))] == [0, 0, 0]
     with pytest.raises(ConfigError) as refused:
         parse_bytes("x", given)
     rule = str(refused.value).partition("give bytes ")[2].rstrip(".")
@@ -249,6 +258,21 @@ def test_an_instruction_set_that_is_not_there_is_refused_when_the_cache_is_made(
     monkeypatch.setenv(loader.VARIABLE, "none")
     TieredKVCache()
     loader._load.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("known", "names"),
+    [(PolicyName, planning.POLICIES), (EvictionName, eviction.POLICIES), (SchedulerName, SCHEDULERS)],
+)
+def test_a_type_checker_knows_the_names_that_are_taken(known: object, names: dict[str, object]) -> None:
+    assert get_args(known) == tuple(names)
+
+
+@pytest.mark.parametrize(
+    ("option", "names"), [("runner", RUNNERS), ("preemption", PREEMPTION)], ids=["runner", "preemption"]
+)
+def test_a_type_checker_knows_the_names_that_an_engine_takes(option: str, names: tuple[str, ...]) -> None:
+    assert get_args(get_type_hints(kvtier.Engine.__init__)[option]) == names
 
 
 def test_making_a_cache_loads_nothing_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from kvtier.config import CacheOptions
 from kvtier.conversation.journal import JournalledCache
@@ -38,7 +38,9 @@ class Caches:
         ConfigError: options that are wrong.
     """
 
-    def __init__(self, config: Any, memory: TieredMemory, block_size: int | str, host_attention: bool) -> None:
+    def __init__(
+        self, config: Any, memory: TieredMemory, block_size: int | Literal["auto"], host_attention: bool
+    ) -> None:
         self._config = config
         self._memory = memory
         self._options: dict[str, Any] = {"block_size": block_size, "host_attention": host_attention}

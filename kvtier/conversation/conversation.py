@@ -16,7 +16,7 @@ import torch
 
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.disk.pieces import Written
-from kvtier.conversation.given import check_count, check_text
+from kvtier.conversation.given import check_count, check_text, message_of
 from kvtier.conversation.index import common, packed
 from kvtier.conversation.kept.ranks import rank_of, saved_rank
 from kvtier.conversation.saved.wake import Wake
@@ -213,7 +213,7 @@ class Conversation:
             if messages:
                 raise ConfigError("system= is the first message of a conversation, and this one has begun.")
             messages.append({"role": "system", "content": system})
-        messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
+        messages.append(message_of(message))
         check_text(tokenizer, messages)
         prompt = self._prompt(tokenizer, messages)
         if not prompt:

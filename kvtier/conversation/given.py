@@ -15,6 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.hf.cache.options import given_memory
 from kvtier.hf.models.templates import is_processor
 from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.policies.names import PolicyName
 from kvtier.planning.policy import Policy
 
 #: Characters of a conversation's name. It is a part of every row that is saved of it.
@@ -106,7 +107,7 @@ def memory_of(
     memory: TieredMemory | None,
     device_budget: Size | Mapping[str, Size] | None,
     host_budget: Size | None,
-    policy: Policy | str | None,
+    policy: Policy | PolicyName | None,
     audit: Literal["off", "sampled", "full"] | None,
 ) -> TieredMemory:
     """The memory that a store is given, or one of its own with these options.
@@ -119,6 +120,19 @@ def memory_of(
         return TieredMemory(device_budget=device_budget, host_budget=host_budget, policy=policy, audit=audit)
     given = {"device_budget": device_budget, "host_budget": host_budget, "policy": policy, "audit": audit}
     return given_memory("store", memory, given)
+
+
+def message_of(message: object) -> dict[str, Any]:
+    """A message of a chat: of a string, the user's.
+
+    Raises:
+        ConfigError: neither a string nor a message.
+    """
+    if isinstance(message, str):
+        return {"role": "user", "content": message}
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ConfigError(f"message={reprlib.repr(message)}: give a string, or a mapping with a role, as of a tool.")
+    return dict(message)
 
 
 def check_text(tokenizer: object, messages: Sequence[Mapping[str, Any]]) -> None:

@@ -39,12 +39,13 @@ from kvtier.conversation.names import Conversations, what_is_lost
 from kvtier.conversation.saved.disk_tier import DiskTier, prefix
 from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.errors import BudgetError, ConfigError, CorruptionError, StoreInUseError
-from kvtier.eviction.policies.names import policy_of
+from kvtier.eviction.policies.names import EvictionName, policy_of
 from kvtier.eviction.policy import EvictionPolicy
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.devices import devices_of
 from kvtier.hf.models.fingerprint import fingerprint
 from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.policies.names import PolicyName
 from kvtier.planning.policy import Policy
 
 
@@ -79,7 +80,8 @@ class ConversationStore:
         disk_budget: bytes on the disk: an int or a string; keys and values that were used longest ago go first. None:
             no limit. Names, ids and messages count, and are saved in any case.
         state_budget: bytes of all copies of states, an int or a string; what was used longest ago goes first. They are
-            where the model is, and are not part of the other budgets.
+            where the model is, and are not part of the other budgets. 0: none is kept, and nothing of a model that has
+            such states is used again.
         eviction: which of what is kept goes first where the memory is full: a `kvtier.EvictionPolicy`, or "lru",
             "arc", "s3-fifo", "lfu", "second-use", "pensieve"; None: "adaptive", which follows the best of some of them.
 
@@ -98,18 +100,17 @@ class ConversationStore:
         memory: TieredMemory | None = None,
         device_budget: Size | Mapping[str, Size] | None = None,
         host_budget: Size | None = None,
-        policy: Policy | str | None = None,
+        policy: Policy | PolicyName | None = None,
         audit: Literal["off", "sampled", "full"] | None = None,
-        block_size: int | str = "auto",
+        block_size: int | Literal["auto"] = "auto",
         host_attention: bool = True,
         directory: str | Path | None = None,
         disk_budget: Size | None = None,
         loading: Literal["auto", "always"] = "auto",
         state_budget: Size = "1GiB",
-        eviction: EvictionPolicy | str | None = None,
+        eviction: EvictionPolicy | EvictionName | None = None,
     ) -> None:
-        if not hasattr(model, "generate") or not hasattr(model, "config"):
-            raise ConfigError(f"model is an object of {type(model).__name__}, not a Transformers model that generates.")
+        of.check_model(model)
         self._own = memory is None
         memory = memory_of(memory, device_budget, host_budget, policy, audit)
         self.model = model
@@ -118,7 +119,7 @@ class ConversationStore:
         self.caches = Caches(model.config, memory, block_size, host_attention)
         if loading not in ("auto", "always"):
             raise ConfigError(f"loading={loading!r}: give 'auto' or 'always'.")
-        states = parse_bytes("state_budget", state_budget)
+        states = parse_bytes("state_budget", state_budget, zero=True)
         self._kept = Kept(memory, self.caches.new, policy_of(eviction), states, self.caches.forms)
         self._weights = of.weights_version(model)
         self._calls = Calls(model)
@@ -490,6 +491,11 @@ class ConversationStore:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        if self.closed or self.memory.closed:
+            return "ConversationStore(closed)"
+        return f"ConversationStore({', '.join([f'{len(self.names)} conversations', *self.memory.stats.tiers()])})"
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless what is kept, found and counted agrees. For tests and debugging."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from kvtier import profile
-from kvtier.config import MemoryOptions, Size, checks_names, format_size
+from kvtier.config import MemoryOptions, Size, checks_names
 from kvtier.cpu import loader
 from kvtier.errors import ClosedError, ConfigError, MemoryInUseError
 from kvtier.forks import heed, inherited
@@ -34,7 +34,7 @@ from kvtier.memory.storage.slabs import SlabAllocator
 from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.memory.tiers.host import HostTier, Parked
 from kvtier.planning.admission import Claim
-from kvtier.planning.policies.names import policy_of
+from kvtier.planning.policies.names import PolicyName, policy_of
 from kvtier.planning.policy import Policy
 from kvtier.planning.rates import Rates
 from kvtier.stats import NO_TIER, CacheStats, Counters, TierStats
@@ -80,7 +80,7 @@ class TieredMemory:
         *,
         device_budget: Size | Mapping[str, Size] | None = None,
         host_budget: Size = "auto",
-        policy: Policy | str | None = None,
+        policy: Policy | PolicyName | None = None,
         audit: Literal["off", "sampled", "full"] = "sampled",
     ) -> None:
         self._setup(MemoryOptions.parse(device_budget, host_budget, audit), policy_of(policy))
@@ -563,14 +563,7 @@ class TieredMemory:
     def __repr__(self) -> str:
         if self.closed:
             return "TieredMemory(closed)"
-        stats = self.stats
-        parts = [f"{len(self._owners)} caches"]
-        parts += [
-            f"{name} {format_size(tier.bytes)} of {format_size(tier.budget)}"
-            for name, tier in (("device", stats.device), ("host", stats.host))
-            if tier.budget
-        ]
-        return f"TieredMemory({', '.join(parts)})"
+        return f"TieredMemory({', '.join([f'{len(self._owners)} caches', *self.stats.tiers()])})"
 
     def __getstate__(self) -> Any:
         raise ConfigError("A TieredMemory cannot be copied or pickled: make a new one.")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvtier.errors import ConfigError
 from kvtier.scheduling.fair import Fair
 from kvtier.scheduling.fcfs import FirstComeFirstServed
 from kvtier.scheduling.scheduler import Scheduler
 
+#: As a type checker knows them.
+SchedulerName = Literal["fair", "fcfs"]
 SCHEDULERS: dict[str, type[Scheduler]] = {"fair": Fair, "fcfs": FirstComeFirstServed}
 
 

@@ -19,7 +19,7 @@ from kvtier.hf.models import generation as of
 from kvtier.kernels import launch
 from kvtier.memory import measured
 from kvtier.memory.tiered import TieredMemory
-from kvtier.scheduling.names import scheduler_of
+from kvtier.scheduling.names import SchedulerName, scheduler_of
 from kvtier.scheduling.prices import RECOMPUTE, SWAP, Always
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.serving.costs import Costs
@@ -101,14 +101,15 @@ class Engine:
         max_batch_tokens: int = 2048,
         max_running: int = 256,
         max_waiting: int = MAX_WAITING,
-        scheduler: Scheduler | str = "fair",
-        runner: str = "auto",
+        scheduler: Scheduler | SchedulerName = "fair",
+        runner: Literal["auto", "packed", "ragged", "single"] = "auto",
         sub_batches: bool | Literal["auto"] = "auto",
         spill: bool = True,
-        preemption: str = "price",
+        preemption: Literal["price", "swap", "recompute"] = "price",
         state_budget: Size = "1GiB",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        of.check_model(model)
         options = CacheOptions.parse(block_size, host_attention) if store is None else store.caches.options
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
@@ -129,7 +130,7 @@ class Engine:
             raise UnsupportedError("An encoder-decoder has a prompt of its own for each forward: use `generate`.")
         if preemption not in PREEMPTION:
             raise ConfigError(f"preemption={preemption!r}: give one of {', '.join(map(repr, PREEMPTION))}.")
-        states = 0 if state_budget == 0 else parse_bytes("state_budget", state_budget)
+        states = parse_bytes("state_budget", state_budget, zero=True)
         chosen = scheduler_of(scheduler)
         self._model = model
         self._tokenizer = tokenizer
@@ -536,6 +537,10 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        running, waiting = self._requests.counts
+        return f"Engine({'closed' if self._closed else f'{self.runner}, {running} running, {waiting} waiting'})"
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. For tests and debugging, between two steps."""

@@ -124,11 +124,27 @@ def test_what_is_no_count_rewinds_nothing(wrong: Any, store: ConversationStore) 
         each.close()
 
 
+@pytest.mark.parametrize("wrong", [b"x", 5, None, ["x"], [], {}, {"content": "x"}, {"role": 5, "content": "x"}])
+def test_what_is_no_message_is_not_sent(wrong: Any, store: ConversationStore) -> None:
+    chat = store.open("chat")
+    chat.send("Who?", tokenizer=Tokenizer(), **GREEDY)
+    was = list(chat.messages)
+    refused(lambda: chat.send(wrong, tokenizer=Tokenizer(), **GREEDY), "^message=.*a string, or a mapping with a role")
+    assert chat.messages == was
+    chat.send({"role": "tool", "content": "x"}, tokenizer=Tokenizer(), **GREEDY)
+    assert chat.messages[-2] == {"role": "tool", "content": "x"}
+    chat.close()
+
+
 @pytest.mark.parametrize("ids", [torch.tensor(5), torch.tensor([1, 2]), torch.ones(2, 3, dtype=torch.long)])
 def test_a_conversation_is_given_one_row(ids: torch.Tensor, store: ConversationStore) -> None:
     chat = store.open("one row")
     refused(lambda: chat.generate(ids, **GREEDY), "one row")
     assert chat.ids == []
+
+
+def test_an_eviction_policy_that_is_none_is_refused_with_public_names() -> None:
+    refused(lambda: store_of(tiny_model("llama"), eviction="x"), r"Give a kvtier\.EvictionPolicy, or one of 'adaptive'")
 
 
 @pytest.mark.parametrize("option", ["device_budget", "host_budget", "policy", "audit"])

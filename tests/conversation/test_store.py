@@ -25,6 +25,7 @@ from kvtier import (
     TieredKVCache,
     TieredMemory,
 )
+from kvtier.config import format_size
 from kvtier.conversation.conversation import Conversation
 from kvtier.hf.models import generation
 from kvtier.hf.models.names import CACHE
@@ -447,6 +448,26 @@ def test_copies_of_states_have_a_budget() -> None:
         store.generate(**inputs, **GREEDY)
         assert store.reuse[0].cached == 19
         store.check_integrity()
+
+
+def test_with_no_budget_for_states_nothing_of_a_model_that_has_them_is_used_again() -> None:
+    for name, again in (("gemma3", 0), ("llama", 19)):
+        model, inputs = tiny_model(name), ones(some_ids(20))
+        with store_of(model, state_budget=0) as store:
+            for _ in range(2):
+                assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+                assert store.stats.state_bytes == 0
+            assert store.reuse[0].cached == again
+            store.check_integrity()
+
+
+def test_a_store_says_what_it_has_in_a_line() -> None:
+    with store_of(tiny_model("llama")) as store:
+        store.open("a").generate(**ones(some_ids(20)), **GREEDY)
+        store.open("b").generate(**ones(some_ids(20)), **GREEDY)
+        held = format_size(store.memory.stats.host.bytes)
+        assert repr(store) == f"ConversationStore(2 conversations, host {held} of 64 MiB)"
+    assert repr(store) == "ConversationStore(closed)"
 
 
 def test_one_sequence_whose_states_are_more_than_their_budget_is_not_kept() -> None:

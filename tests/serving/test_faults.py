@@ -347,6 +347,13 @@ def test_in_a_memory_of_others_too_small_a_budget_counts_what_they_hold() -> Non
         assert refused.value.needed > held
 
 
+@pytest.mark.parametrize("wrong", [tiny_model("llama").config, "llama", None, 5, type(tiny_model("llama"))])
+@pytest.mark.parametrize("of", [Engine, kvtier.ConversationStore])
+def test_what_is_no_model_is_refused(of: Any, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^model is .*, not a loaded Transformers model that generates"):
+        of(wrong, host_budget="64KiB")
+
+
 def test_what_cannot_be_is_refused_when_it_is_added() -> None:
     engine = Engine(tiny_model("llama"), host_budget="64KiB", block_size=4, max_waiting=2)
     with pytest.raises(BudgetError, match="does not fit"):

@@ -50,6 +50,24 @@ def load_of(engine: Engine) -> EngineLoad:
         pool.shutdown(wait=False)
 
 
+def test_an_engine_says_what_it_has_to_do_in_a_line_and_waits_for_nobody() -> None:
+    model = build_model("llama", "sdpa")
+    with Engine(model, host_budget="8MiB", block_size=4, max_running=1) as engine:
+        assert repr(engine) == "Engine(packed, 0 running, 0 waiting)"
+        engine.stop()
+        names = [engine.add_request(PROMPT, **OPTIONS) for _ in range(3)]
+        engine.step()
+        with held(model, engine.memory.lock, engine._requests.lock) as there:
+            engine.start()
+            assert there.wait(180)
+            pool = ThreadPoolExecutor(1)
+            assert pool.submit(repr, engine).result(60) == "Engine(packed, 1 running, 2 waiting)"
+            pool.shutdown(wait=False)
+        for name in names:
+            engine.wait(name, 120)
+    assert repr(engine) == "Engine(closed)"
+
+
 @pytest.mark.parametrize("kind", ["memory", "requests", "both"])
 def test_a_load_is_told_while_a_forward_is_held(kind: str) -> None:
     model = build_model("llama", "sdpa")

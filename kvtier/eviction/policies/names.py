@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from kvtier.errors import ConfigError
 from kvtier.eviction.policies.adaptive import Adaptive
@@ -14,6 +15,8 @@ from kvtier.eviction.policies.s3fifo import S3FIFO
 from kvtier.eviction.policies.second_use import SecondUse
 from kvtier.eviction.policy import EvictionPolicy
 
+#: As a type checker knows them.
+EvictionName = Literal["adaptive", "lru", "arc", "s3-fifo", "lfu", "second-use", "pensieve"]
 #: Those that order blocks one way, whatever the load is.
 FIXED: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LRU,
@@ -51,5 +54,5 @@ def policy_of(policy: EvictionPolicy | str | None) -> EvictionPolicy:
     if make is None:
         what = f"the class {policy.__name__}" if isinstance(policy, type) else repr(policy)
         names = ", ".join(map(repr, POLICIES))
-        raise ConfigError(f"the eviction policy is {what}. Give an object, such as LRU(), or one of {names}.")
+        raise ConfigError(f"the eviction policy is {what}. Give a kvtier.EvictionPolicy, or one of {names}.")
     return make()

@@ -43,6 +43,7 @@ from kvtier.hf.models.layers import (
 )
 from kvtier.hf.models.names import CACHE
 from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.policies.names import PolicyName
 from kvtier.planning.policy import Policy
 from kvtier.planning.reports.explain import Explanation
 from kvtier.stats import CacheStats, Progress, Residency
@@ -114,7 +115,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         write_through: float | None = None,
         host_attention: bool = True,
         max_tokens: int | None = None,
-        policy: Policy | str | None = None,
+        policy: Policy | PolicyName | None = None,
         audit: Literal["off", "sampled", "full"] | None = None,
         memory: TieredMemory | None = None,
         progress: Callable[[Progress], object] | None = None,

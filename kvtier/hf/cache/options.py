@@ -10,7 +10,7 @@ from transformers.configuration_utils import PretrainedConfig
 from kvtier.config import MemoryOptions, Size, parse_share
 from kvtier.errors import ConfigError
 from kvtier.memory.tiered import TieredMemory
-from kvtier.planning.policies.names import policy_of
+from kvtier.planning.policies.names import PolicyName, policy_of
 from kvtier.planning.policy import Policy
 
 
@@ -33,7 +33,7 @@ def memory_of(
     device_budget: Size | Mapping[str, Size] | None,
     host_budget: Size | None,
     write_through: float | None,
-    policy: Policy | str | None,
+    policy: Policy | PolicyName | None,
     audit: Literal["off", "sampled", "full"] | None,
 ) -> TieredMemory:
     """The memory that these options of a `TieredKVCache` are about: the one that is given, or one of the cache's own.

@@ -40,6 +40,13 @@ def model_inputs(arguments: dict[str, Any]) -> list[str]:
     return sorted(name for name, value in arguments.items() if name not in known and value is not None)
 
 
+def check_model(model: object) -> None:
+    """Raise `ConfigError` unless this is a model that generates, or what stands for one."""
+    if isinstance(model, type) or not hasattr(model, "generate") or not hasattr(model, "config"):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
+        raise ConfigError(f"model is {what}, not a loaded Transformers model that generates.")
+
+
 def inner(model: Any) -> Any:
     """The model whose forward `generate` calls: of one with adapters, what these are in."""
     model = getattr(model, "_orig_mod", model)  # compiled

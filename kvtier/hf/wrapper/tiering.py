@@ -25,6 +25,7 @@ from kvtier.hf.wrapper import wrapping
 from kvtier.hf.wrapper.call import UNUSED, Call
 from kvtier.hf.wrapper.wrapping import lock
 from kvtier.memory.tiered import TieredMemory
+from kvtier.planning.policies.names import PolicyName
 from kvtier.planning.policy import Policy
 from kvtier.stats import CacheStats, Progress
 
@@ -303,7 +304,7 @@ def tiered(
     write_through: float | None = None,
     host_attention: bool = True,
     max_tokens: int | None = None,
-    policy: Policy | str | None = None,
+    policy: Policy | PolicyName | None = None,
     audit: Literal["off", "sampled", "full"] | None = None,
     memory: TieredMemory | None = None,
     progress: Callable[[Progress], object] | None = None,

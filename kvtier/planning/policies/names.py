@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from kvtier.errors import ConfigError
 from kvtier.planning.policies.adaptive import Adaptive
@@ -11,6 +12,8 @@ from kvtier.planning.policies.pie import WholeLayers
 from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.policy import WRITE_THROUGH, Policy
 
+#: As a type checker knows them.
+PolicyName = Literal["default", "adaptive", "all-attend", "all-fetch", "pie", "neo"]
 #: What makes each, from the share of the device budget at which blocks are written through.
 POLICIES: dict[str, Callable[[float], Policy]] = {
     "default": lambda share: Policy(write_through=share),
