@@ -17,6 +17,16 @@ class Tier(enum.StrEnum):
     HOST = "host"
 
 
+class Printed:
+    """A notebook shows it as `print` does, and not all that is in it over several screens."""
+
+    __slots__ = ()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """For IPython."""
+        printer.text(str(self))
+
+
 @dataclass(slots=True)
 class Counters:
     """Running totals of one cache since it was made or reset.
@@ -200,7 +210,7 @@ _COLUMN = 13
 
 
 @dataclass(slots=True)
-class CacheStats(Counters):
+class CacheStats(Printed, Counters):
     """A snapshot of a cache, `cache.stats`, or of a memory, `memory.stats`.
 
     Prints as a line that sums up, a table of the tiers, and one of the counters that are not 0, with what each means;
@@ -406,7 +416,7 @@ class LayerResidency:
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
+class Residency(Printed):
     """What is where, a layer a line. Printing it gives a table."""
 
     layers: tuple[LayerResidency, ...]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from kvtier.stats import _SHOWN, NO_TIER, CacheStats, Counters, TierStats
+from kvtier.planning.reports.explain import Explanation
+from kvtier.stats import _SHOWN, NO_TIER, CacheStats, Counters, LayerResidency, Residency, TierStats
 
 HOST = TierStats(2**30, 2**20, 2**21, 0, 0, 0, 1234, 5)
+NOTHING = Explanation("closed", NO_TIER, NO_TIER, (), 0, "default", None, (), ())
 DEVICE = TierStats(2**31, 2**21, 2**22, 0, 0, 0, 7, 0)
 
 
@@ -102,3 +105,11 @@ def test_a_snapshot_is_plain_data() -> None:
     stats = everything()
     assert pickle.loads(pickle.dumps(stats)) == copy.deepcopy(stats) == stats
     assert eval(repr(stats), {"CacheStats": CacheStats, "TierStats": TierStats}) == stats
+
+
+@pytest.mark.parametrize("shown", [everything(), Residency((LayerResidency(0, "tiered", 9, 1, 0, 0, 64),)), NOTHING])
+def test_a_notebook_shows_what_is_printed(shown: Any) -> None:
+    text: list[str] = []
+    shown._repr_pretty_(SimpleNamespace(text=text.append), False)
+    assert text == [str(shown)]
+    assert not text[0].startswith(type(shown).__name__)

@@ -25,6 +25,7 @@ from kvtier.kernels import tiles as choices
 from kvtier.kernels.tiles import Choice, Kind
 from kvtier.memory import measured
 from kvtier.planning.hardware.profile import HardwareProfile
+from kvtier.stats import Printed
 from kvtier.transfer import launches
 from kvtier.transfer.engine import Direction
 
@@ -53,7 +54,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(Printed):
     """What a calibration measured. Printing it gives a line for each value.
 
     Attributes:

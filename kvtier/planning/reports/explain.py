@@ -12,7 +12,7 @@ from kvtier.planning.costs import Decision
 from kvtier.planning.policies.names import POLICIES
 from kvtier.planning.reports.analysis import WORTH, Analysis
 from kvtier.planning.step import StepRecord
-from kvtier.stats import LayerResidency, TierStats
+from kvtier.stats import LayerResidency, Printed, TierStats
 
 #: Characters of a line of the text.
 WIDTH = 110
@@ -40,7 +40,7 @@ RATES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Printed):
     """What is where in a cache and why, what its steps take, and what would change that. `print` it.
 
     Attributes:
