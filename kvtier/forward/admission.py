@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtier.attention import dispatch
 from kvtier.memory.blocks.block import State
-from kvtier.planning.admission import Claim
+from kvtier.planning.admission import Claim, ClaimSum
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.sharing import Group
@@ -42,8 +42,7 @@ def claim(
     """
     batch = sum(len(group.rows) for group in groups)
     total = first.length + tokens + later
-    held = filling = slot = 0
-    smallest = largest = first.layout.nbytes
+    claimed = ClaimSum()
     reads: list[tuple[LayerKV, int]] = []
     for layer in layers:
         size, nbytes = layer.layout.block_size, layer.layout.nbytes
@@ -60,11 +59,7 @@ def claim(
             coming = _coming(mine, tokens, later, size)
             length = layer.length + tokens + later
             open_then = _open(mine, batch, length, later, size)
-        held += (layer.blocks.blocks + coming) * nbytes
-        filling += max(open_now, open_then) * nbytes
-        if length >= size:
-            slot = max(slot, nbytes)
-        smallest, largest = min(smallest, nbytes), max(largest, nbytes)
+        claimed.add(nbytes, layer.blocks.blocks + coming, max(open_now, open_then), sealed=length >= size)
         reads.append((layer, length))
 
     def room_at(limit: int) -> int:
@@ -73,9 +68,9 @@ def claim(
 
     size, nbytes = first.layout.block_size, first.layout.nbytes
     unseen = groups if first.length else sharing.same_groups((), groups)
-    held += to_come * _coming(unseen, tokens, later, size) * nbytes
-    filling += to_come * _open(groups, batch, total, later, size) * nbytes
-    return Claim(held, filling, room_at(limit), slot, smallest, largest, room_at)
+    coming, open_then = _coming(unseen, tokens, later, size), _open(groups, batch, total, later, size)
+    claimed.add(nbytes, coming, open_then, sealed=total >= size, layers=to_come)
+    return claimed.claim(room_at(limit), room_at)
 
 
 def _coming(groups: Sequence[Group], tokens: int, later: int, size: int) -> int:
@@ -100,9 +95,8 @@ def at_rest(layers: Sequence[LayerKV], room: int = 0, before: Claim | None = Non
         room: what is kept for reading them.
         before: what was claimed for the last step, in which that was made.
     """
-    held = sum(layer.blocks.blocks * layer.layout.nbytes for layer in layers)
-    filling = sum(layer.blocks.counts[State.FILLING] * layer.layout.nbytes for layer in layers)
-    sealed = [x.layout.nbytes for x in layers if x.blocks.blocks > x.blocks.counts[State.FILLING]]
-    sizes = [x.layout.nbytes for x in layers if x.blocks.blocks]
-    room_at = before.room_at if before is not None and room else None
-    return Claim(held, filling, room, max(sealed, default=0), min(sizes, default=0), max(sizes, default=0), room_at)
+    claimed = ClaimSum()
+    for layer in layers:
+        blocks, filling = layer.blocks.blocks, layer.blocks.counts[State.FILLING]
+        claimed.add(layer.layout.nbytes, blocks, filling, sealed=blocks > filling)
+    return claimed.claim(room, before.room_at if before is not None and room else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from kvtier.memory.storage.layout import BlockLayout
 from kvtier.memory.storage.shortage import too_small
 from kvtier.memory.tiered import TieredMemory
 from kvtier.memory.tiers.device import ComputeDevice
-from kvtier.planning.admission import Claim
+from kvtier.planning.admission import Claim, ClaimSum
 from kvtier.planning.rates import Rates
 from kvtier.planning.step import StepRecord
 from kvtier.tables.layer import LayerKV
@@ -182,11 +182,12 @@ class PackedForward(PlannedForward):
             size, nbytes = max(layer.layout.block_size for layer in layers), self.block_bytes()
             total = self.memory.host.slabs.budget.lasting
             for device in self._held.devices():
-                claim = self._held.owner.claims.get(device, Claim())
+                room = self._held.owner.claims.get(device, Claim()).room
                 if device.slabs is not None:
-                    total += max(device.slabs.budget.lasting - claim.room - claim.slot, 0)
+                    slot = max(layer.layout.nbytes for layer in self._held.layers_on(device))
+                    total += max(device.slabs.budget.lasting - room - slot, 0)
                 else:
-                    total -= claim.room
+                    total -= room
             others = [owner for owner in self.memory.owners if owner is not self._held.owner]
             total -= sum(claim.held + claim.room for owner in others for claim in owner.claims.values())
             used = max((layer.blocks.blocks * layer.layout.block_size for layer in layers), default=0)
@@ -398,34 +399,30 @@ class PackedForward(PlannedForward):
     def _claim(self, device: ComputeDevice, segments: Sequence[Segment], to_come: int, limit: int) -> Claim:
         """What the layers of one device need for a step."""
         layers = self._held.layers_on(device)
-        held = filling = room = slot = largest = 0
-        smallest = layers[0].layout.nbytes if layers else 0
+        claimed, room = ClaimSum(), 0
         for layer in layers:
-            size, nbytes = layer.layout.block_size, layer.layout.nbytes
-            coming, opened = 0, layer.blocks.counts[State.FILLING]
+            size = layer.layout.block_size
+            blocks, opened = layer.blocks.blocks, layer.blocks.counts[State.FILLING]
+            sealed, then = blocks > opened, opened
             if layer.index not in self._seen:
                 # Those of other sequences stay as they are.
-                then = opened
                 for each in segments:
                     table = each.sequence.tables[layer.index]
                     before, after = table.length % size, (table.length + each.tokens) % size
                     own = not before or _is_own(table, layer)
-                    coming += -(-(table.length + each.tokens) // size) - -(-table.length // size) + (not own)
+                    blocks += -(-(table.length + each.tokens) // size) - -(-table.length // size) + (not own)
                     then += bool(after) - (before > 0 and own and table.last().state is State.FILLING)
-                opened = max(opened, then)
-            held += (layer.blocks.blocks + coming) * nbytes
-            filling += opened * nbytes
-            slot, smallest, largest = max(slot, nbytes), min(smallest, nbytes), max(largest, nbytes)
+            claimed.add(layer.layout.nbytes, blocks, max(opened, then), sealed=sealed or blocks > then)
             in_place = self.options.host_attention and split.can_attend(layer)
             for each in segments:
                 if each.tokens > MAX_SHORT or not in_place:
                     room = max(room, self._room_for(layer, each, limit))
         if to_come and layers:
             last = layers[-1]
-            size, nbytes = last.layout.block_size, last.layout.nbytes
-            held += to_come * sum(-(-each.length // size) for each in segments) * nbytes
-            filling += to_come * sum(bool(each.length % size) for each in segments) * nbytes
-        return Claim(held, filling, room, slot, smallest, largest)
+            size, lengths = last.layout.block_size, [each.length for each in segments]
+            blocks, then = sum(-(-x // size) for x in lengths), sum(bool(x % size) for x in lengths)
+            claimed.add(last.layout.nbytes, blocks, then, sealed=blocks > then, layers=to_come)
+        return claimed.claim(room)
 
     def _room_for(self, layer: LayerKV, segment: Segment, limit: int) -> int:
         """Bytes of workspace through which one segment is attended to."""
@@ -454,20 +451,13 @@ class PackedForward(PlannedForward):
 
     def _claim_of_one(self, device: ComputeDevice, length: int, limit: int) -> Claim:
         """What the layers of one device need for a sequence that is alone, at the most until it has so many tokens."""
-        layers = self._held.layers_on(device)
-        sizes = [layer.layout.nbytes for layer in layers]
-        options = self.options
-        return Claim(
-            held=sum(-(-length // layer.layout.block_size) * layer.layout.nbytes for layer in layers),
-            filling=sum(layer.layout.nbytes for layer in layers if layer.layout.block_size > 1),
-            room=max(
-                dispatch.room_for(layer, 1, length, 1, host_attention=options.host_attention, dense=True, limit=limit)
-                for layer in layers
-            ),
-            slot=max(sizes),
-            smallest=min(sizes),
-            largest=max(sizes),
-        )
+        claimed, rooms = ClaimSum(), list[int]()
+        how: Any = {"host_attention": self.options.host_attention, "dense": True, "limit": limit}
+        for layer in self._held.layers_on(device):
+            size = layer.layout.block_size
+            claimed.add(layer.layout.nbytes, -(-length // size), int(size > 1), sealed=length >= size)
+            rooms.append(dispatch.room_for(layer, 1, length, 1, **how))
+        return claimed.claim(max(rooms))
 
     def _changed(self) -> None:
         """Fewer blocks are held: claim no more, and give back what is free and much."""
@@ -478,8 +468,7 @@ class PackedForward(PlannedForward):
             schedule = self._schedules.get(device)
             if schedule is not None:
                 schedule.drop()
-            claim = self._claim(device, [], 0, device.home.budget.limit)
-            self._held.owner.claims[device] = replace(claim, room=self._rooms.get(device, 0))
+            self._held.rest(device, self._rooms.get(device, 0))
         self.memory.trim()
 
     # Life

@@ -54,6 +54,38 @@ class Claim:
         )
 
 
+@dataclass(slots=True)
+class ClaimSum:
+    """What the layers of one compute device claim together, added up layer by layer; attributes as of `Claim`."""
+
+    held: int = 0
+    filling: int = 0
+    slot: int = 0
+    smallest: int = 0
+    largest: int = 0
+
+    def add(self, nbytes: int, blocks: int, filling: int, *, sealed: bool, layers: int = 1) -> None:
+        """Add layers that are alike.
+
+        Args:
+            nbytes: of a block.
+            blocks: that each of them will hold.
+            filling: of these, those that are being filled at the same time, at the most.
+            sealed: whether any of them is sealed.
+            layers: how many.
+        """
+        if not (blocks and layers):
+            return
+        self.held += layers * blocks * nbytes
+        self.filling += layers * filling * nbytes
+        self.slot = max(self.slot, nbytes) if sealed else self.slot
+        self.smallest, self.largest = min(self.smallest or nbytes, nbytes), max(self.largest, nbytes)
+
+    def claim(self, room: int = 0, room_at: Callable[[int], int] | None = None) -> Claim:
+        """All of them together, and what one of them is read through."""
+        return Claim(self.held, self.filling, room, self.slot, self.smallest, self.largest, room_at)
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What all claims on one compute device need together.

@@ -254,7 +254,7 @@ DIRECTED: dict[str, tuple[Mutation, Callable[[], None]]] = {
         lambda: test_budget_changes.test_what_a_resize_names_suffices_where_room_is_scattered_over_layouts(10),
     ),
     "what is continued is claimed by nobody": (
-        edit(ParkedSequences, "_used", "if count:", "if False:"),
+        edit(ParkedSequences, "_used", "if counts:", "if False:"),
         test_parked.test_what_several_caches_continue_is_there_once_and_claimed_once,
     ),
     "what is parked is never given up": (

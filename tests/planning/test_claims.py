@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.planning.admission import Claim, Demand, demand, whole_slots
+from kvtier.planning.admission import Claim, ClaimSum, Demand, demand, whole_slots
 
 
 def drawn(rng: random.Random, slot: int = 0) -> Claim:
@@ -110,3 +110,15 @@ def test_a_step_that_seals_nothing_needs_no_slot_for_blocks_to_pass_through() ->
     assert demand([sealing], 292 + 64) == Demand(292, 640 - 192)
     assert demand([], 1000) == demand([], None) == Demand(0, 0)
     assert [whole_slots(n, 64) for n in (63, 64, 200)] == [0, 64, 192]
+
+
+def test_layers_are_added_up_and_those_without_blocks_count_for_nothing() -> None:
+    claimed = ClaimSum()
+    claimed.add(64, 0, 0, sealed=False)
+    assert claimed.claim() == Claim()
+    claimed.add(192, 3, 3, sealed=False)
+    claimed.add(128, 5, 1, sealed=True, layers=2)
+    claimed.add(4096, 1, 1, sealed=True, layers=0)
+    assert claimed.claim(7) == Claim(
+        held=3 * 192 + 10 * 128, filling=3 * 192 + 2 * 128, room=7, slot=128, smallest=128, largest=192
+    )

@@ -310,6 +310,27 @@ def test_too_small_a_budget_for_the_trial_names_the_smallest_that_works(name: st
             Engine(tiny_model(name), block_size=4, **{**given, tier: given[tier] - 1})
 
 
+@pytest.mark.parametrize(("block_size", "slots"), [(16, 1), (32, 0), (64, 0)])
+def test_the_budget_that_is_named_has_a_slot_only_where_blocks_are_sealed(block_size: int, slots: int) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(BudgetError, match="An engine tries its model") as refused:
+        Engine(model, device_budget=1, host_budget="8MiB", block_size=block_size)
+    needed = refused.value.needed
+    prompts = [tuple(3 + i % 99 for i in range(n)) for n in (5, block_size - 3, block_size, 2 * block_size + 1)]
+    with Engine(model, device_budget=needed, host_budget="8MiB", block_size=block_size) as engine:
+        assert engine.memory.stats.device.peak_bytes <= needed
+        block = engine._runner.forward.block_bytes()  # type: ignore[attr-defined]
+        layer = block // model.config.num_hidden_layers
+        # Two sequences have an open block in every layer, and one layer is read through room of a block.
+        assert needed == 2 * block + layer + slots * layer
+        for prompt in prompts:
+            found = engine.wait(engine.add_request(list(prompt), max_new_tokens=4, do_sample=False), 120)
+            assert found.generated_tokens == by_generate("llama", prompt, 4)[0]
+        engine.check_integrity()
+    with pytest.raises(BudgetError):
+        Engine(model, device_budget=needed - 1, host_budget="8MiB", block_size=block_size)
+
+
 @pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "falcon"])
 def test_a_trial_that_finds_no_room_says_nothing_of_the_model(name: str, kind: type[Exception]) -> None:

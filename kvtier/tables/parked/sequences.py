@@ -19,7 +19,7 @@ from kvtier.memory.storage.layout import BlockLayout
 from kvtier.memory.storage.shortage import too_small
 from kvtier.memory.tiered import TieredMemory
 from kvtier.memory.tiers.device import ComputeDevice
-from kvtier.planning.admission import Claim
+from kvtier.planning.admission import Claim, ClaimSum
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.parked.on_device import OnDevice
 from kvtier.tables.parked.sequence import ParkedLayer, ParkedSequence
@@ -354,7 +354,7 @@ class ParkedSequences:
         self.owner.claims = self._used()
 
     def _used(self) -> dict[ComputeDevice, Claim]:
-        used = dict[ComputeDevice, Claim]()
+        used = dict[ComputeDevice, ClaimSum]()
         for index, layer in self._layers.items():
             layout = layer.parked.pools.layout
             tables = [table for x in layer.parked.holders if isinstance(x, LayerKV) for table in x.tables]
@@ -367,17 +367,10 @@ class ParkedSequences:
                             break
                         counts[run] = max(counts.get(run, 0), min(run.count, left))
                         left -= run.count
-            count = sum(counts.values())
-            if count:
-                mine = used.get(layer.device, Claim())
-                sizes = [x for x in (mine.smallest, layout.nbytes) if x]
-                used[layer.device] = Claim(
-                    mine.held + count * layout.nbytes,
-                    slot=max(mine.slot, layout.nbytes),
-                    smallest=min(sizes),
-                    largest=max(mine.largest, layout.nbytes),
-                )
-        return used
+            if counts:
+                mine = used.setdefault(layer.device, ClaimSum())
+                mine.add(layout.nbytes, sum(counts.values()), 0, sealed=True)
+        return {device: mine.claim() for device, mine in used.items()}
 
     def _check(self, index: int, layout: BlockLayout, device: ComputeDevice) -> None:
         found = self._layers.get(index)
