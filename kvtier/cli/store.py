@@ -21,11 +21,12 @@ examples:
   kvtier store ls chats
   kvtier store show chats alice
   kvtier store verify chats          # exit status 1 where something is damaged
+  kvtier store copy chats backup/chats
   kvtier store rm chats alice --gc
   kvtier store compact chats
   kvtier store drop chats 5.17.0     # what that version of Transformers has computed
 
-ls, show, verify, and gc and drop with --dry-run only read, also while a store has the directory open.
+ls, show, verify, copy, and gc and drop with --dry-run only read, also while a store has the directory open.
 """
 
 
@@ -53,6 +54,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     which.add_argument("--json", action="store_true", help="print JSON")
     which = verb("verify", verify, "read every file and compare every checksum; 1: something is damaged")
     which.add_argument("--repair", action="store_true", help="forget what is damaged: it is computed again")
+    which = verb("copy", copy, "copy it as it is at one moment, also while a store has it open")
+    which.add_argument("to", metavar="TO", help="a directory that is not there yet, or is empty")
     which = verb("compact", compact, "merge small files that follow each other, and shrink the database")
     which.add_argument("--largest", default="64MiB", help="bytes of a merged file, at the most (64MiB)")
     which = verb("gc", gc, "remove what no conversation refers to, also what `generate` kept without one")
@@ -175,6 +178,20 @@ def verify(args: argparse.Namespace) -> int:
         with _upkeep(args) as upkeep:
             print(f"{upkeep.repair()} forgotten, with what continues them")
     return 1 if damage else 0
+
+
+def copy(args: argparse.Namespace) -> int:
+    """Copy the directory. Returns the exit status: 1 where something is damaged."""
+    from kvtier.conversation.disk.copying import copy_folder
+
+    done = copy_folder(args.directory, args.to)
+    files = count(done.files, "file")
+    print(f"{count(done.conversations, 'conversation')} and {files} copied, {format_size(done.nbytes)}")
+    if done.left_out:
+        print(f"{count(done.left_out, 'file')} left out: their tokens are computed again", file=sys.stderr)
+    if done.damage:
+        print(f"{len(done.damage)} damaged: `kvtier store verify` tells what", file=sys.stderr)
+    return 1 if done.damage else 0
 
 
 # Change

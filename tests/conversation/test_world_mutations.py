@@ -152,7 +152,7 @@ MUTATIONS: dict[str, Mutation] = {
     "the end of a chunk that another one continues is read": edit(
         Disk, "read", "x) for x in (*(each.start for each in chain[1:]), chain[-1].stop)", "x.stop) for x in chain"
     ),
-    "a file is named before it is on the disk": edit(files, "write_tensors", "os.fsync(handle)", "pass"),
+    "a file is named before it is on the disk": edit(files, "_write", "os.fsync(handle)", "pass"),
     "a row is written before the name of its file is on the disk": edit(
         files, "write_tensors", "sync_names(file.parent)", "pass"
     ),

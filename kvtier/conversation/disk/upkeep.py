@@ -96,7 +96,7 @@ class Upkeep:
         gone = unreferred(found)
         files, nbytes = self._strays(found)
         with self._telling(), self._manifest.transaction():
-            self._remove(found, gone)
+            remove_rows(self._manifest, found, gone)
         self._unlink(gone)
         return files + len(gone), nbytes + sum(found.rows[n].nbytes for n in gone)
 
@@ -110,7 +110,7 @@ class Upkeep:
         found = self.contents()
         gone = found.chunks_of(version)
         with self._telling(), self._manifest.transaction():
-            self._remove(found, gone)
+            remove_rows(self._manifest, found, gone)
         self._unlink(gone)
         return len(gone), sum(found.rows[n].nbytes for n in gone)
 
@@ -124,22 +124,12 @@ class Upkeep:
         found = self.contents()
         rows = [x.number for x in found.damage if x.number is not None]
         bad = [x for x in (compare(found.path, row) for row in found.rows.values()) if x is not None and x.lasting]
-        below = [x.number for x in bad if x.number is not None]
-        for number in below:
-            below += found.children.get(number, ())
-        below = list(dict.fromkeys(below))
+        below = with_below(found, [x.number for x in bad if x.number is not None])
         with self._telling(), self._manifest.transaction():
-            self._remove(found, [*rows, *below])
+            remove_rows(self._manifest, found, [*rows, *below])
             ConversationRows(self._manifest).drop_damaged()
         self._unlink([*rows, *below])
         return len(below) + len(found.damage)
-
-    def _remove(self, found: Contents, gone: Iterable[int]) -> None:
-        """Remove rows. When their parents were used, the manifest may have from these only: it is noted."""
-        numbers = set(gone)
-        parents = {row.parent for n in numbers if (row := found.rows.get(n)) is not None and row.parent is not None}
-        self._manifest.remove(numbers)
-        self._manifest.use({n: found.used[n] for n in parents - numbers})
 
     def _strays(self, found: Contents) -> tuple[int, int]:
         """Remove files that no row names."""
@@ -294,6 +284,22 @@ class Upkeep:
                 f"{self._folder.path} cannot be changed: {error}. Make sure that there is room and that it may be "
                 "written. What was saved is there."
             ) from error
+
+
+def remove_rows(manifest: Manifest, found: Contents, gone: Iterable[int]) -> None:
+    """Remove rows of chunks. When their parents were used, the manifest may have from these only: it is noted."""
+    numbers = set(gone)
+    parents = {row.parent for n in numbers if (row := found.rows.get(n)) is not None and row.parent is not None}
+    manifest.remove(numbers)
+    manifest.use({n: found.used[n] for n in parents - numbers})
+
+
+def with_below(found: Contents, numbers: Iterable[int]) -> list[int]:
+    """Chunks, and all that continue them."""
+    gone = list(numbers)
+    for number in gone:
+        gone += found.children.get(number, ())
+    return list(dict.fromkeys(gone))
 
 
 def unreferred(found: Contents) -> list[int]:

@@ -63,14 +63,7 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], said: str) ->
     data = _packed(tensors, said)
     unfinished = file.with_suffix(".safetensors.new")
     try:
-        handle = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        try:
-            left = memoryview(data.numpy().data)
-            while left:
-                left = left[os.write(handle, left) :]
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _write(unfinished, data)
         os.replace(unfinished, file)
         sync_names(file.parent)
     except BaseException:
@@ -115,15 +108,21 @@ def read_tensors(
         Damaged: it is not what was written, or is gone, or the disk has lost some of it. OSError, MemoryError: it
             cannot be read now.
     """
-    buffer = buffer or Buffer()
-    with opened(file, nbytes) as handle:
-        data = buffer.take(nbytes)
-        if _read(handle, file.name, data, buffer) != sums:
-            raise Damaged(f"{file.name} is not what was written")
+    data = _checked(file, nbytes, sums, buffer or Buffer())
     try:
         return _tensors(data)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # written by something else
         raise Damaged(f"{file.name} holds no tensors: {error}") from error
+
+
+def copy_file(file: Path, to: Path, nbytes: int, sums: bytes, buffer: Buffer) -> None:
+    """Copy a file, and return when its bytes are on the disk; its name is when `sync_names` returns.
+
+    Raises:
+        Damaged: it is not what was written, or is gone, or the disk has lost some of it. OSError, MemoryError: it
+            cannot be copied now.
+    """
+    _write(to, _checked(file, nbytes, sums, buffer))
 
 
 def said_of(file: Path, nbytes: int) -> str:
@@ -158,6 +157,27 @@ def opened(file: Path, nbytes: int) -> Iterator[int]:
         if not stat.S_ISREG(about.st_mode) or about.st_size != nbytes:
             raise Damaged(f"{file.name} has another size than was written")
         yield handle
+    finally:
+        os.close(handle)
+
+
+def _checked(file: Path, nbytes: int, sums: bytes, buffer: Buffer) -> torch.Tensor:
+    """The bytes of a file, if these are what was written; a part of the buffer."""
+    with opened(file, nbytes) as handle:
+        data = buffer.take(nbytes)
+        if _read(handle, file.name, data, buffer) != sums:
+            raise Damaged(f"{file.name} is not what was written")
+    return data
+
+
+def _write(file: Path, data: torch.Tensor) -> None:
+    """Make a file of these bytes, for its owner only, and return when they are on the disk."""
+    handle = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    try:
+        left = memoryview(data.numpy().data)
+        while left:
+            left = left[os.write(handle, left) :]
+        os.fsync(handle)
     finally:
         os.close(handle)
 

@@ -17,6 +17,8 @@ from kvtier.forks import heed
 #: Of the database and what SQLite keeps next to it; the log and its index have the mode of the database.
 MANIFEST = "manifest.sqlite"
 _DATABASE = (MANIFEST, f"{MANIFEST}-wal", f"{MANIFEST}-shm", f"{MANIFEST}-journal")
+#: Of the file from which a server derives the salts of its clients: what is saved under these is not found without it.
+SECRET = "server.secret"
 #: Of the files of chunks, whose numbers SQLite takes. What is named otherwise is never touched: a directory may hold
 #: files of others.
 _NAME = re.compile(r"(\d{12,18})\.safetensors(\.new)?", re.ASCII)
@@ -67,7 +69,7 @@ class Folder:
         heed(self)
         linked = (
             "there is one file with another one, a hard link as `cp -al` makes it: what is saved in one changes "
-            "the other. Copy the folder without links, and use the copy."
+            "the other. Copy the folder with `kvtier store copy`, and use the copy."
         )
         try:
             if os.fstat(self._held.fileno()).st_nlink > 1:  # before whoever holds the other one is told of

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtier.conversation.disk.files.folder import sync_names
+from kvtier.conversation.disk.files.folder import SECRET, sync_names
 from kvtier.errors import ConfigError
 from kvtier.serving.http.requests.refusals import Refusal
 
-#: In the store's folder: what salts are derived from, so that a restart finds what was saved.
-SECRET = "server.secret"
 _SECRET_BYTES = 32
 #: That of bytes in a file of text.
 _MARK = "\ufeff"
