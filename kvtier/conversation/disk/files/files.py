@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvtier.conversation.disk.files.folder import sync_names
+from kvtier.conversation.disk.files.folder import keep_owner, sync_names
 from kvtier.cpu.checksum import crc32
 
 #: Bytes of tensors in one file, where what is saved can be parted: two files are in memory while a sequence is loaded.
@@ -171,9 +171,10 @@ def _checked(file: Path, nbytes: int, sums: bytes, buffer: Buffer) -> torch.Tens
 
 
 def _write(file: Path, data: torch.Tensor) -> None:
-    """Make a file of these bytes, for its owner only, and return when they are on the disk."""
+    """Make a file of these bytes, for the folder's owner only, and return when they are on the disk."""
     handle = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
+        keep_owner(handle, file.parent)
         left = memoryview(data.numpy().data)
         while left:
             left = left[os.write(handle, left) :]

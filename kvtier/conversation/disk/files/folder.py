@@ -78,6 +78,7 @@ class Folder:
                 fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StoreInUseError(f"{self.path} is open in another store or process. Close that first.") from None
+            keep_owner(self._held.fileno(), self.path)
             self._identity = _identity(os.fstat(self._held.fileno()))
             if not self.there():
                 raise StoreInUseError(f"{self.path} is being removed by another process. Try again.")
@@ -173,6 +174,15 @@ def sync_names(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def keep_owner(handle: int, directory: Path) -> None:
+    """A file that was made belongs to whom the database does, as with those that SQLite makes: root may put in order
+    what is another user's, who reads it then. Whoever may not give it away keeps it."""
+    with contextlib.suppress(OSError):
+        owner = os.stat(directory / MANIFEST, follow_symlinks=False)
+        if os.fstat(handle).st_uid != owner.st_uid:  # not that of this process: a file system may say others
+            os.fchown(handle, owner.st_uid, owner.st_gid)
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

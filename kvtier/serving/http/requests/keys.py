@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtier.conversation.disk.files.folder import SECRET, sync_names
+from kvtier.conversation.disk.files.folder import SECRET, keep_owner, sync_names
 from kvtier.errors import ConfigError
 from kvtier.serving.http.requests.refusals import Refusal
 
@@ -170,6 +170,7 @@ def _write_secret(path: Path, secret: bytes) -> None:
     made = path.with_name(f"{SECRET}.new")
     made.unlink(missing_ok=True)  # a start was cut short
     with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # which follows no link
+        keep_owner(file.fileno(), path.parent)
         file.write(secret)
         file.flush()
         os.fsync(file.fileno())
