@@ -162,6 +162,20 @@ class Conversations:
                     return None
                 return self._add(Conversation.of(self._owner, name, state, written))
 
+    def says(self, name: str) -> dict[str, Any]:
+        """What a conversation says, its `ids` and `salt` among that; nothing, if there is none. One that is not in
+        memory does not come there.
+
+        Raises:
+            ConfigError: it cannot be read now.
+        """
+        with self.lock:
+            with self._memory.lock, self._memory.change:
+                known = self._known.get(name)
+                if known is not None:
+                    return dict(vars(known.chat() or Conversation.again(known.says)))
+            return (self._disk and name in self._known and self._disk.conversation(name)) or {}
+
     @property
     def _owner(self) -> Store:
         store = self._store()
@@ -345,6 +359,7 @@ class Conversations:
     def _drop(self, name: str) -> None:
         if self._disk is not None and not self._owner.closed:
             self._disk.drop_conversation(name)
+            self._soon.put(self._disk, self._disk.clear_log)
         with self._memory.lock, self._memory.change:
             self._known.pop(name, None)
             self._idle.pop(name, None)

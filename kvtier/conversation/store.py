@@ -20,7 +20,10 @@ from kvtier.conversation.calls.generating import Generating
 from kvtier.conversation.calls.reuse import RowReuse, StoreStats
 from kvtier.conversation.calls.under_way import UnderWay
 from kvtier.conversation.conversation import Conversation
+from kvtier.conversation.disk.contents import ids_of
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.erasing import erase as remove
+from kvtier.conversation.erasing import shared
 from kvtier.conversation.given import (
     check_count,
     check_name,
@@ -269,16 +272,25 @@ class ConversationStore:
         self.conversations.let_go()
         return self.conversations.find(name)
 
-    def forget(self, name: str) -> None:
+    def forget(self, name: str, *, erase: bool = False) -> None:
         """Forget the name of a conversation, whether it was opened or not; see `Conversation.close`. Nothing, if there
         is none.
 
+        Args:
+            erase: and remove, from memory and disk, what is kept of its tokens and what continues them, behind those
+                that another conversation of its salt begins with. All conversations are read, and what waits to be
+                saved is saved before.
+
         Raises:
-            ConfigError: what no conversation can be named.
+            ConfigError: what no conversation can be named; with `erase`, one cannot be read now: nothing is forgotten.
         """
+        chat = self.find(name) if erase else None
+        start = 0 if chat is None else shared(chat, self.conversations)
         self._under_way.check_open()
         check_name(name)
         self.conversations.forget(name)
+        if chat is not None:
+            remove(chat.salt, ids_of(vars(chat)), start, self.memory, self._kept, self._disk_tier)
 
     @property
     def names(self) -> list[str]:

@@ -117,6 +117,23 @@ class Chunks:
                     found.update(x.number for x in chunk.chain())
         return found
 
+    def beyond(self, salt: object, ids: bytes, start: int) -> list[Chunk]:
+        """Chunks whose first token follows more than the first `start` tokens of a sequence, or is the next one of
+        these, under every key that has this salt. Not all: what continues these follows as many."""
+        found = list[Chunk]()
+        for key in self._index.all_keys():
+            if not (isinstance(key, str) and has_salt(key, salt)):
+                continue
+            length, longest = self._index.find(key, ids)
+            chain = [] if longest is None else longest.chain()[::-1]
+            # Until where the tokens of each are those of the sequence, at least.
+            for chunk, until in zip(chain, [*(min(x.start, length) for x in chain[1:]), length], strict=True):
+                if start <= chunk.start < length:
+                    found.append(chunk)
+                elif until > start:
+                    found += [x for x in chunk.below if x.start > start]
+        return found
+
     # Change
 
     def add(self, row: Row, parent: Chunk | None) -> Chunk:

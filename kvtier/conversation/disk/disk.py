@@ -101,6 +101,8 @@ class Disk:
         self._next = 1
         # Conversations that are not, or perhaps not, removed from the manifest yet.
         self._forgotten = set[str]()
+        # Whether the manifest's log may hold words of those that were removed.
+        self._tells = False
         self._folder = Folder(directory)
         try:
             self.path = self._folder.path
@@ -345,6 +347,17 @@ class Disk:
             self.room.drop(gone[::-1])
         self._sweep()
 
+    def erase(self, salt: object, ids: bytes, start: int) -> None:
+        """Remove the chunks that begin with more than the first `start` tokens of a sequence before their own, or with
+        so many and its next one, and what continues them, under every key of a salt."""
+        with self._lock:
+            self._check_open()
+            found = self._chunks.beyond(salt, ids, start)
+            for chunk in found:
+                self.forget(chunk)
+            self._tells = self._tells or bool(found)
+        self.clear_log()
+
     # Ranks
 
     def rank(self, name: str, salt: object, ids: bytes, rank: Rank, used: float) -> None:
@@ -406,7 +419,8 @@ class Disk:
         return is_saved
 
     def drop_conversation(self, name: str) -> None:
-        """Forget a conversation: now, or when another one is forgotten, or at the end."""
+        """Forget a conversation: now, or when another one is forgotten, or at the end. What it said is in the log of
+        the manifest until `clear_log`."""
         with self._lock:
             self._check_open()
             self._order.rank(name, None)
@@ -421,7 +435,15 @@ class Disk:
             with self._telling(f"conversation {name!r} was not removed"):
                 self._conversations.drop(name)
                 self._forgotten.discard(name)
+                self._tells = True
         self.room.count()
+
+    def clear_log(self) -> None:
+        """Remove what the manifest's log holds of conversations that were removed, which takes as long as to save one.
+        As long as another process reads the manifest, a later call does; and so does `close`."""
+        with self._lock:
+            if self._tells and not self.closed and not self._folder.is_inherited:
+                self._tells = not self._manifest.clear_log()
 
     def names(self) -> dict[str, bool]:
         """Of all conversations that are saved: whether each has a rank of its own. What they are is not read, for that

@@ -33,6 +33,8 @@ _CONFIG_OF = "config of "
 LONGEST = 2**28
 #: Pages that are free and not given back yet, at the most, and as a share of all: what is saved next takes them first.
 _SPARE, _SPARE_SHARE = 16, 8
+#: Seconds that a process waits for another one that uses the database.
+_WAIT = 5
 #: `used` beyond this is damage.
 _LATEST = 2**60
 
@@ -107,7 +109,7 @@ class Manifest:
         self._owner = os.getpid()
         try:
             name = f"{file.absolute().as_uri()}?mode=ro" if read_only else file
-            self.db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, uri=read_only)
+            self.db = sqlite3.connect(name, timeout=_WAIT, isolation_level=None, check_same_thread=False, uri=read_only)
         except sqlite3.Error as error:
             raise self._refused(error) from error
         heed(self)
@@ -125,6 +127,8 @@ class Manifest:
                 self.db.execute("PRAGMA auto_vacuum=INCREMENTAL")
             self.db.execute("PRAGMA journal_mode=WAL")
             self.db.execute("PRAGMA synchronous=FULL")
+            # What is removed is overwritten. How SQLite was built decides else.
+            self.db.execute("PRAGMA secure_delete=ON")
             with self.transaction():
                 for table in _SCHEMA:
                     self.db.execute(table)
@@ -292,6 +296,17 @@ class Manifest:
         with contextlib.suppress(sqlite3.Error):
             if self._pragma("freelist_count") > max(self._pragma("page_count") // _SPARE_SHARE, _SPARE):
                 self.db.executescript("PRAGMA incremental_vacuum")  # `execute` ends it after one page
+
+    def clear_log(self) -> bool:
+        """Move what is in the log to the database, so that what was removed is in neither. In no transaction. Whether
+        that was done: nobody waits for another process that reads."""
+        with contextlib.suppress(sqlite3.Error):
+            self.db.execute("PRAGMA busy_timeout=0")
+            try:
+                return bool(self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0)
+            finally:
+                self.db.execute(f"PRAGMA busy_timeout={_WAIT * 1000}")
+        return False
 
     def _pragma(self, name: str) -> int:
         return int(self.db.execute(f"PRAGMA {name}").fetchone()[0])

@@ -111,6 +111,12 @@ class DiskTier:
             self.flush()
         self._archive.close()
 
+    def erase(self, salt: Hashable, ids: bytes, start: int) -> None:
+        """Remove what is saved under a salt and begins with more than the first `start` tokens of a sequence, once
+        what waits is saved: one that is kept no more is not."""
+        self._archive.flush()
+        self.disk.erase(salt, ids, start)
+
     # Load
 
     def bytes_to_load(self, key: Hashable, ids: bytes, *, stateful: bool) -> int:
