@@ -20,6 +20,7 @@ from toy import Toy
 
 from kvtier import ConversationStore, KVTierError
 from kvtier.conversation.conversation import Conversation
+from kvtier.conversation.disk.disk import Disk
 
 #: Of the lines of each act, so many; KVTIER_TEST_LINES=1000000 asks for all.
 LINES = int(os.environ.get("KVTIER_TEST_LINES", "100"))
@@ -43,8 +44,8 @@ class Letters:
 
     @staticmethod
     def ids(text: str) -> list[int]:
-        """Of the letters a to f."""
-        return [ord(x) - ord("a") + 1 for x in text]
+        """Of the letters a to f; others have none."""
+        return [ord(x) - ord("a") + 1 for x in text if x in "abcdef"]
 
     def decode(self, ids: torch.Tensor, **_: Any) -> str:
         """Letters."""
@@ -84,6 +85,16 @@ class Scene:
             send(chat, ONE, self.toy)
         send(self.chats["a"], TWO, self.toy)
         self.store.flush()
+        # What is saved next makes keys and values give way.
+        room = self.disk.room
+        room.count()
+        room.budget = room.nbytes + room.rest + 1000
+
+    @property
+    def disk(self) -> Disk:
+        """The folder."""
+        assert self.store._disk_tier is not None
+        return self.store._disk_tier.disk
 
 
 def whole(store: ConversationStore) -> dict[str, Any]:
@@ -117,6 +128,13 @@ def wake(scene: Scene) -> None:
         scene.store.memory.drain()
 
 
+def paste(scene: Scene) -> None:
+    """What a conversation says has grown much."""
+    chat = scene.chats["b"]
+    chat.messages += [{"role": "user", "content": "x" * 20_000}, {"role": "assistant", "content": "x" * 9000}]
+    scene.store.conversations.changed(chat)
+
+
 def rank(scene: Scene) -> None:
     scene.chats["a"].set_rank(pinned=True, priority=3, ttl=1000.0)
 
@@ -134,6 +152,7 @@ ACTS: dict[str, Callable[[Scene], object]] = {
     "forget": lambda scene: scene.store.forget("b"),
     "engine": lambda scene: scene.chats["a"].went_on([*scene.chats["a"].ids, 1]),
     "flush": lambda scene: scene.store.flush(),
+    "paste": paste,
 }
 
 
@@ -160,6 +179,8 @@ def cut_short(act: str, at: int, folder: Path, after: Mapping[str, Any] | None =
             with begin(scene.toy, folder / "copy") as copy:
                 unhurt(whole(copy), before, after)
                 goes_on(copy, scene.toy)
+            if not scene.disk.closed:
+                scene.disk.check_integrity()
             scene.store.close()
             with begin(scene.toy, scene.folder) as store:
                 assert whole(store) == now, "what was there is not there in a later process"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Chunks:
         uses: counted, for clocks are set back.
         unsaved: when chunks were used, by number, as far as the manifest does not know. Of a chain the end is noted:
             what it continues was used no earlier. So a turn writes as much however long its history is.
+        in_doubt: a change is being made, or was cut short: then only the manifest's rows tell what is there.
     """
 
     def __init__(self) -> None:
@@ -75,6 +77,7 @@ class Chunks:
         self._index: PrefixIndex[Chunk] = PrefixIndex()
         self.nbytes = self.row_bytes = self.uses = 0
         self.unsaved: dict[int, int] = {}
+        self.in_doubt = False
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -136,6 +139,23 @@ class Chunks:
 
     # Change
 
+    @contextlib.contextmanager
+    def change(self) -> Iterator[None]:
+        """Around a change, with the commit that it follows. Whatever ends it early, an interrupt at any line included,
+        leaves what is here in doubt."""
+        before, self.in_doubt = self.in_doubt, True
+        yield
+        self.in_doubt = before
+
+    def become(self, others: Chunks) -> None:
+        """Have what others have, with the use that is noted here of each. It is done at once, or not at all."""
+        later = {
+            x.number: x.used for x in self if x.number in others._chunks and x.used > others._chunks[x.number].used
+        }
+        others.order({x.number: x.used for x in others} | later)
+        others.unsaved = later
+        vars(self).update(vars(others))
+
     def add(self, row: Row, parent: Chunk | None) -> Chunk:
         """Add the chunk of a row, behind its parent. It was used last, until `use` or `order` say otherwise."""
         stop = row.start + len(row.ids) // WIDTH
@@ -166,13 +186,14 @@ class Chunks:
 
     def use(self, chunk: Chunk) -> None:
         """Note that a chain is used now."""
-        self.uses += 1
-        for each in chunk.chain():
-            if each in self:
-                self._chunks.move_to_end(each.number)
-                each.used = self.uses
-        if chunk in self:
-            self.unsaved[chunk.number] = self.uses
+        with self.change():
+            self.uses += 1
+            for number in [x.number for x in chunk.chain()]:
+                if number in self._chunks:
+                    self._chunks.move_to_end(number)
+                    self._chunks[number].used = self.uses
+            if chunk.number in self._chunks:
+                self.unsaved[chunk.number] = self.uses
 
     def order(self, used: Mapping[int, int]) -> None:
         """All of them were used last as the manifest says, by number."""

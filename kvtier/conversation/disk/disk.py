@@ -20,7 +20,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,21 +135,11 @@ class Disk:
     def _load(self) -> None:
         """Read all rows; forget those that are damaged, that have no file or that continue these; and remove files that
         have no row."""
-        bad, used = list[int](), dict[int, int]()
         try:
             numbers, rest = self._folder.files()
             # Files that cannot be removed below keep their numbers: what is counted as theirs may be removed later.
             self._next = max(numbers, default=0) + 1
-            for number, row, last in self._manifest.rows():
-                parent = self._chunks.get(row.parent) if row is not None and row.parent is not None else None
-                if row is None or number not in numbers or not fits(row, parent):
-                    bad.append(number)
-                else:
-                    self._chunks.add(row, parent)
-                    used[number] = last
-                    if not row.key.startswith(self._prefix):
-                        self.others[row.key] = self.others.get(row.key, 0) + row.nbytes
-                        self._order.others.add(number)
+            bad = self._fill(self._chunks, numbers)
             if bad:
                 with self._manifest.transaction():
                     self._manifest.remove(bad)
@@ -164,19 +154,58 @@ class Disk:
         for file in rest:
             self.room.discard(file)
         self._sweep()
-        self._chunks.order(used)
+
+    def _fill(self, chunks: Chunks, numbers: Collection[int] | None) -> list[int]:
+        """Add what all rows say. Returns the numbers of those that are damaged, have no file, or continue these.
+
+        Args:
+            numbers: of the files; None: every row has one.
+        """
+        bad, used = list[int](), dict[int, int]()
+        for number, row, last in self._manifest.rows():
+            parent = chunks.get(row.parent) if row is not None and row.parent is not None else None
+            if row is None or not (numbers is None or number in numbers) or not fits(row, parent):
+                bad.append(number)
+                continue
+            chunks.add(row, parent)
+            used[number] = last
+            if not row.key.startswith(self._prefix):
+                self._order.others.add(number)
+                if numbers is not None:
+                    self.others[row.key] = self.others.get(row.key, 0) + row.nbytes
+        chunks.order(used)
+        return bad
+
+    def _is_settled(self) -> bool:
+        """Whether it is known what is saved. Where a change was cut short, what the rows say holds; that is read now,
+        which takes as long as it did when the folder was opened. The caller has the lock, and is in no change."""
+        if not self._chunks.in_doubt:
+            return True
+        if self.closed or self._folder.is_inherited:
+            return False
+        found = Chunks()
+        try:
+            self._fill(found, None)
+        except (*FAILURES, ValueError) as error:
+            self.problem = f"{error}: what is saved is not known"
+            return False
+        for chunk in self._chunks:
+            if found.get(chunk.number) is None:
+                self.room.discard(self._folder.file(chunk.number), chunk.nbytes)
+        self._chunks.become(found)
+        return True
 
     # Find, read, write
 
     def find(self, key: str, ids: bytes) -> tuple[int, Chunk | None]:
         """The longest beginning of a sequence that is saved: tokens, and the chunk that has the last of them."""
         with self._lock:
-            return self._chunks.find(key, ids)
+            return self._chunks.find(key, ids) if self._is_settled() else (0, None)
 
     def ends(self, key: str, ids: bytes) -> list[Chunk]:
         """The chunks at whose end a sequence begins with all that is saved, the longest first."""
         with self._lock:
-            return self._chunks.ends(key, ids)
+            return self._chunks.ends(key, ids) if self._is_settled() else []
 
     def is_silent(self, chunk: Chunk) -> bool:
         """Whether nothing was said of the tensors of a chunk. What is damaged, or cannot be read now, is not."""
@@ -206,7 +235,8 @@ class Disk:
         while len(chain) > 1 and chain[1].start <= start:
             del chain[0]
         with self._lock:
-            self._chunks.use(chunk)
+            if self._is_settled():
+                self._chunks.use(chunk)
         # Until where each is of use: the next one may begin within it.
         stops = [min(length, x) for x in (*(each.start for each in chain[1:]), chain[-1].stop)]
         each = chain[0]
@@ -236,7 +266,7 @@ class Disk:
                 self.problem = self._left_alone
                 return
             with self._lock:
-                is_there = each in self._chunks and not self.closed  # or it made room meanwhile
+                is_there = self._is_there(each) and not self.closed  # or it made room meanwhile
                 if is_there:
                     self.problem = str(error)
                     self.damaged += 1
@@ -295,19 +325,21 @@ class Disk:
             if not why and not self.room.fits(written + ROW + len(own)):
                 why = f"{_GROWN}, and a sequence was not saved"
             if not why:
-                try:
-                    above = None if parent is None else (parent.number, parent.digest)
-                    row = Row.of(number, key, above, start, own, written, sums)
-                    with self._manifest.transaction():
-                        self._manifest.add(row, self._chunks.uses + 1)
-                        self._manifest.use(self._chunks.unsaved)
-                except FAILURES as error:
-                    why = f"{error}: a sequence was not saved"
-                else:
-                    self._chunks.unsaved.clear()
-                    chunk = self._chunks.add(row, parent)
-                    self._chunks.use(chunk)
-                    return chunk
+                parent = None if parent is None else self._chunks.get(parent.number)
+                above = None if parent is None else (parent.number, parent.digest)
+                row = Row.of(number, key, above, start, own, written, sums)
+                with self._chunks.change():
+                    try:
+                        with self._manifest.transaction():
+                            self._manifest.add(row, self._chunks.uses + 1)
+                            self._manifest.use(self._chunks.unsaved)
+                    except FAILURES as error:
+                        why = f"{error}: a sequence was not saved"
+                    else:
+                        self._chunks.unsaved.clear()
+                        chunk = self._chunks.add(row, parent)
+                        self._chunks.use(chunk)
+                        return chunk
         self._not_written(number, why)
         return None
 
@@ -324,6 +356,8 @@ class Disk:
         why = self._left_alone
         if why:
             return why
+        if not self._is_settled():
+            return f"{self.problem}: a sequence was not saved"
         if parent is not None and self._chunks.get(parent.number) is None:
             return "what a sequence continues was removed meanwhile"
         if len(ids) - start * WIDTH > LONGEST // 2:
@@ -333,18 +367,20 @@ class Disk:
     def forget(self, chunk: Chunk) -> None:
         """Remove a chunk and all that continues it."""
         with self._lock:
-            if chunk not in self._chunks:
+            found = self._chunks.get(chunk.number) if self._is_there(chunk) else None
+            if found is None:
                 return
-            gone = [chunk]
+            gone = [found]
             for each in gone:
                 gone += each.children or ()
-            if not self._folder.is_inherited:
-                try:
-                    with self._manifest.transaction():
-                        self._manifest.remove([x.number for x in gone])
-                except FAILURES as error:
-                    self.problem = str(error)  # without their files the rows are of no use either
-            self.room.drop(gone[::-1])
+            with self._chunks.change():
+                if not self._folder.is_inherited:
+                    try:
+                        with self._manifest.transaction():
+                            self._manifest.remove([x.number for x in gone])
+                    except FAILURES as error:
+                        self.problem = str(error)  # without their files the rows are of no use either
+                self.room.drop(gone[::-1])
         self._sweep()
 
     def erase(self, salt: object, ids: bytes, start: int) -> None:
@@ -352,11 +388,16 @@ class Disk:
         so many and its next one, and what continues them, under every key of a salt."""
         with self._lock:
             self._check_open()
-            found = self._chunks.beyond(salt, ids, start)
+            found = self._chunks.beyond(salt, ids, start) if self._is_settled() else []
             for chunk in found:
                 self.forget(chunk)
             self._tells = self._tells or bool(found)
         self.clear_log()
+
+    def _is_there(self, chunk: Chunk) -> bool:
+        """Whether a chunk is saved still. Its number is no other's; the chunk may be, behind a change that was cut
+        short."""
+        return self._is_settled() and self._chunks.get(chunk.number) is not None
 
     # Ranks
 
@@ -375,7 +416,7 @@ class Disk:
     def expire(self) -> int:
         """Remove what has not been used for its time to live, but for what others continue. Returns the chunks."""
         with self._lock:
-            gone = self._order.expired(self.clock)
+            gone = self._order.expired(self.clock) if self._is_settled() else []
             why = self.room.let_go(gone)
         self.problem = why or self.problem
         self._sweep()
@@ -414,7 +455,8 @@ class Disk:
             self._conversations.save(name, state, name in self._order, written)
             is_saved = True
             self._forgotten.discard(name)
-            self.problem = self.room.give_way(self.clock) or self.problem
+            if self._is_settled():
+                self.problem = self.room.give_way(self.clock) or self.problem
         self._sweep()
         return is_saved
 
@@ -533,7 +575,8 @@ class Disk:
         with self._writing, self._lock:
             if not self.closed and self._forgotten and self._folder.there():
                 self._drop_forgotten()
-            if not self.closed and self._chunks.unsaved and self._folder.there():  # never in a process that was forked
+            is_open = not self.closed and self._folder.there()  # never in a process that was forked
+            if is_open and self._is_settled() and self._chunks.unsaved:
                 with self._telling("what was used last is not noted", lesser=True), self._manifest.transaction():
                     self._manifest.use(self._chunks.unsaved)
             self.closed = True
@@ -543,7 +586,12 @@ class Disk:
     def check_integrity(self) -> None:
         """Raise AssertionError unless what is counted and ordered agrees. For tests and debugging."""
         with self._lock:
+            if not self._is_settled():
+                return
             self._chunks.check_integrity()
+            with contextlib.suppress(*FAILURES):
+                rows = {(number, row.digest) for number, row, _ in self._manifest.rows() if row is not None}
+                assert rows >= {(x.number, x.digest) for x in self._chunks}, "what continues it is lost later"
 
     @property
     def _left_alone(self) -> str:

@@ -140,16 +140,18 @@ class Room:
             return ""
         with self._lock:
             try:
-                with self._manifest.transaction():
-                    self._manifest.remove([x.number for x in gone])
+                with self._chunks.change():  # a commit that fails may have been done
+                    with self._manifest.transaction():
+                        self._manifest.remove([x.number for x in gone])
+                    self.drop(gone)
             except FAILURES as error:
                 return str(error)
             self._manifest.give_back()
-            self.drop(gone)
         return ""
 
     def drop(self, gone: Sequence[Chunk]) -> None:
-        """Remove chunks that have no rows any more, what continues a chunk before it."""
+        """Remove chunks that have no rows any more, what continues a chunk before it. Within the change of whoever has
+        removed the rows."""
         with self._lock:
             for chunk in gone:
                 self.discard(self._folder.file(chunk.number), chunk.nbytes)  # first: see `nbytes`

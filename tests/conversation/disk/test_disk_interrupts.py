@@ -1,0 +1,105 @@
+"""An interrupt at any line of what is done with a folder: it has what its rows say, by the next use, and nothing that
+is saved behind it is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disks import disk_of, load, save
+from test_store_interrupts import Line_
+
+from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.index import packed
+from kvtier.eviction.rank import Rank
+
+#: Lines from one interrupt to the next, at the most; KVTIER_TEST_STEP=1 asks for all.
+STEP = int(os.environ.get("KVTIER_TEST_STEP", "7"))
+OLD, OLDER, OTHER, NEW = [1] * 40, [1] * 40 + [2] * 40, [3] * 40, [4] * 40
+ALL: tuple[Sequence[int], ...] = (OLD, OLDER, OTHER, NEW)
+
+
+def grow(disk: Disk) -> None:
+    """What a conversation says takes the room of keys and values."""
+    disk.save_conversation("long", {"messages": [{"role": "user", "content": "x" * 9000}]})
+
+
+def damage(disk: Disk) -> None:
+    """A file that is not what was written is forgotten, with what continues it."""
+    chunk = disk.find("k", packed(OLD))[1]
+    assert chunk is not None
+    chunk = chunk.chain()[-1]
+    disk._folder.file(chunk.number).write_bytes(b"x" * chunk.nbytes)
+    load(disk, OLDER)
+
+
+def expire(disk: Disk) -> None:
+    """What nobody has used for its time goes."""
+    disk.rank("a", "salt", packed(OLDER), Rank(ttl=1.0), 0.0)
+    disk.expire()
+
+
+ACTS: dict[str, Callable[[Disk], Any]] = {
+    "text grows": grow,
+    "a save": lambda disk: save(disk, NEW),
+    "a load": lambda disk: load(disk, OTHER),
+    "damage": damage,
+    "expiry": expire,
+}
+
+
+def key(act: str) -> str:
+    return "(('k',), 'salt')" if act == "expiry" else "k"
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Disk]:
+    """A folder; nobody waits for the disk."""
+    with contextlib.closing(disk_of(folder)) as disk:
+        disk._manifest.db.execute("PRAGMA synchronous=OFF")
+        yield disk
+
+
+def cut_short(act: str, at: int, source: Path) -> bool:
+    """Cut an act short at a line. Whether there is such a line."""
+    folder = shutil.copytree(source, source.parent / "x")
+    with opened(folder) as disk:
+        disk.room.budget = disk.room.nbytes + 2000
+        load(disk, OLDER, key(act))
+        line = Line_(at, ("conversation/disk/",))
+        with line.traced():
+            ACTS[act](disk)
+        assert not disk._lock._is_owned(), "the lock is held for ever"
+        disk.room.budget = None
+        for ids in ALL:
+            load(disk, ids, key(act))
+            save(disk, [*ids, 5, 5], key(act))
+            assert load(disk, [*ids, 5, 5], key(act)) == len(ids) + 2, line.where
+        disk.check_integrity()
+    with opened(folder) as disk:
+        assert not disk.damaged, f"what was saved is lost behind {line.where}"
+        assert [load(disk, [*ids, 5, 5], key(act)) for ids in ALL] == [len(ids) + 2 for ids in ALL], line.where
+        disk.check_integrity()
+        files = {x.name for x in folder.glob("*.safetensors*")}
+        assert files == {f"{x.number:012}.safetensors" for x in disk._chunks}
+    shutil.rmtree(folder)
+    return line.where is not None
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_is_saved_behind_an_interrupt_is_there_later(
+    act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    with opened(tmp_path / "source") as disk:
+        assert all([save(disk, ids, key(act)) for ids in ALL[:3]])
+    at, steps = 0, random.Random(3)
+    while cut_short(act, at, tmp_path / "source"):
+        at += steps.randint(1, STEP)
+    assert at > 30
