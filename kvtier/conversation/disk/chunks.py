@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.conversation.disk.keys import has_salt
+from kvtier.conversation.disk.keys import end_of, with_ends
 from kvtier.conversation.disk.manifest import Row
 from kvtier.conversation.index import WIDTH, PrefixIndex
 
@@ -108,17 +108,20 @@ class Chunks:
         """The chunks at whose end a sequence begins with all that is there, the longest first."""
         return [chunk for _, chunk in self._index.prefixes(key, ids)]
 
-    def under(self, salt: object, ids: bytes) -> set[int]:
-        """The numbers of the chunks that the tokens of a sequence are in, under every key that has this salt."""
-        found = set[int]()
-        for key in self._index.all_keys():
-            if isinstance(key, str) and has_salt(key, salt):
+    def under(self, sequences: Sequence[tuple[object, bytes]]) -> Iterator[set[int]]:
+        """For each of some sequences, given as its salt and its ids: the numbers of the chunks that its tokens are in,
+        under every key that has this salt."""
+        ends = [end_of(salt) for salt, _ in sequences]
+        keys = with_ends((x for x in self._index.all_keys() if isinstance(x, str)), ends)
+        for end, (_, ids) in zip(ends, sequences, strict=True):
+            found = set[int]()
+            for key in keys.get(end, ()):
                 length, longest = self._index.find(key, ids)
                 if longest is not None:
                     found.update(x.number for x in longest.chain() if x.start < length)
                 for chunk in self.ends(key, ids):
                     found.update(x.number for x in chunk.chain())
-        return found
+            yield found
 
     def beyond(self, salt: object, ids: bytes, start: int) -> list[Chunk]:
         """Chunks whose first token follows more than the first `start` tokens of a sequence, or is the next one of

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtier.conversation.disk.chunks import Chunks
 from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.files import Damaged, read_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, file_of
-from kvtier.conversation.disk.keys import computed_by, has_salt
+from kvtier.conversation.disk.keys import computed_by
 from kvtier.conversation.disk.manifest import Manifest, Row
-from kvtier.conversation.index import WIDTH, PrefixIndex, packed
+from kvtier.conversation.index import WIDTH, packed
 from kvtier.errors import ConfigError
 
 
@@ -133,26 +134,11 @@ class Contents:
         Which adapters and which dtype of autocast a conversation is used with is not saved: chunks of any are counted,
         where the salt is its own.
         """
-        index: PrefixIndex[int] = PrefixIndex()
-        for number, row in self.rows.items():
-            if row.parent is None:
-                index.add(row.key, row.ids, number)
-            else:
-                above = self.rows[row.parent]
-                index.extend(row.parent, stop_of(above) - row.start, row.ids, number)
-        keys = {row.key for row in self.rows.values()}
-        found: dict[str, set[int]] = {}
-        for name, state in self.conversations.items():
-            mine = found[name] = set[int]()
-            ids, salt = ids_of(state), state.get("salt")
-            for key in keys:
-                if has_salt(key, salt):
-                    length, longest = index.find(key, ids)
-                    if longest is not None:
-                        mine.update(n for n in self.chain(longest) if self.rows[n].start < length)
-                    for _, number in index.prefixes(key, ids):
-                        mine.update(self.chain(number))
-        return found
+        chunks = Chunks()
+        for row in self.rows.values():
+            chunks.add(row, None if row.parent is None else chunks.get(row.parent))
+        asked = [(state.get("salt"), ids_of(state)) for state in self.conversations.values()]
+        return dict(zip(self.conversations, chunks.under(asked), strict=True))
 
 
 def ids_of(state: dict[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ their calls, as text."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 #: What folders of before do not say.
 UNKNOWN = "unknown"
@@ -26,9 +27,21 @@ def prefix_of(computed_by: str) -> str:
     return f"(({computed_by!r}, "
 
 
-def has_salt(key: str, salt: object) -> bool:
-    """Whether a key is of calls with this salt."""
-    return key.endswith(f", {salt!r})")  # it is the repr of a tuple, and the salt is its end
+def end_of(salt: object) -> str:
+    """What all keys of calls with this salt end with: a key is the repr of a tuple, and the salt is its end."""
+    return f", {salt!r})"
+
+
+def with_ends(keys: Iterable[str], ends: Iterable[str]) -> dict[str, list[str]]:
+    """The keys of each of these ends that any of them has. Takes time in the number of keys, whatever that of ends is;
+    how many lengths these have counts."""
+    asked, found = set(ends), dict[str, list[str]]()
+    lengths = set(map(len, asked))
+    for key in keys:
+        for length in lengths:
+            if (end := key[-length:]) in asked:
+                found.setdefault(end, []).append(key)
+    return found
 
 
 def computed_by(key: str) -> str:

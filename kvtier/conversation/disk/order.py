@@ -52,12 +52,16 @@ class Ranked:
         return EXPIRED if self.used + self.rank.ttl <= now else self.rank.priority
 
 
-def levels(ranked: Iterable[Ranked], chunks_of: Callable[[Ranked], Iterable[int]], now: float) -> dict[int, float]:
-    """The level of each chunk that a conversation with a rank refers to: of several conversations the highest."""
+def levels(ranked: Iterable[Ranked], chunks: Iterable[Iterable[int]], now: float) -> dict[int, float]:
+    """The level of each chunk that a conversation with a rank refers to: of several conversations the highest.
+
+    Args:
+        chunks: of each of these, the numbers.
+    """
     found: dict[int, float] = {}
-    for each in ranked:
+    for each, numbers in zip(ranked, chunks, strict=True):
         level = each.level(now)
-        for number in chunks_of(each):
+        for number in numbers:
             found[number] = max(level, found.get(number, EXPIRED))
     return found
 
@@ -137,8 +141,5 @@ class Order:
         return gone
 
     def _levels(self, clock: Callable[[], float]) -> dict[int, float]:
-        return levels(self._ranked.values(), self._numbers, clock()) if self._ranked else {}
-
-    def _numbers(self, ranked: Ranked) -> set[int]:
-        """The chunks that a conversation's tokens are in."""
-        return self._chunks.under(ranked.salt, ranked.ids)
+        ranked = list(self._ranked.values())
+        return levels(ranked, self._chunks.under([(x.salt, x.ids) for x in ranked]), clock()) if ranked else {}

@@ -516,7 +516,7 @@ def test_the_disk_gives_up_what_expired_then_by_priority_and_never_what_is_pinne
         """Of all that refer to it, and of all that continue it, the highest."""
         mine: list[float] = []
         for i, (rank, used) in ranks.items():
-            if rank != Rank() and chunk.number in disk._chunks.under(None, packed(made[i])):
+            if rank != Rank() and chunk.number in next(disk._chunks.under([(None, packed(made[i]))])):
                 mine.append(math.inf if rank.pinned else -math.inf if used + rank.ttl <= now[0] else rank.priority)
         return max([*(mine or [0.0]), *(at[x.number] for x in chunk.below)])
 
