@@ -152,6 +152,7 @@ class ConversationStore:
         self.conversations.rank_saved()
         if disk is not None:
             disk.expire()
+            disk.fit()
         tier = self._disk_tier
         self._waker = Waker(memory, self._kept, tier, self.caches.stateful, weakref.ref(self))
         self._generating = Generating(model, memory, self._kept, self.caches, self._calls, tier, self._waker, states)

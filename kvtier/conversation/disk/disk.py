@@ -422,6 +422,13 @@ class Disk:
         self._sweep()
         return 0 if why else len(gone)
 
+    def fit(self) -> None:
+        """Remove what is over the budget, which may be a smaller one than that of whoever had the folder before."""
+        with self._lock:
+            if self._is_settled():
+                self.problem = self.room.give_way(self.clock) or self.problem
+        self._sweep()
+
     # Prices
 
     def prices(self, machine: str) -> Any:

@@ -104,8 +104,8 @@ class Room:
                 most = self.budget - self.rest - nbytes
                 gone, left = self._order.first(self.nbytes, most, keep, clock)
                 if left > most:
-                    pinned = ", ".join(map(repr, self._order.pinned[:8]))
-                    return f"{nbytes} bytes are more than the disk budget of {self.budget} leaves, with {pinned} pinned"
+                    why = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves"
+                    return f"{why}, with {self._pinned} pinned"
                 why = self.let_go(gone)
                 if why:
                     return f"{why}: nothing made room, and a sequence was not saved"
@@ -119,7 +119,8 @@ class Room:
     # What goes
 
     def give_way(self, clock: Callable[[], float]) -> str:
-        """What conversations are has grown. It cannot be computed again, so that keys and values make room."""
+        """Let go what is over the budget: what conversations are has grown, and cannot be computed again, or the budget
+        is a smaller one than before."""
         with self._lock:
             self.count()
             if self.budget is None or self.fits(self._promised):
@@ -127,12 +128,21 @@ class Room:
             most = self.budget - self.rest
             gone, left = self._order.first(self.nbytes + self._promised, most, None, clock)
             why = self.let_go(gone)
-            if left - self._promised > most:
+            left -= self._promised
+            if most < 0:
                 return (
                     f"what conversations are takes {self.rest} bytes, more than the disk budget of {self.budget} "
                     "leaves, and no keys and values are saved"
                 )
+            if left > most:
+                pinned = f", with {self._pinned} pinned" if self._order.pinned else ""
+                return f"{left} bytes of keys and values are more than the disk budget of {self.budget} leaves{pinned}"
             return why
+
+    @property
+    def _pinned(self) -> str:
+        """Names of conversations that are pinned."""
+        return ", ".join(map(repr, self._order.pinned[:8]))
 
     def let_go(self, gone: Sequence[Chunk]) -> str:
         """Remove the rows of chunks, what continues a chunk before it, and the chunks. Why they are there still."""

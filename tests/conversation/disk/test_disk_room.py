@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from disks import disk_of, load, save
 from families import tiny_model
 from test_store import GREEDY, fresh, ones, some_ids, store_of
@@ -136,3 +137,35 @@ def test_conversations_are_opened_forked_rewound_and_parked_while_their_keys_are
         assert chat.ids == out[0, :-3].tolist()
         inputs = ones(out[:, :-3])
         assert fresh(model, inputs).equal(chat.generate(**inputs, **GREEDY))
+
+
+def test_a_folder_that_is_opened_with_a_smaller_budget_is_within_it(tmp_path: Path) -> None:
+    model, prompts = tiny_model("llama"), {name: some_ids(200, seed=i) for i, name in enumerate("abcd")}
+    with store_of(model, directory=tmp_path) as store:
+        for name, ids in prompts.items():
+            store.open(name, pinned=name == "a", priority=1 if name == "b" else 0).generate(**ones(ids), **GREEDY)
+        store.flush()
+        assert store._disk_tier is not None
+        each, rest = store._disk_tier.disk.room.nbytes // 4, store._disk_tier.disk.room.rest
+
+    def left(budget: int) -> tuple[list[str], str]:
+        with store_of(model, directory=tmp_path, disk_budget=budget) as store:
+            assert store._disk_tier is not None
+            disk = store._disk_tier.disk
+            found = [name for name, ids in prompts.items() if next(disk._chunks.under([(None, ids_of(ids))]))]
+            assert disk.room.nbytes + disk.room.rest <= budget or disk.problem
+            sizes = sum(x.stat().st_size for x in tmp_path.glob("*.safetensors"))
+            assert sizes <= disk.room.nbytes
+            disk.check_integrity()
+            return found, disk.problem
+
+    assert left(rest + 3 * each + each // 2) == (["a", "b", "d"], "")
+    assert left(rest + 2 * each + each // 2) == (["a", "b"], "")
+    found, problem = left(rest + each // 2)
+    assert found == ["a"], "what is pinned stays"
+    assert "'a' pinned" in problem
+    assert left(1)[0] == ["a"]
+
+
+def ids_of(ids: torch.Tensor) -> bytes:
+    return packed(ids[0].tolist())
