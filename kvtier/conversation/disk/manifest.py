@@ -174,13 +174,29 @@ class Manifest:
             there["config"] = about.get("config", "")  # others have read it so far, and see other attributes
         for name, value in about.items():
             if there.get(name) != value:
-                load = f"load the model with dtype {there[name]!r}, " if name == "dtype" and name in there else ""
-                raise ConfigError(
-                    f"{self.file.parent} was saved with another {name}: {there.get(name)!r} there, {value!r} here. "
-                    f"What is saved is of no use to this model: {load}give another directory, or remove that one."
-                )
+                raise ConfigError(self._is_other(name, there.get(name), value))
         if "config" in about and not self._read_only:
             self.db.execute("INSERT OR IGNORE INTO about VALUES (?, ?)", (own, about["config"]))
+
+    def _is_other(self, name: str, there: str | None, here: str) -> str:
+        """Why the folder cannot be used that says something else than is so here."""
+        folder = self.file.parent
+        if name == "version" and there is not None and there.isdecimal() and int(there) > VERSION:
+            return (
+                f"{folder} was written by a newer kvtier, whose layout is {there}; this one reads layouts up to "
+                f"{VERSION}. Nothing is lost: update kvtier, or give another directory."
+            )
+        load = f"load the model with dtype {there!r}, " if name == "dtype" and there is not None else ""
+        why = (
+            f"{folder} was saved with another {name}: {there!r} there, {here!r} here. What is saved is of no use to "
+            f"this model: {load}give another directory, or remove that one."
+        )
+        if name == "version" or not self.db.execute("SELECT 1 FROM conversations LIMIT 1").fetchone():
+            return why
+        return (
+            f"{why} What its conversations say is there, and needs no model: `kvtier store ls` lists them, and "
+            "`kvtier store show` prints them."
+        )
 
     def _has_computed(self, version: str) -> bool:
         """Whether this version has computed chunks, of the config that it read then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -418,9 +419,26 @@ def test_what_is_of_another_model_is_refused_and_says_what_differs(what: str, tm
     with pytest.raises(ConfigError, match=f"another {what}") as refused:
         Disk(tmp_path, None, OF | {what: "other"})
     assert "damaged" not in str(refused.value)
+    assert "kvtier store show" not in str(refused.value), "there are no conversations"
     disk = disk_of(tmp_path)
     assert load(disk, [1] * 9) == 9, "what is refused is left as it is"
+    disk.save_conversation("alice", {"ids": [1]})
     disk.close()
+    with pytest.raises(ConfigError, match="kvtier store show"):
+        Disk(tmp_path, None, OF | {what: "other"})
+
+
+def test_a_folder_of_a_newer_version_is_refused_and_nobody_is_told_to_remove_it(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    disk.save_conversation("alice", {"ids": [1]})
+    disk.close()
+    for version, match in ((f"{VERSION + 1}", "newer kvtier.*Nothing is lost: update kvtier"), ("2", "'2' there")):
+        with contextlib.closing(sqlite3.connect(tmp_path / MANIFEST)) as db, db:
+            db.execute("UPDATE about SET value = ? WHERE name = 'version'", (version,))
+        for fails in (lambda: disk_of(tmp_path), lambda: contents(tmp_path), lambda: Upkeep(tmp_path)):
+            with pytest.raises(ConfigError, match=match) as refused:
+                fails()
+            assert ("remove" in str(refused.value)) == (version == "2")
 
 
 def test_the_owner_alone_may_read_whatever_the_umask(tmp_path: Path) -> None:
