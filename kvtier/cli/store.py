@@ -205,7 +205,7 @@ def compact(args: argparse.Namespace) -> int:
     sizes = f"{format_size(done.nbytes)} before, {format_size(done.left)} now"
     print(f"{done.merged} of {count(done.files, 'file')} merged; {sizes}")
     if done.problem:
-        print(f"kvtier: {plain(done.problem)}. `kvtier store verify` tells what is damaged.", file=sys.stderr)
+        print(f"kvtier: {plain(done.problem)}.", file=sys.stderr)
     return 1 if done.problem else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvtier.config import format_size
 from kvtier.conversation.disk.contents import contents
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.keys import key_of
+from kvtier.conversation.disk.manifest import Manifest
 from kvtier.conversation.index import packed
 
 Run = Callable[..., tuple[int, str, str]]
@@ -144,6 +146,20 @@ def test_files_are_merged(run: Run, tmp_path: Path) -> None:
     assert status == 0
     assert out.startswith("3 of 3 files merged; ")
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+def test_what_was_merged_is_said_also_where_the_database_cannot_shrink(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Manifest) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    saved(tmp_path, alice=[1, 2, 3, 4, 5, 6])
+    monkeypatch.setattr(Manifest, "vacuum", full)
+    status, out, error = run("compact", tmp_path)
+    assert status == 1
+    assert out.startswith("3 of 3 files merged; ")
+    assert error == "kvtier: database or disk is full: the database has not given back what it does not use.\n"
 
 
 def test_a_conversation_is_removed_after_a_question(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

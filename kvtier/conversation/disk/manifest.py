@@ -35,6 +35,8 @@ LONGEST = 2**28
 _SPARE, _SPARE_SHARE = 16, 8
 #: Seconds that a process waits for another one that uses the database.
 _WAIT = 5
+#: What SQLite calls a database that gives pages back when it is told to.
+_INCREMENTAL = 2
 #: `used` beyond this is damage.
 _LATEST = 2**60
 
@@ -328,13 +330,17 @@ class Manifest:
         return int(self.db.execute(f"PRAGMA {name}").fetchone()[0])
 
     def vacuum(self) -> None:
-        """Give what was removed back to the file system.
+        """Give what was removed back to the file system. What rows say is written nowhere but in the folder.
 
         Raises:
-            sqlite3.Error: that was not done; nothing is lost.
+            sqlite3.Error, MemoryError: that was not done; nothing is lost.
         """
-        self.db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a folder of before: it takes effect now
-        self.db.execute("VACUUM")
+        if self._pragma("auto_vacuum") == _INCREMENTAL:
+            self.db.executescript("PRAGMA incremental_vacuum")
+        else:  # a folder of before
+            self.db.execute("PRAGMA temp_store=MEMORY")  # else a copy is in SQLite's folder for temporary files
+            self.db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # it takes effect now
+            self.db.execute("VACUUM")
         self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     @contextlib.contextmanager

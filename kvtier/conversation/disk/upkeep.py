@@ -25,6 +25,7 @@ from kvtier.errors import ConfigError
 
 #: A number of a chunk beyond this is damage.
 _MOST = 10**18
+_NOT_MERGED = "some files are not merged. `kvtier store verify` tells what is damaged"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Compaction:
     Attributes:
         files, merged: files before, and those of them that are part of another one now.
         nbytes, left: bytes of all files and of the manifest, before and after.
-        problem: why something was not merged that could have been; "": nothing was not.
+        problem: why something was not merged that could have been, or is not given back; "": all is done.
     """
 
     files: int
@@ -179,9 +180,11 @@ class Upkeep:
                 try:
                     self._replace(found, group)
                 except (Damaged, OSError, MemoryError) as error:
-                    self._problem = f"{error}: some files are not merged"
-        with self._telling():
+                    self._problem = f"{error}: {_NOT_MERGED}"
+        try:
             self._manifest.vacuum()
+        except (OSError, sqlite3.Error, MemoryError) as error:
+            self._problem = self._problem or f"{error}: the database has not given back what it does not use"
         return Compaction(files, self._merged, before, self._nbytes(found), self._problem)
 
     def _groups(self, found: Contents, run: Sequence[int], largest: int) -> Iterator[list[int]]:
@@ -204,7 +207,7 @@ class Upkeep:
         try:
             tensors, said = read_tensors(self._folder.file(row.number), row.nbytes, row.checksum)
         except (Damaged, OSError, MemoryError) as error:
-            self._problem = f"{error}: some files are not merged"
+            self._problem = f"{error}: {_NOT_MERGED}"
             return False
         return not said and all(name.startswith(("k.", "v.")) for name in tensors)
 

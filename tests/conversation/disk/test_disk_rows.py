@@ -254,14 +254,37 @@ def test_a_folder_whose_manifest_gives_nothing_back_does_so_when_it_is_compacted
     disk.drop_conversation("a")
     assert disk.room.rest == 0, "pages that are free count"
     disk.close()
-    with Upkeep(tmp_path) as upkeep:
-        upkeep.compact()
+    assert "PRAGMA temp_store=MEMORY" in compacted(tmp_path), "text is written to another folder"
     assert (tmp_path / MANIFEST).stat().st_size < 100_000
     disk = disk_of(tmp_path)
     disk.save_conversation("a", {"messages": ["x" * 300_000]})
     disk.drop_conversation("a")
     disk.close()
     assert (tmp_path / MANIFEST).stat().st_size < 100_000
+
+
+def compacted(folder: Path) -> list[str]:
+    """Compact a folder. What SQLite is told."""
+    said = list[str]()
+    with Upkeep(folder) as upkeep:
+        upkeep._manifest.db.set_trace_callback(said.append)
+        assert not upkeep.compact().problem
+    return said
+
+
+def test_compacting_copies_no_text_and_gives_back_what_is_free(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    for name in "abc":
+        disk.save_conversation(name, {"messages": [name * 30_000]})
+    disk.drop_conversation("a")
+    disk.close()
+    before = (tmp_path / MANIFEST).stat().st_size
+    said = compacted(tmp_path)
+    assert "VACUUM" not in said, "all text is copied through SQLite's folder for temporary files"
+    assert (tmp_path / MANIFEST).stat().st_size < before - 25_000
+    disk = disk_of(tmp_path)
+    assert set(states_of(disk)) == {"b", "c"}
+    disk.close()
 
 
 # Damage
