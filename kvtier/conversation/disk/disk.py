@@ -122,8 +122,8 @@ class Disk:
             raise
 
     def forked(self) -> None:
-        """As of `Inherited`: a thread that was saving may have had the locks. What they guard is whole, but for the
-        moment in which a commit that has ended is noted."""
+        """As of `Inherited`: a thread that was saving may have had the locks. What they guard is whole, or in doubt:
+        then nothing that is saved is found here."""
         self._lock, self._writing = threading.RLock(), threading.Lock()
         self.room.forked(self._lock)
 
@@ -328,18 +328,18 @@ class Disk:
                 parent = None if parent is None else self._chunks.get(parent.number)
                 above = None if parent is None else (parent.number, parent.digest)
                 row = Row.of(number, key, above, start, own, written, sums)
-                with self._chunks.change():
-                    try:
-                        with self._manifest.transaction():
-                            self._manifest.add(row, self._chunks.uses + 1)
-                            self._manifest.use(self._chunks.unsaved)
-                    except FAILURES as error:
-                        why = f"{error}: a sequence was not saved"
-                    else:
+                try:
+                    with self._manifest.transaction():
+                        self._manifest.add(row, self._chunks.uses + 1)
+                        self._manifest.use(self._chunks.unsaved)
+                except FAILURES as error:
+                    why = f"{error}: a sequence was not saved"
+                else:
+                    with self._chunks.change():
                         self._chunks.unsaved.clear()
                         chunk = self._chunks.add(row, parent)
                         self._chunks.use(chunk)
-                        return chunk
+                    return chunk
         self._not_written(number, why)
         return None
 

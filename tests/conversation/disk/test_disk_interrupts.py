@@ -4,6 +4,7 @@ is saved behind it is lost."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from disks import disk_of, load, save
+from test_disk_faults import failing
 from test_store_interrupts import Line_
 
 from kvtier.conversation.disk.disk import Disk
@@ -76,20 +78,30 @@ def cut_short(act: str, at: int, source: Path) -> bool:
         with line.traced():
             ACTS[act](disk)
         assert not disk._lock._is_owned(), "the lock is held for ever"
-        disk.room.budget = None
-        for ids in ALL:
-            load(disk, ids, key(act))
-            save(disk, [*ids, 5, 5], key(act))
-            assert load(disk, [*ids, 5, 5], key(act)) == len(ids) + 2, line.where
-        disk.check_integrity()
+        go_on(disk, key(act))
+    check(folder, key(act), f"what was saved is lost behind {line.where}")
+    shutil.rmtree(folder)
+    return line.where is not None
+
+
+def go_on(disk: Disk, key: str) -> None:
+    """Every sequence goes on, and there is room for all."""
+    disk.room.budget = None
+    for ids in ALL:
+        load(disk, ids, key)
+        save(disk, [*ids, 5, 5], key)
+        assert load(disk, [*ids, 5, 5], key) == len(ids) + 2
+    disk.check_integrity()
+
+
+def check(folder: Path, key: str, where: str) -> None:
+    """All that has gone on is there, and nothing else."""
     with opened(folder) as disk:
-        assert not disk.damaged, f"what was saved is lost behind {line.where}"
-        assert [load(disk, [*ids, 5, 5], key(act)) for ids in ALL] == [len(ids) + 2 for ids in ALL], line.where
+        assert not disk.damaged, where
+        assert [load(disk, [*ids, 5, 5], key) for ids in ALL] == [len(ids) + 2 for ids in ALL], where
         disk.check_integrity()
         files = {x.name for x in folder.glob("*.safetensors*")}
         assert files == {f"{x.number:012}.safetensors" for x in disk._chunks}
-    shutil.rmtree(folder)
-    return line.where is not None
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -103,3 +115,25 @@ def test_what_is_saved_behind_an_interrupt_is_there_later(
     while cut_short(act, at, tmp_path / "source"):
         at += steps.randint(1, STEP)
     assert at > 30
+
+
+def test_what_is_saved_behind_a_commit_that_was_done_and_failed_is_there_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    with opened(tmp_path / "source") as disk:
+        assert all([save(disk, ids) for ids in ALL[:3]])
+        begun = disk.room.nbytes
+    for at in range(10**6):
+        folder = shutil.copytree(tmp_path / "source", tmp_path / "x")
+        with failing(10**6, errno.EIO, done=True) as left, opened(folder) as disk:
+            disk.room.budget = begun + 2000
+            left[0] = at
+            grow(disk)
+            ended, left[0] = left[0] >= 0, 10**6
+            go_on(disk, "k")
+        check(folder, "k", f"what was saved is lost behind call {at}")
+        shutil.rmtree(folder)
+        if ended:
+            break
+    assert at > 10
