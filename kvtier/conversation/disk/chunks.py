@@ -127,9 +127,8 @@ class Chunks:
         """Chunks whose first token follows more than the first `start` tokens of a sequence, or is the next one of
         these, under every key that has this salt. Not all: what continues these follows as many."""
         found = list[Chunk]()
-        for key in self._index.all_keys():
-            if not (isinstance(key, str) and has_salt(key, salt)):
-                continue
+        keys = with_ends((x for x in self._index.all_keys() if isinstance(x, str)), [end_of(salt)])
+        for key in keys.get(end_of(salt), ()):
             length, longest = self._index.find(key, ids)
             chain = [] if longest is None else longest.chain()[::-1]
             # Until where the tokens of each are those of the sequence, at least.
