@@ -178,7 +178,8 @@ class StepRunner:
         tokens = min(tokens, job.left) if self._runner.chunked else job.left
         if self._prefixes is not None:
             tokens = self._prefixes.part(job, tokens)
-        return Work(request.sequence, request.ids, job.cached, tokens, job.cached + tokens == job.tokens)
+        scored, prompt = job.cached + tokens == job.tokens, len(request.output.prompt_ids)
+        return Work(request.sequence, request.ids, job.cached, tokens, scored, prompt)
 
     # The forward, and what becomes of one that fails
 

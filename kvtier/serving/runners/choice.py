@@ -20,6 +20,7 @@ from kvtier.config import CacheOptions, format_size
 from kvtier.errors import BudgetError, ConfigError, UnsupportedError
 from kvtier.hf.attention.enable import Enabled, enable_for
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.rotary import Stretched
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.runners.packed import PackedRunner
 from kvtier.serving.runners.ragged import RaggedRunner
@@ -74,11 +75,12 @@ def choose_runner(
             f"{type(model).__name__} has {adapter}. An engine runs the model that the adapter is in, which knows "
             "nothing of it. Use its `generate`, or give the engine that model."
         )
-    try:
-        return _chosen(model, memory, options, name)
-    except BudgetError as error:
-        # The traceback of the trial goes through the model, and says nothing to whoever makes an engine.
-        raise _too_small(model, memory, options, name, error) from None
+    with Stretched(of.inner(model)).original():
+        try:
+            return _chosen(model, memory, options, name)
+        except BudgetError as error:
+            # The traceback of the trial goes through the model, and says nothing to whoever makes an engine.
+            raise _too_small(model, memory, options, name, error) from None
 
 
 def _chosen(model: Any, memory: TieredMemory, options: CacheOptions, name: str) -> tuple[Runner, Enabled | None]:

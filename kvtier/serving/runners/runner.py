@@ -27,6 +27,7 @@ class Work:
         cached: tokens whose keys and values are there.
         tokens: to compute behind them.
         scored: whether the scores of the token behind them are asked for.
+        prompt: tokens that came with the request; the others were generated.
     """
 
     sequence: Any
@@ -34,6 +35,7 @@ class Work:
     cached: int
     tokens: int
     scored: bool
+    prompt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

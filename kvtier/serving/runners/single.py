@@ -10,12 +10,14 @@ import torch
 from kvtier.config import CacheOptions
 from kvtier.hf.cache.cache import TieredKVCache
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.rotary import Stretched
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.runners.runner import NO_LIMIT, Runner, Work
 
 
 class SingleRunner(Runner):
-    """Each sequence in forwards of its own, as `generate` runs them, with a cache of its own.
+    """Each sequence in forwards of its own, as `generate` runs them, with a cache of its own. The frequencies of
+    rotary embeddings that are stretched with the length are those of its own length.
 
     Args:
         model, memory, options: as of `PackedRunner`.
@@ -31,6 +33,9 @@ class SingleRunner(Runner):
         self._memory = memory
         self._options = options
         self._config = of.inner(model).config
+        #: Tokens up to which keys are the same however a sequence is divided into forwards; None: they always are.
+        self._constant = of.length_of_constant_positions(self._config)
+        self._stretched = Stretched(of.inner(model))
         self._live: dict[_Alone, None] = {}
 
     def add(self) -> _Alone:
@@ -67,13 +72,23 @@ class SingleRunner(Runner):
         sequence = each.sequence
         assert each.scored, "a prompt in parts"
         try:
-            scores, sequence.cache = of.next_scores(self._model, each.ids, sequence.cache)
+            with self._stretched.original():
+                for length in self._lengths(each):
+                    scores, sequence.cache = of.next_scores(self._model, each.ids[:length], sequence.cache)
         except BaseException:
             # Whatever is there of it: the sequence begins again.
             sequence.begin_again()
             raise
         sequence.tokens = len(each.ids)
         return [scores]
+
+    def _lengths(self, work: Work) -> range:
+        """Tokens at the end of each forward of a step: one forward, but where a sequence begins again whose keys depend
+        on how it was divided. Its tokens that were generated are then computed one by one, as they were before."""
+        last = len(work.ids)
+        if self._constant is None or work.sequence.tokens:
+            return range(last, last + 1)
+        return range(min(max(work.prompt, self._constant), last), last + 1)
 
     def blocks(self) -> tuple[int, int, int]:
         """See `Runner`. Layers of other kinds take what they take: only the memory itself can refuse."""
@@ -92,6 +107,7 @@ class SingleRunner(Runner):
 
     def reset(self) -> None:
         """See `Runner`."""
+        self._stretched.give_back()
         for each in list(self._live):
             each.close()
         self._live.clear()
