@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 integrations/tensor_parallel.py     # or plain python, which starts two processes
 
 Each process has its share of the heads, and so of the keys and values: budgets are each process's own. All get the same
-requests in the same order, and the clock of the first, so that their schedulers decide the same in every step.
+requests in the same order. Their engines take the clock of the first process, and so decide the same in every step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -24,13 +23,6 @@ import kvtier
 PYLM = Path(__file__).resolve().parent.parent / "examples" / "pylm"
 PROMPTS = ["def area(radius):\n", "class Stack:\n    def push", "import os\n", "def area(radius):\n    return"]
 NEW = 24
-
-
-def shared_clock() -> float:
-    """Seconds of the first process. All call it at the same points of a step."""
-    now = torch.tensor([time.monotonic()], dtype=torch.float64)
-    torch.distributed.broadcast(now, 0)
-    return float(now)
 
 
 def split_model(name: str) -> torch.nn.Module:
@@ -65,7 +57,7 @@ def run(name: str) -> bool:
     with kvtier.TieredKVCache(model.config, host_budget="64MiB") as cache:
         model.generate(torch.tensor([prompts[0]]), past_key_values=cache, max_new_tokens=NEW, do_sample=False)
         heads = cache.layers[0].keys.shape[1]
-    engine = kvtier.Engine(model, host_budget="64MiB", max_batch_tokens=16, clock=shared_clock)
+    engine = kvtier.Engine(model, host_budget="64MiB", max_batch_tokens=16)
     outputs = list(engine.generate_batch(prompts, max_new_tokens=NEW, do_sample=False).values())
     found = [output.generated_tokens for output in outputs]
     engine.close()

@@ -41,7 +41,7 @@ from kvtier.conversation.kept.verify import verify
 from kvtier.conversation.names import Conversations, what_is_lost
 from kvtier.conversation.saved.disk_tier import DiskTier, prefix
 from kvtier.conversation.saved.wake import Wake, Waker
-from kvtier.errors import BudgetError, ConfigError, CorruptionError, StoreInUseError
+from kvtier.errors import BudgetError, ConfigError, CorruptionError, StoreInUseError, UnsupportedError
 from kvtier.eviction.policies.names import EvictionName, policy_of
 from kvtier.eviction.policy import EvictionPolicy
 from kvtier.hf.models import generation as of
@@ -90,6 +90,7 @@ class ConversationStore:
 
     Raises:
         ConfigError: an option that is malformed; a directory that cannot be used, or is of another model.
+        UnsupportedError: a directory, and the model is divided over processes.
         StoreInUseError: the directory is open in another store or process.
 
     Any number of threads may call `generate` at a time.
@@ -132,6 +133,11 @@ class ConversationStore:
         self._disk_tier: DiskTier | None = None
         if directory is None and disk_budget is not None:
             raise ConfigError("disk_budget is given without a directory.")
+        if directory is not None and of.mesh_of(model) is not None:
+            raise UnsupportedError(
+                "directory=: the model is divided over processes. What they read takes different times, and each would "
+                "begin a call with other tokens. Leave out the directory."
+            )
         limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
         disk = None if directory is None else Disk(directory, limit, fingerprint(model), prefix())
         try:

@@ -5,6 +5,7 @@ prefixes.py `Prefixes`: what earlier requests have computed, for later ones to b
 costs.py    `Costs`: what steps take, and so what preemption costs
 requests.py `Requests`: which request waits, runs or has ended
 step.py     `StepRunner`: a step, from the scheduler's plan to the tokens
+processes.py `Processes`: those that a model is divided over, which compute the same steps
 loop.py     `Loop`: steps in a thread of its own, or in whoever asks for one
 engine.py   `Engine`, which puts them together
 text.py     tokens to text as they come, and stop strings in it

@@ -501,7 +501,11 @@ class Engine:
     # The thread, the end
 
     def start(self) -> None:
-        """Run steps in a thread of its own whenever there is something to do. Nothing, if it runs."""
+        """Run steps in a thread of its own whenever there is something to do. Nothing, if it runs.
+
+        Raises:
+            UnsupportedError: the model is divided over processes, in which threads would not compute the same steps.
+        """
         self._loop.start()
 
     def stop(self) -> None:
@@ -532,7 +536,8 @@ class Engine:
             self.memory.close()
 
     def __enter__(self) -> Engine:
-        self.start()
+        if not self._steps.divided:
+            self.start()
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvtier.errors import ConcurrentUseError
+from kvtier.errors import ConcurrentUseError, UnsupportedError
 from kvtier.forks import heed, inherited
 from kvtier.kernels import launch
 from kvtier.memory.tiered import TieredMemory
@@ -100,8 +100,17 @@ class Loop:
             return self._steps.step()
 
     def start(self) -> None:
-        """Run steps in a thread whenever there is something to do. Nothing, if it runs."""
+        """Run steps in a thread whenever there is something to do. Nothing, if it runs.
+
+        Raises:
+            UnsupportedError: the model is divided over processes.
+        """
         requests = self._requests
+        if self._steps.divided:
+            raise UnsupportedError(
+                "The model is divided over processes, in each of which a thread would begin steps at another time: let "
+                "`generate_batch`, `wait`, `stream` or `step` compute, called in all of them in the same order."
+            )
         with requests.lock:
             requests.check_open()
             if not self.alive:  # it was never started, or has ended by itself

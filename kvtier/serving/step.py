@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvtier.errors import BudgetError
+from kvtier.errors import BudgetError, ConfigError
 from kvtier.hf.engine.sampling import choose
 from kvtier.scheduling.job import Job, Load, Step, Ways
 from kvtier.scheduling.prices import RECOMPUTE
@@ -74,11 +74,17 @@ class StepRunner:
         self._ways = ways
         self._max_running = max_running
         self._spill = spill
-        self._clock = clock
+        self._clock = clock if runner.processes is None else runner.processes.clock(clock)
+        self._apart = 0  # plans in a row in which the processes of the model differed
         self._copied = copied
         self.max_tokens = max_tokens
         self.count = 0
         self.blocks = runner.blocks()[:2]
+
+    @property
+    def divided(self) -> bool:
+        """Whether the model is divided over processes, which have to compute the same steps."""
+        return self._runner.processes is not None
 
     def step(self) -> bool:
         """Compute one. Whether there was anything to do."""
@@ -121,7 +127,25 @@ class StepRunner:
             if not work and not plan.preempt:
                 # What somebody waits for is on its way from the disk.
                 requests.lock.wait(_PAUSE)
-            return work
+            return work if self._alike(work) else []
+
+    def _alike(self, work: list[tuple[Request, Work]]) -> bool:
+        """Whether all processes of the model compute this. Where they do not (one has had less room, say), each drops
+        what it keeps and begins its requests again, after which they are alike."""
+        processes = self._runner.processes
+        parts = [(x.name, each.cached, *each.ids[each.cached : each.cached + each.tokens]) for x, each in work]
+        if processes is None or processes.same(parts):
+            self._apart = 0
+            return True
+        self._requests.books.interrupted = True
+        self._apart += 1
+        if self._apart > _MOST_LOST:
+            raise ConfigError(
+                "The model is divided over processes, which do not compute the same requests: add the same ones in the "
+                "same order in each of them; those that sample with a `seed`. With spill=False, give "
+                "preemption='swap' or 'recompute'."
+            )
+        return False
 
     def _plan(self) -> Step:
         """What the scheduler says where nobody is let in who waits for what another one computes. Holds the lock."""

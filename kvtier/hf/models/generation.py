@@ -175,6 +175,17 @@ def device_of(model: Any) -> torch.device:
     return executes_on(model) or device if device.type == "meta" else device
 
 
+def mesh_of(model: Any) -> Any:
+    """The mesh of the processes that have a part each of a model's weights; None: this process has them all."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    found = (x for x in model.parameters() if isinstance(x, DTensor) and x.device_mesh.size() > 1)
+    divided = next((x for x in found if not all(each.is_replicate() for each in x.placements)), None)
+    return None if divided is None else divided.device_mesh
+
+
 def executes_on(model: Any) -> torch.device | None:
     """Where `accelerate` brings the weights of a module for a forward; None: nowhere."""
     for hook in (hook for module in model.modules() for hook in hooks(module)):

@@ -22,6 +22,7 @@ from kvtier.hf.attention.enable import Enabled, enable_for
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.rotary import Stretched
 from kvtier.memory.tiered import TieredMemory
+from kvtier.serving.processes import Processes
 from kvtier.serving.runners.packed import PackedRunner
 from kvtier.serving.runners.ragged import RaggedRunner
 from kvtier.serving.runners.runner import Runner, Work
@@ -61,7 +62,7 @@ def choose_runner(
         name: "packed" or "ragged" (which of them the model says), "single", or "auto".
 
     Raises:
-        ConfigError: no such name.
+        ConfigError: no such name; or the model is divided over processes whose options or budgets differ.
         BudgetError: there is no room for the trial, of some forty tokens; names the smallest budget that has.
         MemoryError, torch.OutOfMemoryError: there is no room outside of the budgets.
         UnsupportedError: "packed" or "ragged" was asked for, and the model cannot be run so; or it cannot be run
@@ -77,10 +78,20 @@ def choose_runner(
         )
     with Stretched(of.inner(model)).original():
         try:
-            return _chosen(model, memory, options, name)
+            runner, enabled = _chosen(model, memory, options, name)
         except BudgetError as error:
             # The traceback of the trial goes through the model, and says nothing to whoever makes an engine.
             raise _too_small(model, memory, options, name, error) from None
+    runner.processes = Processes.of(model)
+    if runner.processes is not None and not runner.processes.same((runner.name, runner.blocks(), options)):
+        runner.close()
+        if enabled is not None:
+            enabled.disable()
+        raise ConfigError(
+            "The model is divided over processes, and their engines would not decide alike: give all of them the same "
+            "options, and budgets in bytes ('auto' is what each of them finds)."
+        )
+    return runner, enabled
 
 
 def _chosen(model: Any, memory: TieredMemory, options: CacheOptions, name: str) -> tuple[Runner, Enabled | None]:

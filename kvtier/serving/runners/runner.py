@@ -12,6 +12,7 @@ import torch
 from kvtier.conversation.states import States
 from kvtier.forward.sub_batch import PackedSequence
 from kvtier.planning.rates import Rates
+from kvtier.serving.processes import Processes
 
 #: Blocks that may be had where nothing counts them.
 NO_LIMIT = 1 << 40
@@ -61,11 +62,13 @@ class Runner(abc.ABC):
     Attributes:
         name: "packed", "ragged", "single", "uncached".
         chunked: whether a prompt may be computed in parts.
+        processes: that the model is divided over; None: this one has it all.
         half_done: whether a step has failed and could not be undone: nothing but `reset` is of use then.
     """
 
     name: str
     chunked: bool
+    processes: Processes | None = None
     half_done = False
 
     @abc.abstractmethod
