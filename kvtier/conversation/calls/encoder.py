@@ -29,6 +29,13 @@ class _Inputs(NamedTuple):
     mask: bytes
 
 
+class _Outputs(NamedTuple):
+    """Of an encoder: one tensor, and the class that the model's decoder takes it from, which has names of its own."""
+
+    kind: type
+    states: torch.Tensor
+
+
 class EncoderReuse:
     """Generates with an encoder-decoder. The last outputs of its encoder are kept within a budget; what was used
     longest ago goes first.
@@ -52,12 +59,12 @@ class EncoderReuse:
         self._kept = kept
         self._budget = budget
         # Changed and copied under the memory's lock: whoever takes an output out may change it.
-        self._outputs: OrderedDict[_Inputs, torch.Tensor] = OrderedDict()
+        self._outputs: OrderedDict[_Inputs, _Outputs] = OrderedDict()
 
     @property
     def nbytes(self) -> int:
         """Of all outputs that are kept. The caller holds the memory's lock."""
-        return sum(x.nbytes for x in self._outputs.values())
+        return sum(x.states.nbytes for x in self._outputs.values())
 
     def clear(self) -> None:
         """Keep nothing. The caller holds the memory's lock, if calls may be under way."""
@@ -84,7 +91,7 @@ class EncoderReuse:
             if of.depends(self._model) == depends:
                 self._keep(inputs, outputs, epoch)
         else:
-            outputs = of.encoder_output(found)
+            outputs = found.kind(last_hidden_state=found.states)
         kwargs |= {"attention_mask": mask, "encoder_outputs": outputs}
         return self._model.generate(ids, **kwargs), _reuse_of(mask, why)
 
@@ -111,14 +118,14 @@ class EncoderReuse:
         key = depends.computed_as, salt, tuple(ids.shape)
         return _Inputs(*key, *(x.to("cpu", torch.int64).numpy().tobytes() for x in (ids, mask))), mask, ""
 
-    def _find(self, inputs: _Inputs) -> torch.Tensor | None:
+    def _find(self, inputs: _Inputs) -> _Outputs | None:
         """What the encoder gave for these, for one call: a copy, or, where that does not fit, what was kept."""
         with self._memory.lock, self._memory.change:
             found = self._outputs.get(inputs)
             if found is None:
                 return None
             try:
-                copy = found.clone()
+                copy = found._replace(states=found.states.clone())
             except _NOT_COPIED as error:
                 self.problem = _not_kept(error)
                 del self._outputs[inputs]
@@ -141,7 +148,7 @@ class EncoderReuse:
             while self._outputs and self.nbytes + outputs[0].nbytes > self._budget:
                 self._outputs.popitem(last=False)
             try:
-                self._outputs[inputs] = outputs[0].detach().clone()
+                self._outputs[inputs] = _Outputs(type(outputs), outputs[0].detach().clone())
             except _NOT_COPIED as error:
                 self.problem = _not_kept(error)
 

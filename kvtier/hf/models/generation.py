@@ -14,7 +14,6 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutput
 
 from kvtier.errors import ConfigError
 from kvtier.hf.models.layers import transformers_layers
@@ -116,11 +115,6 @@ def generate(model: Any, ids: Any, kwargs: Mapping[str, Any], named: bool) -> An
         return model.generate(**kwargs)
     by_name = named or computed_from_prompt(model)
     return model.generate(input_ids=ids, **kwargs) if by_name else model.generate(ids, **kwargs)
-
-
-def encoder_output(states: torch.Tensor) -> Any:
-    """What an encoder gives, as `generate` takes it."""
-    return BaseModelOutput(last_hidden_state=states)
 
 
 def reads_positions(model: Any) -> bool:

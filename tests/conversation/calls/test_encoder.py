@@ -10,7 +10,12 @@ import pytest
 import torch
 from families import VOCAB, build_model
 from test_store import GREEDY, ones, some_ids, store_of
-from transformers import BartConfig, BartForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
+)
 
 from kvtier import ConversationStore
 
@@ -21,6 +26,12 @@ BYTES = 20 * 32 * 4
 def made(name: str) -> Any:
     if name == "t5":
         return build_model("t5", "sdpa")
+    if name == "nllb_moe":
+        sizes = {f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "attention_heads")}
+        experts = {"num_experts": 2, "encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 64}
+        sizes |= experts | {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": VOCAB, "d_model": 32}
+        torch.manual_seed(0)
+        return NllbMoeForConditionalGeneration(NllbMoeConfig(**sizes, eos_token_id=None)).eval()
     config = BartConfig(
         vocab_size=VOCAB, d_model=32, decoder_layers=2, encoder_layers=2, decoder_attention_heads=4,
         encoder_attention_heads=4, decoder_ffn_dim=32, encoder_ffn_dim=32, pad_token_id=0, eos_token_id=None,
@@ -67,6 +78,14 @@ def test_other_answers_to_the_same_inputs_compute_the_decoder_only(encoded: Enco
         assert (encoded.store.reuse[0].cached, encoded.store.reuse[0].computed) == (20, 0)
         assert encoded.store.reuse[0].why == ""
     assert encoded.ask(inputs, decoder_input_ids=torch.tensor([[1, 5, 7]])) == 0
+
+
+def test_a_decoder_gets_an_output_of_the_class_that_it_reads() -> None:
+    """Experts of NLLB-MoE have names of their own in it, which the decoder asks for."""
+    found = Encoded("nllb_moe")
+    with found.store:
+        for computed in (1, 0, 0):
+            assert found.ask(ones(some_ids(20))) == computed
 
 
 def test_other_inputs_are_computed(encoded: Encoded) -> None:
