@@ -158,6 +158,9 @@ def _together(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[
         runner = (RaggedRunner if ragged else PackedRunner)(model, memory, options)
         steps = (_PROMPTS, _SECOND, _THIRD) if runner.chunked else (_PROMPTS, (1, 1), (1, 1))
         wanted = _scores_alone(model, steps)  # before anything is done to the model
+        if not of.generates_as_usual(of.inner(model)) and (problem := _generates_otherwise(model, wanted)):
+            runner.close()
+            return None, None, problem
         if of.knows_length(of.inner(model).config):
             enabled = enable_for(of.inner(model), "an Engine")
         problem = _differs(runner, wanted, steps, model)
@@ -275,6 +278,23 @@ def _scores_alone(model: Any, steps: _Steps) -> list[_Scores]:
     own cache, and as a whole, without one. What these two differ by is rounding."""
     parts = zip(*steps, strict=True)
     return [of.scores_in_parts(of.inner(model), ids, part) for ids, part in zip(_tokens(model), parts, strict=True)]
+
+
+def _generates_otherwise(model: Any, wanted: list[_Scores]) -> str:
+    """Why scores of a `generate` of the model's own are not those of its forwards; "": they are."""
+    if of.depends(of.inner(model)).adapted:
+        return "its own `generate` may switch its adapters"
+    eps = _precision(model)
+    for ids, length, (parts, wholes) in zip(_tokens(model), _PROMPTS, wanted, strict=True):
+        try:
+            _, (scores,) = of.generated_scores(of.inner(model), ids[:length], 1)
+        except _NO_ROOM:
+            raise
+        except Exception:  # it generates nothing from text alone, and its forwards are all there is
+            return ""
+        if not (far := _far(scores, parts[0])) <= _TIMES * _far(parts[0], wholes[0]) + _TOLERANCE * eps:
+            return f"scores of its own `generate` differ by {far:.1%} from those of its forwards"
+    return ""
 
 
 def _far(a: torch.Tensor, b: torch.Tensor) -> float:
