@@ -318,10 +318,6 @@ class Engine:
         if terms.conversation is not None and self._store is None:
             raise ConfigError("conversation= needs an engine with a store.")
         sampling = Sampling(self._model, prompt, generation_config, tokenizer=self._tokenizer, seed=seed, **options)
-        if sampling.max_length <= len(prompt):
-            raise ConfigError(
-                f"The prompt has {len(prompt)} tokens, and max_length={sampling.max_length} leaves none to generate."
-            )
         if sampling.count > self.max_waiting:
             raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self.max_waiting}.")
         samplings = sampling.each()

@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_model
-from transformers import GenerationConfig, SynthIDTextWatermarkingConfig
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    SynthIDTextWatermarkingConfig,
+)
 from workloads import gaps_of, stream_of_tokens
 
-from kvtier import Engine, UnsupportedError
+from kvtier import BudgetError, Engine, UnsupportedError
 from kvtier.hf.engine.sampling import Sampling
 
 PROMPT = stream_of_tokens(1)[:12]
@@ -235,6 +241,50 @@ def test_a_request_ends_when_its_time_is_over() -> None:
         output = engine.output(name)
         assert output.finish_reason == "length"
         assert 0 < len(output.generated_tokens) < 10_000
+    finally:
+        engine.close()
+
+
+LONG = len(PROMPT)
+#: Criteria of Transformers' own types, the settings whose place they take or not, and the reason of the end.
+CRITERIA: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "more tokens than the default": ([MaxLengthCriteria(LONG + 25)], {"max_new_tokens": None}, "length"),
+    "more tokens": ([MaxLengthCriteria(LONG + 25)], {"max_new_tokens": 5}, "length"),
+    "fewer tokens": ([MaxLengthCriteria(LONG + 3)], {"max_new_tokens": 5}, "length"),
+    "two lengths": ([MaxLengthCriteria(LONG + 9), MaxLengthCriteria(LONG + 7)], {"max_new_tokens": 5}, "length"),
+    "no token": ([MaxLengthCriteria(LONG)], {"max_new_tokens": 5}, "length"),
+    "another end": ([EosTokenCriteria(0)], {"eos_token_id": FIRST}, "stop"),
+    "an end": ([EosTokenCriteria(0)], {}, "stop"),
+    "more time": ([MaxTimeCriteria(1000)], {"max_time": 1e-9}, "length"),
+    "no time": ([MaxTimeCriteria(1e-9)], {"max_time": 1000}, "length"),
+    "of a type of its own": ([type("Own", (MaxLengthCriteria,), {})(LONG + 4)], {"max_new_tokens": 9}, "length"),
+}
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_criterion_of_the_type_of_a_setting_takes_its_place(name: str) -> None:
+    given, options, reason = CRITERIA[name]
+    tokens = plain()
+    given = [EosTokenCriteria(tokens[4]) if isinstance(x, EosTokenCriteria) else x for x in given]
+    options = {**filled(options, tokens), "stopping_criteria": given}
+    expected = generated(options).sequences[0, LONG:].tolist()
+    engine = Engine(tiny_model("llama"), host_budget="16MiB", block_size=4)
+    try:
+        several = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
+        for more in ({"do_sample": False}, several):
+            found = engine.generate_batch([PROMPT], **{"max_new_tokens": 10, **options, **more})
+            for output in found.values():
+                assert (output.generated_tokens, output.finish_reason) == (expected, reason)
+    finally:
+        engine.close()
+
+
+def test_a_criterion_that_lets_a_sequence_grow_counts_for_what_fits() -> None:
+    engine = Engine(tiny_model("llama"), host_budget="256KiB", block_size=4)
+    try:
+        engine.add_request(PROMPT, max_new_tokens=5)
+        with pytest.raises(BudgetError, match="may grow to 1000000 "):
+            engine.add_request(PROMPT, max_new_tokens=5, stopping_criteria=[MaxLengthCriteria(1_000_000)])
     finally:
         engine.close()
 

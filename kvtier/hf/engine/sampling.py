@@ -6,7 +6,6 @@ import contextlib
 import copy
 import difflib
 import operator
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +20,11 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation.stopping_criteria import StopStringCriteria
 
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.hf.engine.copies import copied
 from kvtier.hf.engine.settings import OTHER_WAYS
+from kvtier.hf.engine.stopping import Stopping
 from kvtier.hf.models.generation import device_of
 
 #: Processors that look at the scores of one row alone, so that rows with equal ones are processed together.
@@ -137,8 +136,11 @@ class Sampling:
             input_ids_length=ids.shape[1],
             **defaults,
         )
+        if config.max_length <= len(prompt):
+            raise ConfigError(
+                f"The prompt has {len(prompt)} tokens, and max_length={config.max_length} leaves none to generate."
+            )
         self.samples = bool(config.do_sample)
-        self.max_length = int(config.max_length)
         self.count = int(config.num_return_sequences or 1)
         self._processors = model._get_logits_processor(
             generation_config=config,
@@ -153,17 +155,10 @@ class Sampling:
         self._shared: list[Any] = [
             x for x in self._processors if type(x) not in _OF_SEQUENCES and not any(x is given for given in processors)
         ]
-        eos = config._eos_token_tensor
-        self._ends = frozenset(() if eos is None else eos.flatten().tolist())
-        self._criteria = list(criteria)
-        if config.stop_strings:
-            if tokenizer is None:
-                raise ConfigError("stop_strings need the engine's tokenizer.")
-            strings = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings)
-            self._shared.append(StopStringCriteria(tokenizer, strings))
-            self._criteria.append(self._shared[-1])
+        self._stopping = Stopping(model, config, criteria, len(prompt), tokenizer)
+        self.max_length = self._stopping.max_length
+        self._shared += self._stopping.shared
         self._history = _History()
-        self._until = None if config.max_time is None else time.monotonic() + config.max_time
         self._seed = _checked(seed)
         self.generator: torch.Generator | None = None
         self.group = self._group()
@@ -182,9 +177,9 @@ class Sampling:
     def _again(self, number: int) -> Sampling:
         made = copy.copy(self)
         made._history = _History()
-        own = copied([*self._processors, *self._criteria], self._shared)
+        own = copied([*self._processors, *self._stopping.criteria], self._shared)
         made._processors = LogitsProcessorList(own[: len(self._processors)])
-        made._criteria = own[len(self._processors) :]
+        made._stopping = self._stopping.asking(own[len(self._processors) :])
         if self.samples:
             made._seeded(number)
         return made
@@ -227,17 +222,11 @@ class Sampling:
 
     def ends(self, ids: Sequence[int]) -> str:
         """Why the sequence ends with these tokens: "stop", "length"; "" if it goes on."""
-        if ids[-1] in self._ends:
+        stopping = self._stopping
+        if stopping.ends_at(ids[-1]):
             return "stop"
-        if self._criteria:
-            tensor = self._history.of(ids)
-            if any(bool(torch.as_tensor(each(tensor, None)).any()) for each in self._criteria):
-                return "stop"
-        if len(ids) >= self.max_length:
-            return "length"
-        if self._until is not None and time.monotonic() > self._until:
-            return "length"
-        return ""
+        reason = stopping.criterion_ends(self._history.of(ids)) if stopping.criteria else ""
+        return reason or ("length" if stopping.is_over(len(ids)) else "")
 
 
 def choose(

@@ -86,7 +86,7 @@ def test_stop_strings_of_clients_take_no_table_of_the_vocabulary(
     def table(*args: Any) -> Any:
         raise RuntimeError("a table of the vocabulary")
 
-    monkeypatch.setattr("kvtier.hf.engine.sampling.StopStringCriteria", table)
+    monkeypatch.setattr("transformers.generation.utils.StopStringCriteria", table)
     stop = ["a" * (1024 - i) for i in range(15)] + ["漢"]
     done = running.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=4, temperature=0, stop=stop)
     assert done.choices[0].finish_reason == "length"
