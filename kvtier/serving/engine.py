@@ -303,9 +303,15 @@ class Engine:
         return first.name
 
     def _add(
-        self, ids: Any, generation_config: Any, terms: RequestOptions, seed: int | None, options: dict[str, Any]
+        self,
+        ids: Any,
+        generation_config: Any,
+        terms: RequestOptions,
+        seed: int | None,
+        options: dict[str, Any],
+        row: int = 0,
     ) -> list[Request]:
-        """The same; a request for each sequence of the prompt."""
+        """The same; a request for each sequence of the prompt, which is that row of a batch."""
         prompt, requests = prompt_of(ids), self._requests
         if not prompt:
             raise ConfigError("A request needs at least one token.")
@@ -317,7 +323,8 @@ class Engine:
             )
         if terms.conversation is not None and self._store is None:
             raise ConfigError("conversation= needs an engine with a store.")
-        sampling = Sampling(self._model, prompt, generation_config, tokenizer=self._tokenizer, seed=seed, **options)
+        given = {"tokenizer": self._tokenizer, "seed": seed, "row": row}
+        sampling = Sampling(self._model, prompt, generation_config, **given, **options)
         if sampling.count > self.max_waiting:
             raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self.max_waiting}.")
         samplings = sampling.each()
@@ -450,7 +457,7 @@ class Engine:
                 while pending:
                     i, ids = pending[0]
                     try:
-                        made = self._add(ids, generation_config, terms, seed, mine)
+                        made = self._add(ids, generation_config, terms, seed, mine, row=i)
                     except QueueFullError:
                         break
                     except (BudgetError, ConfigError) as error:

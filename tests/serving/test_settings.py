@@ -389,6 +389,37 @@ def test_what_cannot_be_copied_is_refused_where_there_are_several_sequences() ->
         assert len(output.generated_tokens) == 6
 
 
+class OneOf:
+    """A `prefix_allowed_tokens_fn` that allows one token in each row, and keeps the rows that it was asked for."""
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+
+    def __call__(self, row: int, ids: torch.Tensor) -> list[int]:
+        assert not self.rows - {row}, "it is of one sequence"
+        self.rows.add(row)
+        return [10 + row]
+
+
+def one_of(row: int, ids: torch.Tensor) -> list[int]:
+    return [10 + row]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_says_which_tokens_are_allowed_hears_of_its_row(count: int) -> None:
+    prompts = torch.tensor([PROMPT, PROMPT[::-1], PROMPT])
+    options = {"max_new_tokens": 2, "do_sample": count > 1, "num_return_sequences": count}
+    mask = torch.ones_like(prompts)
+    out = tiny_model("llama").generate(prompts, attention_mask=mask, prefix_allowed_tokens_fn=one_of, **options)
+    expected = out[:, len(PROMPT) :].tolist()
+    with Engine(tiny_model("llama"), host_budget="8MiB") as engine:
+        for function in (one_of, OneOf()):
+            found = engine.generate_batch(prompts.tolist(), prefix_allowed_tokens_fn=function, **options)
+            assert [each.generated_tokens for each in found.values()] == expected
+        name = engine.add_request(PROMPT, prefix_allowed_tokens_fn=one_of, **options)
+        assert engine.wait(name).generated_tokens == [10, 10]
+
+
 def test_models_that_a_processor_has_are_not_copied() -> None:
     class Guided(NeverAgain):
         def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,6 +73,17 @@ class _History:
             return self._tensor[None, :count]
 
 
+class _OfRow:
+    """A `prefix_allowed_tokens_fn` that hears of a row of a batch, where its processor has that row alone."""
+
+    def __init__(self, function: Callable[[int, torch.Tensor], list[int]], row: int = 0) -> None:
+        self.function = function
+        self.row = row
+
+    def __call__(self, _: int, ids: torch.Tensor) -> list[int]:
+        return self.function(self.row, ids)
+
+
 class Sampling:
     """What one sequence is given next, and whether it ends there.
 
@@ -81,6 +93,7 @@ class Sampling:
         generation_config: as of `generate`; None: the model's.
         tokenizer: for stop strings.
         seed: of the sequence's own random numbers; None: one that torch's generator gives.
+        row: of the prompt in its batch, for `prefix_allowed_tokens_fn`.
         options: as of `generate`: settings, `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`.
 
     Raises:
@@ -101,11 +114,13 @@ class Sampling:
         *,
         tokenizer: Any = None,
         seed: int | None = None,
+        row: int = 0,
         **options: Any,
     ) -> None:
         processors = LogitsProcessorList(options.pop("logits_processor", None) or ())
         criteria = StoppingCriteriaList(options.pop("stopping_criteria", None) or ())
-        allowed: Callable[[int, torch.Tensor], list[int]] | None = options.pop("prefix_allowed_tokens_fn", None)
+        function = options.pop("prefix_allowed_tokens_fn", None)
+        self._allowed = [] if function is None else [_OfRow(function)]
         config, others = model._prepare_generation_config(generation_config, **options)
         others = {name: x for name, x in others.items() if x is not None and name not in ("use_cache",)}
         for name, plain in OTHER_WAYS.items():
@@ -146,11 +161,17 @@ class Sampling:
             generation_config=config,
             input_ids_seq_length=ids.shape[1],
             encoder_input_ids=ids,
-            prefix_allowed_tokens_fn=allowed,
+            prefix_allowed_tokens_fn=self._allowed[0] if self._allowed else None,
             logits_processor=processors,
             device=device,
             model_kwargs={},
         )
+        self._row, self._alike = row, 1
+        for made in self._processors:
+            if self._allowed and getattr(made, "_prefix_allowed_tokens_fn", None) is self._allowed[0]:
+                # Rows that are told one number: Transformers 5.17 counts sequences, later ones count prompts.
+                self._alike, made._num_beams = made._num_beams, 1
+        self._tell_row(0)
         # What no sequence of the prompt has one of its own of.
         self._shared: list[Any] = [
             x for x in self._processors if type(x) not in _OF_SEQUENCES and not any(x is given for given in processors)
@@ -177,12 +198,19 @@ class Sampling:
     def _again(self, number: int) -> Sampling:
         made = copy.copy(self)
         made._history = _History()
-        own = copied([*self._processors, *self._stopping.criteria], self._shared)
-        made._processors = LogitsProcessorList(own[: len(self._processors)])
-        made._stopping = self._stopping.asking(own[len(self._processors) :])
+        mine = self._processors, self._stopping.criteria, self._allowed, [x.function for x in self._allowed]
+        own = iter(copied([x for each in mine for x in each], self._shared))
+        processors, criteria, made._allowed, _ = (list(itertools.islice(own, len(each))) for each in mine)
+        made._processors = LogitsProcessorList(processors)
+        made._stopping = self._stopping.asking(criteria)
+        made._tell_row(number)
         if self.samples:
             made._seeded(number)
         return made
+
+    def _tell_row(self, number: int) -> None:
+        for each in self._allowed:
+            each.row = (self._row * self.count + number) // self._alike
 
     def _seeded(self, number: int) -> None:
         self._drawn = (-1, torch.empty((), device="cpu"))
