@@ -25,7 +25,7 @@ from kvtier.scheduling.scheduler import Scheduler
 from kvtier.serving.costs import Costs
 from kvtier.serving.loop import Loop
 from kvtier.serving.prefixes import prefixes_of
-from kvtier.serving.request import EngineLoad, Listener, Request, RequestOptions, RequestOutput, prompt_of
+from kvtier.serving.request import EngineLoad, Listener, Prepared, Request, RequestOptions, RequestOutput, prompt_of
 from kvtier.serving.requests import Requests
 from kvtier.serving.runners.choice import choose_runner
 from kvtier.serving.runners.packed import PackedRunner
@@ -299,10 +299,10 @@ class Engine:
                 processor or a criterion cannot be copied.
         """
         terms = RequestOptions(request_id, priority, logprobs, top_logprobs, salt, conversation, tenant, listener)
-        first, *_ = self._add(ids, generation_config, terms, seed, options)
+        first, *_ = self._add(self._prepared(ids, generation_config, terms, seed, options))
         return first.name
 
-    def _add(
+    def _prepared(
         self,
         ids: Any,
         generation_config: Any,
@@ -310,9 +310,9 @@ class Engine:
         seed: int | None,
         options: dict[str, Any],
         row: int = 0,
-    ) -> list[Request]:
-        """The same; a request for each sequence of the prompt, which is that row of a batch."""
-        prompt, requests = prompt_of(ids), self._requests
+    ) -> Prepared:
+        """What a prompt, which is that row of a batch, asks for; with a seed, where it has none, of torch's."""
+        prompt = prompt_of(ids)
         if not prompt:
             raise ConfigError("A request needs at least one token.")
         most = self._vocabulary
@@ -327,14 +327,19 @@ class Engine:
         sampling = Sampling(self._model, prompt, generation_config, **given, **options)
         if sampling.count > self.max_waiting:
             raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self.max_waiting}.")
-        samplings = sampling.each()
+        return Prepared(prompt, sampling.each(), terms)
+
+    def _add(self, asked: Prepared) -> list[Request]:
+        """A request for each sequence of a prompt."""
+        prompt, samplings, terms = asked
+        requests = self._requests
         # Held until it is the request's: it is read here, if it is on the disk, and steps do not wait for that.
         chat = None if terms.conversation is None or self._store is None else self._store.find(terms.conversation)
         with self.memory.lock:
             self.memory.follow()  # what steps read of the request, such as a processor's tensors, may be being made
         with requests.lock, requests.change:
             requests.check_open()
-            self._check_fits(prompt, sampling)
+            self._check_fits(prompt, samplings[0])
             made = requests.add(prompt, samplings, terms)
         del chat
         return made
@@ -364,18 +369,17 @@ class Engine:
         """The tokens of a request as they come; call `output` for how it ended. Each token is given once.
 
         Args:
-            timeout: seconds to wait for a token.
+            timeout: seconds to wait for a token; what the caller does between two tokens is no part of them.
 
         Raises:
             ConfigError: no such request. TimeoutError: no token came for so long. What the request failed with.
         """
         request = self._request(request_id)
+        output = self.output(request_id) if request is None else request.output
         if request is None:
-            output = self.output(request_id)
             yield from output.generated_tokens
         else:
             yield from self._tokens_of(request, timeout)
-            output = request.output
         if output.error is not None:
             raise output.error
 
@@ -385,29 +389,18 @@ class Engine:
             return self._requests.named.get(name)
 
     def _tokens_of(self, request: Request, timeout: float | None) -> Iterator[int]:
-        given, lock = 0, self._requests.lock
-        self._loop.check_outside()
-        until = None if timeout is None else time.monotonic() + timeout
-        while True:
-            with lock:
-                new = request.output.generated_tokens[given:]
-                over = request.done.is_set()
-                if not new and not over and self._loop.alive:
-                    left = None if until is None else until - time.monotonic()
-                    if left is not None and left <= 0:
-                        raise TimeoutError(f"No token of {request.name!r} came in time.")
-                    lock.wait(left)
-                    continue
-            if new:
-                until = None if timeout is None else time.monotonic() + timeout
+        given, over = 0, False
+        while not over:
+            self._wait_until(request, functools.partial(request.goes_beyond, given), timeout)
+            with self._requests.lock:
+                new, over = request.output.generated_tokens[given:], request.done.is_set()
             yield from new
             given += len(new)
-            if over:
-                return
-            if not new:
-                if until is not None and time.monotonic() > until:
-                    raise TimeoutError(f"No token of {request.name!r} came in time.")
-                self.step()
+
+    def _wait_until(self, request: Request, there: Callable[[], bool], timeout: float | None) -> None:
+        end = None if timeout is None else time.monotonic() + timeout
+        if not self._loop.run_until(there, end):
+            raise TimeoutError(f"{request.name!r} got no further in {timeout} seconds.")
 
     def output(self, request_id: str) -> RequestOutput:
         """What there is of a request; of those that have ended, the last 4096 are kept. Raises `ConfigError`."""
@@ -417,12 +410,18 @@ class Engine:
         return found
 
     def wait(self, request_id: str, timeout: float | None = None) -> RequestOutput:
-        """The output of a request when it has ended. Raises `ConfigError`, TimeoutError."""
+        """The output of a request when it has ended. What it failed with is its `error`.
+
+        Args:
+            timeout: seconds to wait for its end.
+
+        Raises:
+            ConfigError: no such request. TimeoutError: it has not ended by then; it goes on.
+        """
         request = self._request(request_id)
         if request is None:
             return self.output(request_id)
-        for _ in self._tokens_of(request, timeout):
-            pass
+        self._wait_until(request, request.done.is_set, timeout)
         return request.output
 
     def generate_batch(
@@ -451,13 +450,15 @@ class Engine:
         if terms.request_id is not None and len(pending) > 1:
             raise ConfigError(f"request_id={terms.request_id!r:.80} cannot name {len(pending)} requests: leave it out.")
         own = options_of_each(options, len(pending))
-        mine = next(own)
+        mine, asked = next(own), None
         try:
             while pending or not all(each.done.is_set() for each in added):
                 while pending:
                     i, ids = pending[0]
                     try:
-                        made = self._add(ids, generation_config, terms, seed, mine, row=i)
+                        # Once, also where the queue is full for some time: it takes a seed of torch's.
+                        asked = asked or self._prepared(ids, generation_config, terms, seed, mine, row=i)
+                        made = self._add(asked)
                     except QueueFullError:
                         break
                     except (BudgetError, ConfigError) as error:
@@ -468,8 +469,8 @@ class Engine:
                         added += made
                         found |= {each.name: each.output for each in made}
                     pending.pop(0)
-                    mine = next(own, mine)
-                self._go_on(added, full=bool(pending))
+                    mine, asked = next(own, mine), None
+                self._go_on(added, 0 if asked is None else len(asked.samplings))
         except BaseException:  # nobody is given the outputs
             with self._requests.lock:
                 for each in added:
@@ -480,16 +481,14 @@ class Engine:
             _LOG.warning("%d of %d requests failed, the first with: %s", len(failed), len(found), failed[0].error)
         return found
 
-    def _go_on(self, added: Sequence[Request], *, full: bool) -> None:
-        """Compute a step, or wait for some time until the engine's thread has; `full`: or the queue has room."""
-        waited = next((each for each in added if not each.done.is_set()), None)
-        if not self._loop.alive:
-            self.step()
-        elif waited is not None:
-            waited.done.wait(1.0)
-        elif full:  # with requests of others
-            with self._requests.lock:
-                self._requests.lock.wait(1.0)
+    def _go_on(self, added: Sequence[Request], count: int) -> None:
+        """Return when one of these requests has ended, or the queue has room for so many sequences of a prompt; 0: for
+        none."""
+        left = [each.done for each in added if not each.done.is_set()][:1]
+        there = [left[0].is_set] if left else []
+        if count:
+            there.append(lambda: self._requests.has_room(count))
+        self._loop.run_until(lambda: any(each() for each in there))
 
     # The loop
 

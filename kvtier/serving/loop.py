@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -23,6 +25,8 @@ _LOG = logging.getLogger("kvtier.serving")
 
 #: Seconds between two looks whether an engine without requests is still there.
 _LOOK = 5.0
+#: Seconds after which who waits for another thread's step looks itself: an interrupt may have come before it was woken.
+_UNTOLD = 1.0
 #: What calls listeners and criteria; by id, for a code object is hashed with all that it has.
 _INSIDE = frozenset(
     id(function.__code__) for function in (StepRunner.step, Requests.recover, Requests.give_up_all, Requests.cancel_all)
@@ -83,12 +87,54 @@ class Loop:
         if not self.stepping.acquire(blocking=False):
             raise ConcurrentUseError("Another thread runs this engine's steps.")
         try:
+            return self._own_step()
+        finally:
+            self._stepped()
+
+    def run_until(self, there: Callable[[], bool], end: float | None = None) -> bool:
+        """Wait until what is waited for is there, and compute steps where no other thread does. Whether it is there.
+
+        Args:
+            there: asked under the lock, whenever something may have changed.
+            end: when to give up, of `time.monotonic`; None: never.
+
+        Raises:
+            ConcurrentUseError: a listener or a criterion asks, for which the step waits.
+        """
+        self.check_outside()
+        lock, stepping = self._requests.lock, False
+        while True:
+            try:
+                with lock:
+                    if there():
+                        return True
+                    left = math.inf if end is None else end - time.monotonic()
+                    if left <= 0:
+                        return False
+                    # Tried under the lock: who steps now tells of its end behind the wait.
+                    stepping = not self.alive and self.stepping.acquire(blocking=False)
+                    if not stepping:
+                        lock.wait(min(left, _UNTOLD))
+                if stepping:
+                    self._own_step()
+            finally:
+                if stepping:
+                    stepping = False
+                    self._stepped()
+
+    def _own_step(self) -> bool:
+        """One step, in a thread that asks for it."""
+        try:
             return self._step()
         except BaseException as error:
             self._cut_short(error)
             raise
-        finally:
-            self.stepping.release()
+
+    def _stepped(self) -> None:
+        """Another thread may step."""
+        self.stepping.release()
+        with self._requests.lock:
+            self._requests.lock.notify_all()
 
     def _step(self) -> bool:
         """Compute one step, in a thread whose current device need not be the model's, nor its stream that of whoever
@@ -100,10 +146,11 @@ class Loop:
             return self._steps.step()
 
     def start(self) -> None:
-        """Run steps in a thread whenever there is something to do. Nothing, if it runs.
+        """Run steps in a thread whenever there is something to do. Nothing, if it runs; one that ends is waited for.
 
         Raises:
             UnsupportedError: the model is divided over processes.
+            ConcurrentUseError: a listener or a criterion asks, for which the thread that ends waits.
         """
         requests = self._requests
         if self._steps.divided:
@@ -111,12 +158,19 @@ class Loop:
                 "The model is divided over processes, in each of which a thread would begin steps at another time: let "
                 "`generate_batch`, `wait`, `stream` or `step` compute, called in all of them in the same order."
             )
-        with requests.lock:
-            requests.check_open()
-            if not self.alive:  # it was never started, or has ended by itself
-                self._stopping = False
-                self._thread = threading.Thread(target=self._run, name="kvtier-engine", daemon=True)
-                self._thread.start()
+        while True:
+            with requests.lock:
+                requests.check_open()
+                ending = self._thread
+                if ending is None or not ending.is_alive():  # it was never started, or has ended by itself
+                    self._stopping = False
+                    self._thread = threading.Thread(target=self._run, name="kvtier-engine", daemon=True)
+                    self._thread.start()
+                    return
+                if not self._stopping:
+                    return
+            self.check_outside()
+            ending.join()
 
     def stop(self) -> None:
         """End the thread after the step that it is at. Requests stay where they are.
@@ -132,7 +186,8 @@ class Loop:
         if thread is not None:
             thread.join()
         with lock:
-            self._thread = None
+            if self._thread is thread:  # and none that was started since
+                self._thread = None
             lock.notify_all()
 
     def check_outside(self) -> None:

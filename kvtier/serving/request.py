@@ -134,6 +134,20 @@ class RequestOptions:
         return {each.name for each in fields(cls)}
 
 
+class Prepared(NamedTuple):
+    """What is asked for a prompt, checked, and not in the queue yet.
+
+    Attributes:
+        prompt: token ids.
+        samplings: what each of its sequences asks.
+        terms: what all of them ask besides.
+    """
+
+    prompt: list[int]
+    samplings: list[Sampling]
+    terms: RequestOptions
+
+
 class Request:
     """A request of an engine. Only its engine changes it.
 
@@ -178,6 +192,10 @@ class Request:
     def name(self) -> str:
         """Its request id."""
         return self.output.request_id
+
+    def goes_beyond(self, count: int) -> bool:
+        """Whether it has more than so many new tokens, or has ended."""
+        return len(self.output.generated_tokens) > count or self.done.is_set()
 
     def chosen(self, token: int, scores: torch.Tensor) -> Chosen:
         """A token that was chosen by the model's own scores `[vocabulary]`, with what else was asked for. Changes

@@ -155,6 +155,10 @@ class Requests:
 
     # Coming
 
+    def has_room(self, count: int) -> bool:
+        """Whether so many sequences of a prompt may be added: all of them may come to wait."""
+        return len(self.waiting) + count <= self.max_waiting
+
     def add(self, prompt: Sequence[int], samplings: Sequence[Sampling], terms: RequestOptions) -> list[Request]:
         """A request for each sequence of a prompt. The first one waits from now on, the others until it has its prompt.
 
@@ -168,7 +172,7 @@ class Requests:
         active = {each.job.tenant for each in self.named.values()}
         if terms.tenant not in active:
             self.shares.arrives(terms.tenant, active)
-        if len(self.waiting) + len(samplings) > self.max_waiting:
+        if not self.has_room(len(samplings)):
             raise QueueFullError(
                 f"{len(self.waiting)} requests wait, and max_waiting is {self.max_waiting}: wait for one to end, or "
                 "make the engine with a larger max_waiting."

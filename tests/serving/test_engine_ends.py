@@ -121,16 +121,16 @@ def test_a_close_that_is_interrupted_at_any_line_is_done_by_another_one() -> Non
 
 
 def test_a_batch_that_is_cut_short_leaves_no_request_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = threading.Event.wait
+    wait = threading.Condition.wait
 
-    def interrupts(event: threading.Event, timeout: float | None = None) -> bool:
+    def interrupts(condition: threading.Condition, timeout: float | None = None) -> bool:
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
-        return wait(event, timeout)
+        return wait(condition, timeout)
 
     with Engine(model_of("llama"), host_budget="8MiB", block_size=4) as engine:
         engine.start()
-        monkeypatch.setattr(threading.Event, "wait", interrupts)
+        monkeypatch.setattr(threading.Condition, "wait", interrupts)
         with pytest.raises(KeyboardInterrupt):
             engine.generate_batch([list(p) for p in PROMPTS], max_new_tokens=60, do_sample=False)
         monkeypatch.undo()

@@ -550,7 +550,7 @@ def test_who_waits_for_a_queue_that_others_fill_does_nothing_meanwhile(monkeypat
 
         def waits(seconds: float | None = None) -> bool:
             if threading.current_thread() is batch:
-                did.append(f"waits {seconds}")
+                did.append("waits")
             return wait(seconds)
 
         engine._runner.step = lambda work: step(work) if go_on.wait(120) else []  # type: ignore[method-assign]
@@ -566,7 +566,8 @@ def test_who_waits_for_a_queue_that_others_fill_does_nothing_meanwhile(monkeypat
         batch.join(120)
         assert not batch.is_alive()
         assert engine.output(running).finish_reason == "length"
-        assert did == ["tries", "waits 1.0"] * (len(did) // 2) + ["tries"]
+        assert did.count("tries") == 2
+        assert (did[0], did[1]) == ("tries", "waits")
 
 
 def no_room() -> BudgetError:
