@@ -134,7 +134,12 @@ class StopsInAnswer:
         prompt: tokens of the prompt.
         least: tokens of the answer; a string does not count that ends in them.
         skip_special_tokens: whether they are left out of the text.
+
+    Attributes:
+        on_host: an engine gives it ids on the host, wherever the model is.
     """
+
+    on_host = True
 
     def __init__(
         self, tokenizer: Any, strings: Sequence[str], prompt: int, *, least: int = 0, skip_special_tokens: bool = True

@@ -62,3 +62,17 @@ def test_a_model_that_is_not_on_the_current_device_gets_the_tokens_of_generate(
     for prompt, tokens in zip(prompts, found, strict=True):
         alone = model.generate(torch.tensor([prompt], device="cuda:1"), **options)
         assert tokens == alone[0, len(prompt) :].tolist()
+
+
+def test_a_criterion_meets_its_tensors_on_the_device(llama: Any, prompts: list[list[int]]) -> None:
+    ends = torch.arange(0, 4096, 2, device="cuda")
+
+    def even(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.isin(ids[:, -1], ends)
+
+    options = {"max_new_tokens": 16, "do_sample": False, "stopping_criteria": [even]}
+    with Engine(llama, device_budget="64MiB", host_budget="64MiB", block_size=16) as engine:
+        outputs = engine.generate_batch(prompts, **options)
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        alone = llama.generate(torch.tensor([prompt], device="cuda"), **options)
+        assert output.generated_tokens == alone[0, len(prompt) :].tolist()

@@ -11,6 +11,7 @@ from families import tiny_model
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
+    LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
     SynthIDTextWatermarkingConfig,
@@ -18,6 +19,7 @@ from transformers import (
 from workloads import gaps_of, stream_of_tokens
 
 from kvtier import BudgetError, Engine, UnsupportedError
+from kvtier.hf.engine import sampling as sampling_module
 from kvtier.hf.engine.sampling import Sampling
 
 PROMPT = stream_of_tokens(1)[:12]
@@ -287,6 +289,30 @@ def test_a_criterion_that_lets_a_sequence_grow_counts_for_what_fits() -> None:
             engine.add_request(PROMPT, max_new_tokens=5, stopping_criteria=[MaxLengthCriteria(1_000_000)])
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_criteria_of_users_have_ids_where_the_model_is(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(sampling_module, "device_of", lambda model: torch.device("meta"))
+    monkeypatch.setattr(model, "_get_logits_processor", lambda **_: LogitsProcessorList())  # which looks at numbers
+    seen = list[tuple[str, tuple[int, ...]]]()
+
+    def sees(ids: torch.Tensor, scores: None) -> bool:
+        seen.append((ids.device.type, tuple(ids.shape)))
+        return False
+
+    class OnHost:
+        on_host = True
+
+        def __call__(self, ids: torch.Tensor, scores: None) -> bool:
+            assert ids.device.type == "cpu"
+            return 7 in ids[0, LONG:].tolist()
+
+    options: dict[str, Any] = {"do_sample": True, "num_return_sequences": 2, "stopping_criteria": [sees, OnHost()]}
+    sampling = Sampling(model, PROMPT, max_new_tokens=9, **options).each()[number]
+    assert [sampling.ends([*PROMPT, *tokens]) for tokens in ([1], [1, 2], [1, 2, 7])] == ["", "", "stop"]
+    assert seen == [("meta", (1, LONG + n)) for n in (1, 2, 3)]
 
 
 def test_each_sequence_of_a_prompt_has_a_watermark_of_its_own() -> None:

@@ -48,27 +48,34 @@ def _checked(seed: Any) -> int | None:
 
 class _History:
     """The tokens of a sequence as a tensor, to which only those are added that have come since it was asked for last:
-    what is computed for a token does not grow with the sequence."""
+    what is computed for a token does not grow with the sequence.
 
-    def __init__(self) -> None:
-        self._tensor = torch.empty(0, dtype=torch.long, device="cpu")
+    Args:
+        device: of the tensor.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensor = torch.empty(0, dtype=torch.long, device=device)
         self._count = 0
 
     def of(self, ids: Sequence[int]) -> torch.Tensor:
-        """`[1, tokens]` on the host. What was given before stays what it was.
+        """`[1, tokens]`. What was given before stays what it was.
 
         Args:
             ids: those that were given before, and more; where they are fewer, it begins from nothing.
         """
         count = len(ids)
         if count < self._count:
-            self._tensor, self._count = torch.empty(0, dtype=torch.long, device="cpu"), 0
+            self._tensor, self._count = torch.empty(0, dtype=torch.long, device=self._device), 0
         with torch.inference_mode(False):  # one that is made within could not be written to outside
             if count > len(self._tensor):
-                before, self._tensor = self._tensor, torch.empty(2 * count, dtype=torch.long, device="cpu")
+                before, self._tensor = self._tensor, torch.empty(2 * count, dtype=torch.long, device=self._device)
                 self._tensor[: self._count] = before[: self._count]
             if count > self._count:
-                self._tensor[self._count : count] = torch.tensor(ids[self._count :], dtype=torch.long, device="cpu")
+                self._tensor[self._count : count] = torch.tensor(
+                    ids[self._count :], dtype=torch.long, device=self._device
+                )
                 self._count = count
             return self._tensor[None, :count]
 
@@ -179,7 +186,7 @@ class Sampling:
         self._stopping = Stopping(model, config, criteria, len(prompt), tokenizer)
         self.max_length = self._stopping.max_length
         self._shared += self._stopping.shared
-        self._history = _History()
+        self._begin(device)
         self._seed = _checked(seed)
         self.generator: torch.Generator | None = None
         self.group = self._group()
@@ -197,7 +204,7 @@ class Sampling:
 
     def _again(self, number: int) -> Sampling:
         made = copy.copy(self)
-        made._history = _History()
+        made._begin(self._device)
         mine = self._processors, self._stopping.criteria, self._allowed, [x.function for x in self._allowed]
         own = iter(copied([x for each in mine for x in each], self._shared))
         processors, criteria, made._allowed, _ = (list(itertools.islice(own, len(each))) for each in mine)
@@ -207,6 +214,12 @@ class Sampling:
         if self.samples:
             made._seeded(number)
         return made
+
+    def _begin(self, device: torch.device) -> None:
+        """Nobody was told a token yet."""
+        self._device = device
+        self._history = _History(device)
+        self._on_host = self._history if device.type == "cpu" else _History(torch.device("cpu"))
 
     def _tell_row(self, number: int) -> None:
         for each in self._allowed:
@@ -243,7 +256,7 @@ class Sampling:
         """
         if not self._processors:
             return scores
-        none = torch.empty((len(scores), 0), dtype=torch.long, device="cpu")
+        none = torch.empty((len(scores), 0), dtype=torch.long, device=scores.device)
         history = none if self.group is not None else self._history.of(ids)
         processed: torch.Tensor = self._processors(history.to(scores.device), scores)
         return processed
@@ -253,7 +266,7 @@ class Sampling:
         stopping = self._stopping
         if stopping.ends_at(ids[-1]):
             return "stop"
-        reason = stopping.criterion_ends(self._history.of(ids)) if stopping.criteria else ""
+        reason = stopping.criterion_ends(lambda on_host: (self._on_host if on_host else self._history).of(ids))
         return reason or ("length" if stopping.is_over(len(ids)) else "")
 
 

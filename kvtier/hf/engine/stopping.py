@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from transformers.generation import (
     MaxLengthCriteria,
     MaxTimeCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from kvtier.errors import ConfigError
@@ -70,11 +71,17 @@ class Stopping:
         """Whether a token ends every sequence."""
         return token in self._tokens
 
-    def criterion_ends(self, ids: torch.Tensor) -> str:
-        """Why one of the criteria ends a sequence `[1, tokens]`: "stop", or "length" where it is about that or time;
-        "": none does."""
-        found = next((x for x in self.criteria if bool(torch.as_tensor(x(ids, None)).any())), None)
-        return "" if found is None else "length" if isinstance(found, (MaxLengthCriteria, MaxTimeCriteria)) else "stop"
+    def criterion_ends(self, ids: Callable[[bool], torch.Tensor]) -> str:
+        """Why one of the criteria ends a sequence: "stop", or "length" where it is about that or time; "": none does.
+
+        Args:
+            ids: the sequence `[1, tokens]`, on the host or where the model is, as the criterion takes it.
+        """
+        for each in self.criteria:
+            on_host = type(each) is StopStringCriteria or getattr(each, "on_host", False)
+            if bool(torch.as_tensor(each(ids(on_host), None)).any()):
+                return "length" if isinstance(each, (MaxLengthCriteria, MaxTimeCriteria)) else "stop"
+        return ""
 
     def is_over(self, length: int) -> bool:
         """Whether a sequence of so many tokens has its length, or its time is over."""
