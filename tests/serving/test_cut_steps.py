@@ -203,23 +203,53 @@ def test_what_fails_as_it_is_added_is_not_added(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_criterion_that_fails_behind_a_step_that_did_ends_its_own_request() -> None:
-    fails = list[int]()
+    fails = list[BaseException]()
 
     def ends(ids: Any, scores: Any) -> bool:
         if fails:
-            raise ValueError("a criterion fails")
+            raise fails.pop(0)
         return False
 
     engine = Engine(model_of("llama"), host_budget="8MiB", block_size=4)
     bad = engine.add_request([5, 6, 8], max_new_tokens=NEW, stopping_criteria=[ends])
     name = engine.add_request(list(PROMPTS[0]), max_new_tokens=NEW, do_sample=False)
     engine.step()
-    engine.step()
-    engine._requests.books.interrupted = True
-    fails.append(1)
+    fails += [KeyboardInterrupt(), ValueError("a criterion fails")]  # the second one as it is asked again
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
     assert not computes(engine, TransferError)
     assert isinstance(engine.output(bad).error, ValueError)
     assert not check(engine, "llama", PROMPTS[:1], [name])
+    engine.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("which", ["logits_processor", "stopping_criteria"])
+def test_an_interrupt_in_what_a_request_brings_lets_nobody_else_be_asked_again(which: str, first: bool) -> None:
+    seen: dict[str, list[int]] = {"logits_processor": [], "stopping_criteria": []}
+
+    def sees(ids: torch.Tensor, scores: Any) -> Any:
+        seen["stopping_criteria" if scores is None else "logits_processor"].append(ids.shape[1])
+        return False if scores is None else scores
+
+    def interrupts(ids: torch.Tensor, scores: Any) -> Any:
+        if ids.shape[1] == 5 and left:
+            left.pop()
+            raise KeyboardInterrupt
+        return False if scores is None else scores
+
+    left = [1]
+    engine = Engine(model_of("llama"), host_budget="8MiB", block_size=4)
+    asked: list[dict[str, Any]] = [{which: [interrupts]}, {each: [sees] for each in seen}]
+    names = [
+        engine.add_request(list(PROMPTS[0]), max_new_tokens=NEW, do_sample=False, **each)
+        for each in (asked if first else asked[::-1])
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        computes(engine, TransferError)
+    assert not computes(engine, TransferError)
+    assert not check(engine, "llama", PROMPTS[:1] * 2, names)
+    assert seen == {"logits_processor": [3, 4, 5, 6], "stopping_criteria": [4, 5, 6, 7]}
     engine.close()
 
 

@@ -216,7 +216,9 @@ class Sampling:
         return made
 
     def _begin(self, device: torch.device) -> None:
-        """Nobody was told a token yet."""
+        """Nobody was told a token, or asked about one, yet."""
+        self._chosen: tuple[int, int | None] = (-1, None)
+        self._ended = (-1, "")
         self._device = device
         self._history = _History(device)
         self._on_host = self._history if device.type == "cpu" else _History(torch.device("cpu"))
@@ -263,11 +265,24 @@ class Sampling:
 
     def ends(self, ids: Sequence[int]) -> str:
         """Why the sequence ends with these tokens: "stop", "length"; "" if it goes on."""
+        if self._ended[0] != len(ids):  # criteria may count their calls; the same is asked again behind an interrupt
+            self._ended = len(ids), self._asked(ids)
+        return self._ended[1]
+
+    def _asked(self, ids: Sequence[int]) -> str:
         stopping = self._stopping
         if stopping.ends_at(ids[-1]):
             return "stop"
         reason = stopping.criterion_ends(lambda on_host: (self._on_host if on_host else self._history).of(ids))
         return reason or ("length" if stopping.is_over(len(ids)) else "")
+
+    def chosen(self, length: int) -> int | None:
+        """The token behind so many, where processors that may count their calls have chosen it before an interrupt."""
+        return self._chosen[1] if self._chosen[0] == length else None
+
+    def keep(self, length: int, token: int) -> None:
+        """Let `chosen` give that token."""
+        self._chosen = length, token
 
 
 def choose(
@@ -276,7 +291,8 @@ def choose(
     """The next token of each sequence, or what was raised as it was chosen: of a sequence's own, or for want of room.
 
     Rows with equal processors of scores are processed together; what a row is given does not depend on the others. Each
-    other processor is called once: it may count its calls, as a watermark does.
+    other processor is called once for a token, also where an interrupt comes before it counts: it may count its calls,
+    as a watermark does.
 
     Args:
         scores: of each sequence `[vocabulary]`, of the model.
@@ -284,13 +300,19 @@ def choose(
         ids: each sequence so far.
     """
     groups: dict[object, list[int]] = {}
-    for row, each in enumerate(of):
-        groups.setdefault((each.samples, each.group) if each.group is not None else row, []).append(row)
     chosen: list[int | Exception] = [0] * len(of)
+    for row, each in enumerate(of):
+        before = None if each.group is not None else each.chosen(len(ids[row]))
+        if before is None:
+            groups.setdefault((each.samples, each.group) if each.group is not None else row, []).append(row)
+        else:
+            chosen[row] = before
     for rows in groups.values():
         found = _choose_alike([scores[row] for row in rows], [of[row] for row in rows], [ids[row] for row in rows])
         for row, token in zip(rows, found, strict=True):
             chosen[row] = token
+            if of[row].group is None and not isinstance(token, Exception):
+                of[row].keep(len(ids[row]), token)
     return chosen
 
 
