@@ -16,6 +16,7 @@ from kvtier.errors import BudgetError, ConcurrentUseError, ConfigError, QueueFul
 from kvtier.hf.engine.copies import options_of_each
 from kvtier.hf.engine.sampling import Sampling
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.positions import table_of_positions
 from kvtier.kernels import launch
 from kvtier.memory import measured
 from kvtier.memory.tiered import TieredMemory
@@ -162,6 +163,7 @@ class Engine:
         if store is not None:
             store.engines.add(self)
         self._vocabulary = of.vocabulary_of(model)
+        self._positions = table_of_positions(model)
         self._requests = Requests(self._runner, self._prefixes, store, costs, max_waiting, clock)
         self._steps = StepRunner(
             self._requests,
@@ -293,8 +295,8 @@ class Engine:
 
         Raises:
             BudgetError: it could never fit the budgets. QueueFullError: too many wait.
-            ConfigError: no tokens, or none of the model's; a name in use, an option that is malformed or that
-                `generate` does not know.
+            ConfigError: no tokens, or none of the model's; more of them than it may have; a name in use, an option that
+                is malformed or that `generate` does not know.
             UnsupportedError: beams, and other ways to decode that are not token by token; several sequences, and a
                 processor or a criterion cannot be copied.
         """
@@ -325,6 +327,11 @@ class Engine:
             raise ConfigError("conversation= needs an engine with a store.")
         given = {"tokenizer": self._tokenizer, "seed": seed, "row": row}
         sampling = Sampling(self._model, prompt, generation_config, **given, **options)
+        if self._positions is not None and sampling.max_length - 1 > self._positions:  # the last token is not computed
+            raise ConfigError(
+                f"A prompt of {len(prompt)} tokens that may grow to {sampling.max_length} has more than the "
+                f"{self._positions} positions of the model, which has no others. Lower max_new_tokens, or the prompt."
+            )
         if sampling.count > self.max_waiting:
             raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self.max_waiting}.")
         return Prepared(prompt, sampling.each(), terms)

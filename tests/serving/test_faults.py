@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from cut_short import steps_with_an_interrupt
-from families import tiny_model
+from families import build_model, tiny_model
 from workloads import _bytes_of_a_block, by_generate, model_of
 
 import kvtier
@@ -373,6 +373,20 @@ def test_in_a_memory_of_others_too_small_a_budget_counts_what_they_hold() -> Non
 def test_what_is_no_model_is_refused(of: Any, wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"^model is .*, not a loaded Transformers model that generates"):
         of(wrong, host_budget="64KiB")
+
+
+def test_a_request_that_may_outgrow_a_table_of_positions_is_refused() -> None:
+    """On CUDA a position that is none ends every later forward, too."""
+    model = build_model("gpt2", "sdpa", n_positions=24)
+    with Engine(model, host_budget="8MiB", block_size=4) as engine:
+        for options in ({"max_new_tokens": 16}, {"max_length": 26}, {"max_new_tokens": 1000}):
+            with pytest.raises(ConfigError, match="24 positions"):
+                engine.add_request(range(1, 11), do_sample=False, **options)
+        with pytest.raises(ConfigError, match="24 positions"):
+            engine.add_request(range(1, 26), max_new_tokens=1)
+        (output,) = engine.generate_batch([range(1, 11)], max_new_tokens=15, do_sample=False).values()
+        right = model.generate(torch.arange(1, 11)[None], max_new_tokens=15, do_sample=False)
+        assert output.generated_tokens == right[0, 10:].tolist()
 
 
 def test_what_cannot_be_is_refused_when_it_is_added() -> None:

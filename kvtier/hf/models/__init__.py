@@ -5,6 +5,7 @@ layers.py      the layers of a model's cache, and whether a cache fits a model
 config.py      the config of a decoder, by name or as a file has it
 generation.py  what `generate` is told, and what keys and values depend on
 rotary.py      `Stretched`: frequencies that depend on how long a sequence was
+positions.py   how many positions a model has, and whether there are more
 fingerprint.py what saved keys and values are bound to
 devices.py     `Devices`: where the layers of a model are
 written.py     `Numbers`: whether a tensor may have been written to

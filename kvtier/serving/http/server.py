@@ -18,6 +18,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ConfigError
+from kvtier.hf.models.positions import count_of_positions
 from kvtier.serving.engine import Engine
 from kvtier.serving.http.app import build
 from kvtier.serving.http.front import Door
@@ -279,8 +280,7 @@ def _context(model: Any, asked: int | None) -> int | None:
     Raises:
         ConfigError: more than the model has.
     """
-    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    limit = int(found) if isinstance(found, int) and found > 0 else None
+    limit = count_of_positions(model)
     if asked is not None and limit is not None and asked > limit:
         raise ConfigError(f"--max-model-len {asked}: the model has {limit} positions.")
     return limit if asked is None else asked
