@@ -35,7 +35,8 @@ class RequestOutput:
         error: what was raised, where it failed.
         logprobs: of each generated token under the model's own scores, where they were asked for.
         top_logprobs: of each generated token, the likeliest tokens at its place and their log-probabilities.
-        cached_tokens: of the prompt, those that were not computed for this request.
+        cached_tokens: of the prompt, those that were not computed for this request: all of them where it is a further
+            sequence of the prompt, and goes on from the first one.
         preempted: times that it gave up its blocks.
         swapped: of these, times that they were to stay on the host until it goes on.
         arrived, first_token, finished: seconds of the engine's clock; None: it did not come to that.

@@ -268,6 +268,7 @@ class Requests:
             sample.sequence, sample.epoch = sequence, request.epoch
             sample.key, sample.changes = request.key, request.changes
             sample.job.running, sample.job.cached = True, request.job.cached
+            sample.output.cached_tokens = len(sample.output.prompt_ids)
             self.running[sample.job] = sample
         request.samples = []
 

@@ -23,7 +23,7 @@ from families import build_model, tiny_model
 from workloads import _bytes_of_a_block, by_generate, model_of
 
 import kvtier
-from kvtier import BudgetError, ConfigError, Engine, QueueFullError, TieredMemory
+from kvtier import BudgetError, ConfigError, Engine, MismatchError, QueueFullError, TieredMemory
 from kvtier.serving.requests import MAX_ENDED
 
 TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
@@ -666,3 +666,24 @@ def test_a_name_is_of_one_request_of_a_batch() -> None:
         for prompt, failed in (([5, 6], False), ([], True)):
             (output,) = engine.generate_batch([prompt], request_id="x", max_new_tokens=2).values()
             assert (output.request_id, output.error is not None) == ("x", failed)
+
+
+def test_further_sequences_of_a_prompt_have_nothing_of_it_computed() -> None:
+    with Engine(tiny_model("llama"), host_budget="8MiB", block_size=4) as engine:
+        engine.wait(engine.add_request(list(range(1, 40)), max_new_tokens=1))
+        name = engine.add_request(list(range(1, 40)), max_new_tokens=2, do_sample=True, num_return_sequences=3)
+        outputs = [engine.wait(each) for each in (name, f"{name}#1", f"{name}#2")]
+        assert [each.cached_tokens for each in outputs] == [
+            len(list(range(1, 40))) - 1,
+            len(list(range(1, 40))),
+            len(list(range(1, 40))),
+        ]
+
+
+def test_an_engine_whose_model_has_another_dtype_says_that_a_new_one_is_needed() -> None:
+    model = build_model("llama", "sdpa")
+    with Engine(model, host_budget="8MiB", block_size=4) as engine:
+        model.to(torch.bfloat16)
+        (output,) = engine.generate_batch([list(range(1, 40))], max_new_tokens=2).values()
+        assert isinstance(output.error, MismatchError)
+        assert "Of an engine, make a new one." in str(output.error)

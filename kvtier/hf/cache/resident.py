@@ -157,7 +157,7 @@ def _check_fits(index: int, layer: Any, keys: torch.Tensor, values: torch.Tensor
             raise MismatchError(
                 f"Layer {index} holds {tuple(held.shape)} in {held.dtype} on {held.device}, but was given "
                 f"{tuple(new.shape)} in {new.dtype} on {new.device}. A cache serves one model, dtype and batch; "
-                "`reset()` empties it."
+                "`reset()` empties it. Of an engine, make a new one."
             )
 
 

@@ -59,7 +59,7 @@ class BlockLayout:
                 f"Layer {layer} holds keys [batch, {self.k_heads}, tokens, {self.k_dim}] and values "
                 f"[batch, {self.v_heads}, tokens, {self.v_dim}] in {self.dtype}, but was given keys "
                 f"{list(keys.shape)} in {keys.dtype} and values {list(values.shape)} in {values.dtype}. A cache serves "
-                "one model in one dtype; `reset()` empties it."
+                "one model in one dtype; `reset()` empties it. Of an engine, make a new one."
             )
 
     @cached_property
