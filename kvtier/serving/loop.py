@@ -89,7 +89,8 @@ class Loop:
         try:
             return self._own_step()
         finally:
-            self._stepped()
+            self.stepping.release()
+            self._tell()
 
     def run_until(self, there: Callable[[], bool], end: float | None = None) -> bool:
         """Wait until what is waited for is there, and compute steps where no other thread does. Whether it is there.
@@ -102,7 +103,7 @@ class Loop:
             ConcurrentUseError: a listener or a criterion asks, for which the step waits.
         """
         self.check_outside()
-        lock, stepping = self._requests.lock, False
+        lock = self._requests.lock
         while True:
             try:
                 with lock:
@@ -118,9 +119,12 @@ class Loop:
                 if stepping:
                     self._own_step()
             finally:
-                if stepping:
-                    stepping = False
-                    self._stepped()
+                try:
+                    self.stepping.release()  # first: also where an interrupt came as it was taken
+                except RuntimeError:
+                    pass  # it was not
+                else:
+                    self._tell()
 
     def _own_step(self) -> bool:
         """One step, in a thread that asks for it."""
@@ -130,9 +134,8 @@ class Loop:
             self._cut_short(error)
             raise
 
-    def _stepped(self) -> None:
-        """Another thread may step."""
-        self.stepping.release()
+    def _tell(self) -> None:
+        """Another thread may step: who waits for one hears of it."""
         with self._requests.lock:
             self._requests.lock.notify_all()
 
