@@ -44,6 +44,7 @@ from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.errors import BudgetError, ConfigError, CorruptionError, StoreInUseError, UnsupportedError
 from kvtier.eviction.policies.names import EvictionName, policy_of
 from kvtier.eviction.policy import EvictionPolicy
+from kvtier.hf.models import dependence
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.devices import devices_of
 from kvtier.hf.models.fingerprint import fingerprint
@@ -125,7 +126,7 @@ class ConversationStore:
             raise ConfigError(f"loading={loading!r}: give 'auto' or 'always'.")
         states = parse_bytes("state_budget", state_budget, zero=True)
         self._kept = Kept(memory, self.caches.new, policy_of(eviction), states, self.caches.forms)
-        self._weights = of.weights_version(model)
+        self._weights = dependence.weights_version(model)
         self._calls = Calls(model)
         self._under_way = UnderWay(memory)
         #: Engines that serve from it.
@@ -358,7 +359,7 @@ class ConversationStore:
 
     def _keys(self, salt: Hashable) -> tuple[Hashable, ...]:
         """Under which tokens are kept that the model reads now."""
-        return self.caches.forms((of.computed_as(self.model), salt))
+        return self.caches.forms((dependence.computed_as(self.model), salt))
 
     # Life
 
@@ -375,10 +376,10 @@ class ConversationStore:
         """
         return self._under_way.one()
 
-    def _check_weights(self) -> of.Depends:
+    def _check_weights(self) -> dependence.Depends:
         """Drop everything if the model was changed: other weights make other keys and values. What is saved is of the
         weights that there were when the folder was opened: it is left alone from now on. What the model is now."""
-        depends = of.depends(self.model)
+        depends = dependence.depends(self.model)
         now = depends.weights
         if now != self._weights:
             if self._disk_tier is not None:
@@ -455,7 +456,7 @@ class ConversationStore:
         self._under_way.check_open()
         return self.conversations.open(Conversation(self, name, salt), False)
 
-    def check_weights(self) -> of.Depends:
+    def check_weights(self) -> dependence.Depends:
         """Drop everything if the model was changed. What it is now."""
         self._under_way.check_open()
         return self._check_weights()

@@ -28,6 +28,7 @@ from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ConfigError, CorruptionError, KVTierError, TransferError
 from kvtier.eviction.policies.names import policy_of
 from kvtier.forward.sub_batch import PackedSequence
+from kvtier.hf.models import dependence
 from kvtier.hf.models import generation as of
 from kvtier.scheduling.job import Job
 from kvtier.serving.costs import Costs
@@ -133,13 +134,13 @@ class Prefixes:
         self._memory = runner.forward.memory
         self._kept = kept
         self._store = store
-        self._weights = of.weights_version(model)
-        self.seen: of.Depends | None = None
+        self._weights = dependence.weights_version(model)
+        self.seen: dependence.Depends | None = None
         self.changes = 0
-        depends = of.depends(model)
+        depends = dependence.depends(model)
         self._computes = depends.computed_as, depends.training
         self._adapted = depends.adapted
-        self._modes = of.modes(model, self._adapted)
+        self._modes = dependence.modes(model, self._adapted)
         costs.loads = self._loads
         # Prompts that are being computed. None of them waits for another one.
         self._coming: PrefixIndex[Request] = PrefixIndex()
@@ -166,11 +167,11 @@ class Prefixes:
         tier = None if self._store is None else self._store.disk_tier
         return None if tier is None else tier.learned(self._forward.token_bytes())
 
-    def _look(self) -> of.Depends:
+    def _look(self) -> dependence.Depends:
         """What the model is now. Drops everything if its weights are others than before. A walk over all modules takes
         longer than most kernels: there is one in each change of the requests, whatever their number."""
         if self.seen is None:
-            self.seen = of.depends(self._model) if self._store is None else self._store.check_weights()
+            self.seen = dependence.depends(self._model) if self._store is None else self._store.check_weights()
             if self.seen.weights != self._weights:
                 if self._store is None:
                     self.clear()
@@ -189,7 +190,7 @@ class Prefixes:
     def watch(self) -> None:
         """A step begins. What was switched since the last one may be switched back before any request comes or
         ends."""
-        modes = of.modes(self._model, self._adapted)
+        modes = dependence.modes(self._model, self._adapted)
         if modes != self._modes:
             self._modes = modes
             self._look_and_count()

@@ -27,7 +27,7 @@ from kvtier import (
 )
 from kvtier.config import format_size
 from kvtier.conversation.conversation import Conversation
-from kvtier.hf.models import generation
+from kvtier.hf.models import dependence, trials
 from kvtier.hf.models.names import CACHE
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
@@ -483,7 +483,7 @@ def test_one_sequence_whose_states_are_more_than_their_budget_is_not_kept() -> N
 def test_a_model_whose_states_begin_again_is_found_out() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = build_model("qwen3_next", "sdpa").to(dtype)
-        assert generation.tried_states(model) == (True, True)
+        assert trials.tried_states(model) == (True, True)
         forward = model.forward
 
         def begins_again(*args: Any, forward: Any = forward, **inputs: Any) -> Any:
@@ -495,7 +495,7 @@ def test_a_model_whose_states_begin_again_is_found_out() -> None:
             return forward(*args, **inputs)
 
         model.forward = begins_again
-        assert not generation.tried_states(model).go_on
+        assert not trials.tried_states(model).go_on
 
 
 @pytest.mark.parametrize(
@@ -531,13 +531,13 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_made() -> None:
 
 def test_a_call_looks_at_all_modules_when_it_begins_and_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """That takes time in their number, which of a model with adapters is a thousand."""
-    model, looks, modules = tiny_model("llama"), list[int](), generation._modules
+    model, looks, modules = tiny_model("llama"), list[int](), dependence._modules
 
     def counted(model: Any) -> list[Any]:
         looks.append(1)
         return modules(model)
 
-    monkeypatch.setattr(generation, "_modules", counted)
+    monkeypatch.setattr(dependence, "_modules", counted)
     with store_of(model) as store:
         chat, inputs = store.open("a"), ones(some_ids(20))
         for _ in range(2):

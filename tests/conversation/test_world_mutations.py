@@ -33,7 +33,7 @@ from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.wake import Waker
 from kvtier.conversation.store import ConversationStore
-from kvtier.hf.models import generation
+from kvtier.hf.models import dependence
 from kvtier.memory.admission import Admission
 from kvtier.memory.blocks import residency
 from kvtier.memory.blocks.audit import Audit
@@ -87,7 +87,7 @@ MUTATIONS: dict[str, Mutation] = {
     "an entry is not removed from the index": edit(Kept, "_forget", "self._index.remove(entry)", "pass"),
     "the index hears of no shortened sequence": edit(Kept, "_shortened", "elif entry in self._index:", "elif False:"),
     "tenants share": edit(Calls, "read", "(depends.computed_as, salt)", "(depends.computed_as, None)"),
-    "adapters do not count": edit(generation, "_computed_as", "*_adapters(modules), ", ""),
+    "adapters do not count": edit(dependence, "_computed_as", "*_adapters(modules), ", ""),
     "weights do not count": gone(ConversationStore, "_check_weights"),
     "beams change rows and their ids do not": lambda patch: patch.delattr(JournalledCache, "reorder_cache"),
     "padding is kept": edit(Kept, "keep", ":, pad:stop]", ":, 0:length]"),

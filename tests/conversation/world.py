@@ -60,8 +60,8 @@ from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.cpu.native import Future
 from kvtier.eviction.policies.names import POLICIES as EVICTIONS
 from kvtier.eviction.rank import DEFAULT, Rank
-from kvtier.hf.models import generation
-from kvtier.hf.models.generation import computed_as
+from kvtier.hf.models import dependence, trials
+from kvtier.hf.models.dependence import computed_as
 from kvtier.hf.models.names import CACHE
 from kvtier.memory.blocks.block import RESIDENT, State
 from kvtier.memory.storage import system
@@ -1313,7 +1313,7 @@ class World:
     def _check_pinned(self) -> None:
         """What is pinned stays."""
         assert self.store is not None
-        if self.store._weights != generation.weights_version(self.toy):
+        if self.store._weights != dependence.weights_version(self.toy):
             return  # the next call drops all of it
         archive = archive_of(self.store)
         for name, chat in self.chats.items():
@@ -1472,16 +1472,16 @@ def worlds() -> Iterator[None]:
         patch.setattr(wake, "PIECE", 2000)
         patch.setattr(names, "MOST_IDLE", 1)
         patch.setattr(archive, "LARGEST", 3000)
-        tried = generation.tried_states
+        tried = trials.tried_states
 
-        def once(model: Any) -> generation.StatesTrial:
+        def once(model: Any) -> trials.StatesTrial:
             """It is tried for every store, and the same each time."""
             if "tried" not in vars(model):
                 vars(model)["tried"] = tried(model)
-            found: generation.StatesTrial = vars(model)["tried"]
+            found: trials.StatesTrial = vars(model)["tried"]
             return found
 
-        patch.setattr(generation, "tried_states", once)
+        patch.setattr(trials, "tried_states", once)
         gc.collect()
         gc.disable()
         try:

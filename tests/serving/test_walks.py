@@ -9,8 +9,8 @@ import pytest
 import torch
 from families import build_model
 
-import kvtier.hf.models.generation as of
 from kvtier import ConversationStore, Engine
+from kvtier.hf.models import dependence
 
 PROMPT = list(range(1, 40))
 OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
@@ -19,13 +19,13 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The walks over the modules of a model."""
-    found, walk = list[Any](), of._modules
+    found, walk = list[Any](), dependence._modules
 
     def counted(model: Any) -> list[Any]:
         found.append(model)
         return walk(model)
 
-    monkeypatch.setattr(of, "_modules", counted)
+    monkeypatch.setattr(dependence, "_modules", counted)
     return found
 
 

@@ -12,6 +12,7 @@ from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.index import WIDTH, packed
 from kvtier.conversation.saved.tail import Tail
 from kvtier.errors import ConfigError
+from kvtier.hf.models import dependence
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.names import ARGUMENTS
 
@@ -44,7 +45,7 @@ class Call:
     expand: int
     longest: int
     key: Hashable
-    depends: of.Depends
+    depends: dependence.Depends
     loaded: list[int] = field(default_factory=list)
     tail: Tail | None = None
     filled: int = 0
@@ -92,7 +93,9 @@ class Calls:
                 "model.generation_config if it is there, or call model.generate."
             )
 
-    def read(self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends) -> tuple[Call | None, str]:
+    def read(
+        self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: dependence.Depends
+    ) -> tuple[Call | None, str]:
         """The call, whose mask is taken out of the arguments; or None, and why it re-uses nothing and is of no use to
         others. `depends` is what the model is now."""
         model = self._model

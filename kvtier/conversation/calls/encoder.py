@@ -10,6 +10,7 @@ import torch
 
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.kept.kept import Kept
+from kvtier.hf.models import dependence
 from kvtier.hf.models import generation as of
 from kvtier.memory.tiered import TieredMemory
 
@@ -71,7 +72,7 @@ class EncoderReuse:
         self._outputs.clear()
 
     def generate(
-        self, ids: Any, kwargs: dict[str, Any], named: bool, salt: Hashable, depends: of.Depends, epoch: int
+        self, ids: Any, kwargs: dict[str, Any], named: bool, salt: Hashable, depends: dependence.Depends, epoch: int
     ) -> tuple[Any, tuple[RowReuse, ...]]:
         """What `model.generate` gives, and what each row began with.
 
@@ -88,7 +89,7 @@ class EncoderReuse:
         if found is None:
             why = "no call before had the same inputs"
             outputs = self._encode(ids, mask)
-            if of.depends(self._model) == depends:
+            if dependence.depends(self._model) == depends:
                 self._keep(inputs, outputs, epoch)
         else:
             outputs = found.kind(last_hidden_state=found.states)
@@ -96,7 +97,7 @@ class EncoderReuse:
         return self._model.generate(ids, **kwargs), _reuse_of(mask, why)
 
     def _inputs(
-        self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: of.Depends
+        self, ids: Any, kwargs: dict[str, Any], salt: Hashable, depends: dependence.Depends
     ) -> tuple[_Inputs | None, torch.Tensor | None, str]:
         """What a call gives to the encoder, and its mask; None, and why that is of no use to others."""
         model = self._model

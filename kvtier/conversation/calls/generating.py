@@ -18,6 +18,7 @@ from kvtier.conversation.kept.kept import Kept
 from kvtier.conversation.kept.ranks import naming_who_is_pinned
 from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.wake import Waker
+from kvtier.hf.models import dependence
 from kvtier.hf.models import generation as of
 from kvtier.memory.tiered import TieredMemory
 
@@ -57,7 +58,13 @@ class Generating:
         self._waker = waker
 
     def generate(
-        self, ids: Any, kwargs: dict[str, Any], named: bool, salt: Hashable, depends: of.Depends, turn_of: str | None
+        self,
+        ids: Any,
+        kwargs: dict[str, Any],
+        named: bool,
+        salt: Hashable,
+        depends: dependence.Depends,
+        turn_of: str | None,
     ) -> Any:
         """What `model.generate` gives; if that is a dict, with what each row began with.
 

@@ -19,6 +19,7 @@ from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.states import States, copied, has_states, joined
 from kvtier.errors import BudgetError, CorruptionError, KVTierError
+from kvtier.hf.models import dependence, trials
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.names import CACHE
 from kvtier.memory.tiered import TieredMemory
@@ -80,7 +81,7 @@ class PrefixReuse:
         self._columns = Columns(kept)
         self._new_cache = new_cache
         self._disk_tier = disk_tier
-        self._tried: of.StatesTrial | None = None
+        self._tried: trials.StatesTrial | None = None
 
     def generate(self, call: Call, kwargs: dict[str, Any]) -> tuple[Any, tuple[RowReuse, ...]]:
         """What `model.generate` gives, and what each row began with."""
@@ -392,10 +393,10 @@ class PrefixReuse:
                     del found[extra]
         return found
 
-    def _states(self) -> of.StatesTrial:
+    def _states(self) -> trials.StatesTrial:
         """How the model continues from states: tried once."""
         if self._tried is None:
-            self._tried = of.tried_states(of.inner(self._model))
+            self._tried = trials.tried_states(of.inner(self._model))
         return self._tried
 
     def _forward(self, cache: JournalledCache, call: Call, start: int, stop: int) -> None:
@@ -437,7 +438,7 @@ class PrefixReuse:
             return  # keys of a longer sequence are others; what stretched them is taken back below the limit only
         if "position_ids" in vars(cache):
             return  # the model (Qwen4-Exp, Transformers 5.17) keeps them in the cache itself, and not in a layer
-        if call.depends != of.depends(self._model):
+        if call.depends != dependence.depends(self._model):
             return  # the model was changed meanwhile
         if any(getattr(layer, "record_past", False) for layer in cache.layers):
             return  # assisted decoding: windows hold more than they show

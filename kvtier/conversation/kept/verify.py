@@ -13,6 +13,7 @@ from kvtier.conversation.journal import JournalledCache
 from kvtier.conversation.kept.kept import Kept
 from kvtier.errors import CorruptionError
 from kvtier.hf.models import generation as of
+from kvtier.hf.models import trials
 from kvtier.memory.tiered import TieredMemory
 
 #: Tokens that are compared together.
@@ -100,7 +101,7 @@ def compare(model: Any, cache: JournalledCache, ids: bytes, length: int) -> int:
     if not length or not kept:
         return 0
     tokens = torch.tensor([unpacked(ids)[:length]], device=of.device_of(model))
-    found = difference(kept, of.recomputed(model, tokens, kept))
+    found = difference(kept, trials.recomputed(model, tokens, kept))
     if found:
         raise CorruptionError(
             f"Of a sequence of {length} tokens, {found}, when they are computed again. It is not kept any more."

@@ -3,7 +3,9 @@
 names.py       what Transformers calls a cache
 layers.py      the layers of a model's cache, and whether a cache fits a model
 config.py      the config of a decoder, by name or as a file has it
-generation.py  what `generate` is told, and what keys and values depend on
+generation.py  what `generate` is told, and what is known of a model before it is asked
+dependence.py  `Depends`: what keys and values depend on besides tokens
+trials.py      what is computed to find out what a model does
 rotary.py      `Stretched`: frequencies that depend on how long a sequence was
 positions.py   how many positions a model has, and whether there are more
 fingerprint.py what saved keys and values are bound to

@@ -1,34 +1,25 @@
-"""What `generate` is told, and what a model's keys and values depend on."""
+"""What `generate` is told, and what is known of a model before it is asked."""
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import itertools
 import sys
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.generation import GenerationMixin
 
 from kvtier.errors import ConfigError
 from kvtier.hf.models.layers import transformers_layers
 from kvtier.hf.models.names import CACHE
-from kvtier.hf.models.written import numbers
 
 #: What `generate` takes that is no input of a model.
 _SIGNATURE = frozenset(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "kwargs"}
 _SETTINGS = frozenset(vars(GenerationConfig()))
-#: Modules that give the same in training mode: who adds one to a model need not think of it.
-_SAME_IN_TRAINING = frozenset(
-    (torch.nn.Identity, torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList, torch.nn.ModuleDict)
-)
-#: Tokens of the trial whether states go on, and of its first part.
-_TRIAL, _FIRST = 12, 7
 #: Of each model that was asked: see `shift_of_positions`.
 _shifts: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
 
@@ -196,159 +187,6 @@ def hooks(module: Any) -> Sequence[Any]:
     return found
 
 
-class Depends(NamedTuple):
-    """What keys and values depend on besides tokens.
-
-    Attributes:
-        computed_as: adapters, and the dtype of autocast.
-        weights: a number that changes when weights are written or replaced.
-        training: what is in training mode, which may change what it gives: "the model" or a part; "": nothing.
-        adapted: modules with adapters, switched on or off.
-    """
-
-    computed_as: tuple[Any, ...]
-    weights: int
-    training: str
-    adapted: tuple[Any, ...]
-
-
-def depends(model: Any) -> Depends:
-    """What keys and values depend on now, by one walk over all modules."""
-    modules = _modules(model)
-    adapted = tuple(module for module in modules if _has_adapters(module))
-    return Depends(_computed_as(model, modules), _weights(modules), _training(modules), adapted)
-
-
-def modes(model: Any, adapted: Sequence[Any]) -> tuple[Any, ...]:
-    """What of it is known without such a walk: whether the model as a whole is in training mode, the dtype of autocast,
-    and which adapters compute in these modules."""
-    return model.training, _autocast(model), *map(_computing, adapted)
-
-
-def training(model: Any) -> str:
-    """What of a model is in training mode, as `Depends.training`."""
-    return _training(_modules(model))
-
-
-def _training(modules: list[Any]) -> str:
-    for i, module in enumerate(modules):
-        if module.training and type(module) not in _SAME_IN_TRAINING:
-            return f"a {type(module).__name__} of the model" if i else "the model"
-    return ""
-
-
-def _modules(model: Any) -> list[Any]:
-    """As `model.modules()`, in the same order and in a fourth of the time."""
-    found, left = dict[Any, None](), [model]
-    while left:
-        module = left.pop()
-        if module is not None and module not in found:
-            found[module] = None
-            left += reversed(module._modules.values())
-    return list(found)
-
-
-def adapters(model: Any) -> tuple[str, ...]:
-    """Adapters that change what the model computes now, and how much."""
-    return _adapters(_modules(model))
-
-
-def _adapters(modules: list[Any]) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-    each = list[tuple[int, tuple[str, ...]]]()
-    for i, module in enumerate(modules):
-        if _has_adapters(module):  # most have none: to ask for what is not there is slow
-            mine = _computing(module)
-            found |= dict.fromkeys(mine)
-            each.append((i, mine))
-    if len({mine for _, mine in each}) > 1:  # which module has which is part of it; the same in later processes
-        found[hashlib.blake2b(repr(each).encode(), digest_size=16).hexdigest()] = None
-    return tuple(found)
-
-
-def _has_adapters(module: Any) -> bool:
-    return "base_layer" in module._modules
-
-
-def _computing(module: Any) -> tuple[str, ...]:
-    """The adapters of a module that compute now, each with its scale."""
-    merged, scaling = getattr(module, "merged", False), getattr(module, "scaling", None) or {}
-    names = getattr(module, "merged_adapters" if merged else "active_adapters", None)
-    if not isinstance(names, (list, tuple)) or (not merged and getattr(module, "disable_adapters", False)):
-        return ()
-    return tuple(f"{name} {scaling.get(name, 1)} {merged}" for name in names)
-
-
-def computed_as(model: Any) -> tuple[Any, ...]:
-    """What keys and values depend on now, tokens and weights aside: adapters, and the dtype of autocast."""
-    return _computed_as(model, _modules(model))
-
-
-def _computed_as(model: Any, modules: list[Any]) -> tuple[Any, ...]:
-    return (*_adapters(modules), *_left_out(model), _autocast(model))
-
-
-def _left_out(model: Any) -> tuple[str, ...]:
-    """What a config asks of attention and its implementation leaves out without a word: torch's the cap on scores."""
-    config = model.config.get_text_config(decoder=True)
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return ("no cap on scores",) if capped and config._attn_implementation == "sdpa" else ()
-
-
-def _autocast(model: Any) -> torch.dtype | None:
-    device = device_of(model).type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def weights_version(model: Any) -> int:
-    """Changes when weights are written or replaced: through torch or its optimizers, not through `.data`, which nobody
-    counts."""
-    return _weights(_modules(model))
-
-
-def _weights(modules: list[Any]) -> int:
-    total, number = 0, numbers.of
-    for module in modules:
-        for x in module._parameters.values():
-            if x is not None:
-                total = hash((total, number(x), 0 if x.is_inference() else x._version))
-        if module._buffers:
-            for x in lasting_buffers(module).values():
-                total = hash((total, number(x), 0 if x.is_inference() else x._version))
-    return total
-
-
-def lasting_buffers(module: Any) -> dict[str, torch.Tensor]:
-    """The buffers of a module that say what it will compute.
-
-    A rotary embedding that depends on the length writes its frequencies in forwards: "longrope" in each one, from
-    others of its buffers; "dynamic" where a sequence is long, and where the next one is short it takes the original
-    frequencies, which stand in their place here.
-    """
-    found = {name: x for name, x in module._buffers.items() if x is not None}
-    types = vars(module).get("rope_type")
-    for layer_type, kind in types.items() if isinstance(types, dict) else (("", types),):
-        name, original = (f"{layer_type}_{x}".lstrip("_") for x in ("inv_freq", "original_inv_freq"))
-        if kind == "longrope":
-            found.pop(name, None)
-        elif kind == "dynamic" and name in found and original in found:
-            found[name] = found[original]
-    return found
-
-
-def recomputed(model: Any, ids: torch.Tensor, layers: Collection[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of some layers, `[1, heads, tokens, dim]`, computed from ids `[1, tokens]` in one forward."""
-    cache = DynamicCache(config=model.config)
-    for i in layers:
-        if hasattr(cache.layers[i], "sliding_window"):
-            cache.layers[i].sliding_window = ids.shape[1] + 2  # it keeps all tokens, and masks know the window
-    options: dict[str, Any] = {"logits_to_keep": 1} if takes_logits_to_keep(inner(model)) else {}
-    options |= positions(model, torch.ones_like(ids))
-    with torch.no_grad():
-        inner(model)(input_ids=ids, use_cache=True, **{CACHE: cache}, **options)
-    return {i: (cache.layers[i].keys, cache.layers[i].values) for i in layers}
-
-
 def attends_ahead(model: Any) -> bool:
     """Whether tokens of a prompt attend to those behind them, so that their keys and values depend on these."""
     for part in (model.config, model.config.get_text_config(decoder=True)):
@@ -409,69 +247,6 @@ def length_of_constant_positions(config: Any) -> int | None:
     return min(limits) if limits else None
 
 
-def scores_in_parts(
-    model: Any, ids: Sequence[int], parts: Sequence[int]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Scores `[vocabulary]` behind each part of a sequence: computed part by part on a `DynamicCache`, and those of one
-    forward without a cache."""
-    row = torch.tensor([list(ids)], device=device_of(model))
-    found, start, name = list[torch.Tensor](), 0, cache_argument(model)
-    with torch.no_grad():
-        cache = DynamicCache(config=model.config)
-        for count in parts:
-            new = row[:, start : start + count]
-            found.append(model(input_ids=new, use_cache=True, **{name: cache}).logits[0, -1])
-            start += count
-        whole = model(input_ids=row[:, :start], use_cache=False).logits[0]
-    return found, [whole[stop - 1] for stop in itertools.accumulate(parts)]
-
-
-class StatesTrial(NamedTuple):
-    """How a model continues from states.
-
-    Attributes:
-        go_on: several tokens may follow a state at once: some models begin again then, without saying so.
-        in_cache: the states are in the cache alone: some models keep one in themselves, that of their last forward.
-    """
-
-    go_on: bool
-    in_cache: bool
-
-
-def tried_states(model: Any) -> StatesTrial:
-    """Whether several tokens may follow a state at once, and other sequences come between: tried."""
-    device, name = device_of(model), cache_argument(model)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = (torch.arange(_TRIAL, device=device) * 7 % max(vocabulary - 1, 1) + 1)[None].clamp(max=vocabulary - 1)
-
-    def score(start: int, stop: int, cache: DynamicCache | None) -> torch.Tensor:
-        given: dict[str, Any] = {"use_cache": False} if cache is None else {"use_cache": True, name: cache}
-        given |= positions(model, torch.ones_like(ids[:, :stop]), start)
-        found: torch.Tensor = model(input_ids=ids[:, start:stop], **given).logits[0, -1].float()
-        return found
-
-    def begun() -> DynamicCache:
-        cache = DynamicCache(config=model.config)
-        score(0, _FIRST, cache)
-        return cache
-
-    with torch.no_grad():
-        whole = score(0, _TRIAL, None)
-        parts = score(_FIRST, _TRIAL, begun())
-        cache = begun()
-        singles = [score(i, i + 1, cache) for i in range(_FIRST, _TRIAL)]
-        cache = begun()
-        score(0, 2, DynamicCache(config=model.config))
-        behind_another = score(_FIRST, _FIRST + 1, cache)
-    # One token at a time is how models decode, and right: what it differs from the whole by is rounding. Where that is
-    # in doubt the answer is no, which costs time and no token.
-    eps = 2 * torch.finfo(next(model.parameters()).dtype).eps * whole.abs().max()
-    rounding = (whole - singles[-1]).abs().max() + eps
-    go_on = (parts - singles[-1]).abs().max() <= 2 * rounding
-    in_cache = (behind_another - singles[0]).abs().max() <= 2 * eps
-    return StatesTrial(bool(go_on.item()), bool(in_cache.item()))
-
-
 def keeps_recurrent_states(config: Any) -> bool:
     """Whether some layer keeps a state instead of keys and values."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in transformers_layers(config))
@@ -506,41 +281,6 @@ def cache_argument(model: Any) -> str:
     """The name under which a model's forward takes a cache."""
     takes = inspect.signature(inner(model).forward).parameters
     return "cache_params" if "cache_params" in takes else CACHE
-
-
-def next_scores(model: Any, ids: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
-    """The scores `[vocabulary]` of the token behind `ids`, as `generate` computes them, and the cache that goes on.
-
-    Args:
-        cache: of the first tokens; it must lack at least one. None: every token is computed, and no cache is made.
-    """
-    given = {"use_cache": False} if cache is None else {cache_argument(model): cache}
-    out = _greedily(model, ids, 1, **given)
-    return out.logits[0][0], None if cache is None else getattr(out, CACHE)
-
-
-def generated_scores(model: Any, ids: Sequence[int], count: int) -> tuple[list[int], list[torch.Tensor]]:
-    """So many greedy tokens of `generate`, and the scores `[vocabulary]` that each was chosen by."""
-    out = _greedily(model, ids, count)
-    return out.sequences[0, len(ids) :].tolist(), [scores[0] for scores in out.logits]
-
-
-def _greedily(model: Any, ids: Sequence[int], count: int, **given: Any) -> Any:
-    row = torch.tensor([list(ids)], device=device_of(model))
-    return model.generate(
-        row,
-        attention_mask=torch.ones_like(row),
-        generation_config=GenerationConfig(
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            num_beams=1,
-            output_logits=True,
-            return_dict_in_generate=True,
-            pad_token_id=0,
-        ),
-        **given,
-    )
 
 
 def synchronize(model: Any) -> None:

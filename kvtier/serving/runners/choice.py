@@ -19,6 +19,7 @@ import torch
 from kvtier.config import CacheOptions, format_size
 from kvtier.errors import BudgetError, ConfigError, UnsupportedError
 from kvtier.hf.attention.enable import Enabled, enable_for
+from kvtier.hf.models import dependence, trials
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.rotary import Stretched
 from kvtier.memory.tiered import TieredMemory
@@ -190,9 +191,9 @@ def _alone(model: Any, memory: TieredMemory, options: CacheOptions) -> SingleRun
     """
     prompts = [ids[:length] for ids, length in zip(_tokens(model), _PROMPTS, strict=True)]
     try:
-        wanted = [of.generated_scores(model, ids, _ALONE) for ids in prompts]
+        wanted = [trials.generated_scores(model, ids, _ALONE) for ids in prompts]
         wholes = [
-            [of.next_scores(model, ids + tokens[:n], None)[0] for n in range(_ALONE)]
+            [trials.next_scores(model, ids + tokens[:n], None)[0] for n in range(_ALONE)]
             for ids, (tokens, _) in zip(prompts, wanted, strict=True)
         ]
     except _NO_ROOM:
@@ -277,17 +278,17 @@ def _scores_alone(model: Any, steps: _Steps) -> list[_Scores]:
     """For each of the two sequences, scores behind each of its three parts: computed in these parts, with Transformers'
     own cache, and as a whole, without one. What these two differ by is rounding."""
     parts = zip(*steps, strict=True)
-    return [of.scores_in_parts(of.inner(model), ids, part) for ids, part in zip(_tokens(model), parts, strict=True)]
+    return [trials.scores_in_parts(of.inner(model), ids, part) for ids, part in zip(_tokens(model), parts, strict=True)]
 
 
 def _generates_otherwise(model: Any, wanted: list[_Scores]) -> str:
     """Why scores of a `generate` of the model's own are not those of its forwards; "": they are."""
-    if of.depends(of.inner(model)).adapted:
+    if dependence.depends(of.inner(model)).adapted:
         return "its own `generate` may switch its adapters"
     eps = _precision(model)
     for ids, length, (parts, wholes) in zip(_tokens(model), _PROMPTS, wanted, strict=True):
         try:
-            _, (scores,) = of.generated_scores(of.inner(model), ids[:length], 1)
+            _, (scores,) = trials.generated_scores(of.inner(model), ids[:length], 1)
         except _NO_ROOM:
             raise
         except Exception:  # it generates nothing from text alone, and its forwards are all there is

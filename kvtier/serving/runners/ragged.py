@@ -14,6 +14,7 @@ from kvtier.forward.sub_batch import PackedSequence
 from kvtier.hf.attention.packed import packing
 from kvtier.hf.engine.ragged import RaggedCache, state_layers
 from kvtier.hf.models import generation as of
+from kvtier.hf.models import trials
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.runners.packed import OnPackedForward
 from kvtier.serving.runners.runner import NO_LIMIT, Work
@@ -37,7 +38,7 @@ class RaggedRunner(OnPackedForward):
         self._size = options.block_size or 1
         self._positions = of.reads_positions(self._model)
         self._cache = of.cache_argument(self._model)
-        self.chunked = of.tried_states(self._model).go_on
+        self.chunked = trials.tried_states(self._model).go_on
         self.forward = PackedForward(memory, options, int(self._config.num_hidden_layers))
         self._rows: list[_Ragged] = []
         self._stacked: States = {}

@@ -10,6 +10,7 @@ import torch
 from kvtier.config import CacheOptions
 from kvtier.hf.cache.cache import TieredKVCache
 from kvtier.hf.models import generation as of
+from kvtier.hf.models import trials
 from kvtier.hf.models.rotary import Stretched
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.runners.runner import NO_LIMIT, Runner, Work
@@ -74,7 +75,7 @@ class SingleRunner(Runner):
         try:
             with self._stretched.original():
                 for length in self._lengths(each):
-                    scores, sequence.cache = of.next_scores(self._model, each.ids[:length], sequence.cache)
+                    scores, sequence.cache = trials.next_scores(self._model, each.ids[:length], sequence.cache)
         except BaseException:
             # Whatever is there of it: the sequence begins again.
             sequence.begin_again()

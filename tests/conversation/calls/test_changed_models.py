@@ -20,7 +20,7 @@ from transformers import BartConfig, BartForConditionalGeneration, Gemma3ForCaus
 from kvtier import ConfigError, ConversationStore, Engine, KVTierError, TieredKVCache, UnsupportedError
 from kvtier.conversation.calls import prefix_reuse
 from kvtier.conversation.journal import JournalledCache
-from kvtier.hf.models import generation
+from kvtier.hf.models import dependence
 from kvtier.hf.models.written import numbers
 
 FUSED = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
@@ -78,7 +78,7 @@ def test_another_model_that_is_trained_costs_nothing_that_is_kept() -> None:
 
 def test_steps_are_heard_of_once_in_a_process_and_no_tensor_is_kept_alive() -> None:
     model = build_model("llama", "sdpa")
-    generation.weights_version(model)
+    dependence.weights_version(model)
     gc.collect()  # models of other tests are gone, so that only `other` comes and goes
     hooks, known = len(_global_optimizer_post_hooks), len(numbers._known)
     other = build_model("llama", "sdpa")
@@ -147,7 +147,7 @@ def test_what_an_encoder_gave_before_another_call_found_other_weights_is_not_kep
     )  # fmt: skip
     model = BartForConditionalGeneration(config).eval()
     with store_of(model) as store:
-        depends, looks = generation.depends, list[int]()
+        depends, looks = dependence.depends, list[int]()
 
         def slow(model: Any) -> Any:
             found = depends(model)
@@ -156,7 +156,7 @@ def test_what_an_encoder_gave_before_another_call_found_other_weights_is_not_kep
                 store.clear()
             return found
 
-        monkeypatch.setattr(generation, "depends", slow)
+        monkeypatch.setattr(dependence, "depends", slow)
         for cached in (0, 0, 20):
             store.generate(**ones(some_ids(20)), **GREEDY)
             assert store.reuse[0].cached == cached
@@ -243,7 +243,7 @@ def test_an_adapter_that_differs_from_module_to_module_is_told_by_where_it_does(
         layer.self_attn.k_proj = Scaled(layer.self_attn.k_proj)
         scaled.append(layer.self_attn.k_proj)
     assert len(scaled) == 3
-    plain = generation.adapters(model)
+    plain = dependence.adapters(model)
     assert plain == ("a 1.0 False",)
     with store_of(model) as store:
         for scales in ((0.5, 1.0, 1.0), (0.5, 0.5, 1.0), (1.0, 0.5, 0.5)):
@@ -252,7 +252,7 @@ def test_an_adapter_that_differs_from_module_to_module_is_told_by_where_it_does(
             assert [tell(store, model, ids) for _ in range(2)] == [0, 39]
         for module in scaled:
             module.scaling["a"] = 1.0
-        assert generation.adapters(model) == plain
+        assert dependence.adapters(model) == plain
         for off in range(3):
             for i, module in enumerate(scaled):
                 module.disable_adapters = i == off

@@ -26,7 +26,7 @@ from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.saved.wake import Wake, Waker
-from kvtier.hf.models import generation
+from kvtier.hf.models import dependence
 from kvtier.memory.blocks.block import State
 from kvtier.tables.parked.sequences import ParkedSequences
 
@@ -240,7 +240,7 @@ def test_loads_that_are_refused_do_not_wait_for_each_other(
                     wake = chat.wake(wait=True)
                     ended.append(wake.why)
                     return
-                key, ids = (generation.computed_as(model), None), packed(chat.ids[:-1])
+                key, ids = (dependence.computed_as(model), None), packed(chat.ids[:-1])
                 tail = Tail(memory, 0, functools.partial(store.disk_tier.load, key, ids, stateful=False))
                 tail.begin()
                 ended.append(tail.wait()[1])
@@ -398,7 +398,7 @@ def test_a_wake_that_races_the_end_of_its_store_leaves_nothing(
         with store_of(model, **options) as store:
             store.generate(**ones(ids), **GREEDY)
         store = store_of(model, **options)
-        key, row = (generation.computed_as(model), None), packed(ids[0].tolist())
+        key, row = (dependence.computed_as(model), None), packed(ids[0].tolist())
 
         def asks() -> None:
             wakes.append(store._waker.submit(key, row))
