@@ -59,9 +59,13 @@ class HostPart:
             if not blocks:
                 self._down = self._buffer.last = engine.submit(copies, Direction.QUERY, reader.counters)
         if blocks:
-            self._come_by()
-            with reader.memory.lock:
-                self._down = self._buffer.last = engine.submit(copies, Direction.QUERY, reader.counters)
+            try:
+                self._come_by()
+                with reader.memory.lock:
+                    self._down = self._buffer.last = engine.submit(copies, Direction.QUERY, reader.counters)
+            except BaseException:
+                self._buffers.in_use = False  # nobody has this to end it
+                raise
 
     def _come_by(self) -> None:
         """Before copies that block the CPU until the device has come by: wait for that without the lock, so that others

@@ -20,6 +20,7 @@ from kvtier.attention.reader import LayerReader
 from kvtier.cpu import fallback, native
 from kvtier.kernels import launch, paged
 from kvtier.kernels.params import AttentionParams
+from kvtier.memory.access.readers import Reading
 from kvtier.memory.blocks import residency
 from kvtier.tables.layer import LayerKV
 
@@ -109,23 +110,41 @@ def attend(
         reader.memory.mend()
         partition = reader.partition(lengths)
         reading = reader.begin()
+    in_one_memory = reader.in_one_memory and native.available()
+    if pause is not None and partition.host and reader.device.slabs is not None and not in_one_memory:
+        return _in_halves(AttentionCall(reader, lengths, query, cu_queries), partition, params, reading, pause)
     try:
-        if reader.in_one_memory and native.available():
+        if in_one_memory:
             return _whole(reader, partition, lengths, query, params, cu_queries)
-        call = AttentionCall(reader, lengths, query, cu_queries)
-        if pause is None or not partition.host or reader.device.slabs is None:
-            return _attend(call, partition, params)
+        return _attend(AttentionCall(reader, lengths, query, cu_queries), partition, params)
+    finally:
+        reader.end(reading)
+
+
+def _in_halves(
+    call: AttentionCall,
+    partition: Partition,
+    params: AttentionParams,
+    reading: Reading | None,
+    pause: Callable[[], None],
+) -> torch.Tensor:
+    """A call with a pause, before which the device has its part and the query is on its way to the host."""
+    reader = call.reader
+    try:
         _count(reader, partition)
         parts = _Parts(call, partition, params)
+    except BaseException:
+        reader.end(reading)
+        raise
+    try:
         try:
             parts.attend_on_device(partition.device)
             parts.attend_on_device(partition.arriving)
-        except BaseException:
-            parts.end()
-            raise
+        finally:
+            reader.end(reading)
+        return _after_pause(parts, pause)
     finally:
-        reader.end(reading)
-    return _after_pause(parts, pause)
+        parts.end()
 
 
 def _after_pause(parts: _Parts, pause: Callable[[], None]) -> torch.Tensor:
@@ -134,22 +153,19 @@ def _after_pause(parts: _Parts, pause: Callable[[], None]) -> torch.Tensor:
     Nothing is read while others go on, and no slot is held. They may have moved blocks: then the call is made again.
     """
     call, reader, partition = parts.call, parts.call.reader, parts.partition
+    pause()
+    with reader.memory.lock:
+        reader.memory.mend()
+        now = reader.partition(call.lengths)
+        reading = reader.begin()
     try:
-        pause()
-        with reader.memory.lock:
-            reader.memory.mend()
-            now = reader.partition(call.lengths)
-            reading = reader.begin()
-        try:
-            if now is not partition and now.host.rows != partition.host.rows:
-                parts.end()
-                return _attend(call, now, parts.params)
-            parts.begin_on_host()
-            return parts.finish()
-        finally:
-            reader.end(reading)
+        if now is not partition and now.host.rows != partition.host.rows:
+            parts.end()
+            return _attend(call, now, parts.params)
+        parts.begin_on_host()
+        return parts.finish()
     finally:
-        parts.end()
+        reader.end(reading)
 
 
 def _whole(

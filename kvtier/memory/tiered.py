@@ -108,7 +108,7 @@ class TieredMemory:
         self.lock = new_lock()
         #: Around a change that no `Guard` is around, within the lock; it collects first.
         self.change = Change(self, self.follow)
-        self.readers = Readers(self.lock)
+        self.readers = Readers(self.lock, self.follow)
         #: Compares blocks in host memory with what was written; None: nobody does.
         self.audit = Audit(options.audit) if options.audit else None
         self.closed = False
@@ -297,6 +297,7 @@ class TieredMemory:
                 poison=self._poison,
             )
             self._devices[device] = found
+            found.engine.follow()
         return found
 
     @property

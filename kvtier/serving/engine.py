@@ -38,6 +38,7 @@ _LOG = logging.getLogger("kvtier.serving")
 #: Requests that wait, beyond which more are refused.
 MAX_WAITING = 4096
 PREEMPTION = ("price", SWAP, RECOMPUTE)
+_OWN_TIME = "the model is divided over processes, each of which would end it at another step. Give a length instead."
 
 
 class Engine:
@@ -133,6 +134,7 @@ class Engine:
             raise ConfigError(f"preemption={preemption!r}: give one of {', '.join(map(repr, PREEMPTION))}.")
         states = parse_bytes("state_budget", state_budget, zero=True)
         chosen = scheduler_of(scheduler)
+        self._vocabulary, self._positions = of.vocabulary_of(model), table_of_positions(model)
         self._model = model
         self._tokenizer = tokenizer
         self._own_memory = memory is None
@@ -162,8 +164,6 @@ class Engine:
         self._store = store
         if store is not None:
             store.engines.add(self)
-        self._vocabulary = of.vocabulary_of(model)
-        self._positions = table_of_positions(model)
         self._requests = Requests(self._runner, self._prefixes, store, costs, max_waiting, clock)
         self._steps = StepRunner(
             self._requests,
@@ -332,6 +332,8 @@ class Engine:
                 f"A prompt of {len(prompt)} tokens that may grow to {sampling.max_length} has more than the "
                 f"{self._positions} positions of the model, which has no others. Lower max_new_tokens, or the prompt."
             )
+        if sampling.is_timed and self._steps.divided:
+            raise ConfigError(f"max_time: {_OWN_TIME}")
         if sampling.count > self.max_waiting:
             raise ConfigError(f"{sampling.count} sequences of a prompt are more than may wait: {self.max_waiting}.")
         return Prepared(prompt, sampling.each(), terms)
@@ -398,16 +400,18 @@ class Engine:
     def _tokens_of(self, request: Request, timeout: float | None) -> Iterator[int]:
         given, over = 0, False
         while not over:
-            self._wait_until(request, functools.partial(request.goes_beyond, given), timeout)
+            self._wait_until(functools.partial(request.goes_beyond, given), timeout, "No token of", request)
             with self._requests.lock:
                 new, over = request.output.generated_tokens[given:], request.done.is_set()
             yield from new
             given += len(new)
 
-    def _wait_until(self, request: Request, there: Callable[[], bool], timeout: float | None) -> None:
+    def _wait_until(self, there: Callable[[], bool], timeout: float | None, what: str, request: Request) -> None:
+        if timeout is not None and self._steps.divided:
+            raise ConfigError(f"timeout={timeout}: {_OWN_TIME}")
         end = None if timeout is None else time.monotonic() + timeout
         if not self._loop.run_until(there, end):
-            raise TimeoutError(f"{request.name!r} got no further in {timeout} seconds.")
+            raise TimeoutError(f"{what} {request.name!r} came in {timeout} seconds.")
 
     def output(self, request_id: str) -> RequestOutput:
         """What there is of a request; of those that have ended, the last 4096 are kept. Raises `ConfigError`."""
@@ -428,7 +432,7 @@ class Engine:
         request = self._request(request_id)
         if request is None:
             return self.output(request_id)
-        self._wait_until(request, request.done.is_set, timeout)
+        self._wait_until(request.done.is_set, timeout, "No end of", request)
         return request.output
 
     def generate_batch(
@@ -491,11 +495,11 @@ class Engine:
     def _go_on(self, added: Sequence[Request], count: int) -> None:
         """Return when one of these requests has ended, or the queue has room for so many sequences of a prompt; 0: for
         none."""
-        left = [each.done for each in added if not each.done.is_set()][:1]
-        there = [left[0].is_set] if left else []
-        if count:
-            there.append(lambda: self._requests.has_room(count))
-        self._loop.run_until(lambda: any(each() for each in there))
+        waited = next((each.done for each in added if not each.done.is_set()), None)
+        if waited is not None or count:
+            self._loop.run_until(
+                lambda: (waited is not None and waited.is_set()) or (count > 0 and self._requests.has_room(count))
+            )
 
     # The loop
 

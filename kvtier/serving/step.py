@@ -133,8 +133,11 @@ class StepRunner:
         """Whether all processes of the model compute this. Where they do not (one has had less room, say), each drops
         what it keeps and begins its requests again, after which they are alike."""
         processes = self._runner.processes
-        parts = [(x.name, each.cached, *each.ids[each.cached : each.cached + each.tokens]) for x, each in work]
-        if processes is None or processes.same(parts):
+        if processes is None:
+            return True
+        if processes.same(
+            [(x.name, each.cached, *each.ids[each.cached : each.cached + each.tokens]) for x, each in work]
+        ):
             self._apart = 0
             return True
         self._requests.books.interrupted = True

@@ -14,10 +14,12 @@ from partitioned import PLACES, Sequences, ragged_spec
 from problems import DTYPES, Case, Spec
 
 from kvtier.attention import split
+from kvtier.attention.host_part import HostPart
 from kvtier.attention.partition import Partition
 from kvtier.attention.reader import LayerReader
 from kvtier.cpu import native
 from kvtier.memory.blocks.block import State
+from kvtier.memory.storage.buffers import IoBuffers
 from kvtier.memory.tiered import EngineFactory, default_engine
 from kvtier.testing import held
 from kvtier.transfer.engine import Transfer
@@ -101,6 +103,26 @@ def test_any_partition_of_a_batch_of_one_length_gives_the_dense_answer(engine: s
             exact = case.exact(row)
             assert not excess(case, row, exact, out[row], exact.lse.float()), (row, spec)
         sequences.close()
+
+
+def test_an_interrupt_while_a_query_waits_for_the_device_gives_its_buffer_back(
+    monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    def interrupted(part: HostPart) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(IoBuffers, "blocks", lambda buffers, buffer: True)
+    monkeypatch.setattr(HostPart, "_come_by", interrupted)
+    spec, _ = ragged_spec(200, DTYPES[0])
+    length = max(spec.lengths)
+    spec = replace(spec, lengths=(length,) * len(spec.lengths), first_valid=None)
+    sequences = Sequences(Case(spec), 0, device=CPU, engine=ENGINES["behind the CPU's back"])
+    sequences.scatter()
+    assert sequences.reader.partition(length).host
+    with pytest.raises(KeyboardInterrupt):
+        split.attend(sequences.reader, length, sequences.case.query, sequences.case.params)
+    assert not sequences.reader.io_buffers.in_use
+    sequences.close()
 
 
 def breaking(what: str, patch: pytest.MonkeyPatch) -> None:

@@ -57,3 +57,14 @@ def test_models_without_a_table_take_more_tokens_than_they_have_positions(name: 
     most = count_of_positions(model)
     assert most is not None
     assert takes(model, most + 1) == (table_of_positions(model) is None)
+
+
+def test_a_table_for_images_is_none_of_the_texts() -> None:
+    """It may have as many rows as the text has rotary positions, beyond which that goes on."""
+    model = tiny_model("llama")
+    most = model.config.max_position_embeddings
+    model.vision_tower = torch.nn.ModuleDict({"position_embedding": torch.nn.Embedding(most, 4)})
+    try:
+        assert table_of_positions(model) is None
+    finally:
+        del model.vision_tower

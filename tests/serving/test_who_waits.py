@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MaxTimeCriteria
 from workloads import by_generate, model_of
 
-from kvtier import Engine
+from kvtier import ConfigError, Engine
 from kvtier.serving import engine as engine_module
 from kvtier.serving import loop
+from kvtier.serving.step import StepRunner
 
 LONG = 120.0
 PROMPT = (5, 6, 7)
@@ -188,3 +190,33 @@ def test_a_thread_that_is_started_as_the_one_before_has_ended_is_not_lost() -> N
     assert engine.alive
     engine.close()
     assert not any(each.name == "kvtier-engine" for each in threading.enumerate())
+
+
+def test_a_batch_whose_last_request_has_just_ended_waits_for_nothing() -> None:
+    """The engine's thread may end it between two looks."""
+    engine = engine_of()
+    name = added(engine, 2)
+    request = engine._requests.named[name]
+    engine.wait(name)
+    thread = threading.Thread(target=engine._go_on, args=([request], 0), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    engine.close()
+
+
+def test_where_processes_share_a_model_nothing_ends_by_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would end it at another step, and wait for the others for ever."""
+    engine = engine_of()
+    monkeypatch.setattr(StepRunner, "divided", True)
+    with pytest.raises(ConfigError, match="max_time: the model is divided"):
+        engine.add_request(list(PROMPT), max_new_tokens=4, max_time=100.0)
+    with pytest.raises(ConfigError, match="max_time: the model is divided"):
+        engine.add_request(list(PROMPT), max_new_tokens=4, stopping_criteria=[MaxTimeCriteria(100.0)])
+    name = added(engine, 2)
+    with pytest.raises(ConfigError, match="timeout=60: the model is divided"):
+        engine.wait(name, timeout=60)
+    with pytest.raises(ConfigError, match="timeout=60: the model is divided"):
+        next(engine.stream(name, timeout=60))
+    assert len(engine.wait(name).generated_tokens) == 2
+    engine.close()

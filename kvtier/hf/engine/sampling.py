@@ -110,6 +110,7 @@ class Sampling:
     Attributes:
         samples: whether tokens are drawn, and not the likeliest taken.
         max_length: tokens, those of the prompt included.
+        is_timed: whether it ends after some time.
         group: requests whose `group` is equal and not None have equal processors that look at scores alone.
     """
 
@@ -184,7 +185,7 @@ class Sampling:
             x for x in self._processors if type(x) not in _OF_SEQUENCES and not any(x is given for given in processors)
         ]
         self._stopping = Stopping(model, config, criteria, len(prompt), tokenizer)
-        self.max_length = self._stopping.max_length
+        self.max_length, self.is_timed = self._stopping.max_length, self._stopping.is_timed
         self._shared += self._stopping.shared
         self._begin(device)
         self._seed = _checked(seed)

@@ -40,6 +40,7 @@ class Stopping:
 
     Attributes:
         max_length: tokens, those of the prompt included.
+        is_timed: whether it ends after some time.
         criteria: those that are asked at each token.
         shared: of these, those that keep nothing of a sequence.
     """
@@ -56,6 +57,7 @@ class Stopping:
         times = [x.initial_timestamp + x.max_time for x in merged if type(x) is MaxTimeCriteria]
         tokens = [x.eos_token_id.flatten().tolist() for x in merged if type(x) is EosTokenCriteria]
         self.max_length = max(int(min(lengths)), prompt + 1)  # criteria are asked behind the first token
+        self.is_timed = bool(times)
         self._until = min(times, default=math.inf) - time.time() + time.monotonic()
         self._tokens = frozenset(x for each in tokens for x in each)
         self.criteria = [x for x in merged if type(x) not in _KNOWN]

@@ -21,7 +21,9 @@ def table_of_positions(model: Any) -> int | None:
     a forward fails, and on CUDA every later one, too; None: it has none."""
     most = count_of_positions(model)
     found = list[int]()
-    for name, table in (*inner(model).named_modules(), *inner(model).named_buffers()):
+    model = inner(model)
+    text = (model.get_decoder() if hasattr(model, "get_decoder") else None) or model
+    for name, table in (*text.named_modules(), *text.named_buffers()):
         name = name.rpartition(".")[2]
         if "pos" not in name and name != "wpe":
             continue

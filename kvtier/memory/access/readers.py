@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.memory.access.lock import Lock, Waiting
 from kvtier.memory.storage.pool import Fence
@@ -29,9 +29,14 @@ class Readers:
 
     A call takes a snapshot of addresses under the lock, reads without it, and never waits for memory in between: so
     whoever waits for it with `wait` is not waited for.
+
+    Args:
+        lock: of the memory.
+        resumed: called by a thread that has let go of the lock and has it again: others may have used the devices.
     """
 
-    def __init__(self, lock: Lock) -> None:
+    def __init__(self, lock: Lock, resumed: Callable[[], None] = lambda: None) -> None:
+        self._resumed = resumed
         self._active: list[Reading] = []
         self._paused = set[int]()  # threads
         self._lock = lock
@@ -102,6 +107,7 @@ class Readers:
         if not self.others():
             return False
         self._ended.wait()
+        self._resumed()
         return True
 
     def pause(self) -> None:
@@ -112,6 +118,7 @@ class Readers:
             self._ended.wait()
         finally:
             self._paused.discard(me)
+        self._resumed()
 
     def is_paused(self, thread: threading.Thread | None) -> bool:
         """Whether a thread is in `pause`: it ends nothing that others wait for."""

@@ -63,7 +63,8 @@ class PackedRunner(OnPackedForward):
         self._config = self._model.config.get_text_config(decoder=True)
         self._keeps = of.takes_logits_to_keep(self._model)
         where = devices_of(self._model)
-        self._split = any(device != where.model for device in where.layers.values())
+        weights = {weight.device for weight in self._model.parameters() if weight.device.type != "meta"}
+        self._split = not weights.union(where.layers.values()) <= {where.model}
         self.forward = PackedForward(memory, options, int(self._config.num_hidden_layers))
         self.sub_batches: SubBatches | None = None
 

@@ -96,3 +96,17 @@ def test_a_call_that_is_cut_short_does_not_keep_others_waiting(readers: Readers)
     with readers._lock:
         assert not readers.wait()
     assert fences[0].passed()
+
+
+@pytest.mark.parametrize("way", ["wait", "pause"])
+def test_who_has_let_go_of_the_lock_is_told_when_it_has_it_again(way: str) -> None:
+    """Others may have used the devices meanwhile, on streams of their own."""
+    lock, told = new_lock(), list[bool]()
+    readers = Readers(lock, lambda: told.append(lock._is_owned()))
+    reading = elsewhere(lambda: begun(readers))
+    timer = threading.Timer(0.05, lambda: ended(readers, reading, None))
+    with lock:
+        timer.start()
+        getattr(readers, way)()
+        assert told == [True]
+    timer.join()
