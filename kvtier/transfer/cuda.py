@@ -139,6 +139,7 @@ class CudaTransfers(TransferEngine):
         self._clock: Clock | None = None
         self._idle: torch.cuda.Stream | None = None
         self.stream: torch.cuda.Stream | None = None
+        self._number: int | None = None  # of that
         self._inherited = False
 
     def forked(self) -> None:
@@ -149,12 +150,15 @@ class CudaTransfers(TransferEngine):
         """See `TransferEngine`. A CUDA graph that is captured depends on nothing outside of it: it changes nothing."""
         if self._inherited:
             return
+        number = launch.stream_number(self.device)
+        if number is not None and number == self._number:  # asked some times for each layer and token
+            return
         stream, last = torch.cuda.current_stream(self.device), self.stream
         if stream == last or launch.capturing(self.device):
             return
         if last is not None:
             stream.wait_event(self._recorded(last).recorded)
-        self.stream = stream
+        self.stream, self._number = stream, number
 
     def give_back(self, memory: torch.Tensor) -> None:
         """See `TransferEngine`."""

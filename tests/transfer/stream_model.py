@@ -34,7 +34,7 @@ import torch
 from accesses import Observer, Span, block_spans, call_site, spans_of
 
 from kvtier.cpu import fallback, native
-from kvtier.kernels import copies
+from kvtier.kernels import copies, launch
 from kvtier.memory.storage.buffers import IoBuffer
 from kvtier.memory.storage.slabs import SlabAllocator
 from kvtier.transfer.cuda import CudaTransfers
@@ -335,6 +335,7 @@ class StreamModel(contextlib.AbstractContextManager["StreamModel"]):
         patch.setattr(torch.cuda, "Stream", stream)
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self))
         patch.setattr(torch.cuda, "current_stream", lambda device: self._current or self.compute)
+        patch.setattr(launch, "stream_number", lambda device: id(self._current or self.compute))
         patch.setattr(torch.cuda, "stream", on)
         patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         self._patch_memory(patch)

@@ -17,6 +17,7 @@ from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.saved.wake import Waker
 from kvtier.cpu import native
+from kvtier.kernels import launch
 from kvtier.memory.tiered import TieredMemory as Memory
 from kvtier.memory.tiers.tier import DeviceTier
 from kvtier.stats import Counters
@@ -231,6 +232,7 @@ def test_in_a_process_that_was_forked_no_device_is_asked_for_its_stream(monkeypa
         memory, blocks = talk.cache._forward.memory, talk.cache.stats.device.used_blocks
         with Patch.context() as patch:
             patch.setattr(torch.cuda, "current_stream", lambda device: 1 / 0)
+            patch.setattr(launch, "stream_number", lambda device: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 assert talk.cache.stats
             memory.forked()
