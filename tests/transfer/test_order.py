@@ -234,7 +234,7 @@ ADDRESSES = {
 }
 
 
-def races(lost: Lost, seeds: int = 8) -> set[tuple[str, str]]:
+def races(lost: Lost, seeds: int = 40) -> set[tuple[str, str]]:
     """The pairs that race in some conversations, until the one that is looked for does."""
     found: set[tuple[str, str]] = set()
     for seed in range(seeds):
