@@ -145,7 +145,7 @@ MUTATIONS: dict[str, Mutation] = {
         DiskTier, "_bring", "ids[: until * WIDTH]", "ids[: (until - 1) * WIDTH]"
     ),
     "checksums are not compared": both(
-        edit(files, "read_tensors", "!= sums", "is None"),
+        edit(files, "_checked", "!= sums", "is None"),
         edit(straight, "read_straight", " and cached.sums == sums", ""),
     ),
     "chunks are read in another order": edit(Disk, "read", "chunk.chain()[::-1]", "chunk.chain()"),
