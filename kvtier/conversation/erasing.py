@@ -29,11 +29,15 @@ def shared(chat: Conversation, conversations: Conversations) -> int:
 
 
 def erase(salt: Hashable, ids: bytes, start: int, memory: TieredMemory, kept: Kept, tier: DiskTier | None) -> None:
-    """Remove what is kept under a salt and begins with more than the first `start` tokens of a sequence."""
+    """Remove what is kept under a salt and begins with more than the first `start` tokens of a sequence, behind these.
+
+    Raises:
+        ConfigError: what is saved cannot be removed now. What is in memory is.
+    """
     with memory.lock, memory.change:
         memory.collect()
         for entry in list(kept.entries.values()):
             if isinstance(entry.key, tuple) and entry.key[-1] == salt and common(entry.ids, ids) > start:
-                kept.parked.drop(entry.sequence)
+                kept.shorten(entry, start)
     if tier is not None:
         tier.erase(salt, ids, start)

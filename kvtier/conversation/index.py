@@ -187,6 +187,20 @@ class PrefixIndex(Generic[T]):
             node, at = below, at + len(below.ids)
         return reversed(found)
 
+    def continuing(self, key: Hashable, ids: bytes) -> Iterator[T]:
+        """The entries that begin with all of a sequence, in any order."""
+        node: _Node[T] | None = self._roots.get(key)
+        at = 0
+        while node is not None and at < len(ids):
+            node = node.below.get(ids[at : at + WIDTH])
+            if node is not None and common(node.ids, ids[at:]) * WIDTH < min(len(node.ids), len(ids) - at):
+                return
+            at += 0 if node is None else len(node.ids)
+        nodes = [] if node is None else [node]
+        for each in nodes:
+            nodes += each.below.values()
+            yield from each.ends
+
     def _split(self, above: _Node[T], head: bytes, node: _Node[T], at: int) -> _Node[T]:
         """Put a node between two, where their ids part."""
         between: _Node[T] = _Node(node.ids[:at], above)

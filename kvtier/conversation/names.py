@@ -335,11 +335,11 @@ class Conversations:
         """See `ConversationStore.forget`."""
         with self.lock:  # nobody reads it meanwhile
             with self._memory.lock, self._memory.change:
-                found, is_known = self._opened(name), name in self._known
+                found = self._opened(name)
             if found is not None:
                 found.close()
-            elif is_known:
-                self._drop(name)
+            else:
+                self._drop(name)  # of one that is damaged, too, what is kept aside
 
     def remove(self, chat: Conversation) -> None:
         """A conversation is closed: its name is free. May be done again where it was cut short.

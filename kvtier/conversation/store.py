@@ -285,20 +285,22 @@ class ConversationStore:
         is none.
 
         Args:
-            erase: and remove, from memory and disk, what is kept of its tokens and what continues them, behind those
-                that another conversation of its salt begins with. All conversations are read, and what waits to be
-                saved is saved before.
+            erase: before that, remove, from memory and disk, what is kept of its tokens and what continues them, behind
+                those that another conversation of its salt begins with. A file stays that has some of these at its
+                beginning, with all that it holds. All conversations are read, and what waits to be saved is saved
+                before.
 
         Raises:
-            ConfigError: what no conversation can be named; with `erase`, one cannot be read now: nothing is forgotten.
+            ConfigError: what no conversation can be named; with `erase`, a conversation cannot be read now, or what is
+                saved cannot be removed: the name stays, and may be forgotten again.
         """
-        chat = self.find(name) if erase else None
-        start = 0 if chat is None else shared(chat, self.conversations)
-        self._under_way.check_open()
         check_name(name)
-        self.conversations.forget(name)
-        if chat is not None:
-            remove(chat.salt, ids_of(vars(chat)), start, self.memory, self._kept, self._disk_tier)
+        with self.in_use():
+            chat = self.find(name) if erase else None
+            if chat is not None:
+                start = shared(chat, self.conversations)
+                remove(chat.salt, ids_of(vars(chat)), start, self.memory, self._kept, self._disk_tier)
+            self.conversations.forget(name)
 
     @property
     def names(self) -> list[str]:

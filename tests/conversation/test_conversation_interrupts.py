@@ -21,6 +21,7 @@ from toy import Toy
 from kvtier import ConversationStore, KVTierError
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.index import common, packed
 
 #: Of the lines of each act, so many; KVTIER_TEST_LINES=1000000 asks for all.
 LINES = int(os.environ.get("KVTIER_TEST_LINES", "100"))
@@ -120,6 +121,13 @@ def goes_on(store: ConversationStore, toy: Toy) -> None:
     store.check_integrity()
 
 
+def erased(scene: Scene, ids: bytes, others: bytes) -> None:
+    """Nothing is kept of a sequence behind what another one begins with."""
+    start = common(ids, others)
+    assert [x for x in scene.store._kept.entries.values() if common(x.ids, ids) > start] == []
+    assert scene.disk._chunks.beyond(None, ids, start) == []
+
+
 def wake(scene: Scene) -> None:
     scene.chats["a"].park()
     scene.store.clear()
@@ -150,6 +158,7 @@ ACTS: dict[str, Callable[[Scene], object]] = {
     "drop": lambda scene: scene.chats["a"].drop(4, 9),
     "close": lambda scene: scene.chats["a"].close(),
     "forget": lambda scene: scene.store.forget("b"),
+    "erase": lambda scene: scene.store.forget("a", erase=True),
     "engine": lambda scene: scene.chats["a"].went_on([*scene.chats["a"].ids, 1]),
     "flush": lambda scene: scene.store.flush(),
     "paste": paste,
@@ -174,6 +183,8 @@ def cut_short(act: str, at: int, folder: Path, after: Mapping[str, Any] | None =
             now = whole(scene.store)
             after = now if after is None else after
             unhurt(now, before, after)
+            if act == "erase" and "a" not in now:
+                erased(scene, *(packed(before[name][0]) for name in ("a", "b")))
             # The process may end here.
             shutil.copytree(scene.folder, folder / "copy")
             with begin(scene.toy, folder / "copy") as copy:

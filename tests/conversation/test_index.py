@@ -53,6 +53,8 @@ def test_what_is_found_is_the_longest_common_beginning(seed: int) -> None:
         listed = list(index.prefixes(key, packed(probe)))
         assert {entry for _, entry in listed} == whole
         assert [n for n, _ in listed] == sorted((len(entries[entry][1]) for _, entry in listed), reverse=True)
+        begun = {n for n, (where, other) in entries.items() if where == key and other[: len(probe)] == probe}
+        assert sorted(index.continuing(key, packed(probe))) == sorted(begun)
         assert len(index) == len(entries)
     for number in list(entries):
         index.remove(number)

@@ -112,7 +112,7 @@ class Chunks:
         """For each of some sequences, given as its salt and its ids: the numbers of the chunks that its tokens are in,
         under every key that has this salt."""
         ends = [end_of(salt) for salt, _ in sequences]
-        keys = with_ends((x for x in self._index.all_keys() if isinstance(x, str)), ends)
+        keys = self._keys(ends)
         for end, (_, ids) in zip(ends, sequences, strict=True):
             found = set[int]()
             for key in keys.get(end, ()):
@@ -124,20 +124,18 @@ class Chunks:
             yield found
 
     def beyond(self, salt: object, ids: bytes, start: int) -> list[Chunk]:
-        """Chunks whose first token follows more than the first `start` tokens of a sequence, or is the next one of
-        these, under every key that has this salt. Not all: what continues these follows as many."""
-        found = list[Chunk]()
-        keys = with_ends((x for x in self._index.all_keys() if isinstance(x, str)), [end_of(salt)])
-        for key in keys.get(end_of(salt), ()):
-            length, longest = self._index.find(key, ids)
-            chain = [] if longest is None else longest.chain()[::-1]
-            # Until where the tokens of each are those of the sequence, at least.
-            for chunk, until in zip(chain, [*(min(x.start, length) for x in chain[1:]), length], strict=True):
-                if start <= chunk.start < length:
-                    found.append(chunk)
-                elif until > start:
-                    found += [x for x in chunk.below if x.start > start]
-        return found
+        """Chunks that begin behind `start` tokens of a sequence or more, and whose own sequences have more of its
+        tokens than these, under every key that has this salt; what continues a chunk before it."""
+        head, end = ids[: (start + 1) * WIDTH], end_of(salt)
+        if len(ids) <= start * WIDTH:
+            return []
+        keys = self._keys([end]).get(end, ())
+        found = [x for key in keys for x in self._index.continuing(key, head) if x.start >= start]
+        return sorted(found, key=lambda x: -x.start)
+
+    def _keys(self, ends: Sequence[str]) -> dict[str, list[str]]:
+        """See `with_ends`."""
+        return with_ends((x for x in self._index.all_keys() if isinstance(x, str)), ends)
 
     # Change
 

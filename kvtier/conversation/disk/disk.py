@@ -139,7 +139,7 @@ class Disk:
             numbers, rest = self._folder.files()
             # Files that cannot be removed below keep their numbers: what is counted as theirs may be removed later.
             self._next = max(numbers, default=0) + 1
-            bad = self._fill(self._chunks, numbers)
+            bad, self.others = self._fill(self._chunks, numbers)
             if bad:
                 with self._manifest.transaction():
                     self._manifest.remove(bad)
@@ -155,40 +155,42 @@ class Disk:
             self.room.discard(file)
         self._sweep()
 
-    def _fill(self, chunks: Chunks, numbers: Collection[int] | None) -> list[int]:
-        """Add what all rows say. Returns the numbers of those that are damaged, have no file, or continue these.
-
-        Args:
-            numbers: of the files; None: every row has one.
-        """
-        bad, used = list[int](), dict[int, int]()
+    def _fill(self, chunks: Chunks, numbers: Collection[int]) -> tuple[list[int], dict[str, int]]:
+        """Add what all rows say whose files have these numbers. Returns the numbers of rows that are damaged, have no
+        file, or continue these; and what `others` is."""
+        bad, others, used = list[int](), dict[str, int](), dict[int, int]()
         for number, row, last in self._manifest.rows():
             parent = chunks.get(row.parent) if row is not None and row.parent is not None else None
-            if row is None or not (numbers is None or number in numbers) or not fits(row, parent):
+            if row is None or number not in numbers or not fits(row, parent):
                 bad.append(number)
                 continue
             chunks.add(row, parent)
             used[number] = last
             if not row.key.startswith(self._prefix):
                 self._order.others.add(number)
-                if numbers is not None:
-                    self.others[row.key] = self.others.get(row.key, 0) + row.nbytes
+                others[row.key] = others.get(row.key, 0) + row.nbytes
         chunks.order(used)
-        return bad
+        return bad, others
 
     def _is_settled(self) -> bool:
-        """Whether it is known what is saved. Where a change was cut short, what the rows say holds; that is read now,
-        which takes as long as it did when the folder was opened. The caller has the lock, and is in no change."""
+        """Whether it is known what is saved. Where a change was cut short, what the rows say holds, if their files are
+        there and stay; that is read now, which takes as long as it did when the folder was opened. The caller has the
+        lock, and is in no change."""
         if not self._chunks.in_doubt:
             return True
-        if self.closed or self._folder.is_inherited:
+        if self.closed or not self._folder.there():
             return False
         found = Chunks()
         try:
-            self._fill(found, None)
+            numbers, _ = self._folder.files()
+            bad, _ = self._fill(found, {n for n in numbers if self.room.keeps(self._folder.file(n))})
         except (*FAILURES, ValueError) as error:
             self.problem = f"{error}: what is saved is not known"
             return False
+        if bad:
+            # Where that fails, they go when this is done again, or when the folder is opened.
+            with self._telling("what is of no use is not removed"), self._manifest.transaction():
+                self._manifest.remove(bad)
         for chunk in self._chunks:
             if found.get(chunk.number) is None:
                 self.room.discard(self._folder.file(chunk.number), chunk.nbytes)
@@ -329,19 +331,23 @@ class Disk:
                 above = None if parent is None else (parent.number, parent.digest)
                 row = Row.of(number, key, above, start, own, written, sums)
                 try:
-                    with self._manifest.transaction():
-                        self._manifest.add(row, self._chunks.uses + 1)
-                        self._manifest.use(self._chunks.unsaved)
+                    return self._add(row, parent)
                 except FAILURES as error:
                     why = f"{error}: a sequence was not saved"
-                else:
-                    with self._chunks.change():
-                        self._chunks.unsaved.clear()
-                        chunk = self._chunks.add(row, parent)
-                        self._chunks.use(chunk)
-                    return chunk
         self._not_written(number, why)
         return None
+
+    def _add(self, row: Row, parent: Chunk | None) -> Chunk:
+        """Add a row, and its chunk."""
+        with contextlib.ExitStack() as within:
+            with self._manifest.transaction():
+                self._manifest.add(row, self._chunks.uses + 1)
+                self._manifest.use(self._chunks.unsaved)
+                within.enter_context(self._chunks.change())  # a commit that fails may have been done
+            self._chunks.unsaved.clear()
+            chunk = self._chunks.add(row, parent)
+            self._chunks.use(chunk)
+        return chunk
 
     def _not_written(self, number: int, problem: str) -> None:
         self.problem = problem
@@ -370,7 +376,7 @@ class Disk:
             found = self._chunks.get(chunk.number) if self._is_there(chunk) else None
             if found is None:
                 return
-            gone = [found]
+            gone, failed = [found], False
             for each in gone:
                 gone += each.children or ()
             with self._chunks.change():
@@ -379,19 +385,28 @@ class Disk:
                         with self._manifest.transaction():
                             self._manifest.remove([x.number for x in gone])
                     except FAILURES as error:
-                        self.problem = str(error)  # without their files the rows are of no use either
+                        self.problem, failed = str(error), True  # without their files the rows are of no use either
                 self.room.drop(gone[::-1])
+            self._chunks.in_doubt = failed  # then they go as soon as anybody looks
         self._sweep()
 
     def erase(self, salt: object, ids: bytes, start: int) -> None:
-        """Remove the chunks that begin with more than the first `start` tokens of a sequence before their own, or with
-        so many and its next one, and what continues them, under every key of a salt."""
+        """Remove the chunks that begin behind `start` tokens of a sequence or more, and whose own sequences have more
+        of its tokens than these, under every key of a salt.
+
+        Raises:
+            ConfigError: they cannot be removed now, or some file of no use cannot.
+        """
         with self._lock:
             self._check_open()
-            found = self._chunks.beyond(salt, ids, start) if self._is_settled() else []
-            for chunk in found:
-                self.forget(chunk)
-            self._tells = self._tells or bool(found)
+            why = self._left_alone or ("" if self._is_settled() else self.problem)
+            if not why:
+                found = self._chunks.beyond(salt, ids, start)
+                self._tells = self._tells or bool(found)
+                why = self.room.let_go(found)
+        why = why or self.room.sweep(whole=True)
+        if why:
+            raise ConfigError(f"What is saved of a sequence in {self.path} is not removed: {why}. Try again.")
         self.clear_log()
 
     def _is_there(self, chunk: Chunk) -> bool:

@@ -66,6 +66,10 @@ class Room:
         waits for no commit; a file that goes at that moment may be counted twice."""
         return self._chunks.nbytes + sum(list(self._stray.values()))
 
+    def keeps(self, file: Path) -> bool:
+        """Whether a file does not wait to be removed."""
+        return file not in self._stray
+
     def count(self) -> None:
         """Count what the manifest takes."""
         with self._lock, contextlib.suppress(*FAILURES):

@@ -202,6 +202,13 @@ class Kept:
                 self._cut_out(each, first, last)
         self.ranks.refresh()
 
+    def shorten(self, entry: Entry, length: int) -> None:
+        """Keep of an entry no more than the first `length` tokens of its sequence, and no more of their ids."""
+        self.parked.shorten(entry.sequence, min(max(length - entry.sequence.start, 0), entry.sequence.length))
+        if entry.stateful:  # others have no more ids than tokens
+            entry.ids = entry.ids[: entry.sequence.length * WIDTH]
+        self.ranks.refresh()
+
     def _cut_out(self, entry: Entry, start: int, stop: int) -> None:
         ids = entry.ids
         rest = self.parked.cut_out(entry.sequence, start, stop)

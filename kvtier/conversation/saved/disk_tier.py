@@ -112,8 +112,12 @@ class DiskTier:
         self._archive.close()
 
     def erase(self, salt: Hashable, ids: bytes, start: int) -> None:
-        """Remove what is saved under a salt and begins with more than the first `start` tokens of a sequence, once
-        what waits is saved: one that is kept no more is not."""
+        """Remove what is saved under a salt and begins with more than the first `start` tokens of a sequence. What
+        waits to be saved is saved before, or was dropped from memory and is not.
+
+        Raises:
+            ConfigError: it cannot be removed now.
+        """
         self._archive.flush()
         self.disk.erase(salt, ids, start)
 

@@ -117,23 +117,25 @@ def test_what_is_saved_behind_an_interrupt_is_there_later(
     assert at > 30
 
 
-def test_what_is_saved_behind_a_commit_that_was_done_and_failed_is_there_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("done", [False, True], ids=["not done", "done"])
+@pytest.mark.parametrize("act", ACTS)
+def test_what_is_saved_behind_a_call_that_failed_is_there_later(
+    act: str, done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     with opened(tmp_path / "source") as disk:
-        assert all([save(disk, ids) for ids in ALL[:3]])
+        assert all([save(disk, ids, key(act)) for ids in ALL[:3]])
         begun = disk.room.nbytes
     for at in range(10**6):
         folder = shutil.copytree(tmp_path / "source", tmp_path / "x")
-        with failing(10**6, errno.EIO, done=True) as left, opened(folder) as disk:
+        with failing(10**6, errno.EIO, done=done) as left, opened(folder) as disk:
             disk.room.budget = begun + 2000
             left[0] = at
-            grow(disk)
+            ACTS[act](disk)
             ended, left[0] = left[0] >= 0, 10**6
-            go_on(disk, "k")
-        check(folder, "k", f"what was saved is lost behind call {at}")
+            go_on(disk, key(act))
+        check(folder, key(act), f"what was saved is lost behind call {at}")
         shutil.rmtree(folder)
         if ended:
             break
-    assert at > 10
+    assert at

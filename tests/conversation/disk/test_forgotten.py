@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sqlite3
 import threading
@@ -14,7 +15,7 @@ import torch
 from disks import disk_of
 from families import tiny_model
 from test_store import GREEDY, fresh, ones, some_ids, store_of
-from test_upkeep import grown
+from test_upkeep import grown, save
 from test_upkeep import read as read_all
 
 from kvtier.conversation.disk import manifest
@@ -22,6 +23,7 @@ from kvtier.conversation.disk.contents import Contents, contents
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.upkeep import Upkeep
 from kvtier.conversation.index import common, packed
+from kvtier.errors import ConfigError
 
 WORD = b"SWORDFISH"
 
@@ -194,3 +196,87 @@ def test_a_conversation_that_is_the_beginning_of_another_has_nothing_alone(folde
         store.forget("a", erase=True)
         assert contents(folder).rows == before
         assert store.names == ["b"]
+
+
+def test_what_cannot_be_erased_now_is_told_and_its_name_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = tiny_model("llama"), some_ids(30)
+
+    def fails(*args: Any) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with store_of(model, directory=folder) as store:
+        store.open("a").generate(**ones(prompt), **GREEDY)
+        store.flush()
+        for cannot, doubt in ((manifest.Manifest.remove, False), (manifest.Manifest.rows, True)):
+            with monkeypatch.context() as patch:
+                patch.setattr(manifest.Manifest, cannot.__name__, fails)
+                store._disk_tier.disk._chunks.in_doubt = doubt
+                with pytest.raises(ConfigError, match="is not removed: disk I/O error"):
+                    store.forget("a", erase=True)
+            assert store.names == ["a"]
+        store.forget("a", erase=True)
+        assert store.names == []
+    assert contents(folder).rows == {}
+
+
+@pytest.mark.parametrize("erase", [False, True])
+def test_what_was_set_aside_of_one_that_is_damaged_goes_with_its_name(erase: bool, folder: Path) -> None:
+    model = tiny_model("llama")
+    with store_of(model, directory=folder) as store:
+        chat = store.open("a")
+        chat.messages = state(9, WORD.decode())["messages"]
+        store.conversations.changed(chat)
+    with contextlib.closing(sqlite3.connect(folder / "manifest.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE conversations SET digest = x'00'")
+    with store_of(model, directory=folder) as store:
+        if not erase:
+            assert store.find("a") is None
+        store.forget("a", erase=erase)
+        store.flush()
+        assert telling(folder) == []
+
+
+def test_who_looks_for_something_waits_for_no_file_that_is_erased(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(disk_of(folder)) as disk:
+        save(disk, [1] * 20)
+        save(disk, [1] * 20 + [2] * 20)
+        unlink, waited = os.unlink, list[bool]()
+
+        def noted(file: Any) -> None:
+            waited.append(disk._lock._is_owned())
+            unlink(file)
+
+        monkeypatch.setattr(os, "unlink", noted)
+        disk.erase(None, packed([1] * 20), 0)
+        assert waited == [False, False]
+        assert disk.chunks == 0
+
+
+def test_what_a_fork_begins_with_stays_in_memory() -> None:
+    with store_of(tiny_model("llama")) as store:
+        chat = store.open("a")
+        ids = chat.generate(**ones(some_ids(30)), **GREEDY)
+        fork = chat.fork("b")
+        fork.set_rank(pinned=True)
+        chat.generate(**ones(torch.cat([ids, some_ids(20, seed=2)], 1)), **GREEDY)
+        store.forget("a", erase=True)
+        store.check_integrity()
+        assert {len(x.ids) // 8 for x in store._kept.entries.values()} == {ids.shape[1]}
+        fork.generate(**ones(torch.cat([ids, some_ids(5, seed=3)], 1)), **GREEDY)
+        assert store.reuse[0].cached >= ids.shape[1] - 1
+
+
+def test_who_is_interrupted_as_it_erases_may_do_it_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupts(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with store_of(tiny_model("llama"), directory=folder) as store:
+        store.open("a").generate(**ones(some_ids(30)), **GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr(Disk, "erase", interrupts)
+            with pytest.raises(KeyboardInterrupt):
+                store.forget("a", erase=True)
+        store.forget("a", erase=True)
+    assert contents(folder).rows == {}
