@@ -116,6 +116,11 @@ class ConversationStore:
         eviction: EvictionPolicy | EvictionName | None = None,
     ) -> None:
         of.check_model(model)
+        if directory is not None and of.mesh_of(model) is not None:
+            raise UnsupportedError(
+                "directory=: the model is divided over processes. What they read takes different times, and each would "
+                "begin a call with other tokens. Leave out the directory."
+            )
         self._own = memory is None
         memory = memory_of(memory, device_budget, host_budget, policy, audit)
         self.model = model
@@ -134,11 +139,6 @@ class ConversationStore:
         self._disk_tier: DiskTier | None = None
         if directory is None and disk_budget is not None:
             raise ConfigError("disk_budget is given without a directory.")
-        if directory is not None and of.mesh_of(model) is not None:
-            raise UnsupportedError(
-                "directory=: the model is divided over processes. What they read takes different times, and each would "
-                "begin a call with other tokens. Leave out the directory."
-            )
         limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
         disk = None if directory is None else Disk(directory, limit, fingerprint(model), prefix())
         try:

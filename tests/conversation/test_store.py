@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +25,11 @@ from kvtier import (
     MismatchError,
     TieredKVCache,
     TieredMemory,
+    UnsupportedError,
 )
 from kvtier.config import format_size
 from kvtier.conversation.conversation import Conversation
-from kvtier.hf.models import dependence, trials
+from kvtier.hf.models import dependence, generation, trials
 from kvtier.hf.models.names import CACHE
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
@@ -805,3 +807,15 @@ def test_an_interrupt_in_what_cleans_up_leaves_a_conversation_that_goes_on_and_a
         thread.join()
         assert chat.reuse is not None
         assert chat.reuse.cached == 11
+
+
+def test_a_model_that_is_divided_over_processes_is_refused_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(generation, "mesh_of", lambda model: object())
+    with TieredMemory(host_budget="1MiB") as memory:
+        with pytest.raises(UnsupportedError, match="divided over processes") as held:
+            store_of(tiny_model("llama"), memory=memory, host_budget=None, directory=tmp_path / "x")
+        assert held.value is not None  # as a notebook holds it
+        assert not memory.parked
+    assert not (tmp_path / "x").exists()

@@ -8,6 +8,7 @@ manifest does not name it. So manifests, and the files that are new in them, are
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import sqlite3
@@ -38,7 +39,8 @@ class Copied:
         nbytes: of these files and of the manifest.
         left_out: files that rows name and that are not in it: they are damaged, or continue one that is, or were
             removed faster than they were copied.
-        damage: what is not what was written. Conversations that are damaged are copied as they are.
+        damage: rows and files that are not what was written, and are left out. Conversations that are damaged, or kept
+            aside, are copied as they are.
     """
 
     conversations: int
@@ -84,10 +86,11 @@ def copy_folder(directory: str | Path, to: str | Path) -> Copied:
 def _next_to(target: Path) -> Iterator[Path]:
     """A folder for a copy, under a name of its own; it is removed where something fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # what cannot be replaced is told of before anything is copied
+        if os.listdir(target) or os.path.ismount(target):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), os.fspath(target))
     made = Path(tempfile.mkdtemp(prefix=".kvtier-copy-", dir=target.parent))
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.rmdir(target)  # one that cannot be replaced is told of before anything is copied
         yield made
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
@@ -112,8 +115,9 @@ def _copy(source: Path, made: Path) -> Copied:
         if lacking.items() <= before.items():
             break
     # A row that is there after its file was looked for has lost it; others were removed with theirs.
-    damage = [*found.damage, *(Damage(n, why[n]) for n, row in lacking.items() if before.get(n) == row)]
-    gone = [x.number for x in found.damage if x.number is not None] + with_below(found, lacking)
+    bad = [x for x in found.damage if x.number is not None]
+    damage = [*bad, *(Damage(n, why[n]) for n, row in lacking.items() if before.get(n) == row)]
+    gone = [x.number for x in bad if x.number is not None] + with_below(found, lacking)
     if gone:
         _drop(made / _UNFINISHED, found, gone)
     kept = found.rows.keys() - set(gone)

@@ -33,8 +33,8 @@ def end_of(salt: object) -> str:
 
 
 def with_ends(keys: Iterable[str], ends: Iterable[str]) -> dict[str, list[str]]:
-    """The keys of each of these ends that any of them has. Takes time in the number of keys, whatever that of ends is;
-    how many lengths these have counts."""
+    """For each of some ends that some key has: the keys that end with it. Takes time in the number of keys, and in that
+    of the different lengths of ends, not in the number of ends."""
     asked, found = set(ends), dict[str, list[str]]()
     lengths = set(map(len, asked))
     for key in keys:

@@ -129,7 +129,7 @@ class Manifest:
                 self.db.execute("PRAGMA auto_vacuum=INCREMENTAL")
             self.db.execute("PRAGMA journal_mode=WAL")
             self.db.execute("PRAGMA synchronous=FULL")
-            # What is removed is overwritten. How SQLite was built decides else.
+            # What is removed is overwritten. Otherwise how SQLite was built decides.
             self.db.execute("PRAGMA secure_delete=ON")
             with self.transaction():
                 for table in _SCHEMA:

@@ -322,3 +322,26 @@ def test_a_model_goes_on_from_a_copy_of_a_store_that_is_open(name: str, tmp_path
         assert torch.equal(chat.generate(**ones(ids), **GREEDY), fresh(model, ones(ids)))
         assert store.reuse[0].loaded
         assert store.stats.damaged == 0
+
+
+def test_an_empty_folder_is_there_still_where_a_copy_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    three(tmp_path / "store")
+    (tmp_path / "copy").mkdir()
+    before_the_first_file(monkeypatch, fails)
+    with pytest.raises(ConfigError, match="no space"):
+        copy_folder(tmp_path / "store", tmp_path / "copy")
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["copy", "store"]
+    assert not list((tmp_path / "copy").iterdir())
+
+
+def test_what_is_kept_aside_is_copied_and_is_no_damage(tmp_path: Path) -> None:
+    with disk_of(tmp_path / "store") as disk:
+        disk.save_conversation("a", {"ids": [1]})
+        disk._manifest.db.execute("UPDATE conversations SET digest = x'00'")
+        assert disk.conversation("a") is None
+    assert main(["store", "copy", str(tmp_path / "store"), str(tmp_path / "copy")]) == 0
+    with disk_of(tmp_path / "copy") as disk:
+        assert disk._conversations.aside() == 1

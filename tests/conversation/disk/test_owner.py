@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from test_upkeep import check, disk_of, save
+from test_upkeep import check, disk_of, read, save
 
 from kvtier.cli.main import main
 from kvtier.conversation.disk.contents import contents
@@ -56,3 +56,13 @@ def test_a_new_folder_is_of_who_makes_it_whoever_owns_the_directory(tmp_path: Pa
     with disk_of(folder) as disk:
         save(disk, [1, 2, 3])
         assert {x.stat().st_uid for x in folder.iterdir()} == {0}
+
+
+def test_a_file_of_others_that_has_the_name_of_an_unfinished_one_is_left_as_it_is(tmp_path: Path) -> None:
+    folder, of_others = tmp_path / "store", tmp_path / "file"
+    of_others.write_text("of others")
+    with disk_of(folder) as disk:
+        os.link(of_others, folder / f"{1:012}.safetensors.new")
+        save(disk, [1, 2, 3])
+        assert read(disk, [1, 2, 3]) == 3
+    assert of_others.read_text() == "of others"
