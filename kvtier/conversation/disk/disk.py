@@ -20,7 +20,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ import torch
 
 from kvtier.conversation.disk.chunks import ROW, Chunk, Chunks, fits
 from kvtier.conversation.disk.conversations import ConversationRows
+from kvtier.conversation.disk.cutting import cut
 from kvtier.conversation.disk.files.ahead import read_ahead
 from kvtier.conversation.disk.files.files import Buffer, Damaged, read_tensors, said_of, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
@@ -391,23 +392,71 @@ class Disk:
         self._sweep()
 
     def erase(self, salt: object, ids: bytes, start: int) -> None:
-        """Remove the chunks that begin behind `start` tokens of a sequence or more, and whose own sequences have more
-        of its tokens than these, under every key of a salt.
+        """Remove what is saved of sequences that have more of the tokens of one than the first `start`, behind these,
+        under every key of a salt. A chunk that has some of both is cut there; where it cannot be, for it holds copies
+        of states, or there is no room, it goes whole, with all that continues it.
 
         Raises:
-            ConfigError: they cannot be removed now, or some file of no use cannot.
+            ConfigError: that cannot be removed now, or some file of no use cannot.
         """
-        with self._lock:
+        with self._writing:
             self._check_open()
-            why = self._left_alone or ("" if self._is_settled() else self.problem)
-            if not why:
-                found = self._chunks.beyond(salt, ids, start)
-                self._tells = self._tells or bool(found)
-                why = self.room.let_go(found)
+            try:
+                why = self._erase(salt, ids, start)
+            except (*FAILURES, ValueError) as error:
+                why = str(error)
+            finally:
+                self.room.end()
         why = why or self.room.sweep(whole=True)
         if why:
             raise ConfigError(f"What is saved of a sequence in {self.path} is not removed: {why}. Try again.")
         self.clear_log()
+
+    def _erase(self, salt: object, ids: bytes, start: int) -> str:
+        """Remove the rows and chunks. Why they are there still. Nobody adds others meanwhile."""
+        with self._lock:
+            why = self._left_alone or ("" if self._is_settled() else self.problem)
+            if why:
+                return why
+            gone, rest = self._chunks.beyond(salt, ids, start)
+            self._tells = self._tells or bool(gone or rest)
+            why = self.room.let_go(gone)
+            if why or not rest:
+                return why
+            nbytes = sum(x.nbytes for x, stop in rest.items() if stop < x.stop)
+            why = self.room.begin(nbytes, next(reversed(rest)), self.clock)
+            _, rest = self._chunks.beyond(salt, ids, start)
+            rows = {n: row for n, row, _ in self._manifest.rows() if row is not None}
+            number, self._next = self._next, self._next + len(rest)
+        self.room.sweep(whole=True)
+        try:
+            made = cut(self._folder, rest, rows, number) if not why and self.room.fits(nbytes) else None
+            with self._lock:
+                if not self._is_settled():
+                    return self.problem
+                _, left = self._chunks.beyond(salt, ids, start)
+                if made is None or [x.number for x in left] != [x.number for x in rest]:  # some went meanwhile
+                    return self.room.let_go([*left][::-1])
+                return self._replace([*left], {row: x.used for row, x in zip(made, left, strict=True)})
+        finally:
+            with self._lock:
+                for n in range(number, number + len(rest)) if self._is_settled() else ():
+                    if self._chunks.get(n) is None:
+                        self.room.discard(self._folder.file(n))
+
+    def _replace(self, gone: Sequence[Chunk], rows: Mapping[Row, int]) -> str:
+        """Replace chunks by those of rows, which were used last then. Why they are there still."""
+        why = ""
+        try:
+            with self._manifest.transaction():
+                self._manifest.remove([x.number for x in gone])
+                for row, used in rows.items():
+                    self._manifest.add(row, used)
+                self._chunks.in_doubt = True  # what is there is what the rows say then
+        except FAILURES as error:
+            why = str(error)
+        is_gone = self._is_settled() and all(self._chunks.get(x.number) is None for x in gone)
+        return "" if is_gone else why or self.problem
 
     def _is_there(self, chunk: Chunk) -> bool:
         """Whether a chunk is saved still. Its number is no other's; the chunk may be, behind a change that was cut
