@@ -137,7 +137,7 @@ class Chunks:
         rest = list(stops)
         for chunk in rest:
             rest += [x for x in chunk.below if x not in gone]
-        rest.sort(key=lambda x: x.start)
+        rest.sort(key=lambda x: (x.start, x.number))
         return sorted(gone, key=lambda x: -x.start), {x: stops.get(x, x.stop) for x in rest}
 
     def _keys(self, ends: Sequence[str]) -> dict[str, list[str]]:

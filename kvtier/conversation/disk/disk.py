@@ -426,7 +426,8 @@ class Disk:
             nbytes = sum(x.nbytes for x, stop in rest.items() if stop < x.stop)
             why = self.room.begin(nbytes, next(reversed(rest)), self.clock)
             _, rest = self._chunks.beyond(salt, ids, start)
-            rows = {n: row for n, row, _ in self._manifest.rows() if row is not None}
+            needed = {y.number for x in rest for y in (x, x.parent) if y is not None}
+            rows = {n: row for n, row, _ in self._manifest.rows() if row is not None and n in needed}
             number, self._next = self._next, self._next + len(rest)
         self.room.sweep(whole=True)
         try:
