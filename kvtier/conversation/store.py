@@ -286,8 +286,8 @@ class ConversationStore:
 
         Args:
             erase: before that, remove, from memory and disk, what is kept of its tokens and what continues them, behind
-                those that another conversation of its salt begins with. A file with copies of states that has tokens of
-                both goes whole, with what continues it. All conversations are read, and what waits to be saved is saved
+                those that another conversation of its salt begins with. A file stays that has some of these at its
+                beginning, with all that it holds. All conversations are read, and what waits to be saved is saved
                 before.
 
         Raises:

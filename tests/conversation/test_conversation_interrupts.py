@@ -125,7 +125,7 @@ def erased(scene: Scene, ids: bytes, others: bytes) -> None:
     """Nothing is kept of a sequence behind what another one begins with."""
     start = common(ids, others)
     assert [x for x in scene.store._kept.entries.values() if common(x.ids, ids) > start] == []
-    assert scene.disk._chunks.beyond(None, ids, start) == ([], {})
+    assert scene.disk._chunks.beyond(None, ids, start) == []
 
 
 def wake(scene: Scene) -> None:

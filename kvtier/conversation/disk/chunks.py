@@ -123,22 +123,15 @@ class Chunks:
                     found.update(x.number for x in chunk.chain())
             yield found
 
-    def beyond(self, salt: object, ids: bytes, start: int) -> tuple[list[Chunk], dict[Chunk, int]]:
-        """Chunks that have more of the tokens of a sequence than the first `start`, under every key that has this salt:
-        those that begin behind so many tokens or more, what continues a chunk before it; and those that begin before,
-        with what else continues these, what continues a chunk behind it, and where each is to stop then."""
+    def beyond(self, salt: object, ids: bytes, start: int) -> list[Chunk]:
+        """Chunks that begin behind `start` tokens of a sequence or more, and whose own sequences have more of its
+        tokens than these, under every key that has this salt; what continues a chunk before it."""
         head, end = ids[: (start + 1) * WIDTH], end_of(salt)
         if len(ids) <= start * WIDTH:
-            return [], {}
+            return []
         keys = self._keys([end]).get(end, ())
-        found = [x for key in keys for x in self._index.continuing(key, head)]
-        gone = {x for x in found if x.start >= start}
-        stops = {x: start for x in found if x.start < start}
-        rest = list(stops)
-        for chunk in rest:
-            rest += [x for x in chunk.below if x not in gone]
-        rest.sort(key=lambda x: (x.start, x.number))
-        return sorted(gone, key=lambda x: -x.start), {x: stops.get(x, x.stop) for x in rest}
+        found = [x for key in keys for x in self._index.continuing(key, head) if x.start >= start]
+        return sorted(found, key=lambda x: -x.start)
 
     def _keys(self, ends: Sequence[str]) -> dict[str, list[str]]:
         """See `with_ends`."""

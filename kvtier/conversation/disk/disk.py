@@ -17,10 +17,11 @@ import functools
 import gc
 import itertools
 import json
+import os
 import sqlite3
 import threading
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,6 @@ import torch
 
 from kvtier.conversation.disk.chunks import ROW, Chunk, Chunks, fits
 from kvtier.conversation.disk.conversations import ConversationRows
-from kvtier.conversation.disk.cutting import cut
 from kvtier.conversation.disk.files.ahead import read_ahead
 from kvtier.conversation.disk.files.files import Buffer, Damaged, read_tensors, said_of, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
@@ -140,7 +140,7 @@ class Disk:
             numbers, rest = self._folder.files()
             # Files that cannot be removed below keep their numbers: what is counted as theirs may be removed later.
             self._next = max(numbers, default=0) + 1
-            bad, self.others = self._fill(self._chunks, numbers)
+            bad, self.others = self._fill(self._chunks, numbers.__contains__)
             if bad:
                 with self._manifest.transaction():
                     self._manifest.remove(bad)
@@ -156,13 +156,13 @@ class Disk:
             self.room.discard(file)
         self._sweep()
 
-    def _fill(self, chunks: Chunks, numbers: Collection[int]) -> tuple[list[int], dict[str, int]]:
-        """Add what all rows say whose files have these numbers. Returns the numbers of rows that are damaged, have no
-        file, or continue these; and what `others` is."""
+    def _fill(self, chunks: Chunks, has_file: Callable[[int], bool]) -> tuple[list[int], dict[str, int]]:
+        """Add what all rows say. Returns the numbers of those that are damaged, have no file, or continue these; and
+        what `others` is."""
         bad, others, used = list[int](), dict[str, int](), dict[int, int]()
         for number, row, last in self._manifest.rows():
             parent = chunks.get(row.parent) if row is not None and row.parent is not None else None
-            if row is None or number not in numbers or not fits(row, parent):
+            if row is None or not has_file(number) or not fits(row, parent):
                 bad.append(number)
                 continue
             chunks.add(row, parent)
@@ -179,14 +179,18 @@ class Disk:
         lock, and is in no change."""
         if not self._chunks.in_doubt:
             return True
-        if self.closed or not self._folder.there():
+        if self.closed:
             return False
-        found = Chunks()
+        found, bad, why = Chunks(), list[int](), self._left_alone
         try:
-            numbers, _ = self._folder.files()
-            bad, _ = self._fill(found, {n for n in numbers if self.room.keeps(self._folder.file(n))})
+            if not why:
+                self._manifest.end_transaction()
+                bad, _ = self._fill(found, self._has_file)
+                why = self._left_alone  # then a file that is not there says nothing
         except (*FAILURES, ValueError) as error:
-            self.problem = f"{error}: what is saved is not known"
+            why = f"{error}: what is saved is not known"
+        if why:
+            self.problem = why
             return False
         if bad:
             # Where that fails, they go when this is done again, or when the folder is opened.
@@ -197,6 +201,19 @@ class Disk:
                 self.room.discard(self._folder.file(chunk.number), chunk.nbytes)
         self._chunks.become(found)
         return True
+
+    def _has_file(self, number: int) -> bool:
+        """Whether a chunk has a file that stays. Each is asked for: a list of them may lack some while others go.
+
+        Raises:
+            OSError: nobody knows.
+        """
+        file = self._folder.file(number)
+        try:
+            os.lstat(file)
+        except FileNotFoundError:
+            return False
+        return self.room.keeps(file)
 
     # Find, read, write
 
@@ -392,72 +409,23 @@ class Disk:
         self._sweep()
 
     def erase(self, salt: object, ids: bytes, start: int) -> None:
-        """Remove what is saved of sequences that have more of the tokens of one than the first `start`, behind these,
-        under every key of a salt. A chunk that has some of both is cut there; where it cannot be, for it holds copies
-        of states, or there is no room, it goes whole, with all that continues it.
+        """Remove the chunks that begin behind `start` tokens of a sequence or more, and whose own sequences have more
+        of its tokens than these, under every key of a salt.
 
         Raises:
-            ConfigError: that cannot be removed now, or some file of no use cannot.
+            ConfigError: they cannot be removed now, or some file of no use cannot.
         """
-        with self._writing:
+        with self._lock:
             self._check_open()
-            try:
-                why = self._erase(salt, ids, start)
-            except (*FAILURES, ValueError) as error:
-                why = str(error)
-            finally:
-                self.room.end()
+            why = self._left_alone or ("" if self._is_settled() else self.problem)
+            if not why:
+                found = self._chunks.beyond(salt, ids, start)
+                self._tells = self._tells or bool(found)
+                why = self.room.let_go(found)
         why = why or self.room.sweep(whole=True)
         if why:
             raise ConfigError(f"What is saved of a sequence in {self.path} is not removed: {why}. Try again.")
         self.clear_log()
-
-    def _erase(self, salt: object, ids: bytes, start: int) -> str:
-        """Remove the rows and chunks. Why they are there still. Nobody adds others meanwhile."""
-        with self._lock:
-            why = self._left_alone or ("" if self._is_settled() else self.problem)
-            if why:
-                return why
-            gone, rest = self._chunks.beyond(salt, ids, start)
-            self._tells = self._tells or bool(gone or rest)
-            why = self.room.let_go(gone)
-            if why or not rest:
-                return why
-            nbytes = sum(x.nbytes for x, stop in rest.items() if stop < x.stop)
-            why = self.room.begin(nbytes, next(reversed(rest)), self.clock)
-            _, rest = self._chunks.beyond(salt, ids, start)
-            needed = {y.number for x in rest for y in (x, x.parent) if y is not None}
-            rows = {n: row for n, row, _ in self._manifest.rows() if row is not None and n in needed}
-            number, self._next = self._next, self._next + len(rest)
-        self.room.sweep(whole=True)
-        try:
-            made = cut(self._folder, rest, rows, number) if not why and self.room.fits(nbytes) else None
-            with self._lock:
-                if not self._is_settled():
-                    return self.problem
-                _, left = self._chunks.beyond(salt, ids, start)
-                if made is None or [x.number for x in left] != [x.number for x in rest]:  # some went meanwhile
-                    return self.room.let_go([*left][::-1])
-                return self._replace([*left], {row: x.used for row, x in zip(made, left, strict=True)})
-        finally:
-            with self._lock:
-                for n in range(number, number + len(rest)) if self._is_settled() else ():
-                    if self._chunks.get(n) is None:
-                        self.room.discard(self._folder.file(n))
-
-    def _replace(self, gone: Sequence[Chunk], rows: Mapping[Row, int]) -> str:
-        """Replace chunks by those of rows, which were used last then. Why they are there still."""
-        why = ""
-        try:
-            with self._manifest.transaction():
-                self._manifest.remove([x.number for x in gone])
-                for row, used in rows.items():
-                    self._manifest.add(row, used)
-                self._chunks.in_doubt = True  # what is there is what the rows say then
-        except FAILURES as error:
-            why = str(error)
-        is_gone = self._is_settled() and all(self._chunks.get(x.number) is None for x in gone)
-        return "" if is_gone else why or self.problem
 
     def _is_there(self, chunk: Chunk) -> bool:
         """Whether a chunk is saved still. Its number is no other's; the chunk may be, behind a change that was cut

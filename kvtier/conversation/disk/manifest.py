@@ -350,8 +350,7 @@ class Manifest:
         Raises:
             sqlite3.Error: nothing was changed; or, where the disk fails in a commit, perhaps all was.
         """
-        if self.db.in_transaction:  # an end that failed
-            self.db.execute("ROLLBACK")
+        self.end_transaction()
         self.db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -361,6 +360,15 @@ class Manifest:
                 if self.db.in_transaction:
                     self.db.execute("ROLLBACK")
             raise
+
+    def end_transaction(self) -> None:
+        """Roll back a transaction whose own end failed, or was cut short.
+
+        Raises:
+            sqlite3.Error: it is there still.
+        """
+        if self.db.in_transaction:
+            self.db.execute("ROLLBACK")
 
     def close(self) -> None:
         """Close the database. Idempotent. Nothing, in a process that was forked since: see `forked`."""

@@ -18,6 +18,7 @@ from test_disk_faults import failing
 from test_store_interrupts import Line_
 
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.disk.files.folder import Folder
 from kvtier.conversation.index import packed
 from kvtier.eviction.rank import Rank
 
@@ -139,3 +140,30 @@ def test_what_is_saved_behind_a_call_that_failed_is_there_later(
         if ended:
             break
     assert at
+
+
+def test_what_is_in_doubt_is_settled_by_each_file_and_by_rows_that_are_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of files may lack some while others are removed; a transaction may be open whose end was cut short."""
+    with opened(tmp_path) as disk:
+        assert all([save(disk, ids) for ids in ALL[:3]])
+        first = min(x.number for x in disk._chunks)
+        monkeypatch.setattr(Folder, "files", lambda folder: (set(), []))
+        disk._manifest.db.execute("BEGIN")
+        disk._manifest.remove([first])
+        disk._chunks.in_doubt = True
+        assert [load(disk, ids) for ids in ALL[:3]] == [40, 80, 40]
+        assert not disk._manifest.db.in_transaction
+        disk.check_integrity()
+
+
+def test_nothing_in_doubt_is_settled_where_the_folder_is_another_one(tmp_path: Path) -> None:
+    with opened(tmp_path / "one") as disk:
+        assert save(disk, OLD)
+        disk._chunks.in_doubt = True
+        (tmp_path / "one").rename(tmp_path / "other")
+        assert load(disk, OLD) == 0
+        assert "removed, or replaced" in disk.problem
+        (tmp_path / "other").rename(tmp_path / "one")
+        assert load(disk, OLD) == 40
