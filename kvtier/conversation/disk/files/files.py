@@ -173,9 +173,12 @@ def _checked(file: Path, nbytes: int, sums: bytes, buffer: Buffer) -> torch.Tens
 def _write(file: Path, data: torch.Tensor) -> None:
     """Make a file of these bytes, for the folder's owner only, and return when they are on the disk. What has its name
     is of no use, and is not written to: it may be a link to a file of others."""
-    with contextlib.suppress(FileNotFoundError):
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    try:
+        handle = os.open(file, flags, 0o600)
+    except FileExistsError:  # of a process that was killed, or a link that somebody has made
         os.unlink(file)
-    handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        handle = os.open(file, flags, 0o600)
     try:
         keep_owner(handle, file.parent)
         left = memoryview(data.numpy().data)
