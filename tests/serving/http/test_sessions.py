@@ -39,6 +39,7 @@ def test_a_session_is_not_forgotten_while_its_request_waits_or_runs(start: Start
             passes(150.0)
             assert names() == ["serve//alice"]
         texts = [each.result(120) for each in asked]
+        assert until(lambda: not running.server.manager._sessions._running)  # an answer is there before that
         passes(90.0)
         assert names() == ["serve//alice"], "its time begins at the end of its last request"
         ids = running.server.manager._store.open("serve//alice").ids
