@@ -130,6 +130,7 @@ def test_whichever_call_fails_what_was_saved_is_there(
         assert save(probe, A2 + NEW)
         assert not load(probe, B), "nothing had to make room"
         probe.close()
+    gc.collect()  # what other tests have left
     before, at, refused = handles(), 0, 0
     while True:
         folder = shutil.copytree(source, tmp_path / f"{at}")
@@ -620,6 +621,7 @@ def test_conversations_that_cannot_be_read_are_not_replaced_by_new_ones(done: bo
     with store_of(model, directory=tmp_path) as store:
         store.open("c").send("Who?", tokenizer=tokenizer, do_sample=False, max_new_tokens=1)
         messages = store.open("c").messages
+    gc.collect()  # what other tests have left
     before, at, refused = handles(), 0, 0
     while True:
         with failing(at, errno.EIO, done) as left:
