@@ -24,7 +24,7 @@ from benchmarks.harness import Bench
 from benchmarks.records import number, table
 from benchmarks.targets import Target, table_of
 from kvtier.conversation.index import packed
-from kvtier.hf.models.dependence import computed_as
+from kvtier.hf.models.identity.dependence import computed_as
 
 SUMMARY = "a turn after a long history, 0.6B shape, kept in host memory against computed again (CPU only)"
 NAME = "store_turns"

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         model = None
         if args.model is not None:
             profile.checked_folder()  # said before a model is loaded, which takes minutes
-            from kvtier.hf.models.loading import model_of, quiet
+            from kvtier.hf.models.checkpoint.loading import model_of, quiet
 
             with quiet():
                 read_config(args.model)  # its errors say what is not there

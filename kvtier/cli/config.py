@@ -28,7 +28,7 @@ def read_config(name: str) -> Mapping[str, Any]:
 
 def raw_config(name: str) -> Mapping[str, Any]:
     """The config as it is written, which a model type's defaults are not part of."""
-    from kvtier.hf.models.config import config_by_name
+    from kvtier.hf.models.checkpoint.config import config_by_name
 
     path = Path(name)
     try:
@@ -55,7 +55,7 @@ def raw_config(name: str) -> Mapping[str, Any]:
 
 def completed_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """The config with the defaults of its model type; and what a reader has to know of it."""
-    from kvtier.hf.models.config import completed
+    from kvtier.hf.models.checkpoint.config import completed
 
     found, why = completed(config)
     text = config.get("text_config")
@@ -69,7 +69,7 @@ def completed_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], tupl
 
 def weights_of(config: Mapping[str, Any]) -> tuple[Weights | None, str]:
     """The weights as they are counted in the model; or why they could not be."""
-    from kvtier.hf.models.weights import count_weights
+    from kvtier.hf.models.checkpoint.weights import count_weights
 
     try:
         return count_weights(config), ""

@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("kvtier").setLevel(logging.INFO)
     from kvtier.conversation.disk.files.folder import Folder
-    from kvtier.hf.models.loading import model_of, quiet, tokenizer_of
+    from kvtier.hf.models.checkpoint.loading import model_of, quiet, tokenizer_of
 
     with quiet():
         read_config(args.model)  # its errors say what is not there

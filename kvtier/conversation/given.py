@@ -13,7 +13,7 @@ from kvtier.config import Size
 from kvtier.conversation.index import packed
 from kvtier.errors import ConfigError
 from kvtier.hf.cache.options import given_memory
-from kvtier.hf.models.templates import is_processor
+from kvtier.hf.models.checkpoint.templates import is_processor
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policies.names import PolicyName
 from kvtier.planning.policy import Policy

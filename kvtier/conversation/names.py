@@ -18,7 +18,7 @@ from kvtier.conversation.kept.ranks import Ranks
 from kvtier.conversation.saved.soon import Soon
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.forks import heed, inherited
-from kvtier.hf.models import dependence
+from kvtier.hf.models.identity import dependence
 from kvtier.memory.tiered import TieredMemory
 
 #: Conversations that nobody holds and that stay in memory as they are, so that who opens one for each turn reads none.

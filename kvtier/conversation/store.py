@@ -44,10 +44,10 @@ from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.errors import BudgetError, ConfigError, CorruptionError, StoreInUseError, UnsupportedError
 from kvtier.eviction.policies.names import EvictionName, policy_of
 from kvtier.eviction.policy import EvictionPolicy
-from kvtier.hf.models import dependence
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.devices import devices_of
-from kvtier.hf.models.fingerprint import fingerprint
+from kvtier.hf.models.identity import dependence
+from kvtier.hf.models.identity.fingerprint import fingerprint
 from kvtier.memory.tiered import TieredMemory
 from kvtier.planning.policies.names import PolicyName
 from kvtier.planning.policy import Policy

@@ -28,8 +28,8 @@ from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ConfigError, CorruptionError, KVTierError, TransferError
 from kvtier.eviction.policies.names import policy_of
 from kvtier.forward.sub_batch import PackedSequence
-from kvtier.hf.models import dependence
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.identity import dependence
 from kvtier.scheduling.job import Job
 from kvtier.serving.costs import Costs
 from kvtier.serving.request import Request

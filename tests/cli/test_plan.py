@@ -39,9 +39,9 @@ from kvtier import profile as profiles
 from kvtier.cli.config import completed_config, read_config
 from kvtier.cli.main import main
 from kvtier.cli.plan.report import millions
-from kvtier.hf.models import config as model_config
-from kvtier.hf.models import weights
-from kvtier.hf.models.weights import count_weights
+from kvtier.hf.models.checkpoint import config as model_config
+from kvtier.hf.models.checkpoint import weights
+from kvtier.hf.models.checkpoint.weights import count_weights
 from kvtier.kernels import launch
 from kvtier.memory import measured
 from kvtier.planning.hardware.machines import MACHINES

@@ -29,7 +29,8 @@ from kvtier import (
 )
 from kvtier.config import format_size
 from kvtier.conversation.conversation import Conversation
-from kvtier.hf.models import dependence, generation, trials
+from kvtier.hf.models import generation, trials
+from kvtier.hf.models.identity import dependence
 from kvtier.hf.models.names import CACHE
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}

@@ -33,7 +33,7 @@ from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.wake import Waker
 from kvtier.conversation.store import ConversationStore
-from kvtier.hf.models import dependence
+from kvtier.hf.models.identity import dependence
 from kvtier.memory.admission import Admission
 from kvtier.memory.blocks import residency
 from kvtier.memory.blocks.audit import Audit

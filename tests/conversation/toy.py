@@ -20,7 +20,7 @@ from walk import TOLERANCE
 
 from kvtier import BudgetError
 from kvtier.conversation.journal import JournalledCache
-from kvtier.hf.models.dependence import adapters
+from kvtier.hf.models.identity.dependence import adapters
 from kvtier.hf.models.names import CACHE
 
 PAD, END, VOCAB = 0, 6, 7

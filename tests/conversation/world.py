@@ -60,8 +60,9 @@ from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.cpu.native import Future
 from kvtier.eviction.policies.names import POLICIES as EVICTIONS
 from kvtier.eviction.rank import DEFAULT, Rank
-from kvtier.hf.models import dependence, trials
-from kvtier.hf.models.dependence import computed_as
+from kvtier.hf.models import trials
+from kvtier.hf.models.identity import dependence
+from kvtier.hf.models.identity.dependence import computed_as
 from kvtier.hf.models.names import CACHE
 from kvtier.memory.blocks.block import RESIDENT, State
 from kvtier.memory.storage import system

@@ -10,7 +10,7 @@ import torch
 from families import build_model
 
 from kvtier import ConversationStore, Engine
-from kvtier.hf.models import dependence
+from kvtier.hf.models.identity import dependence
 
 PROMPT = list(range(1, 40))
 OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}

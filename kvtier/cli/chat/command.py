@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("Give a MODEL, or --url of a server.")
     check_budgets(args)
     from kvtier.conversation.disk.files.folder import Folder
-    from kvtier.hf.models.loading import model_of, quiet, tokenizer_of
+    from kvtier.hf.models.checkpoint.loading import model_of, quiet, tokenizer_of
 
     with quiet():
         read_config(args.model)  # its errors say what is not there

@@ -12,8 +12,8 @@ from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.index import WIDTH, packed
 from kvtier.conversation.saved.tail import Tail
 from kvtier.errors import ConfigError
-from kvtier.hf.models import dependence
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.identity import dependence
 from kvtier.hf.models.names import ARGUMENTS
 
 

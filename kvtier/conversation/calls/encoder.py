@@ -10,8 +10,8 @@ import torch
 
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.kept.kept import Kept
-from kvtier.hf.models import dependence
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.identity import dependence
 from kvtier.memory.tiered import TieredMemory
 
 #: What a call may have besides: it changes nothing of what the encoder gives.

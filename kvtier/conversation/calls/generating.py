@@ -18,8 +18,8 @@ from kvtier.conversation.kept.kept import Kept
 from kvtier.conversation.kept.ranks import naming_who_is_pinned
 from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.wake import Waker
-from kvtier.hf.models import dependence
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.identity import dependence
 from kvtier.memory.tiered import TieredMemory
 
 

@@ -19,8 +19,9 @@ from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.states import States, copied, has_states, joined
 from kvtier.errors import BudgetError, CorruptionError, KVTierError
-from kvtier.hf.models import dependence, trials
 from kvtier.hf.models import generation as of
+from kvtier.hf.models import trials
+from kvtier.hf.models.identity import dependence
 from kvtier.hf.models.names import CACHE
 from kvtier.memory.tiered import TieredMemory
 

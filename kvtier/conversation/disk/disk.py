@@ -69,7 +69,7 @@ class Disk:
         directory: made if it is missing, for its owner only.
         budget: bytes of all files together, and of the manifest's rows; the files that were used longest ago go first.
             None: no limit. What conversations are is saved in any case, for it cannot be computed again.
-        fingerprint: of the model, see `hf.models.fingerprint`. Sequences of another one are refused.
+        fingerprint: of the model, see `hf.models.identity.fingerprint`. Sequences of another one are refused.
         prefix: of the keys that are looked for. What is under others stays for processes that look for it, and goes
             first where room is needed, pinned or not.
 

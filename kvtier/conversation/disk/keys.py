@@ -16,7 +16,7 @@ def key_of(computed_by: str, computed_as: tuple[object, ...], salt: object) -> s
 
     Args:
         computed_by: a model's code: the name and the version of its package.
-        computed_as: what keys and values depend on besides tokens; see `hf.models.dependence.depends`.
+        computed_as: what keys and values depend on besides tokens; see `hf.models.identity.dependence.depends`.
         salt: of its calls.
     """
     return repr(((computed_by, *computed_as), salt))

@@ -94,7 +94,7 @@ class Manifest:
 
     Args:
         file: there already, for its owner only.
-        fingerprint: of the model, see `hf.models.fingerprint`. None: whatever model it is of. Who reads it
+        fingerprint: of the model, see `hf.models.identity.fingerprint`. None: whatever model it is of. Who reads it
             by another code than all before may have another config.
         read_only: nothing is written; another process may have it open, and may write.
 

@@ -22,8 +22,8 @@ from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.saved.waiting import Saved
 from kvtier.errors import BudgetError
-from kvtier.hf.models import fingerprint
 from kvtier.hf.models.devices import Devices
+from kvtier.hf.models.identity import fingerprint
 from kvtier.kernels import launch
 from kvtier.memory.access.change import ask
 from kvtier.memory.tiered import TieredMemory

@@ -19,8 +19,9 @@ import torch
 from kvtier.config import CacheOptions, format_size
 from kvtier.errors import BudgetError, ConfigError, UnsupportedError
 from kvtier.hf.attention.enable import Enabled, enable_for
-from kvtier.hf.models import dependence, trials
 from kvtier.hf.models import generation as of
+from kvtier.hf.models import trials
+from kvtier.hf.models.identity import dependence
 from kvtier.hf.models.rotary import Stretched
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.processes import Processes

@@ -20,8 +20,8 @@ from transformers import BartConfig, BartForConditionalGeneration, Gemma3ForCaus
 from kvtier import ConfigError, ConversationStore, Engine, KVTierError, TieredKVCache, UnsupportedError
 from kvtier.conversation.calls import prefix_reuse
 from kvtier.conversation.journal import JournalledCache
-from kvtier.hf.models import dependence
-from kvtier.hf.models.written import numbers
+from kvtier.hf.models.identity import dependence
+from kvtier.hf.models.identity.written import numbers
 
 FUSED = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
 

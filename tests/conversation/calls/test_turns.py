@@ -18,7 +18,7 @@ from kvtier.conversation.calls import prefix_reuse
 from kvtier.conversation.index import unpacked
 from kvtier.conversation.kept import kept
 from kvtier.conversation.store import ConversationStore
-from kvtier.hf.models.dependence import computed_as
+from kvtier.hf.models.identity.dependence import computed_as
 
 #: Models whose layers keep all keys and values, and those with windows or recurrent states.
 PLAIN = ("llama", "gpt2", "deepseek_v3", "falcon")

@@ -23,7 +23,7 @@ from kvtier.conversation.disk.files.folder import MANIFEST
 from kvtier.conversation.disk.manifest import Row
 from kvtier.conversation.index import packed
 from kvtier.eviction.rank import Rank
-from kvtier.hf.models import fingerprint
+from kvtier.hf.models.identity import fingerprint
 
 OTHER = "transformers 5.17.0.dev0"
 

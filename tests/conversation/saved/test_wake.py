@@ -26,7 +26,7 @@ from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.saved.wake import Wake, Waker
-from kvtier.hf.models import dependence
+from kvtier.hf.models.identity import dependence
 from kvtier.memory.blocks.block import State
 from kvtier.tables.parked.sequences import ParkedSequences
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.hf.models.templates import names_read
+from kvtier.hf.models.checkpoint.templates import names_read
 from kvtier.serving.http.handlers import responses
 from kvtier.serving.http.handlers.handler import Handler
 from kvtier.serving.http.requests.asked import Asked

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
-from kvtier.hf.models.templates import names_read, template_of
+from kvtier.hf.models.checkpoint.templates import names_read, template_of
 from kvtier.serving.http.answers import Answers
 from kvtier.serving.http.manager import EngineManager
 from kvtier.serving.http.parsing import Parser, parsers_of

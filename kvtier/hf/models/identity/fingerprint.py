@@ -12,8 +12,8 @@ import transformers
 
 from kvtier.cpu.checksum import checksums
 from kvtier.errors import ConfigError
-from kvtier.hf.models.dependence import lasting_buffers
 from kvtier.hf.models.generation import hooks, inner
+from kvtier.hf.models.identity.dependence import lasting_buffers
 
 #: Whose models compute keys and values. The whole version: releases of patches mend models, too.
 COMPUTED_BY = f"transformers {transformers.__version__}"

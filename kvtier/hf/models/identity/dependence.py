@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier.hf.models.generation import device_of
-from kvtier.hf.models.written import numbers
+from kvtier.hf.models.identity.written import numbers
 
 #: Modules that give the same in training mode: who adds one to a model need not think of it.
 _SAME_IN_TRAINING = frozenset(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from kvtier.errors import ConfigError
-from kvtier.hf.models.config import text_config
+from kvtier.hf.models.checkpoint.config import text_config
 from kvtier.planning.hardware.machines import Weights
 
 #: Layers of a model that is built: more take many seconds.
