@@ -35,7 +35,6 @@ def erase(salt: Hashable, ids: bytes, start: int, memory: TieredMemory, kept: Ke
         ConfigError: what is saved cannot be removed now. What is in memory is.
     """
     with memory.lock, memory.change:
-        memory.collect()
         for entry in list(kept.entries.values()):
             if isinstance(entry.key, tuple) and entry.key[-1] == salt and common(entry.ids, ids) > start:
                 kept.shorten(entry, start)

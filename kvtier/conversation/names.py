@@ -226,7 +226,6 @@ class Conversations:
         """A conversation has another rank. Raises BudgetError, see `Conversation.pinned`."""
         key = self._computed_as, chat.salt
         with self._memory.lock, self._memory.change:
-            self._memory.collect()
             self._ranks.rank(chat.name, key, packed(chat.ids[:-1]), chat.rank)
         self.changed(chat)
 

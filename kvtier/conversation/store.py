@@ -317,7 +317,6 @@ class ConversationStore:
         check_salt(salt)
         keys, row = self._keys(salt), token_ids(ids)
         with self.memory.lock, self.memory.change, contextlib.suppress(BudgetError):
-            self.memory.collect()
             for _, entry in [each for key in keys for each in self._kept.pieces(key, row)]:
                 self._kept.parked.leave(entry.sequence)
 
@@ -336,7 +335,6 @@ class ConversationStore:
         keys, row = self._keys(salt), token_ids(ids)
         check_span(start, stop, len(row) // WIDTH)
         with self.memory.lock, self.memory.change:
-            self.memory.collect()
             for key in keys:
                 self._kept.cut_out(key, row, start, stop)
 
@@ -467,7 +465,6 @@ class ConversationStore:
         """Drop all that is kept. What calls that are running have computed is not kept."""
         self._under_way.check_open()
         with self.memory.lock, self.memory.change:
-            self.memory.collect()
             self._kept.clear()
             self._generating.encoder.clear()
 

@@ -292,7 +292,6 @@ class Forward(AppendingForward):
 
     def _release(self) -> None:
         with self.memory.lock, self.memory.change:
-            self.memory.collect()
             self._held.release()
 
     def close(self) -> None:

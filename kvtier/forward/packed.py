@@ -95,7 +95,6 @@ class PackedForward(PlannedForward):
             return layers[index]
 
         with self.memory.lock, self.memory.change:
-            self.memory.collect()
             before = {index: len(layer.tables) for index, layer in layers.items()}
             self.sequences[made] = None
             try:
@@ -127,7 +126,6 @@ class PackedForward(PlannedForward):
         """
         assert not self.under_way, "a step is under way"
         with self.memory.lock, self.memory.change:
-            self.memory.collect()
             layers = self._layers()
             for index, layer in layers.items():
                 layer.choose([sequence.tables[index]])
@@ -251,8 +249,6 @@ class PackedForward(PlannedForward):
         batch = [each for some in batches for each in some]
         segments = pack(batch)
         with self.memory.lock, self.memory.change:
-            if self.memory.has_garbage:
-                self.memory.collect()
             for device in self._held.devices():
                 self._admit(device, segments, 0)
             # As a policy takes it, a step has as many tokens as its longest part.
@@ -476,7 +472,6 @@ class PackedForward(PlannedForward):
     def reset(self) -> None:
         """Drop every sequence, and whatever step is under way. After an interrupt, too."""
         with self.memory.lock, self.memory.change:
-            self.memory.collect()
             self._held.release()
             self.sequences.clear()
             self._clear()
@@ -492,7 +487,6 @@ class PackedForward(PlannedForward):
         if self.closed:
             return
         with self.memory.lock, self.memory.change:
-            self.memory.collect()
             self._held.release()
         self.sequences.clear()
         self._clear()

@@ -467,7 +467,6 @@ class TieredMemory:
     def reset_if_unused(self) -> None:
         """Give everything back, as `reset` does, if no cache uses it. For an owner that makes caches one by one."""
         with self.lock, self.change:
-            self.collect()
             if not (self.closed or self._owners or self.parked):
                 self.reset()
 

@@ -328,7 +328,6 @@ class Prefixes:
         request.key, request.changes, request.epoch = self.key(request.salt), self.changes, self._kept.epoch
         ids = packed(request.ids)
         with self._memory.lock, self._memory.change:
-            self._memory.collect()
             length, entry = self._find(request.key, ids)
             if entry is None:
                 return 0
@@ -361,7 +360,6 @@ class Prefixes:
         """A sequence that goes on with so many tokens of an entry; None: it has none any more. What has left the device
         for the request's sake comes back first."""
         with self._memory.lock, self._memory.change:
-            self._memory.collect()
             if request in self._swapped:
                 self._kept.parked.promote([entry.sequence], _ALL)
         return self._forward.follow(self._kept.parked, entry.sequence, length)
@@ -370,7 +368,6 @@ class Prefixes:
         """What is kept of a request that has given up its sequence leaves the device, and stays on the host until the
         request begins again. Whether it does: else it is kept as all else is."""
         with self._memory.lock, self._memory.change:
-            self._memory.collect()
             length, entry = self._find(request.key, packed(request.ids))
             if entry is None or length < request.job.cached:
                 return False

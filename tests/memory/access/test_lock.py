@@ -187,6 +187,16 @@ def test_what_a_dropped_cache_held_is_kept_while_its_thread_reads() -> None:
     memory.close()
 
 
+def test_a_change_begins_when_all_that_nobody_has_is_given_up() -> None:
+    memory, done = TieredMemory(device_budget=2**20, host_budget=2**20), []
+    with memory.lock:
+        memory.abandon(lambda: done.append(1))  # as garbage is found in the midst of something else
+    assert not done
+    with memory.lock, memory.change:
+        assert done == [1]
+    memory.close()
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_cache_whose_end_was_cut_short_is_found(interrupted: bool) -> None:
     memory = TieredMemory(device_budget=2**12, host_budget=2**20)
